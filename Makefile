@@ -1,0 +1,54 @@
+# make help lists the targets. Every target that needs the environment makes it first.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+OLDEST := $(VENV)/transformers-oldest
+STAMP := $(VENV)/.up-to-date
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
+PYTEST := $(BIN)/python -m pytest -q -n 2 --dist worksteal
+
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test test-gpu test-dist lint format bench table
+
+help:  ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: $(STAMP)  ## make .venv from dev/constraints.txt; nothing to do when it is up to date
+
+$(STAMP): pyproject.toml dev/constraints.txt dev/no-deps.txt dev/transformers-oldest.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) -c dev/constraints.txt torch
+	$(PIP) -c dev/constraints.txt -e '.[dev,bench,demo,liger,deepspeed]'
+	$(PIP) --no-deps -r dev/no-deps.txt
+	rm -rf $(OLDEST)
+	$(PIP) --no-deps --target $(OLDEST) -r dev/transformers-oldest.txt
+	touch $@
+
+demo: $(STAMP)  ## fine-tune a real model on a real long document, untiled and tiled, and compare (15 minutes on 2 cores)
+	$(BIN)/seqtile finetune --compare --seq-len 4096 --steps 4 --output runs/demo
+
+test: $(STAMP)  ## all tests that need no GPU: plain, in Triton's interpreter, on the oldest transformers, distributed
+	$(PYTEST) -m "not gpu and not dist"
+	TRITON_INTERPRET=1 $(PYTEST) -m "not gpu and not dist" test/kernels test/ops test/models
+	PYTHONPATH=$(OLDEST) $(PYTEST) -m "not gpu and not dist" test/models
+	$(MAKE) --no-print-directory test-dist
+
+test-dist: $(STAMP)  ## the tests that start several processes
+	$(BIN)/python -m pytest -q -m dist
+
+test-gpu:  ## kernels, ops and models on a GPU, with the python at hand (PYTHON=...)
+	PYTHONPATH=src $(PYTHON) -m pytest -q -p no:cacheprovider --device cuda -m "not dist" test/kernels test/ops test/models
+
+lint: $(STAMP)  ## check style and format
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+format: $(STAMP)  ## mend style and format
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+bench: $(STAMP)  ## time and memory of the loss and the MLP, side by side; BENCH=smoke for tiny sizes
+	$(BIN)/python -m benchmark.run
+
+table: $(STAMP)  ## the newest benchmark results as a table
+	$(BIN)/python -m benchmark.table

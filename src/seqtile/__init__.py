@@ -1,0 +1,25 @@
+"""seqtile: the loss and the MLP of Hugging Face models, in memory that does not grow with sequence length."""
+
+from seqtile.models import (
+    apply_seqtile,
+    apply_seqtile_to_llama,
+    apply_seqtile_to_mistral,
+    apply_seqtile_to_qwen3,
+    restore,
+    status,
+)
+from seqtile.ops.gated_mlp import gated_mlp
+from seqtile.ops.linear_cross_entropy import linear_cross_entropy
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "apply_seqtile",
+    "apply_seqtile_to_llama",
+    "apply_seqtile_to_mistral",
+    "apply_seqtile_to_qwen3",
+    "gated_mlp",
+    "linear_cross_entropy",
+    "restore",
+    "status",
+]

@@ -1,0 +1,1 @@
+"""Row kernels: Triton programs, their launchers, and the same functions in plain PyTorch. No autograd here."""

@@ -1,0 +1,48 @@
+"""The table of architectures. One entry each; a field is added only when a real architecture needs it."""
+
+from dataclasses import dataclass
+from importlib import import_module
+from types import ModuleType
+
+
+@dataclass(frozen=True)
+class Arch:
+    """Where Hugging Face keeps the classes of an architecture."""
+
+    model_type: str
+    """`config.model_type`, and the name of the modeling module."""
+    prefix: str
+    """What the names of its classes begin with."""
+
+    @property
+    def modeling(self) -> ModuleType:
+        return import_module(f"transformers.models.{self.model_type}.modeling_{self.model_type}")
+
+    @property
+    def causal_lm_name(self) -> str:
+        return f"{self.prefix}ForCausalLM"
+
+    @property
+    def mlp_name(self) -> str:
+        return f"{self.prefix}MLP"
+
+    @property
+    def causal_lm(self) -> type:
+        return getattr(self.modeling, self.causal_lm_name)
+
+
+ARCHS = {
+    arch.model_type: arch
+    for arch in (
+        Arch("llama", "Llama"),
+        Arch("mistral", "Mistral"),
+        Arch("qwen3", "Qwen3"),
+    )
+}
+
+
+def find_arch(model_type: str) -> Arch:
+    """The entry of `model_type`; a ValueError that lists the supported ones if there is none."""
+    if model_type not in ARCHS:
+        raise ValueError(f"model type {model_type!r} is not supported; seqtile supports {', '.join(ARCHS)}")
+    return ARCHS[model_type]

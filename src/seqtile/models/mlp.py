@@ -1,0 +1,38 @@
+"""The tiled forward of a gated MLP module with `gate_proj`, `up_proj` and `down_proj`."""
+
+from collections.abc import Callable
+from functools import wraps
+
+import torch
+from torch import nn
+
+from seqtile.models.plain import check_plain_linear
+from seqtile.ops.gated_mlp import gated_mlp
+from seqtile.ops.tiles import resolve_chunk_tokens
+
+_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+
+
+def tiled_mlp_forward(original: Callable, chunk_tokens: int | None) -> Callable:
+    """`original`, an MLP's forward (a plain function), tiled where the sequence is longer than a tile."""
+
+    @wraps(original)
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if x.shape[:-1].numel() <= resolve_chunk_tokens(chunk_tokens, x.shape[-1]):
+            return original(self, x)
+        check_mlp(self)
+        return gated_mlp(
+            x, self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight, chunk_tokens=chunk_tokens
+        )
+
+    return forward
+
+
+def check_mlp(mlp: nn.Module) -> None:
+    """Raises ValueError where the tiled MLP would not compute what `mlp` computes."""
+    for name in _PROJECTIONS:
+        check_plain_linear(name, getattr(mlp, name, None))
+    activation = getattr(mlp, "act_fn", None)  # Liger's MLP has none: it is SiLU by name
+    name = mlp.config.hidden_act if activation is None else type(activation).__name__
+    if name not in ("silu", "swish", "SiLU", "SiLUActivation"):
+        raise ValueError(f"the MLP's activation is {name}: seqtile tiles SiLU only so far; apply with mlp=False")

@@ -1,0 +1,99 @@
+"""What is tiled, by whom, and what another library took back."""
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+
+from seqtile.models.arch import find_arch
+from seqtile.models.causal_lm import check_loss
+from seqtile.models.mlp import check_mlp
+from seqtile.models.patch import applied_parts, current_forward, mlps_of, model_type_of, placement_of
+from seqtile.ops.tiles import resolve_chunk_tokens
+
+
+@dataclass(frozen=True)
+class PartStatus:
+    """Who computes one part of a model."""
+
+    name: str
+    applied: bool
+    """Whether seqtile was applied to this part, of this model or of its classes."""
+    tiled: int
+    total: int
+    """How many of its modules run seqtile's forward, of how many."""
+    others: tuple[str, ...]
+    """The packages whose forwards run on the rest, such as "transformers" or "liger_kernel"."""
+    chunk_tokens: int | None
+    """Tokens a tile; None if nothing is tiled."""
+    problem: str | None
+    """Why the tiled forward will refuse to run, if it will."""
+
+    def __str__(self) -> str:
+        if self.tiled:
+            text = f"seqtile, {self.chunk_tokens} tokens a tile"
+            if self.total > 1:
+                text += f", {self.tiled} of {self.total} layers"
+        else:
+            text = f"not tiled: {', '.join(self.others)}"
+        if self.applied and self.tiled < self.total:
+            text += f"; {' and '.join(self.others)} took it back: apply seqtile again, on this model, last"
+        if self.problem:
+            text += f"; REFUSES: {self.problem}"
+        return text
+
+
+@dataclass(frozen=True)
+class ModelStatus:
+    """The answer of `seqtile.status`; print it."""
+
+    model: str
+    loss: PartStatus | None
+    """None for a model without a language-model head."""
+    mlp: PartStatus
+
+    def __str__(self) -> str:
+        lines = [self.model]
+        lines += [f"  {part.name:<4}  {part}" for part in (self.loss, self.mlp) if part is not None]
+        return "\n".join(lines)
+
+
+def status(model: nn.Module) -> ModelStatus:
+    """Tells what of `model` is tiled, by whom, and what another library took back.
+
+    Raises ValueError for an unsupported model type, TypeError for something that is no Hugging Face model.
+    """
+    arch = find_arch(model_type_of(model))
+    loss = part_status("loss", model, [model], check_loss) if isinstance(model, arch.causal_lm) else None
+    return ModelStatus(type(model).__name__, loss, part_status("mlp", model, mlps_of(model), check_mlp))
+
+
+def part_status(name: str, model: nn.Module, modules: list[nn.Module], check: Callable) -> PartStatus:
+    forwards = [current_forward(module) for module in modules]
+    placements = [placement for forward in forwards if (placement := placement_of(forward))]
+    others = Counter(package_of(forward) for forward in forwards if placement_of(forward) is None)
+    chunk_tokens = None
+    if placements:
+        chunk_tokens = resolve_chunk_tokens(placements[0].chunk_tokens, model.config.hidden_size)
+    problem = None
+    if placements:
+        try:
+            for module in modules:
+                check(module)
+        except ValueError as error:
+            problem = str(error)
+    return PartStatus(
+        name=name,
+        applied=name in applied_parts(model),
+        tiled=len(placements),
+        total=len(modules),
+        others=tuple(others),
+        chunk_tokens=chunk_tokens,
+        problem=problem,
+    )
+
+
+def package_of(forward: Callable) -> str:
+    """The package that a forward comes from."""
+    return getattr(forward, "__module__", type(forward).__module__).split(".")[0]

@@ -1,0 +1,1 @@
+"""Differentiable operations on plain tensors, computed tile by tile along the tokens."""

@@ -1,0 +1,38 @@
+"""What every op requires of its tensors, checked before anything is computed."""
+
+import torch
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
+    """The dtype that autocast would give a matrix product on x's device, None outside autocast."""
+    if torch.is_autocast_enabled(x.device.type):
+        return torch.get_autocast_dtype(x.device.type)
+    return None
+
+
+def check_operands(op: str, reference: str, operands: dict[str, torch.Tensor]) -> None:
+    """All of `operands` (name -> tensor) on one device and, outside autocast, of one dtype: that of `reference`.
+
+    Raises TypeError for a dtype, ValueError for a device.
+    """
+    first = operands[reference]
+    for name, tensor in operands.items():
+        if tensor.dtype not in DTYPES:
+            expected = ", ".join(str(dtype) for dtype in DTYPES)
+            raise TypeError(f"{op}: {name} is {tensor.dtype}, expected one of {expected}; cast it first")
+        if tensor.device != first.device:
+            raise ValueError(
+                f"{op}: {name} is on {tensor.device}, {reference} on {first.device}; move them to one device"
+            )
+        if tensor.dtype != first.dtype and autocast_dtype(first) is None:
+            raise TypeError(
+                f"{op}: {name} is {tensor.dtype}, {reference} is {first.dtype}; cast one of them, or use torch.autocast"
+            )
+
+
+def check_shape(op: str, name: str, tensor: torch.Tensor, expected: tuple[int, ...], meaning: str) -> None:
+    """Raises ValueError unless `tensor` has the shape `expected`; `meaning` says it in letters."""
+    if tuple(tensor.shape) != expected:
+        raise ValueError(f"{op}: {name} has shape {list(tensor.shape)}, expected {meaning} = {list(expected)}")

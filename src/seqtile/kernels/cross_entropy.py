@@ -40,7 +40,7 @@ def _cross_entropy_kernel(
         in_range = (target >= 0) & (target < vocab)
         # Read before the reductions: their barriers keep every thread's read ahead of the writes at the end.
         target_logit = tl.load(row_ptr + tl.where(in_range, target, 0)).to(tl.float32)
-        row_max = -float("inf")
+        row_max = -3.4e38  # finite, so that a first block of -inf alone does not make -inf - -inf
         row_sum = 0.0
         for start in range(0, vocab, BLOCK):
             x = tl.load(row_ptr + start + columns, mask=start + columns < vocab, other=-float("inf")).to(tl.float32)

@@ -103,7 +103,7 @@ def apply_to_model(arch: Arch, model: nn.Module, *, mlp: bool, loss: bool, chunk
         for module in mlps_of(model):
             check_mlp(module)
             places.append((module, tiled_mlp_forward))
-    for owner, wrap in places:
+    for owner, _ in places:
         check_place(owner, chunk_tokens)
     for owner, wrap in places:
         place(owner, wrap, chunk_tokens)

@@ -1,0 +1,84 @@
+"""The command line: seqtile finetune | env."""
+
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_show_locals=False)
+
+
+@app.callback()
+def seqtile() -> None:
+    """Fine-tune Hugging Face models on long documents, with memory that does not grow with their length."""
+
+
+@app.command()
+def finetune(
+    model: Annotated[str, typer.Option(help="A local path, a hub name, or smollm2-135m.")] = "smollm2-135m",
+    data: Annotated[
+        list[Path] | None, typer.Option(help="Text files or directories [default: Python's standard library].")
+    ] = None,
+    seq_len: Annotated[int, typer.Option(help="Tokens a sequence.")] = 4096,
+    steps: Annotated[int, typer.Option(help="Training steps, one sequence each.")] = 4,
+    compare: Annotated[
+        bool, typer.Option("--compare", help="Run the untiled model first, from the same seed.")
+    ] = False,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda [default: cuda if there is one].")] = None,
+    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    learning_rate: Annotated[float, typer.Option(help="Of AdamW.")] = 1e-5,
+    seed: Annotated[int, typer.Option(help="Of torch's generators.")] = 0,
+    output: Annotated[Path, typer.Option(help="Directory for the model and the report.")] = Path("runs/finetune"),
+) -> None:
+    """Full-parameter fine-tuning of a causal LM on long documents."""
+    console = Console(soft_wrap=True)
+    try:
+        from seqtile.recipes.documents import standard_library
+        from seqtile.recipes.finetune import finetune as run
+        from seqtile.recipes.job import Job
+        from seqtile.recipes.train import RunKilled
+    except ModuleNotFoundError as error:
+        console.print(f"[red]error:[/red] {error}: pip install 'seqtile\\[demo]'", highlight=False)
+        raise typer.Exit(1) from error
+    job = Job(
+        model=model,
+        data=tuple(data) if data else standard_library(),
+        seq_len=seq_len,
+        steps=steps,
+        compare=compare,
+        device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
+        dtype=dtype,
+        learning_rate=learning_rate,
+        seed=seed,
+        output=output,
+    )
+    try:
+        run(job, Console())
+    except (ValueError, OSError, RunKilled) as error:
+        console.print("[red]error:[/red]", end=" ")
+        console.print(str(error), markup=False, highlight=False)
+        raise typer.Exit(1) from error
+
+
+@app.command()
+def env() -> None:
+    """The versions of everything that seqtile meets, for a bug report."""
+    console = Console()
+    for package in ("seqtile", "torch", "triton", "transformers", "accelerate", "peft", "deepspeed", "liger-kernel"):
+        try:
+            console.print(f"{package:<14}{version(package)}", highlight=False)
+        except PackageNotFoundError:
+            console.print(f"{package:<14}not installed", highlight=False)
+    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
+    console.print(f"{'gpu':<14}{gpu}", highlight=False)
+
+
+def main() -> None:
+    app()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Runnable recipes over all of the package."""

@@ -1,0 +1,35 @@
+"""The main job: full-parameter fine-tuning of a causal LM on long documents, and how it compares with not tiling."""
+
+from typing import Any
+
+from rich.console import Console
+
+from seqtile.recipes.documents import sequences
+from seqtile.recipes.job import Job, check_writable
+from seqtile.recipes.pretrained import load_tokenizer, source
+from seqtile.recipes.report import figures, print_table, write_report
+from seqtile.recipes.train import run_alone
+
+
+def finetune(job: Job, console: Console) -> dict[str, Any]:
+    """Runs `job` and returns what it wrote to report.json.
+
+    With `compare`, the untiled model runs first, on the same sequences from the same seed. Leaves in `job.output`:
+    report.json, report.png, and model/, the tiled run's model and its tokenizer as `save_pretrained` writes them.
+
+    Raises ValueError for bad input, before anything is trained; RunKilled if a run is killed.
+    """
+    job.check()
+    source(job.model)
+    with console.status("reading documents"):
+        tokenizer = load_tokenizer(job.model)
+        batches = sequences(job.data, tokenizer, job.seq_len, job.steps)
+    check_writable(job.output)
+    baseline = run_alone(job, batches, tiled=False, save_to=None) if job.compare else None
+    tiled = run_alone(job, batches, tiled=True, save_to=job.output / "model")
+    tokenizer.save_pretrained(job.output / "model")
+    report = figures(job, baseline, tiled)
+    write_report(report, job.output)
+    print_table(report, console)
+    console.print(f"model, report.json and report.png are in {job.output}")
+    return report

@@ -1,0 +1,56 @@
+"""What a fine-tuning job is asked to do, checked before anything is loaded."""
+
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+@dataclass(frozen=True)
+class Job:
+    """One job of `seqtile finetune`; see its --help for the fields."""
+
+    model: str
+    data: tuple[Path, ...]
+    seq_len: int
+    steps: int
+    compare: bool
+    device: str
+    dtype: str
+    learning_rate: float
+    seed: int
+    output: Path
+
+    def check(self) -> None:
+        """Raises ValueError for what cannot work."""
+        if self.seq_len < 2:
+            raise ValueError(f"--seq-len is {self.seq_len}, expected at least 2: a token and the one that follows it")
+        if self.steps < 1:
+            raise ValueError(f"--steps is {self.steps}, expected at least 1")
+        if self.dtype not in DTYPES:
+            raise ValueError(f"--dtype is {self.dtype!r}, expected one of {', '.join(DTYPES)}")
+        if not self.learning_rate > 0:
+            raise ValueError(f"--learning-rate is {self.learning_rate}, expected a positive number")
+        if self.device not in ("cpu", "cuda"):
+            raise ValueError(f"--device is {self.device!r}, expected cpu or cuda")
+        if self.device == "cuda" and not torch.cuda.is_available():
+            raise ValueError("--device is cuda, but torch sees no GPU; use --device cpu")
+        for path in self.data:
+            if not path.exists():
+                raise ValueError(f"--data: {path} does not exist; pass text files or directories of them")
+
+
+def check_writable(directory: Path) -> None:
+    """Raises ValueError unless files can be written to `directory`, which is made if it is not there."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        raise ValueError(
+            f"--output: {directory} cannot be written to ({os.strerror(error.errno or 0)}); choose another directory"
+        ) from error

@@ -1,0 +1,77 @@
+"""What a fine-tuning job leaves behind: a table, report.json and a picture, all of the same figures."""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+from rich.console import Console
+from rich.table import Table
+
+from seqtile.recipes.job import Job
+from seqtile.recipes.train import RunResult
+
+matplotlib.use("Agg")
+from matplotlib import pyplot as plt
+
+
+def figures(job: Job, baseline: RunResult | None, tiled: RunResult) -> dict[str, Any]:
+    """The contents of report.json. `baseline` and `max_loss_difference` are None without a comparison."""
+    difference = None
+    if baseline is not None:
+        difference = max(abs(a - b) for a, b in zip(baseline.losses, tiled.losses, strict=True))
+    return {
+        "model": job.model,
+        "seq_len": job.seq_len,
+        "steps": job.steps,
+        "device": job.device,
+        "dtype": job.dtype,
+        "learning_rate": job.learning_rate,
+        "seed": job.seed,
+        "baseline": None if baseline is None else asdict(baseline),
+        "seqtile": asdict(tiled),
+        "max_loss_difference": difference,
+    }
+
+
+def print_table(report: dict[str, Any], console: Console) -> None:
+    """The figures of report.json as a table."""
+    tiled, baseline = report["seqtile"], report["baseline"]
+    runs = [tiled] if baseline is None else [baseline, tiled]
+    table = Table(title=f"{report['model']}, {report['seq_len']:,} tokens, {report['dtype']} on {report['device']}")
+    table.add_column("")
+    for name in ("seqtile",) if baseline is None else ("untiled", "seqtile"):
+        table.add_column(name, justify="right")
+    for step in range(report["steps"]):
+        table.add_row(f"loss, step {step + 1}", *(f"{run['losses'][step]:.6f}" for run in runs))
+    table.add_section()
+    table.add_row("peak memory, MiB", *(f"{run['peak_mib']:,.0f}" for run in runs))
+    table.add_row("time, s", *(f"{sum(run['step_seconds']):.1f}" for run in runs))
+    table.add_row("tokens/s", *(f"{run['tokens_per_second']:,.0f}" for run in runs))
+    console.print(table)
+    if baseline is not None:
+        console.print(
+            f"largest loss difference {report['max_loss_difference']:.1e}; "
+            f"peak memory {tiled['peak_mib'] / baseline['peak_mib']:.0%} of the untiled model's"
+        )
+
+
+def write_report(report: dict[str, Any], directory: Path) -> None:
+    """report.json and report.png in `directory`."""
+    (directory / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    runs = {"untiled": report["baseline"], "seqtile": report["seqtile"]}
+    runs = {name: run for name, run in runs.items() if run is not None}
+    figure, (losses, memory) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
+    for (name, run), style in zip(runs.items(), ("o-", "x--") if len(runs) == 2 else ("x--",), strict=True):
+        losses.plot(range(1, report["steps"] + 1), run["losses"], style, label=name, color="black", markersize=7)
+    losses.set(title="loss", xlabel="step", xticks=range(1, report["steps"] + 1))
+    losses.legend()
+    bars = memory.bar(list(runs), [run["peak_mib"] for run in runs.values()], color="lightgrey", edgecolor="black")
+    for bar, hatch in zip(bars, ("", "//") if len(runs) == 2 else ("//",), strict=True):
+        bar.set_hatch(hatch)
+    memory.bar_label(bars, fmt="{:,.0f}")
+    memory.set(title="peak memory, MiB")
+    figure.suptitle(f"{report['model']}, {report['seq_len']:,} tokens, {report['dtype']} on {report['device']}")
+    figure.savefig(directory / "report.png", dpi=150)
+    plt.close(figure)

@@ -1,0 +1,117 @@
+"""One training run, alone in its process, so that its peak memory is its own."""
+
+import io
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import redirect_stderr
+from dataclasses import dataclass
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+import seqtile
+from seqtile.recipes.job import DTYPES, Job
+from seqtile.recipes.pretrained import load_model
+
+MIB = 2**20
+
+
+class RunKilled(Exception):
+    """The process of a run was killed, which is what running out of host memory looks like."""
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What one run measured; lists have one entry a step."""
+
+    losses: list[float]
+    step_seconds: list[float]
+    tokens_per_second: float
+    peak_mib: float
+    status: str
+
+
+def run_alone(job: Job, sequences: torch.Tensor, *, tiled: bool, save_to: Path | None) -> RunResult:
+    """`train` in a process of its own."""
+    with ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn")) as pool:
+        try:
+            return pool.submit(train, job, sequences, tiled=tiled, save_to=save_to).result()
+        except BrokenProcessPool as error:
+            raise RunKilled(
+                f"the {'tiled' if tiled else 'untiled'} run was killed, most likely for want of memory; "
+                "use a shorter --seq-len"
+            ) from error
+
+
+def train(job: Job, sequences: torch.Tensor, *, tiled: bool, save_to: Path | None) -> RunResult:
+    """Full-parameter AdamW over `sequences` [steps, seq_len], one a step, under activation checkpointing.
+
+    Saves the trained model to `save_to` as safetensors, if given.
+    """
+    torch.manual_seed(job.seed)
+    name = "seqtile" if tiled else "untiled"
+    losses, seconds = [], []
+    with progress_bars() as progress:
+        loading = progress.add_task(f"{name}: loading", total=1, figures="")
+        with redirect_stderr(io.StringIO()):  # Hugging Face's own bars
+            model = load_model(job.model, DTYPES[job.dtype]).to(job.device).train()
+        enable_checkpointing(model)
+        if tiled:
+            seqtile.apply_seqtile(model)
+        progress.advance(loading)
+
+        optimizer = torch.optim.AdamW(model.parameters(), lr=job.learning_rate, weight_decay=0.0)
+        training = progress.add_task(f"{name}: training", total=job.steps, figures="")
+        for ids in sequences.unsqueeze(1).to(job.device):
+            start = time.perf_counter()
+            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            losses.append(loss.item())
+            seconds.append(time.perf_counter() - start)
+            rate = f"{job.seq_len / seconds[-1]:,.0f} tokens/s"
+            figures = f"loss {losses[-1]:.4f}  {rate}  peak {peak_mib(job.device):,.0f} MiB"
+            progress.update(training, advance=1, figures=figures)
+    result = RunResult(
+        losses=losses,
+        step_seconds=seconds,
+        tokens_per_second=job.steps * job.seq_len / sum(seconds),
+        peak_mib=peak_mib(job.device),
+        status=str(seqtile.status(model)) if tiled else "untiled",
+    )
+    if save_to is not None:
+        model.save_pretrained(save_to)
+    return result
+
+
+def progress_bars() -> Progress:
+    """One line a phase: what, how far, and its latest figures."""
+    return Progress(
+        TextColumn("{task.description:<17}"),
+        BarColumn(bar_width=12),
+        MofNCompleteColumn(),
+        TextColumn("{task.fields[figures]}"),
+        console=Console(),
+    )
+
+
+def enable_checkpointing(model: torch.nn.Module) -> None:
+    """Activation checkpointing by the name that the installed transformers has for it."""
+    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    enable({"use_reentrant": False})
+
+
+def peak_mib(device: str) -> float:
+    """The peak memory of this process: allocated on the GPU, or the resident set on a CPU."""
+    if device == "cuda":
+        return torch.cuda.max_memory_allocated() / MIB
+    import resource  # POSIX only
+
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss: bytes on macOS, KiB elsewhere
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / MIB

@@ -1,0 +1,33 @@
+"""The one tolerance law: |ours - truth| <= 2 * |torch in the same dtype - truth| + floor, in relative norms.
+
+Triton's interpreter (3.7) truncates float32 to bfloat16 where a GPU rounds to nearest, which costs up to 2**-7 of a
+value: that is the floor for bfloat16 there, and there alone.
+"""
+
+import torch
+
+from seqtile.kernels.launch import triton
+
+FLOOR = 1e-6
+INTERPRETER_BFLOAT16_FLOOR = 2**-7
+
+
+def relative_error(value: torch.Tensor, truth: torch.Tensor) -> float:
+    """||value - truth|| / ||truth||, in float64; ||value|| where the truth is zero."""
+    value, truth = value.detach().double().cpu(), truth.detach().double().cpu()
+    assert value.shape == truth.shape
+    norm = truth.norm()
+    return ((value - truth).norm() / (norm if norm > 0 else 1)).item()
+
+
+def assert_as_exact(ours: torch.Tensor, same_dtype: torch.Tensor, truth: torch.Tensor) -> None:
+    """`ours` is at most twice as far from the `truth` (float64) as what torch computes in the same dtype."""
+    interpreted = ours.dtype == torch.bfloat16 and triton is not None and triton.knobs.runtime.interpret
+    floor = INTERPRETER_BFLOAT16_FLOOR if interpreted else FLOOR
+    error, allowed = relative_error(ours, truth), 2 * relative_error(same_dtype, truth) + floor
+    assert error <= allowed, f"relative error {error:.2e}, allowed {allowed:.2e}"
+
+
+def poisoned(*shape: int, dtype: torch.dtype, device: str) -> torch.Tensor:
+    """A buffer full of NaN: what is read before it is written shows."""
+    return torch.full(shape, torch.nan, dtype=dtype, device=device)

@@ -1,0 +1,100 @@
+"""Every Triton kernel compiles for every GPU generation, with the constants it is launched with, and spills nothing."""
+
+import re
+import subprocess
+from pathlib import Path
+
+import pytest
+
+triton = pytest.importorskip("triton")
+pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="the interpreter replaces the compiler")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.compiler import ASTSource  # noqa: E402
+
+from seqtile.kernels import cross_entropy, gated_activation  # noqa: E402
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+DTYPES = ("fp32", "bf16", "fp16")
+
+
+def kernels(dtype: str) -> dict[str, tuple]:
+    """name -> (kernel, signature, constants, number of warps), as the launchers launch them."""
+    pointer = f"*{dtype}"
+    rows = {"logits_ptr": pointer, "logits_row_stride": "i32", "target_ptr": "*i64", "loss_ptr": "*fp32"}
+    rows |= {"lse_ptr": "*fp32", "vocab": "i32", "ignore_index": "i32"}
+    forward = {"gate_ptr": pointer, "up_ptr": pointer, "gate_row_stride": "i32", "up_row_stride": "i32", "width": "i32"}
+    backward = {name: pointer for name in ("gate_ptr", "up_ptr", "product_ptr")}
+    backward |= {name: "i64" for name in ("gate_row_stride", "up_row_stride", "product_row_stride")} | {"width": "i32"}
+    loss, activation = cross_entropy, gated_activation
+    return {
+        "cross_entropy": (
+            loss._cross_entropy_kernel,
+            rows,
+            {"WRITE_GRAD": True, "BLOCK": loss.BLOCK},
+            loss.NUM_WARPS,
+        ),
+        "cross_entropy_alone": (
+            loss._cross_entropy_kernel,
+            rows,
+            {"WRITE_GRAD": False, "BLOCK": loss.BLOCK},
+            loss.NUM_WARPS,
+        ),
+        "gated_activation": (
+            activation._gated_activation_kernel,
+            forward,
+            {"BLOCK": activation.BLOCK},
+            activation.NUM_WARPS,
+        ),
+        "gated_activation_backward": (
+            activation._gated_activation_backward_kernel,
+            backward,
+            {"BLOCK": activation.BLOCK},
+            activation.NUM_WARPS,
+        ),
+    }
+
+
+def compile_for(target: GPUTarget, kernel, signature: dict[str, str], constants: dict, num_warps: int):
+    """Compiled as Triton specialises a launch on a model's shapes: pointers, strides and widths divisible by 16."""
+    names = kernel.arg_names
+    signature = signature | {name: "constexpr" for name in constants}
+    aligned = [name for name in names if name.endswith(("_ptr", "_stride")) or name in ("width", "vocab")]
+    attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
+    source = ASTSource(
+        kernel, {name: signature[name] for name in names}, {(names.index(n),): v for n, v in constants.items()}, attrs
+    )
+    return triton.compile(source, target=target, options={"num_warps": num_warps})
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", kernels("fp32"))
+@pytest.mark.parametrize("target", TARGETS)
+def test_compiles_without_spills_and_loads_wide(target: str, name: str, dtype: str, tmp_path: Path) -> None:
+    compiled = compile_for(TARGETS[target], *kernels(dtype)[name])
+    if target == "gfx942":
+        assert compiled.asm["hsaco"]
+        return
+    (tmp_path / "kernel.cubin").write_bytes(compiled.asm["cubin"])
+    cuobjdump = triton.knobs.nvidia.cuobjdump.path
+    command = [cuobjdump, "-res-usage", str(tmp_path / "kernel.cubin")]
+    usage = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    registers, stack, local = (int(re.search(rf"{field}:(\d+)", usage)[1]) for field in ("REG", "STACK", "LOCAL"))
+    assert registers > 0 and stack == 0 and local == 0, usage
+    assert re.search(r"ld\.global\S*\.v4\.b32", compiled.asm["ptx"]), "loads are not 16 bytes wide"
+
+
+def test_every_kernel_is_listed() -> None:
+    listed = {entry[0].fn.__name__ for entry in kernels("fp32").values()}
+    existing = {
+        name
+        for module in (cross_entropy, gated_activation)
+        for name, value in vars(module).items()
+        if isinstance(value, triton.JITFunction) and not name.startswith("tl")
+    }
+    assert listed == existing

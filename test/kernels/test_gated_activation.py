@@ -1,0 +1,67 @@
+import pytest
+import torch
+import torch.nn.functional as F
+
+from assertions import assert_as_exact, poisoned
+from seqtile.kernels.launch import gated_activation_, gated_activation_backward_
+
+SHAPES = [(63, 1000), (17, 1025), (5, 4097)]
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def reference(gate: torch.Tensor, up: torch.Tensor, d_product: torch.Tensor) -> list[torch.Tensor]:
+    """product, d_gate, d_up as autograd computes them in the dtype of its arguments."""
+    gate, up = (tensor.detach().clone().requires_grad_() for tensor in (gate, up))
+    product = F.silu(gate) * up
+    product.backward(d_product)
+    return [product, gate.grad, up.grad]
+
+
+def inputs(rows: int, width: int, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """A poisoned slab and three tiles in it, whose rows are further apart than they are long."""
+    slab = poisoned(3, rows, width + 3, dtype=dtype, device=device)
+    slab[:, :, :width] = torch.randn(3, rows, width, device=device) * 3
+    return slab, [slab[i, :, :width] for i in range(3)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), SHAPES)
+def test_forward(rows: int, width: int, dtype: torch.dtype, device: str) -> None:
+    slab, (gate, up, d_product) = inputs(rows, width, dtype, device)
+    same = reference(gate, up, d_product)[0]
+    truth = reference(gate.double(), up.double(), d_product.double())[0]
+    up_before = up.clone()
+    ours = gated_activation_(gate, up)
+    assert ours.data_ptr() == gate.data_ptr()
+    assert_as_exact(ours, same, truth)
+    assert up.equal(up_before)
+    assert slab[:, :, width:].isnan().all(), "wrote past a row"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rows", "width"), SHAPES)
+def test_backward(rows: int, width: int, dtype: torch.dtype, device: str) -> None:
+    slab, (gate, up, d_product) = inputs(rows, width, dtype, device)
+    same = reference(gate, up, d_product)
+    truth = reference(gate.double(), up.double(), d_product.double())
+    gated_activation_backward_(gate, up, d_product)
+    for ours, theirs, true in zip((d_product, gate, up), same, truth, strict=True):
+        assert_as_exact(ours, theirs, true)
+    assert slab[:, :, width:].isnan().all(), "wrote past a row"
+
+
+def test_row_offsets_are_int64(device: str) -> None:
+    """Row 3 begins at element 3 * 2**30 > 2**31. The slab is virtual memory: only a few rows of it are touched."""
+    stride, width = 2**30, 1025
+    slab = torch.empty(3 * stride + 3 * width, dtype=torch.bfloat16, device=device)
+    gate, up, d_product = (slab[i * width :].as_strided((4, width), (stride, 1)) for i in range(3))
+    for tile in (gate, up, d_product):
+        tile.copy_(torch.randn(4, width, device=device))
+    same = reference(gate.contiguous(), up.contiguous(), d_product.contiguous())
+    truth = reference(gate.double(), up.double(), d_product.double())
+    product = gate.clone()
+    gated_activation_(product, up)
+    assert_as_exact(product, same[0], truth[0])
+    gated_activation_backward_(gate, up, d_product)
+    for ours, theirs, true in zip((d_product, gate, up), same, truth, strict=True):
+        assert_as_exact(ours.contiguous(), theirs, true)

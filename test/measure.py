@@ -2,9 +2,15 @@
 
 import weakref
 
+import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from seqtile.kernels.launch import triton
+
+eager_memory = pytest.mark.skipif(
+    triton is not None and triton.knobs.runtime.interpret, reason="the interpreter allocates tensors of its own"
+)
 _PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "mv", "addmv", "dot")
 
 

@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from assertions import assert_as_exact
-from measure import FlopCount, LiveBytes
+from measure import FlopCount, LiveBytes, eager_memory
 from seqtile import gated_mlp
 
 D, M = 48, 130
@@ -141,6 +141,7 @@ def saved_and_peak_bytes(tokens: int) -> tuple[int, int]:
     return saved, memory.peak
 
 
+@eager_memory
 def test_memory() -> None:
     """Nothing is saved beside x; the peak grows by y, d_y and d_x alone, never by a [T, M] tensor."""
     saved, peak = saved_and_peak_bytes(1000)

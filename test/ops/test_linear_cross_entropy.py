@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from assertions import assert_as_exact
-from measure import FlopCount, LiveBytes
+from measure import FlopCount, LiveBytes, eager_memory
 from seqtile import linear_cross_entropy
 
 D, V = 64, 1000
@@ -131,6 +131,7 @@ def peak_bytes(tokens: int) -> int:
     return memory.peak
 
 
+@eager_memory
 def test_memory_grows_with_the_gradient_of_hidden_alone() -> None:
     growth = (peak_bytes(4000) - peak_bytes(1000)) / 3000
     d_hidden, bookkeeping = 4 * D, 8 + 8 + 1  # a few integers a token: shifted targets, masks

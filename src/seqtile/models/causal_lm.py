@@ -6,7 +6,6 @@ is Hugging Face.
 
 import inspect
 from collections.abc import Callable
-from functools import wraps
 
 import torch
 import torch.nn.functional as F
@@ -16,6 +15,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
 from seqtile.models.plain import check_plain_linear
+from seqtile.models.stand_in import stand_in_for
 from seqtile.ops.linear_cross_entropy import linear_cross_entropy
 
 
@@ -28,7 +28,7 @@ def tiled_loss_forward(original: Callable, chunk_tokens: int | None) -> Callable
     """
     takes_skip_logits = "skip_logits" in inspect.signature(original).parameters
 
-    @wraps(original)  # the signature too: Trainer reads from it which inputs and loss arguments the model takes
+    @stand_in_for(original)
     @can_return_tuple
     def forward(
         self,

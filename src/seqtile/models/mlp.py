@@ -1,12 +1,12 @@
 """The tiled forward of a gated MLP module with `gate_proj`, `up_proj` and `down_proj`."""
 
 from collections.abc import Callable
-from functools import wraps
 
 import torch
 from torch import nn
 
 from seqtile.models.plain import check_plain_linear
+from seqtile.models.stand_in import stand_in_for
 from seqtile.ops.gated_mlp import gated_mlp
 from seqtile.ops.tiles import resolve_chunk_tokens
 
@@ -16,7 +16,7 @@ _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 def tiled_mlp_forward(original: Callable, chunk_tokens: int | None) -> Callable:
     """`original`, an MLP's forward (a plain function), tiled where the sequence is longer than a tile."""
 
-    @wraps(original)
+    @stand_in_for(original)
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         if x.shape[:-1].numel() <= resolve_chunk_tokens(chunk_tokens, x.shape[-1]):
             return original(self, x)

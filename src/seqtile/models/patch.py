@@ -46,9 +46,14 @@ _CLASSES: dict[str, ClassPatch] = {}  # the one registry: model_type -> what was
 _PARTS = "_seqtile_parts"  # on a model: the parts that were applied to it
 
 
-def placement_of(forward: Callable) -> Placement | None:
-    """The Placement of a tiled forward, also through another library's functools.wraps; None for any other function."""
-    return getattr(forward, "seqtile_placement", None)
+def placement_of(forward: Callable | None) -> Placement | None:
+    """The Placement of a tiled forward, also behind another library's wrapper; None for any other function."""
+    while forward is not None:
+        placement = vars(forward).get("seqtile_placement") if hasattr(forward, "__dict__") else None
+        if placement is not None:
+            return placement
+        forward = getattr(forward, "__wrapped__", None)
+    return None
 
 
 def apply(arch: Arch, model: nn.Module | None, *, mlp: bool, loss: bool, chunk_tokens: int | None) -> None:

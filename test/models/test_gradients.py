@@ -1,0 +1,86 @@
+"""Every parameter's gradient, tiled against untiled, in every combination that a user may train with."""
+
+import copy
+
+import pytest
+import torch
+
+import seqtile
+from assertions import relative_error
+from tiny import CHUNK, CLASSES, apply_liger, batch_of, build, checkpointing, loss_and_gradients, modeling_restored
+from tiny import with_liger as liger_if_it_runs
+
+CHECKPOINTING = [pytest.param(None, id="plain"), pytest.param(False, id="ckpt"), pytest.param(True, id="reentrant")]
+
+
+@pytest.mark.parametrize("num_items", [None, 77])
+@pytest.mark.parametrize(("batch_size", "length"), [(1, 63), (3, 101)])
+@pytest.mark.parametrize("reentrant", CHECKPOINTING)
+@pytest.mark.parametrize("liger", [pytest.param(False, id="hf"), liger_if_it_runs])
+@pytest.mark.parametrize("arch", CLASSES)
+def test_gradients_equal(
+    arch: str, liger: bool, reentrant: bool | None, batch_size: int, length: int, num_items: int | None, device: str
+) -> None:
+    untiled = build(arch, device)
+    tiled = copy.deepcopy(untiled)
+    batch = batch_of(batch_size, length, device)
+    if num_items is not None:
+        batch["num_items_in_batch"] = torch.tensor(num_items, device=device)
+    checkpointing(untiled, reentrant)
+    loss, gradients = loss_and_gradients(untiled, **batch)
+
+    with modeling_restored():
+        if liger:
+            apply_liger(arch, model=tiled)
+        seqtile.apply_seqtile(tiled, chunk_tokens=CHUNK)
+        checkpointing(tiled, reentrant)
+        tiled_loss, tiled_gradients = loss_and_gradients(tiled, **batch)
+
+    assert relative_error(tiled_loss, loss) <= 1e-6
+    assert tiled_gradients.keys() == gradients.keys()
+    for name, gradient in gradients.items():
+        error = relative_error(tiled_gradients[name], gradient)
+        assert error <= 1e-5, f"{name}: relative error {error:.1e}"
+
+
+@pytest.mark.parametrize("arch", CLASSES)
+def test_bfloat16_is_as_exact_as_untiled(arch: str, device: str) -> None:
+    """Against the float64 model of the same weights: no further from it than the untiled bfloat16 model, twice over."""
+    untiled = build(arch, device).bfloat16()
+    tiled = copy.deepcopy(untiled)
+    seqtile.apply_seqtile(tiled, chunk_tokens=CHUNK)
+    truth = copy.deepcopy(untiled).double()
+    batch = batch_of(3, 101, device)
+    _, same = loss_and_gradients(untiled, **batch)
+    _, ours = loss_and_gradients(tiled, **batch)
+    _, true = loss_and_gradients(truth, **batch)
+    for name, gradient in true.items():
+        error, theirs = relative_error(ours[name], gradient), relative_error(same[name], gradient)
+        assert error <= 2 * theirs + 1e-6, f"{name}: relative error {error:.1e}, untiled {theirs:.1e}"
+
+
+def test_gradient_accumulation(device: str) -> None:
+    """Two micro-batches of different lengths, counted together, as Trainer does it."""
+    untiled = build("llama", device)
+    tiled = copy.deepcopy(untiled)
+    seqtile.apply_seqtile(tiled, chunk_tokens=CHUNK)
+    batches = [batch_of(1, 101, device), batch_of(2, 77, device)]
+    items = sum((batch["labels"][:, 1:] != -100).sum() for batch in batches)
+    for model in (untiled, tiled):
+        for batch in batches:
+            model(**batch, num_items_in_batch=items).loss.backward()
+    for (name, theirs), ours in zip(untiled.named_parameters(), tiled.parameters(), strict=True):
+        assert relative_error(ours.grad, theirs.grad) <= 1e-5, name
+
+
+def test_compiled_equals_eager(device: str) -> None:
+    eager = build("llama", device)
+    seqtile.apply_seqtile(eager, chunk_tokens=CHUNK)
+    compiled = copy.deepcopy(eager)
+    batch = batch_of(1, 101, device)
+    loss, gradients = loss_and_gradients(eager, **batch)
+    compiled.compile(backend="aot_eager")
+    compiled_loss, compiled_gradients = loss_and_gradients(compiled, **batch)
+    assert relative_error(compiled_loss, loss) <= 1e-6
+    for name, gradient in gradients.items():
+        assert relative_error(compiled_gradients[name], gradient) <= 1e-5, name

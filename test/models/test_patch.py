@@ -1,0 +1,312 @@
+"""Applying, restoring, and telling: on classes and on one model, before and after other libraries."""
+
+import copy
+import pickle
+from collections.abc import Iterator
+from types import FunctionType, MethodType
+
+import pytest
+import torch
+from torch import nn
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaForSequenceClassification, LlamaModel
+from transformers.models.llama import modeling_llama
+
+import seqtile
+from seqtile.models.arch import ARCHS
+from seqtile.models.patch import placement_of
+from tiny import CHUNK, CLASSES, apply_liger, batch_of, build, config_of, modeling_restored
+
+EARLY_MLP = modeling_llama.LlamaMLP  # what code that imported the class before the patch holds
+APPLY = {arch: getattr(seqtile, f"apply_seqtile_to_{arch}") for arch in CLASSES}
+
+
+@pytest.fixture(autouse=True)
+def pristine() -> Iterator[None]:
+    with modeling_restored():
+        yield
+        seqtile.restore()
+
+
+def snapshot(model: nn.Module | None = None) -> list[object]:
+    """Everything that a patch could touch."""
+    state: list[object] = []
+    for arch in ARCHS.values():
+        state += [arch.causal_lm, arch.causal_lm.forward, getattr(arch.modeling, arch.mlp_name)]
+        state += [getattr(arch.modeling, arch.mlp_name).forward]
+    for module in model.modules() if model is not None else ():
+        state += [type(module), sorted(vars(module)), vars(module).get("forward")]
+    return state
+
+
+def runs_tiled(model: nn.Module) -> list[bool]:
+    """Whether the loss and each MLP are tiled, by what they do: a tiled training step returns no logits, a tiled MLP
+    works in pieces, so it notices a weight that is no plain tensor's any more."""
+    status = seqtile.status(model)
+    assert (status.loss.tiled == 1) == (model(**batch_of(1, 101)).logits is None)
+    return [status.loss.tiled == 1, status.mlp.tiled == status.mlp.total]
+
+
+@pytest.mark.parametrize("arch", CLASSES)
+def test_model_alone(arch: str) -> None:
+    model, other = build(arch), build(arch)
+    before, others_before = snapshot(model), snapshot(other)
+    APPLY[arch](model, chunk_tokens=CHUNK)
+    assert runs_tiled(model) == [True, True] and runs_tiled(other) == [False, False]
+    assert snapshot(other) == others_before
+    seqtile.restore(model)
+    assert snapshot(model) == before and runs_tiled(model) == [False, False]
+
+
+@pytest.mark.parametrize("arch", CLASSES)
+def test_classes(arch: str, tmp_path) -> None:
+    before = snapshot()
+    early = build(arch)
+    APPLY[arch](chunk_tokens=CHUNK)
+    model = build(arch)
+    assert runs_tiled(model) == [True, True]
+    assert type(model).__name__ == ARCHS[arch].causal_lm_name
+    assert type(model.model.layers[0].mlp).__name__ == ARCHS[arch].mlp_name
+    model.save_pretrained(tmp_path)
+    assert f'"{ARCHS[arch].causal_lm_name}"' in (tmp_path / "config.json").read_text()
+    assert runs_tiled(type(model).from_pretrained(tmp_path).train()) == [True, True]
+    assert seqtile.status(early).mlp.tiled == 0  # built before: its loss is tiled, through the class, its MLP is not
+    seqtile.restore(arch)
+    assert snapshot() == before
+    assert runs_tiled(model) == [False, False], "a model built meanwhile is untiled too"
+
+
+def test_code_that_imported_the_classes_earlier() -> None:
+    seqtile.apply_seqtile_to_llama(chunk_tokens=CHUNK)
+    model = CLASSES["llama"][1](config_of("llama")).train()
+    assert isinstance(model.model.layers[0].mlp, EARLY_MLP)
+    assert runs_tiled(model) == [True, True]
+    assert runs_tiled(pickle.loads(pickle.dumps(model))) == [True, True]
+
+
+@pytest.mark.parametrize("part", ["mlp", "loss"])
+def test_one_part_alone(part: str) -> None:
+    model = build("llama")
+    seqtile.apply_seqtile(model, chunk_tokens=CHUNK, **{{"mlp": "loss", "loss": "mlp"}[part]: False})
+    assert runs_tiled(model) == [part == "loss", part == "mlp"]
+
+
+def test_applying_twice_changes_nothing() -> None:
+    model = build("llama")
+    for target in (model, None):
+        seqtile.apply_seqtile_to_llama(target, chunk_tokens=CHUNK)
+        once = snapshot(model)
+        seqtile.apply_seqtile_to_llama(target, chunk_tokens=CHUNK)
+        assert snapshot(model) == once
+
+
+def test_other_options_replace_the_former() -> None:
+    for target in (build("llama"), None):
+        before = snapshot(target)
+        seqtile.apply_seqtile_to_llama(target, chunk_tokens=CHUNK)
+        seqtile.apply_seqtile_to_llama(target, chunk_tokens=7)
+        assert seqtile.status(target or build("llama")).mlp.chunk_tokens == 7
+        seqtile.restore(target or "llama")
+        assert snapshot(target) == before
+
+
+def test_a_model_of_tiled_classes_with_options_of_its_own() -> None:
+    seqtile.apply_seqtile_to_llama(chunk_tokens=CHUNK)
+    model = build("llama")
+    before = snapshot(model)
+    seqtile.apply_seqtile(model, chunk_tokens=7)
+    assert seqtile.status(model).mlp.chunk_tokens == seqtile.status(model).loss.chunk_tokens == 7
+    seqtile.restore(model)
+    assert snapshot(model) == before and seqtile.status(model).mlp.chunk_tokens == CHUNK
+
+
+def test_a_copy_is_tiled_and_restored_by_itself() -> None:
+    model = build("llama")
+    seqtile.apply_seqtile(model, chunk_tokens=CHUNK)
+    copied = copy.deepcopy(model)
+    assert runs_tiled(copied) == [True, True]
+    assert vars(copied)["forward"].__self__ is copied
+    seqtile.restore(copied)
+    assert runs_tiled(copied) == [False, False] and runs_tiled(model) == [True, True]
+
+
+def test_restoring_what_was_never_applied() -> None:
+    model = build("llama")
+    before = snapshot(model)
+    seqtile.restore(model)
+    seqtile.restore("llama")
+    assert snapshot(model) == before
+
+
+def test_after_liger_on_the_model() -> None:
+    """Loss and MLP become ours, RMSNorm stays Liger's, and restoring gives Liger its places back."""
+    model = build("llama")
+    apply_liger("llama", model=model)
+    before = snapshot(model)
+    norm = model.model.norm.forward
+    seqtile.apply_seqtile(model, chunk_tokens=CHUNK)
+    status = seqtile.status(model)
+    assert (status.loss.tiled, status.mlp.tiled) == (1, 2)
+    assert model.model.norm.forward == norm and "liger" in norm.__func__.__module__
+    seqtile.restore(model)
+    assert snapshot(model) == before
+    assert seqtile.status(model).mlp.others == ("liger_kernel",)
+
+
+def test_after_liger_on_the_classes() -> None:
+    apply_liger("llama")
+    before = snapshot()
+    seqtile.apply_seqtile_to_llama(chunk_tokens=CHUNK)
+    model = build("llama")
+    assert type(model.model.layers[0].mlp).__name__ == "LigerSwiGLUMLP"
+    assert type(model.model.norm).__name__ == "LigerRMSNorm"
+    assert seqtile.status(model).mlp.tiled == 2
+    assert not hasattr(type(model.model.layers[0].mlp).__base__.forward, "seqtile_placement"), "a shared class is ours"
+    seqtile.restore("llama")
+    assert snapshot() == before
+
+
+def test_status_says_that_liger_took_something_back() -> None:
+    model = build("llama")
+    seqtile.apply_seqtile(model, chunk_tokens=CHUNK)
+    apply_liger("llama", model=model)
+    status = seqtile.status(model)
+    assert (status.loss.tiled, status.mlp.tiled) == (0, 0)
+    assert str(status).count("liger_kernel took it back: apply seqtile again, on this model, last") == 2
+    taken = snapshot(model)
+    seqtile.restore(model)
+    kept = snapshot(model)
+    assert [type(module) for module in model.modules()] and len(kept) == len(taken)
+    assert seqtile.status(model).mlp.others == ("liger_kernel",), "restoring leaves another library's work alone"
+    apply_liger("llama", model=model)
+    seqtile.apply_seqtile(model, chunk_tokens=CHUNK)
+    assert seqtile.status(model).mlp.tiled == 2
+
+
+def test_status_text() -> None:
+    model = build("qwen3")
+    assert str(seqtile.status(model)) == (
+        "Qwen3ForCausalLM\n  loss  not tiled: transformers\n  mlp   not tiled: transformers"
+    )
+    seqtile.apply_seqtile(model)
+    assert str(seqtile.status(model)) == (
+        "Qwen3ForCausalLM\n  loss  seqtile, 2048 tokens a tile\n  mlp   seqtile, 2048 tokens a tile, 2 of 2 layers"
+    )
+
+
+def test_under_accelerates_autocast_wrapper() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = build("llama")
+    before = snapshot(model)
+    seqtile.apply_seqtile(model, chunk_tokens=CHUNK)
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    prepared = accelerator.prepare(model)
+    assert seqtile.status(prepared).loss.tiled == 1
+    assert prepared(**batch_of(1, 101)).logits is None
+    wrapped = snapshot(model)
+    seqtile.apply_seqtile(model, chunk_tokens=CHUNK)  # still there: nothing to do
+    for refused in (lambda: seqtile.restore(model), lambda: seqtile.apply_seqtile(model, chunk_tokens=7)):
+        with pytest.raises(ValueError, match="wrapped by another library's"):
+            refused()
+    assert snapshot(model) == wrapped
+    seqtile.restore(accelerator.unwrap_model(prepared, keep_fp32_wrapper=False))
+    after = snapshot(model)
+    assert [a for a, b in zip(after, before, strict=True) if isinstance(a, FunctionType | MethodType) and a != b] == []
+    assert runs_tiled(model) == [False, False]
+
+
+def refuse(match: str, target: nn.Module | None, function=None, **options: object) -> None:
+    before = snapshot(target)
+    with pytest.raises(ValueError, match=match):
+        (function or seqtile.apply_seqtile)(target, **options)
+    assert snapshot(target) == before, "a refused patch changed something"
+
+
+@pytest.mark.parametrize(
+    ("changes", "match"),
+    [
+        ({"hidden_act": "gelu"}, "activation is GELU"),
+        ({"mlp_bias": True}, "gate_proj has a bias"),
+        ({"final_logit_softcapping": 30.0}, "final_logit_softcapping is 30.0"),
+        ({"logit_scale": 0.5}, "logit_scale is 0.5"),
+    ],
+)
+def test_refused_configurations(changes: dict, match: str) -> None:
+    refuse(match, build("llama", **changes))
+
+
+@pytest.mark.parametrize("changes", [{"hidden_act": "gelu"}, {"mlp_bias": True}])
+def test_refused_when_built_of_tiled_classes(changes: dict) -> None:
+    seqtile.apply_seqtile_to_llama()
+    with pytest.raises(ValueError, match=r"apply with mlp=False|has a bias"):
+        build("llama", **changes)
+
+
+def lora(model: nn.Module, target: str) -> nn.Module:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=2, target_modules=[target], task_type="CAUSAL_LM")
+    return peft.get_peft_model(model, config).base_model.model
+
+
+def test_refused_adapters() -> None:
+    refuse("gate_proj is a peft.*expected a plain torch.nn.Linear", lora(build("llama"), "gate_proj"))
+    refuse("lm_head is a peft.*expected a plain torch.nn.Linear", lora(build("llama"), "lm_head"))
+
+
+def test_an_adapter_added_later_is_not_ignored() -> None:
+    model = build("llama")
+    seqtile.apply_seqtile(model, chunk_tokens=CHUNK)
+    model = lora(model, "up_proj").train()
+    assert "REFUSES: up_proj is a peft" in str(seqtile.status(model))
+    with pytest.raises(ValueError, match="up_proj is a peft"):
+        model(**batch_of(1, 101))
+    model(**batch_of(1, 20))  # no longer than a tile: the original forward, adapter and all
+
+
+class Quantised(nn.Linear):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight.round(), self.bias)
+
+
+def test_refused_projections_and_losses() -> None:
+    model = build("llama")
+    model.model.layers[1].mlp.down_proj.__class__ = Quantised
+    refuse("down_proj is a .*Quantised", model)
+    model = build("llama")
+    model.lm_head.weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.int8), requires_grad=False)
+    refuse("lm_head.weight is torch.int8", model)
+    model = build("llama")
+    model.loss_function = lambda **_: None
+    refuse("model.loss_function is", model)
+    seqtile.apply_seqtile(model, loss=False)
+    assert seqtile.status(model).mlp.tiled == 2
+
+
+def test_refused_models() -> None:
+    gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=50))
+    refuse("'gpt2' is not supported; seqtile supports llama, mistral, qwen3", gpt2)
+    refuse("expected a qwen3 model, got 'llama'", build("llama"), seqtile.apply_seqtile_to_qwen3)
+    refuse("leave nothing to tile", build("llama"), mlp=False, loss=False)
+    refuse("chunk_tokens", build("llama"), chunk_tokens=0)
+    refuse("chunk_tokens", None, seqtile.apply_seqtile_to_llama, chunk_tokens=0)
+    refuse("expected a LlamaForCausalLM, got a LlamaModel", LlamaModel(config_of("llama")))
+    with pytest.raises(TypeError, match="expected a Hugging Face model, got a Linear"):
+        seqtile.apply_seqtile(nn.Linear(2, 2))
+    with pytest.raises(TypeError, match="expected a Hugging Face model"):
+        seqtile.apply_seqtile(None)
+    with pytest.raises(ValueError, match="supports llama"):
+        seqtile.restore("gpt2")
+
+
+def test_refused_hooked_model() -> None:
+    hooks = pytest.importorskip("accelerate.hooks")
+    model = build("llama")
+    hooks.add_hook_to_module(model, hooks.ModelHook())
+    refuse("the forward of LlamaForCausalLM is a partial", model)
+
+
+def test_other_heads_take_a_tiled_mlp() -> None:
+    model = LlamaForSequenceClassification(config_of("llama"))
+    seqtile.apply_seqtile(model, loss=False, chunk_tokens=CHUNK)
+    status = seqtile.status(model)
+    assert status.loss is None and status.mlp.tiled == 2
+    assert placement_of(model.model.layers[0].mlp.forward) is not None

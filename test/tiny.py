@@ -1,0 +1,125 @@
+"""Tiny models of every supported architecture, batches for them, and Liger applied to them and taken off again."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib import import_module
+
+import pytest
+import torch
+from torch import nn
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+from seqtile.kernels.launch import triton
+from seqtile.models.arch import ARCHS
+
+VOCAB = 211
+CHUNK = 50  # tokens a tile in these tests
+_SHAPE = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 130,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+CLASSES = {
+    "llama": (LlamaConfig, LlamaForCausalLM, {}),
+    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": 40}),
+    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 12, "tie_word_embeddings": True}),
+}
+
+
+def config_of(arch: str, **changes: object):
+    config_class, _, extra = CLASSES[arch]
+    return config_class(**_SHAPE | extra | changes)
+
+
+def build(arch: str, device: str = "cpu", **changes: object) -> nn.Module:
+    """A randomly initialised model in training mode, larger than its usual initialisation so that nothing is tiny."""
+    model = CLASSES[arch][1](config_of(arch, **changes))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(4) if parameter.dim() > 1 else parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model.to(device).train()
+
+
+def batch_of(batch_size: int, length: int, device: str = "cpu") -> dict[str, torch.Tensor]:
+    """input_ids, attention_mask and labels: rows of different lengths, and a masked prompt in each."""
+    ids = torch.randint(3, VOCAB, (batch_size, length), device=device)
+    mask = torch.ones_like(ids)
+    labels = ids.clone()
+    for row in range(batch_size):
+        end = length - 13 * row
+        mask[row, end:] = 0
+        labels[row, end:] = -100
+        labels[row, : 5 + row] = -100
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels, "use_cache": False}
+
+
+def checkpointing(model: nn.Module, reentrant: bool | None) -> None:
+    """Turns activation checkpointing on, of the kind given; None leaves it off."""
+    if reentrant is not None:
+        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+        enable({"use_reentrant": reentrant})
+
+
+def loss_and_gradients(model: nn.Module, **inputs: object) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    model.zero_grad(set_to_none=True)
+    loss = model(**inputs).loss
+    loss.backward()
+    return loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+LIGER_RUNS = torch.cuda.is_available() or (triton is not None and triton.knobs.runtime.interpret)
+with_liger = pytest.param(
+    True, id="liger", marks=pytest.mark.skipif(not LIGER_RUNS, reason="Liger's kernels need a GPU or the interpreter")
+)
+
+
+class InterpretedFloat(float):
+    """A float that can be cast, as the scalars that Triton's compiler hands to a kernel can."""
+
+    def to(self, dtype: object) -> "InterpretedFloat":
+        return self
+
+
+def apply_liger(arch: str, model: nn.Module | None = None, **options: object) -> None:
+    """Liger's own patch, of the classes or of `model`, its RMSNorm made fit for Triton's interpreter if that runs.
+
+    The interpreter hands kernels plain floats, and has no libdevice.
+    """
+    import liger_kernel.transformers as liger
+
+    getattr(liger, f"apply_liger_kernel_to_{arch}")(model=model, **options)
+    if not triton.knobs.runtime.interpret:
+        return
+    import_module("liger_kernel.ops.rms_norm").rsqrt = lambda x: triton.language.rsqrt(x)
+    for module in model.modules() if model is not None else ():
+        for name in ("variance_epsilon", "offset"):
+            if hasattr(module, name):
+                setattr(module, name, InterpretedFloat(getattr(module, name)))
+
+
+@contextmanager
+def modeling_restored() -> Iterator[None]:
+    """Puts every modeling module and causal-LM class back as it was: Liger has no way to be taken off."""
+    modules = {arch: dict(vars(ARCHS[arch].modeling)) for arch in CLASSES}
+    forwards = {cls: cls.forward for _, cls, _ in CLASSES.values()}
+    try:
+        yield
+    finally:
+        for arch, before in modules.items():
+            vars(ARCHS[arch].modeling).update(before)
+        for cls, forward in forwards.items():
+            cls.forward = forward

@@ -1,12 +1,15 @@
 """The main job: full-parameter fine-tuning of a causal LM on long documents, and how it compares with not tiling."""
 
+import io
+from contextlib import redirect_stderr
 from typing import Any
 
 from rich.console import Console
 
+from seqtile.models.arch import find_arch
 from seqtile.recipes.documents import sequences
 from seqtile.recipes.job import Job, check_writable
-from seqtile.recipes.pretrained import load_tokenizer, source
+from seqtile.recipes.pretrained import load_tokenizer, model_type
 from seqtile.recipes.report import figures, print_table, write_report
 from seqtile.recipes.train import run_alone
 
@@ -20,8 +23,8 @@ def finetune(job: Job, console: Console) -> dict[str, Any]:
     Raises ValueError for bad input, before anything is trained; RunKilled if a run is killed.
     """
     job.check()
-    source(job.model)
-    with console.status("reading documents"):
+    with redirect_stderr(io.StringIO()), console.status("reading documents"):  # Hugging Face has bars of its own
+        find_arch(model_type(job.model))
         tokenizer = load_tokenizer(job.model)
         batches = sequences(job.data, tokenizer, job.seq_len, job.steps)
     check_writable(job.output)

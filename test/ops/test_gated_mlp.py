@@ -190,6 +190,15 @@ def test_compiled_equals_eager(device: str) -> None:
     assert_right(operands, d_y, run(compiled, operands, d_y), torch.float32)
 
 
+def test_compiling_breaks_the_graph_once_and_by_name() -> None:
+    def step(x: torch.Tensor, *weights: torch.Tensor, chunk_tokens: int) -> torch.Tensor:
+        return gated_mlp(x * 1.0, *weights, chunk_tokens=chunk_tokens) * 1.0
+
+    tiled = torch._dynamo.explain(step)(*make(190), chunk_tokens=63)
+    assert tiled.graph_break_count == 1 and "seqtile.gated_mlp" in tiled.break_reasons[0].reason
+    assert torch._dynamo.explain(step)(*make(190), chunk_tokens=190).graph_break_count == 0
+
+
 def bad(**changes: object) -> dict:
     names = ("x", "gate_weight", "up_weight", "down_weight")
     return dict(zip(names, make(63), strict=True)) | changes

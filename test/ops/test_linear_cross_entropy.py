@@ -192,6 +192,12 @@ def test_compiled_equals_eager(device: str) -> None:
     torch.testing.assert_close((hidden.grad, weight.grad), eager)
 
 
+def test_compiling_breaks_the_graph_once_and_by_name() -> None:
+    explained = torch._dynamo.explain(lambda hidden, *rest: linear_cross_entropy(hidden * 1.0, *rest) * 1.0)(*make(63))
+    assert explained.graph_break_count == 1
+    assert "seqtile.linear_cross_entropy" in explained.break_reasons[0].reason
+
+
 def bad(**changes: object) -> dict:
     hidden, weight, target = make(63)
     return {"hidden": hidden, "weight": weight, "target": target} | changes

@@ -55,25 +55,15 @@ def linear_cross_entropy(
             a `num_items` that is not positive; on a CPU also a target outside [0, V). On a GPU such a target, which
             cannot be looked at without waiting for the device, makes the loss and the gradients NaN.
     """
-    _check(hidden, weight, target, ignore_index, reduction, num_items)
+    _check(hidden, weight, target, reduction, num_items)
     chunk_tokens = resolve_chunk_tokens(chunk_tokens, hidden.shape[-1])
-    dtype = autocast_dtype(hidden) or hidden.dtype
-    hidden = hidden.to(dtype).reshape(-1, hidden.shape[-1])
-    target = target.reshape(-1)
-    total = _sum(hidden, weight, target, ignore_index, chunk_tokens)
-    if reduction == "sum":
-        return total
-    if num_items is not None:
-        return total / (num_items.to(total.device) if isinstance(num_items, torch.Tensor) else num_items)
-    labelled = (target != ignore_index).sum()
-    return torch.where(labelled > 0, total / labelled.clamp(min=1), torch.nan)
+    return _tiled(hidden, weight, target, ignore_index, reduction, num_items, chunk_tokens)
 
 
 def _check(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     target: torch.Tensor,
-    ignore_index: int,
     reduction: str,
     num_items: int | float | torch.Tensor | None,
 ) -> None:
@@ -95,22 +85,39 @@ def _check(
         raise ValueError(f'{_OP}: num_items divides the sum, so it goes with reduction="mean", not with "sum"')
     if isinstance(num_items, int | float) and not num_items > 0:
         raise ValueError(f"{_OP}: num_items is {num_items}, expected a positive number of tokens")
-    if target.device.type == "cpu":
-        vocab = weight.shape[0]
-        outside = (target != ignore_index) & ((target < 0) | (target >= vocab))
-        if outside.any():
-            raise ValueError(
-                f"{_OP}: target holds {target[outside][0].item()}, expected 0 <= target < {vocab} "
-                f"or ignore_index ({ignore_index}); mask such tokens with ignore_index"
-            )
+
+
+def _check_range(target: torch.Tensor, vocab: int, ignore_index: int) -> None:
+    outside = (target != ignore_index) & ((target < 0) | (target >= vocab))
+    if outside.any():
+        raise ValueError(
+            f"{_OP}: target holds {target[outside][0].item()}, expected 0 <= target < {vocab} "
+            f"or ignore_index ({ignore_index}); mask such tokens with ignore_index"
+        )
 
 
 @torch.compiler.disable(reason="seqtile.linear_cross_entropy computes its gradients in its forward")
-def _sum(
-    hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, ignore_index: int, chunk_tokens: int
+def _tiled(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    ignore_index: int,
+    reduction: str,
+    num_items: int | float | torch.Tensor | None,
+    chunk_tokens: int,
 ) -> torch.Tensor:
+    if target.device.type == "cpu":  # on a GPU this would wait for the device
+        _check_range(target, weight.shape[0], ignore_index)
+    hidden = hidden.to(autocast_dtype(hidden) or hidden.dtype).reshape(-1, hidden.shape[-1])
+    target = target.reshape(-1)
     differentiate = torch.is_grad_enabled()
-    return LinearCrossEntropyFunction.apply(hidden, weight, target, ignore_index, chunk_tokens, differentiate)
+    total = LinearCrossEntropyFunction.apply(hidden, weight, target, ignore_index, chunk_tokens, differentiate)
+    if reduction == "sum":
+        return total
+    if num_items is not None:
+        return total / (num_items.to(total.device) if isinstance(num_items, torch.Tensor) else num_items)
+    labelled = (target != ignore_index).sum()
+    return torch.where(labelled > 0, total / labelled.clamp(min=1), torch.nan)
 
 
 class LinearCrossEntropyFunction(torch.autograd.Function):

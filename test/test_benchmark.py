@@ -1,0 +1,19 @@
+"""The benchmarks run, at tiny size, so that they never rot."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def test_smoke() -> None:
+    command = [sys.executable, "-m", "benchmark.run"]
+    root = Path(__file__).parent.parent
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    result = subprocess.run(
+        command, cwd=root, env=environment | {"BENCH": "smoke"}, capture_output=True, text=True, timeout=500
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    for subject in ("linear_cross_entropy", "gated_mlp"):
+        for contestant in ("huggingface", "seqtile"):
+            assert any(subject in line and contestant in line for line in result.stdout.splitlines())

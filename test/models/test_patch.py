@@ -8,7 +8,7 @@ from types import FunctionType, MethodType
 import pytest
 import torch
 from torch import nn
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaForSequenceClassification, LlamaModel
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, LlamaForSequenceClassification, LlamaModel
 from transformers.models.llama import modeling_llama
 
 import seqtile
@@ -302,6 +302,34 @@ def test_refused_hooked_model() -> None:
     model = build("llama")
     hooks.add_hook_to_module(model, hooks.ModelHook())
     refuse("the forward of LlamaForCausalLM is a partial", model)
+    model = build("llama")
+    hooks.add_hook_to_module(model.model.layers[1].mlp, hooks.ModelHook())
+    refuse("the forward of LlamaMLP is a partial", model)
+
+
+def test_refused_after_accelerates_autocast_wrapper() -> None:
+    accelerate = pytest.importorskip("accelerate")
+    model = build("llama")
+    accelerate.Accelerator(cpu=True, mixed_precision="bf16").prepare(model)
+    refuse("the forward of LlamaForCausalLM is from accelerate", model)
+
+
+class OwnForward(LlamaForCausalLM):
+    def forward(self, *args: object, **kwargs: object):
+        output = super().forward(*args, **kwargs)
+        output.loss = output.loss + 1
+        return output
+
+
+class NoForward(LlamaForCausalLM):
+    pass
+
+
+def test_subclasses() -> None:
+    refuse("the forward of OwnForward is from", OwnForward(config_of("llama")))
+    model = NoForward(config_of("llama")).train()
+    seqtile.apply_seqtile(model, chunk_tokens=CHUNK)
+    assert runs_tiled(model) == [True, True]
 
 
 def test_other_heads_take_a_tiled_mlp() -> None:

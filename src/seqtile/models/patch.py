@@ -42,6 +42,7 @@ class ClassPatch:
     """The subclass that stands in for the MLP class."""
 
 
+KNOWN_PACKAGES = ("transformers", "liger_kernel")  # whose forwards a tiled forward may stand in for
 _CLASSES: dict[str, ClassPatch] = {}  # the one registry: model_type -> what was applied to its classes
 _PARTS = "_seqtile_parts"  # on a model: the parts that were applied to it
 
@@ -68,6 +69,8 @@ def apply(arch: Arch, model: nn.Module | None, *, mlp: bool, loss: bool, chunk_t
 
 
 def apply_to_classes(arch: Arch, *, mlp: bool, loss: bool, chunk_tokens: int | None) -> None:
+    for owner in [arch.causal_lm] * loss + [getattr(arch.modeling, arch.mlp_name)] * mlp:
+        check_place(owner, chunk_tokens)
     patch = _CLASSES.setdefault(arch.model_type, ClassPatch(parts=set()))
     if loss:
         place(arch.causal_lm, tiled_loss_forward, chunk_tokens)
@@ -134,18 +137,19 @@ def current_forward(owner: type | nn.Module) -> Any:
 
 
 def check_place(owner: type | nn.Module, chunk_tokens: int | None) -> None:
-    """Raises ValueError if what stands at `owner` cannot be wrapped and later put back."""
+    """Raises ValueError if a tiled forward at `owner` would skip what stands there, or could not be put back."""
     forward = current_forward(owner)
     placement = placement_of(forward)
+    if placement is None and (not isinstance(forward, FunctionType) or package_of(forward) not in KNOWN_PACKAGES):
+        kind = f"from {package_of(forward)}" if isinstance(forward, FunctionType) else f"a {type(forward).__name__}"
+        raise ValueError(
+            f"the forward of {name_of(owner)} is {kind}, expected Hugging Face's or Liger's: a tiled forward would "
+            "skip what this one does; apply seqtile before it is put there, or to the classes"
+        )
     if placement is not None and placement.forward is not forward and placement.chunk_tokens != chunk_tokens:
         raise ValueError(
             f"seqtile's forward of {name_of(owner)} is wrapped by another library's; take that off before applying "
             "seqtile with another chunk_tokens"
-        )
-    if not isinstance(forward, FunctionType):
-        raise ValueError(
-            f"the forward of {name_of(owner)} is a {type(forward).__name__}, expected a method, as it is before "
-            "another library (such as Accelerate's device_map) hooks it; apply seqtile first, or to the classes"
         )
 
 
@@ -237,6 +241,11 @@ def model_type_of(model: Any) -> str:
             f"expected a Hugging Face model, got a {type(model).__name__}; supported model types: {', '.join(ARCHS)}"
         )
     return model_type
+
+
+def package_of(forward: Callable) -> str:
+    """The package that a forward comes from."""
+    return (getattr(forward, "__module__", None) or type(forward).__module__).split(".")[0]
 
 
 def name_of(owner: type | nn.Module) -> str:

@@ -9,7 +9,7 @@ from torch import nn
 from seqtile.models.arch import find_arch
 from seqtile.models.causal_lm import check_loss
 from seqtile.models.mlp import check_mlp
-from seqtile.models.patch import applied_parts, current_forward, mlps_of, model_type_of, placement_of
+from seqtile.models.patch import applied_parts, current_forward, mlps_of, model_type_of, package_of, placement_of
 from seqtile.ops.tiles import resolve_chunk_tokens
 
 
@@ -92,8 +92,3 @@ def part_status(name: str, model: nn.Module, modules: list[nn.Module], check: Ca
         chunk_tokens=chunk_tokens,
         problem=problem,
     )
-
-
-def package_of(forward: Callable) -> str:
-    """The package that a forward comes from."""
-    return getattr(forward, "__module__", type(forward).__module__).split(".")[0]

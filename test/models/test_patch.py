@@ -13,7 +13,7 @@ from transformers.models.llama import modeling_llama
 
 import seqtile
 from seqtile.models.arch import ARCHS
-from seqtile.models.patch import placement_of
+from seqtile.models.placement import placement_of
 from tiny import CHUNK, CLASSES, apply_liger, batch_of, build, config_of, modeling_restored
 
 EARLY_MLP = modeling_llama.LlamaMLP  # what code that imported the class before the patch holds
@@ -163,6 +163,22 @@ def test_after_liger_on_the_classes() -> None:
     assert not hasattr(type(model.model.layers[0].mlp).__base__.forward, "seqtile_placement"), "a shared class is ours"
     seqtile.restore("llama")
     assert snapshot() == before
+
+
+def test_between_two_ligers_on_the_classes() -> None:
+    """Liger before and after: the second takes the classes back, and models of both times can be restored."""
+    seqtile.apply_seqtile_to_llama(chunk_tokens=CHUNK)
+    first = build("llama")
+    apply_liger("llama")
+    taken = build("llama")
+    status = seqtile.status(taken)
+    assert (status.loss.tiled, status.mlp.tiled) == (0, 0) and "liger_kernel took it back" in str(status)
+    assert (status.loss.others, status.mlp.others) == (("liger_kernel",), ("liger_kernel",))
+    seqtile.apply_seqtile_to_llama(chunk_tokens=CHUNK)
+    assert seqtile.status(build("llama")).mlp.tiled == seqtile.status(first).mlp.tiled == 2
+    seqtile.restore("llama")
+    assert seqtile.status(first).mlp.tiled == 0
+    assert modeling_llama.LlamaMLP.__name__ == "LigerSwiGLUMLP"
 
 
 def test_status_says_that_liger_took_something_back() -> None:

@@ -9,7 +9,8 @@ from torch import nn
 from seqtile.models.arch import find_arch
 from seqtile.models.causal_lm import check_loss
 from seqtile.models.mlp import check_mlp
-from seqtile.models.patch import applied_parts, current_forward, mlps_of, model_type_of, package_of, placement_of
+from seqtile.models.patch import applied_parts, mlps_of, model_type_of
+from seqtile.models.placement import current_forward, package_of, placement_of
 from seqtile.ops.tiles import resolve_chunk_tokens
 
 

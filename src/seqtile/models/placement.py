@@ -1,0 +1,120 @@
+"""Putting one tiled forward in one place and taking it off again.
+
+On a model the forward is bound on the instance, on a class it is assigned. Every tiled forward carries a `Placement`,
+which says what it stands in for, so that a copy of a model can be restored as well as the model, and no list of models
+is kept.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import FunctionType, MethodType
+from typing import Any
+
+from torch import nn
+
+Owner = type | nn.Module
+Wrap = Callable[[Callable, int | None], Callable]
+
+KNOWN_PACKAGES = ("transformers", "liger_kernel")  # whose forwards a tiled forward may stand in for
+
+
+@dataclass
+class Placement:
+    """What a tiled forward knows of the place where it stands."""
+
+    forward: Callable
+    original: Callable
+    """What it calls for everything that it does not tile."""
+    before: Callable | None
+    """What stood in the owner's own namespace; None if nothing did."""
+    chunk_tokens: int | None
+
+
+def placement_of(forward: Callable | None) -> Placement | None:
+    """The Placement of a tiled forward, also behind another library's wrapper; None for any other function."""
+    while forward is not None:
+        placement = vars(forward).get("seqtile_placement") if hasattr(forward, "__dict__") else None
+        if placement is not None:
+            return placement
+        forward = getattr(forward, "__wrapped__", None)
+    return None
+
+
+def own_forward(owner: Owner) -> Any:
+    """What stands under `forward` in the owner's own namespace, unbound if it is a method of it; None if nothing."""
+    forward = vars(owner).get("forward")
+    return forward.__func__ if isinstance(forward, MethodType) else forward
+
+
+def current_forward(owner: Owner) -> Any:
+    """The function that runs as the owner's forward."""
+    if isinstance(owner, type):
+        return owner.forward
+    return own_forward(owner) or type(owner).forward
+
+
+def check_place(owner: Owner, chunk_tokens: int | None) -> None:
+    """Raises ValueError if a tiled forward at `owner` would skip what stands there, or could not be put back."""
+    forward = current_forward(owner)
+    placement = placement_of(forward)
+    if placement is None and (not isinstance(forward, FunctionType) or package_of(forward) not in KNOWN_PACKAGES):
+        kind = f"from {package_of(forward)}" if isinstance(forward, FunctionType) else f"a {type(forward).__name__}"
+        raise ValueError(
+            f"the forward of {name_of(owner)} is {kind}, expected Hugging Face's or Liger's: a tiled forward would "
+            "skip what this one does; apply seqtile before it is put there, or to the classes"
+        )
+    if placement is not None and placement.forward is not forward and placement.chunk_tokens != chunk_tokens:
+        raise ValueError(
+            f"seqtile's forward of {name_of(owner)} is wrapped by another library's; take that off before applying "
+            "seqtile with another chunk_tokens"
+        )
+
+
+def place(owner: Owner, wrap: Wrap, chunk_tokens: int | None) -> None:
+    """Makes `wrap`'s tiled forward the forward of `owner`, unless the same one is there already."""
+    current = current_forward(owner)
+    there = placement_of(current)
+    if there is not None and there.chunk_tokens == chunk_tokens:
+        return
+    original = current if there is None else there.original
+    before = own_forward(owner)
+    if there is not None and before is there.forward:
+        before = there.before  # a tiled forward with other options gives way to this one
+    forward = wrap(original, chunk_tokens)
+    forward.seqtile_placement = Placement(forward, original, before, chunk_tokens)
+    _put(owner, forward)
+
+
+def check_unplace(owner: Owner) -> None:
+    """Raises ValueError if another library's wrapper stands around a tiled forward at `owner`."""
+    forward = own_forward(owner)
+    placement = placement_of(forward)
+    if placement is not None and placement.forward is not forward:
+        raise ValueError(
+            f"seqtile's forward of {name_of(owner)} is wrapped by another library's; take that off first "
+            "(accelerator.unwrap_model(model, keep_fp32_wrapper=False) for Accelerate's)"
+        )
+
+
+def unplace(owner: Owner) -> None:
+    """Puts back what `place` found. What another library has put there since stays."""
+    placement = placement_of(own_forward(owner))
+    if placement is not None:
+        _put(owner, placement.before)
+
+
+def _put(owner: Owner, forward: Callable | None) -> None:
+    """Sets the owner's own `forward`, bound if the owner is a model; None takes it out of its namespace."""
+    if forward is None:
+        delattr(owner, "forward")
+    else:
+        owner.forward = forward if isinstance(owner, type) else MethodType(forward, owner)
+
+
+def package_of(forward: Callable) -> str:
+    """The package that a forward comes from."""
+    return (getattr(forward, "__module__", None) or type(forward).__module__).split(".")[0]
+
+
+def name_of(owner: Owner) -> str:
+    return owner.__name__ if isinstance(owner, type) else type(owner).__name__

@@ -9,6 +9,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", choices=["cpu", "cuda"], help="where kernels, ops and models run")
+    parser.addoption("--seed", type=int, help="of torch, for every test; fresh if not given")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -24,5 +25,9 @@ def device(request: pytest.FixtureRequest) -> str:
 
 
 @pytest.fixture(autouse=True)
-def seed() -> None:
-    torch.manual_seed(torch.initial_seed() % 2**31)  # fresh inputs in every run; pytest prints the seed on a failure
+def seed(request: pytest.FixtureRequest) -> None:
+    """Fresh inputs in every run; the seed is in the captured output of a failure, and --seed repeats it."""
+    value = request.config.getoption("--seed")
+    value = torch.seed() % 2**31 if value is None else value
+    torch.manual_seed(value)
+    print(f"--seed {value}")

@@ -8,10 +8,12 @@ from types import FunctionType, MethodType
 import pytest
 import torch
 from torch import nn
+from torch.nn.utils import prune
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, LlamaForSequenceClassification, LlamaModel
 from transformers.models.llama import modeling_llama
 
 import seqtile
+import seqtile.models.mlp
 from seqtile.models.arch import ARCHS
 from seqtile.models.placement import placement_of
 from tiny import CHUNK, CLASSES, apply_liger, batch_of, build, config_of, modeling_restored
@@ -39,11 +41,15 @@ def snapshot(model: nn.Module | None = None) -> list[object]:
 
 
 def runs_tiled(model: nn.Module) -> list[bool]:
-    """Whether the loss and each MLP are tiled, by what they do: a tiled training step returns no logits, a tiled MLP
-    works in pieces, so it notices a weight that is no plain tensor's any more."""
+    """Whether the loss and the MLPs are tiled, by what a training step does, and whether `status` says so too."""
+    with pytest.MonkeyPatch.context() as patch:
+        calls = []
+        tiled = seqtile.models.mlp.gated_mlp
+        patch.setattr(seqtile.models.mlp, "gated_mlp", lambda *args, **kw: calls.append(1) or tiled(*args, **kw))
+        loss_tiled = model(**batch_of(1, 101)).logits is None
     status = seqtile.status(model)
-    assert (status.loss.tiled == 1) == (model(**batch_of(1, 101)).logits is None)
-    return [status.loss.tiled == 1, status.mlp.tiled == status.mlp.total]
+    assert (status.loss.tiled, status.mlp.tiled) == (int(loss_tiled), len(calls))
+    return [loss_tiled, len(calls) == 2]
 
 
 @pytest.mark.parametrize("arch", CLASSES)
@@ -69,7 +75,8 @@ def test_classes(arch: str, tmp_path) -> None:
     model.save_pretrained(tmp_path)
     assert f'"{ARCHS[arch].causal_lm_name}"' in (tmp_path / "config.json").read_text()
     assert runs_tiled(type(model).from_pretrained(tmp_path).train()) == [True, True]
-    assert seqtile.status(early).mlp.tiled == 0  # built before: its loss is tiled, through the class, its MLP is not
+    assert runs_tiled(early) == [True, False], "built before: its loss is tiled, through the class, its MLPs are not"
+    assert "built before the classes were tiled: apply seqtile to this model" in str(seqtile.status(early))
     seqtile.restore(arch)
     assert snapshot() == before
     assert runs_tiled(model) == [False, False], "a model built meanwhile is untiled too"
@@ -81,6 +88,16 @@ def test_code_that_imported_the_classes_earlier() -> None:
     assert isinstance(model.model.layers[0].mlp, EARLY_MLP)
     assert runs_tiled(model) == [True, True]
     assert runs_tiled(pickle.loads(pickle.dumps(model))) == [True, True]
+
+
+def test_pickling_a_model_alone() -> None:
+    """A pickled model comes back untiled, works, and can be tiled again: seqtile need not be there to load it."""
+    model = build("llama")
+    seqtile.apply_seqtile(model, chunk_tokens=CHUNK)
+    loaded = pickle.loads(pickle.dumps(model))
+    assert runs_tiled(loaded) == [False, False]
+    seqtile.apply_seqtile(loaded, chunk_tokens=CHUNK)
+    assert runs_tiled(loaded) == [True, True]
 
 
 @pytest.mark.parametrize("part", ["mlp", "loss"])
@@ -187,12 +204,11 @@ def test_status_says_that_liger_took_something_back() -> None:
     apply_liger("llama", model=model)
     status = seqtile.status(model)
     assert (status.loss.tiled, status.mlp.tiled) == (0, 0)
-    assert str(status).count("liger_kernel took it back: apply seqtile again, on this model, last") == 2
-    taken = snapshot(model)
+    assert str(status).count("liger_kernel took it back: apply seqtile to this model, last") == 2
+    taken = [vars(module).get("forward") for module in model.modules()]
     seqtile.restore(model)
-    kept = snapshot(model)
-    assert [type(module) for module in model.modules()] and len(kept) == len(taken)
-    assert seqtile.status(model).mlp.others == ("liger_kernel",), "restoring leaves another library's work alone"
+    assert [vars(module).get("forward") for module in model.modules()] == taken, "another library's work is left alone"
+    assert seqtile.status(model).mlp.others == ("liger_kernel",)
     apply_liger("llama", model=model)
     seqtile.apply_seqtile(model, chunk_tokens=CHUNK)
     assert seqtile.status(model).mlp.tiled == 2
@@ -273,9 +289,9 @@ def test_an_adapter_added_later_is_not_ignored() -> None:
     seqtile.apply_seqtile(model, chunk_tokens=CHUNK)
     model = lora(model, "up_proj").train()
     assert "REFUSES: up_proj is a peft" in str(seqtile.status(model))
-    with pytest.raises(ValueError, match="up_proj is a peft"):
-        model(**batch_of(1, 101))
-    model(**batch_of(1, 20))  # no longer than a tile: the original forward, adapter and all
+    for length in (101, 20):
+        with pytest.raises(ValueError, match="up_proj is a peft"):
+            model(**batch_of(1, length))
 
 
 class Quantised(nn.Linear):
@@ -297,6 +313,28 @@ def test_refused_projections_and_losses() -> None:
     assert seqtile.status(model).mlp.tiled == 2
 
 
+def test_refused_hooks() -> None:
+    """A hook on a projection would be bypassed; so would what torch's utilities build on hooks."""
+    model = build("llama")
+    model.model.layers[0].mlp.gate_proj.register_forward_hook(lambda *_: None)
+    refuse("gate_proj has hooks", model)
+    model = build("llama")
+    prune.l1_unstructured(model.lm_head, "weight", 0.5)
+    refuse("lm_head has hooks", model)
+    model = build("llama")
+    seqtile.apply_seqtile(model, chunk_tokens=CHUNK)
+    model.lm_head.register_forward_hook(lambda *_: None)
+    with pytest.raises(ValueError, match="lm_head has hooks"):
+        model(**batch_of(1, 101))
+
+
+def test_refused_wrapped_forwards() -> None:
+    """A wrapper that calls itself by the wrapped function's name is a wrapper all the same."""
+    model = build("llama")
+    model.forward = MethodType(torch.autocast("cpu", torch.bfloat16)(type(model).forward), model)
+    refuse("the forward of LlamaForCausalLM is from torch", model)
+
+
 def test_refused_models() -> None:
     gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=50))
     refuse("'gpt2' is not supported; seqtile supports llama, mistral, qwen3", gpt2)
@@ -309,6 +347,10 @@ def test_refused_models() -> None:
         seqtile.apply_seqtile(nn.Linear(2, 2))
     with pytest.raises(TypeError, match="expected a Hugging Face model"):
         seqtile.apply_seqtile(None)
+    wrapper = nn.Sequential(build("llama"))
+    for function in (seqtile.apply_seqtile, seqtile.status, seqtile.restore):
+        with pytest.raises(TypeError, match="not a wrapper around it"):
+            function(wrapper)
     with pytest.raises(ValueError, match="supports llama"):
         seqtile.restore("gpt2")
 

@@ -42,7 +42,7 @@ def assert_right(operands: list[torch.Tensor], d_y: torch.Tensor, ours: list[tor
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("tokens", "chunk_tokens"), [(63, 63), (63, 16), (190, 63), (5, 1)])
+@pytest.mark.parametrize(("tokens", "chunk_tokens"), [(63, 63), (63, 16), (190, 63), (5, 1), (1024, 4)])
 def test_output_and_gradients(tokens: int, chunk_tokens: int, dtype: torch.dtype, device: str) -> None:
     operands, d_y = make(tokens, dtype, device), torch.randn(tokens, D, device=device).to(dtype)
     ours = run(gated_mlp, operands, d_y, chunk_tokens=chunk_tokens)
@@ -102,6 +102,38 @@ def test_a_weight_changed_before_the_backward_raises(device: str) -> None:
         up.add_(1)
     with pytest.raises(RuntimeError, match="inplace operation"):
         y.sum().backward()
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_gradients_arrive_in_the_order_of_the_untiled_mlp(checkpointed: bool, device: str) -> None:
+    """ZeRO-1 and -2 reduce gradients as they arrive: a rank with tiles and one without must agree on the order."""
+    orders = []
+    for chunk_tokens in (16, 63, 190):
+        arrived = []
+        x, *weights = make(190, device=device)
+        for i, weight in enumerate(weights):
+            weight.register_post_accumulate_grad_hook(lambda _, i=i, arrived=arrived: arrived.append(i))
+
+        def mlp(*operands: torch.Tensor, chunk_tokens: int = chunk_tokens) -> torch.Tensor:
+            return gated_mlp(*operands, chunk_tokens=chunk_tokens)
+
+        y = checkpoint(mlp, x, *weights, use_reentrant=False) if checkpointed else mlp(x, *weights)
+        y.sum().backward()
+        orders.append(arrived)
+    assert orders == [[2, 1, 0]] * 3
+
+
+def test_second_derivatives_raise(device: str) -> None:
+    x, *weights = make(190, device=device)
+    with pytest.raises(RuntimeError, match="create_graph"):
+        torch.autograd.grad(gated_mlp(x, *weights, chunk_tokens=63).sum(), x, create_graph=True)
+
+
+def test_expanded_upstream_gradient(device: str) -> None:
+    """What sum() and mean() send back has stride 0."""
+    operands = make(190, device=device)
+    ours = run(gated_mlp, operands, torch.ones(1, 1, device=device).expand(190, D), chunk_tokens=63)
+    assert_right(operands, torch.ones(190, D, device=device), ours, torch.float32)
 
 
 def test_weights_reach_autograd_once(device: str) -> None:

@@ -36,11 +36,11 @@ def gated_activation_(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
 
 
 def gated_activation_backward_(gate: torch.Tensor, up: torch.Tensor, d_product: torch.Tensor) -> None:
-    g, u, d = gate.float(), up.float(), d_product.float()
+    g, u, d = gate.float(), up.float(), d_product.float()  # float32: the same storage
     sigmoid = g.sigmoid()
     silu = g * sigmoid
-    d_gate = (1 - sigmoid).mul_(g).add_(1).mul_(sigmoid).mul_(u).mul_(d)
-    product = silu * u
+    slope = sigmoid.lerp_(sigmoid.new_ones(()), silu)  # sigmoid + silu * (1 - sigmoid), the derivative of silu
+    gate.copy_(slope.mul_(u).mul_(d))
+    product = torch.mul(silu, u, out=slope)
     up.copy_(silu.mul_(d))
-    gate.copy_(d_gate)
     d_product.copy_(product)

@@ -14,7 +14,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from seqtile.models.plain import check_plain_linear
+from seqtile.models.plain import check_plain_linear, local_weight
 from seqtile.models.stand_in import stand_in_for
 from seqtile.ops.linear_cross_entropy import linear_cross_entropy
 
@@ -67,8 +67,9 @@ def tiled_loss_forward(original: Callable, chunk_tokens: int | None) -> Callable
 
         check_loss(self)
         outputs = self.model(**inputs)
+        weight = local_weight("lm_head", self.lm_head)
         return CausalLMOutputWithPast(
-            loss=_loss(outputs.last_hidden_state, self.lm_head.weight, labels, chunk_tokens, **kwargs),
+            loss=_loss(outputs.last_hidden_state, weight, labels, chunk_tokens, **kwargs),
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,

@@ -5,25 +5,25 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from seqtile.models.plain import check_plain_linear
+from seqtile.models.plain import check_plain_linear, local_weight
 from seqtile.models.stand_in import stand_in_for
 from seqtile.ops.gated_mlp import gated_mlp
-from seqtile.ops.tiles import resolve_chunk_tokens
 
 _PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
 
 
 def tiled_mlp_forward(original: Callable, chunk_tokens: int | None) -> Callable:
-    """`original`, an MLP's forward (a plain function), tiled where the sequence is longer than a tile."""
+    """A tiled forward in place of `original`, an MLP's forward (a plain function).
+
+    The weights are read in the same order whatever the length, also where the sequence fits in a tile: under ZeRO-3
+    each reading is a collective, and ranks may hold sequences of different lengths.
+    """
 
     @stand_in_for(original)
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        if x.shape[:-1].numel() <= resolve_chunk_tokens(chunk_tokens, x.shape[-1]):
-            return original(self, x)
         check_mlp(self)
-        return gated_mlp(
-            x, self.gate_proj.weight, self.up_proj.weight, self.down_proj.weight, chunk_tokens=chunk_tokens
-        )
+        weights = [local_weight(name, getattr(self, name)) for name in _PROJECTIONS]
+        return gated_mlp(x, *weights, chunk_tokens=chunk_tokens)
 
     return forward
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from seqtile.models.arch import ARCHS, Arch, find_arch
 from seqtile.models.causal_lm import check_loss, tiled_loss_forward
@@ -136,10 +137,10 @@ def applied_parts(model: nn.Module) -> frozenset[str]:
 
 
 def model_type_of(model: Any) -> str:
-    """The model's `config.model_type`; a TypeError if it has none."""
-    model_type = getattr(getattr(model, "config", None), "model_type", None)
-    if not isinstance(model, nn.Module) or model_type is None:
+    """The model's `config.model_type`; a TypeError if it is no Hugging Face model."""
+    if not isinstance(model, PreTrainedModel):
         raise TypeError(
-            f"expected a Hugging Face model, got a {type(model).__name__}; supported model types: {', '.join(ARCHS)}"
+            f"expected a Hugging Face model, got a {type(model).__name__}; pass the model itself, not a wrapper around "
+            f"it (of PEFT, DDP, DeepSpeed); supported model types: {', '.join(ARCHS)}"
         )
-    return model_type
+    return model.config.model_type

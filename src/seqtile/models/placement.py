@@ -112,8 +112,9 @@ def _put(owner: Owner, forward: Callable | None) -> None:
 
 
 def package_of(forward: Callable) -> str:
-    """The package that a forward comes from."""
-    return (getattr(forward, "__module__", None) or type(forward).__module__).split(".")[0]
+    """The package whose code a forward is; a wrapper is its own author's, whatever name functools.wraps gave it."""
+    namespace = getattr(forward, "__globals__", None) or {"__name__": type(forward).__module__}
+    return namespace["__name__"].split(".")[0]
 
 
 def name_of(owner: Owner) -> str:

@@ -1,27 +1,44 @@
-"""What a projection must be for its weight to be read directly."""
+"""What a projection must be for its weight to be read directly, without calling the projection."""
 
 import torch
 from torch import nn
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
+
+_REMEDY = "apply to the plain model, before adapters or quantisation, or leave this part untiled (mlp/loss=False)"
 
 
 def check_plain_linear(name: str, module: nn.Module | None) -> None:
     """Raises ValueError unless `module` computes exactly x @ weight.T with a plain floating-point weight.
 
-    An adapter or a quantised layer computes something else; FSDP2's subclass of nn.Linear does not, and may hold its
-    weight sharded.
+    An adapter or a quantised layer computes something else, and a hook may do anything. FSDP2 and ZeRO-3 may hold the
+    weight sharded, and have hooks of their own that gather it.
     """
-    remedy = "apply to the plain model, before adapters or quantisation, or leave this part untiled (mlp/loss=False)"
-    forward = getattr(type(module), "forward", None)
-    if not isinstance(module, nn.Linear) or forward is not nn.Linear.forward or "forward" in vars(module):
-        raise ValueError(f"{name} is a {_full_name(type(module))}, expected a plain torch.nn.Linear; {remedy}")
+    if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
+        raise ValueError(f"{name} is a {_full_name(type(module))}, expected a plain torch.nn.Linear; {_REMEDY}")
+    if "forward" in vars(module):
+        raise ValueError(f"{name} has a forward of its own, such as Accelerate's device_map gives it; load without it")
     if module.bias is not None:
         raise ValueError(f"{name} has a bias, which is not supported yet; leave this part untiled (mlp/loss=False)")
     weight = module.weight
     if type(weight) not in (torch.Tensor, nn.Parameter) and not isinstance(weight, DTensor):
-        raise ValueError(f"{name}.weight is a {_full_name(type(weight))}, expected a plain tensor; {remedy}")
+        raise ValueError(f"{name}.weight is a {_full_name(type(weight))}, expected a plain tensor; {_REMEDY}")
     if not weight.is_floating_point():
-        raise ValueError(f"{name}.weight is {weight.dtype}, expected floating point; {remedy}")
+        raise ValueError(f"{name}.weight is {weight.dtype}, expected floating point; {_REMEDY}")
+    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
+    shards = isinstance(module, FSDPModule) or hasattr(weight, "ds_id")  # FSDP2's mark, and ZeRO-3's
+    if any(hooks) and not shards:
+        raise ValueError(f"{name} has hooks, which a tiled forward would not call; remove them, or {_REMEDY}")
+
+
+def local_weight(name: str, module: nn.Linear) -> torch.Tensor:
+    """The weight of a projection, whole and on this rank; a ValueError if it is sharded just now."""
+    if isinstance(module.weight, DTensor):
+        raise ValueError(
+            f"{name}.weight is sharded while its parent runs; with FSDP2 shard {name} together with its parent "
+            "(fully_shard(model) alone, or in one group), and leave it out of a tensor-parallel plan"
+        )
+    return module.weight
 
 
 def _full_name(cls: type) -> str:

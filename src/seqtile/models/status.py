@@ -39,7 +39,9 @@ class PartStatus:
         else:
             text = f"not tiled: {', '.join(self.others)}"
         if self.applied and self.tiled < self.total:
-            text += f"; {' and '.join(self.others)} took it back: apply seqtile again, on this model, last"
+            takers = [package for package in self.others if package != "transformers"]
+            reason = f"{' and '.join(takers)} took it back" if takers else "built before the classes were tiled"
+            text += f"; {reason}: apply seqtile to this model, last"
         if self.problem:
             text += f"; REFUSES: {self.problem}"
         return text

@@ -36,3 +36,9 @@ def check_shape(op: str, name: str, tensor: torch.Tensor, expected: tuple[int, .
     """Raises ValueError unless `tensor` has the shape `expected`; `meaning` says it in letters."""
     if tuple(tensor.shape) != expected:
         raise ValueError(f"{op}: {name} has shape {list(tensor.shape)}, expected {meaning} = {list(expected)}")
+
+
+def check_first_derivative(op: str) -> None:
+    """Raises RuntimeError in a backward that is itself to be differentiated (`create_graph=True`)."""
+    if torch.is_grad_enabled():
+        raise RuntimeError(f"{op} has no second derivative; call its backward without create_graph=True")

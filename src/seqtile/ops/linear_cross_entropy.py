@@ -7,10 +7,10 @@ Source: Arctic Long Sequence Training, 3.1; Mini-Sequence Transformer, algorithm
 """
 
 import torch
-from torch.autograd.function import once_differentiable
+from torch._subclasses.fake_tensor import FakeTensor
 
 from seqtile.kernels.launch import cross_entropy_
-from seqtile.ops.checks import autocast_dtype, check_operands, check_shape
+from seqtile.ops.checks import autocast_dtype, check_first_derivative, check_operands, check_shape
 from seqtile.ops.tiles import resolve_chunk_tokens, tiles
 from seqtile.ops.weight_grad import WeightGrad
 
@@ -46,14 +46,16 @@ def linear_cross_entropy(
     the upstream gradient in float32, in the backward, in place, so a second backward through one call raises.
 
     Memory: one tile of logits [chunk_tokens, V], d_hidden (the size of `hidden`), d_weight in float32. Nothing else
-    grows with T. Without gradients only the tile.
+    grows with T but a few integers a token. Without gradients only the tile. On a CPU a half-precision tile has a
+    float32 copy besides.
 
     Under autocast the operands are cast once, before the tiles. Under torch.compile this is one graph break.
 
     Raises:
         TypeError, ValueError: dtypes, devices or shapes that do not fit, an empty sequence, an unknown reduction,
-            a `num_items` that is not positive; on a CPU also a target outside [0, V). On a GPU such a target, which
-            cannot be looked at without waiting for the device, makes the loss and the gradients NaN.
+            a `num_items` that is not one positive number; on a CPU also a target outside [0, V). On a GPU such a
+            target, which cannot be looked at without waiting for the device, makes loss and gradients NaN.
+        RuntimeError: in a second backward, or one with `create_graph=True`.
     """
     _check(hidden, weight, target, reduction, num_items)
     chunk_tokens = resolve_chunk_tokens(chunk_tokens, hidden.shape[-1])
@@ -83,7 +85,20 @@ def _check(
         raise ValueError(f'{_OP}: reduction is {reduction!r}, expected "mean" or "sum"')
     if num_items is not None and reduction == "sum":
         raise ValueError(f'{_OP}: num_items divides the sum, so it goes with reduction="mean", not with "sum"')
-    if isinstance(num_items, int | float) and not num_items > 0:
+    if num_items is not None:
+        _check_num_items(num_items)
+
+
+def _check_num_items(num_items: int | float | torch.Tensor) -> None:
+    if isinstance(num_items, bool) or not isinstance(num_items, int | float | torch.Tensor):
+        raise TypeError(f"{_OP}: num_items is {num_items!r}, expected a number of tokens or a tensor of one")
+    if isinstance(num_items, torch.Tensor):
+        if num_items.numel() != 1:
+            raise ValueError(f"{_OP}: num_items has shape {list(num_items.shape)}, expected one number of tokens")
+        if num_items.device.type != "cpu" or isinstance(num_items, FakeTensor):
+            return  # its value is not known without waiting for the device
+        num_items = num_items.item()
+    if not num_items > 0:
         raise ValueError(f"{_OP}: num_items is {num_items}, expected a positive number of tokens")
 
 
@@ -106,16 +121,16 @@ def _tiled(
     num_items: int | float | torch.Tensor | None,
     chunk_tokens: int,
 ) -> torch.Tensor:
-    if target.device.type == "cpu":  # on a GPU this would wait for the device
+    if target.device.type == "cpu" and not isinstance(target, FakeTensor):  # on a GPU this would wait for the device
         _check_range(target, weight.shape[0], ignore_index)
     hidden = hidden.to(autocast_dtype(hidden) or hidden.dtype).reshape(-1, hidden.shape[-1])
-    target = target.reshape(-1)
+    target = target.reshape(-1).contiguous()
     differentiate = torch.is_grad_enabled()
     total = LinearCrossEntropyFunction.apply(hidden, weight, target, ignore_index, chunk_tokens, differentiate)
     if reduction == "sum":
         return total
     if num_items is not None:
-        return total / (num_items.to(total.device) if isinstance(num_items, torch.Tensor) else num_items)
+        return total / (num_items.to(total.device).reshape(()) if isinstance(num_items, torch.Tensor) else num_items)
     labelled = (target != ignore_index).sum()
     return torch.where(labelled > 0, total / labelled.clamp(min=1), torch.nan)
 
@@ -153,13 +168,17 @@ class LinearCrossEntropyFunction(torch.autograd.Function):
                 d_weight.add(logits, hidden[tile])
         ctx.chunk_tokens = chunk_tokens
         ctx.weight_dtype = weight.dtype
+        ctx.spent = False
         ctx.save_for_backward(d_hidden, d_weight.total if needs_weight else None)
         return total
 
     @staticmethod
-    @once_differentiable
     def backward(ctx, upstream: torch.Tensor):
+        check_first_derivative(_OP)
+        if ctx.spent:
+            raise RuntimeError(f"{_OP} frees its gradients in the backward: a second backward needs a second forward")
         d_hidden, d_weight = ctx.saved_tensors
+        ctx.spent = True
         scale = upstream.reshape(1)  # one dimension: a scalar tensor would be rounded to half precision first
         if d_hidden is not None:
             for tile in tiles(d_hidden.shape[0], ctx.chunk_tokens):

@@ -9,9 +9,9 @@ from rich.console import Console
 from seqtile.models.arch import find_arch
 from seqtile.recipes.documents import sequences
 from seqtile.recipes.job import Job, check_writable
-from seqtile.recipes.pretrained import load_tokenizer, model_type
+from seqtile.recipes.pretrained import load_config, load_tokenizer
 from seqtile.recipes.report import figures, print_table, write_report
-from seqtile.recipes.train import run_alone
+from seqtile.recipes.train import RunKilled, run_alone
 
 
 def finetune(job: Job, console: Console) -> dict[str, Any]:
@@ -20,15 +20,23 @@ def finetune(job: Job, console: Console) -> dict[str, Any]:
     With `compare`, the untiled model runs first, on the same sequences from the same seed. Leaves in `job.output`:
     report.json, report.png, and model/, the tiled run's model and its tokenizer as `save_pretrained` writes them.
 
-    Raises ValueError for bad input, before anything is trained; RunKilled if a run is killed.
+    Raises ValueError for bad input, before anything is trained; RunKilled if the tiled run is killed.
     """
     job.check()
     with redirect_stderr(io.StringIO()), console.status("reading documents"):  # Hugging Face has bars of its own
-        find_arch(model_type(job.model))
+        config = load_config(job.model)
+        find_arch(config.model_type)
         tokenizer = load_tokenizer(job.model)
         batches = sequences(job.data, tokenizer, job.seq_len, job.steps)
     check_writable(job.output)
-    baseline = run_alone(job, batches, tiled=False, save_to=None) if job.compare else None
+    if job.seq_len > config.max_position_embeddings:
+        console.print(f"note: {job.model} was trained on at most {config.max_position_embeddings:,} tokens a sequence")
+    baseline = None
+    if job.compare:
+        try:
+            baseline = run_alone(job, batches, tiled=False, save_to=None)
+        except RunKilled as error:  # that the untiled model does not fit is a result
+            console.print(f"note: {error}")
     tiled = run_alone(job, batches, tiled=True, save_to=job.output / "model")
     tokenizer.save_pretrained(job.output / "model")
     report = figures(job, baseline, tiled)

@@ -10,6 +10,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
     GgufConfig,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -40,10 +41,10 @@ def source(model: str) -> tuple[str, dict[str, Any]]:
     return model, {}
 
 
-def model_type(model: str) -> str:
-    """The `config.model_type` of `model`, without loading its weights."""
+def load_config(model: str) -> PreTrainedConfig:
+    """The configuration of `model`, without its weights."""
     name, options = source(model)
-    return AutoConfig.from_pretrained(name, **options).model_type
+    return AutoConfig.from_pretrained(name, **options)
 
 
 def load_tokenizer(model: str) -> PreTrainedTokenizerBase:

@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from seqtile.kernels.launch import triton
 
 eager_memory = pytest.mark.skipif(
-    triton is not None and triton.knobs.runtime.interpret, reason="the interpreter allocates tensors of its own"
+    triton is not None and triton.knobs.runtime.interpret, reason="the interpreter has tensors of its own"
 )
 _PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "mv", "addmv", "dot")
 

@@ -209,6 +209,7 @@ def test_second_derivatives_raise(device: str) -> None:
         torch.autograd.grad(linear_cross_entropy(hidden, weight, target), hidden, create_graph=True)
 
 
+@eager_memory
 def test_on_fake_tensors() -> None:
     """A memory simulation runs it: nothing looks at values."""
     with FakeTensorMode():

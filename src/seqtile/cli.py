@@ -39,7 +39,7 @@ def finetune(
         from seqtile.recipes.documents import standard_library
         from seqtile.recipes.finetune import finetune as run
         from seqtile.recipes.job import Job
-        from seqtile.recipes.train import RunKilled
+        from seqtile.recipes.train import RunOutOfMemory
     except ModuleNotFoundError as error:
         console.print(f"[red]error:[/red] {error}: pip install 'seqtile\\[demo]'", highlight=False)
         raise typer.Exit(1) from error
@@ -57,7 +57,7 @@ def finetune(
     )
     try:
         run(job, Console())
-    except (ValueError, OSError, RunKilled) as error:
+    except (ValueError, OSError, RunOutOfMemory) as error:
         console.print("[red]error:[/red]", end=" ")
         console.print(str(error), markup=False, highlight=False)
         raise typer.Exit(1) from error

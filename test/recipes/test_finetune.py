@@ -1,6 +1,7 @@
 import json
 import subprocess
 import sys
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from typer.testing import CliRunner
 from assertions import relative_error
 from seqtile.cli import app
 from seqtile.recipes.documents import read_texts, sequences, standard_library
+from seqtile.recipes.train import is_out_of_memory
 from tiny import build
 
 TEXT = "a long document, of words and words and words; "
@@ -85,6 +87,15 @@ def test_bad_input(pretrained: Path, document: Path, tmp_path: Path) -> None:
     assert not output.exists(), "a refused job leaves nothing behind"
     blocked = refused(*common, "--data", document, "--output", document / "run")
     assert "cannot be written to" in blocked and "choose another directory" in blocked
+
+
+def test_running_out_of_memory_is_told_from_a_mistake() -> None:
+    with pytest.raises(RuntimeError) as allocation:
+        torch.empty(2**56)
+    with pytest.raises(RuntimeError) as mistake:
+        torch.zeros(2) @ torch.zeros(3)
+    assert is_out_of_memory(allocation.value) and not is_out_of_memory(mistake.value)
+    assert is_out_of_memory(BrokenProcessPool())
 
 
 def test_documents_are_read_in_order_and_binaries_skipped(pretrained: Path, tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from seqtile.recipes.documents import sequences
 from seqtile.recipes.job import Job, check_writable
 from seqtile.recipes.pretrained import load_config, load_tokenizer
 from seqtile.recipes.report import figures, print_table, write_report
-from seqtile.recipes.train import RunKilled, run_alone
+from seqtile.recipes.train import RunOutOfMemory, run_alone
 
 
 def finetune(job: Job, console: Console) -> dict[str, Any]:
@@ -20,7 +20,7 @@ def finetune(job: Job, console: Console) -> dict[str, Any]:
     With `compare`, the untiled model runs first, on the same sequences from the same seed. Leaves in `job.output`:
     report.json, report.png, and model/, the tiled run's model and its tokenizer as `save_pretrained` writes them.
 
-    Raises ValueError for bad input, before anything is trained; RunKilled if the tiled run is killed.
+    Raises ValueError for bad input, before anything is trained; RunOutOfMemory if the tiled run does not fit.
     """
     job.check()
     with redirect_stderr(io.StringIO()), console.status("reading documents"):  # Hugging Face has bars of its own
@@ -30,12 +30,12 @@ def finetune(job: Job, console: Console) -> dict[str, Any]:
         batches = sequences(job.data, tokenizer, job.seq_len, job.steps)
     check_writable(job.output)
     if job.seq_len > config.max_position_embeddings:
-        console.print(f"note: {job.model} was trained on at most {config.max_position_embeddings:,} tokens a sequence")
+        console.print(f"note: {job.model} is configured for {config.max_position_embeddings:,} positions at most")
     baseline = None
     if job.compare:
         try:
             baseline = run_alone(job, batches, tiled=False, save_to=None)
-        except RunKilled as error:  # that the untiled model does not fit is a result
+        except RunOutOfMemory as error:  # that the untiled model does not fit is a result
             console.print(f"note: {error}")
     tiled = run_alone(job, batches, tiled=True, save_to=job.output / "model")
     tokenizer.save_pretrained(job.output / "model")

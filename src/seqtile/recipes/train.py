@@ -23,8 +23,8 @@ from seqtile.recipes.pretrained import load_model
 MIB = 2**20
 
 
-class RunKilled(Exception):
-    """The process of a run was killed, which is what running out of host memory looks like."""
+class RunOutOfMemory(Exception):
+    """A run had too little memory, or its process was killed, which is what too little host memory looks like."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +43,16 @@ def run_alone(job: Job, sequences: torch.Tensor, *, tiled: bool, save_to: Path |
     with ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn")) as pool:
         try:
             return pool.submit(train, job, sequences, tiled=tiled, save_to=save_to).result()
-        except BrokenProcessPool as error:
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
             name = "tiled" if tiled else "untiled"
-            raise RunKilled(f"the {name} run was killed, most likely for want of memory: try less --seq-len") from error
+            raise RunOutOfMemory(f"the {name} run had too little memory; a shorter --seq-len needs less") from error
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """Whether memory was short: a killed process, torch's exception for a GPU, its message for the host."""
+    return isinstance(error, BrokenProcessPool | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
 
 
 def train(job: Job, sequences: torch.Tensor, *, tiled: bool, save_to: Path | None) -> RunResult:

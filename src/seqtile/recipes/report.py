@@ -71,6 +71,7 @@ def write_report(report: dict[str, Any], directory: Path) -> None:
     for bar, hatch in zip(bars, ("", "//") if len(runs) == 2 else ("//",), strict=True):
         bar.set_hatch(hatch)
     memory.bar_label(bars, fmt="{:,.0f}")
+    memory.margins(y=0.12)
     memory.set(title="peak memory, MiB")
     figure.suptitle(f"{report['model']}, {report['seq_len']:,} tokens, {report['dtype']} on {report['device']}")
     figure.savefig(directory / "report.png", dpi=150)

@@ -16,11 +16,9 @@ from torch import nn
 sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
-from tiny import CHUNK, batch_of, build, checkpointing
-
 import seqtile
 from assertions import relative_error
-
+from tiny import CHUNK, batch_of, build, checkpointing
 
 LENGTHS = ((101, 30, 63, 20), (60, 160, 30, 25))  # a tile is 50: both tiled, one of them, the other, neither
 
@@ -58,7 +56,13 @@ def zero(stage: int):
     return wrap
 
 
-STRATEGIES = {"ddp": ddp, "fsdp2": fsdp2, "fsdp2_group": partial(fsdp2, group_head=True), "zero2": zero(2), "zero3": zero(3)}
+STRATEGIES = {
+    "ddp": ddp,
+    "fsdp2": fsdp2,
+    "fsdp2_group": partial(fsdp2, group_head=True),
+    "zero2": zero(2),
+    "zero3": zero(3),
+}
 
 
 def full(model: nn.Module) -> dict[str, torch.Tensor]:
@@ -119,9 +123,10 @@ def main(strategy: str, reentrant: bool | None) -> None:
         assert moved.norm() > 0, name
         error = relative_error(our_weights[name] - start[name], moved)
         assert error <= 1e-4, f"{name}: the update is {error:.1e} off"
-    print(f"rank {rank}: {len(ours)} steps equal")
+    print(f"rank {rank}: {len(ours)} steps equal", flush=True)
     dist.barrier()
     dist.destroy_process_group()
+    os._exit(0)  # gloo's threads abort the interpreter's own exit now and then, one run in ten
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
 import json
+import shutil
 import subprocess
 import sys
 from concurrent.futures.process import BrokenProcessPool
@@ -84,6 +85,14 @@ def test_bad_input(pretrained: Path, document: Path, tmp_path: Path) -> None:
     assert "tokens, expected at least 1000000, one sequence; pass more text, or a shorter --seq-len" in short
     GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=50)).save_pretrained(tmp_path / "gpt2")
     assert "'gpt2' is not supported; seqtile supports llama" in refused(*common, "--model", tmp_path / "gpt2")
+    for name, changes, message in (
+        ("gelu", {"hidden_act": "gelu"}, "activation is GELU"),
+        ("small", {"vocab_size": 60}, "the tokenizer gave token"),
+    ):
+        copied = tmp_path / name
+        shutil.copytree(pretrained, copied)
+        build("llama", **changes).save_pretrained(copied)
+        assert message in refused(*common, "--model", copied, "--data", document, "--compare")
     assert not output.exists(), "a refused job leaves nothing behind"
     blocked = refused(*common, "--data", document, "--output", document / "run")
     assert "cannot be written to" in blocked and "choose another directory" in blocked

@@ -6,10 +6,10 @@ from typing import Any
 
 from rich.console import Console
 
-from seqtile.models.arch import find_arch
+import seqtile
 from seqtile.recipes.documents import sequences
 from seqtile.recipes.job import Job, check_writable
-from seqtile.recipes.pretrained import load_config, load_tokenizer
+from seqtile.recipes.pretrained import load_config, load_tokenizer, skeleton
 from seqtile.recipes.report import figures, print_table, write_report
 from seqtile.recipes.train import RunOutOfMemory, run_alone
 
@@ -25,9 +25,14 @@ def finetune(job: Job, console: Console) -> dict[str, Any]:
     job.check()
     with redirect_stderr(io.StringIO()), console.status("reading documents"):  # Hugging Face has bars of its own
         config = load_config(job.model)
-        find_arch(config.model_type)
+        seqtile.apply_seqtile(skeleton(config))  # what it cannot tile it refuses here, before anything is trained
         tokenizer = load_tokenizer(job.model)
         batches = sequences(job.data, tokenizer, job.seq_len, job.steps)
+    if batches.max() >= config.vocab_size:
+        raise ValueError(
+            f"--model: the tokenizer gave token {batches.max()}, but config.vocab_size is {config.vocab_size}; "
+            "pass a model with its own tokenizer"
+        )
     check_writable(job.output)
     if job.seq_len > config.max_position_embeddings:
         console.print(f"note: {job.model} is configured for {config.max_position_embeddings:,} positions at most")

@@ -47,6 +47,12 @@ def load_config(model: str) -> PreTrainedConfig:
     return AutoConfig.from_pretrained(name, **options)
 
 
+def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
+    """The model of `config` without storage: its modules and shapes."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config)
+
+
 def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
     name, options = source(model)
     return AutoTokenizer.from_pretrained(name, **options)

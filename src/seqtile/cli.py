@@ -20,14 +20,15 @@ def seqtile() -> None:
 def finetune(
     model: Annotated[str, typer.Option(help="A local path, a hub name, or smollm2-135m.")] = "smollm2-135m",
     data: Annotated[
-        list[Path] | None, typer.Option(help="Text files or directories [default: Python's standard library].")
+        list[Path] | None,
+        typer.Option(help="Text files or directories (default: Python's standard library); repeat it for more."),
     ] = None,
     seq_len: Annotated[int, typer.Option(help="Tokens a sequence.")] = 4096,
     steps: Annotated[int, typer.Option(help="Training steps, one sequence each.")] = 4,
     compare: Annotated[
         bool, typer.Option("--compare", help="Run the untiled model first, from the same seed.")
     ] = False,
-    device: Annotated[str | None, typer.Option(help="cpu or cuda [default: cuda if there is one].")] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda (default: cuda if there is one).")] = None,
     dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
     learning_rate: Annotated[float, typer.Option(help="Of AdamW.")] = 1e-5,
     seed: Annotated[int, typer.Option(help="Of torch's generators.")] = 0,

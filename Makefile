@@ -24,7 +24,7 @@ $(STAMP): pyproject.toml dev/constraints.txt dev/no-deps.txt dev/transformers-ol
 	$(PIP) --no-deps --target $(OLDEST) -r dev/transformers-oldest.txt
 	touch $@
 
-demo: $(STAMP)  ## fine-tune a real model on a real long document, untiled and tiled, and compare (15 minutes on 2 cores)
+demo: $(STAMP)  ## fine-tune a real model on a real long document, untiled and tiled, and compare (about 10 minutes on 2 cores)
 	$(BIN)/seqtile finetune --compare --seq-len 8192 --steps 2 --output runs/demo
 
 test: $(STAMP)  ## all tests that need no GPU: plain, in Triton's interpreter, on the oldest transformers, distributed

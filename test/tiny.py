@@ -8,6 +8,12 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
+    CohereConfig,
+    CohereForCausalLM,
+    Gemma2Config,
+    Gemma2ForCausalLM,
+    GraniteConfig,
+    GraniteForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -34,6 +40,13 @@ _SHAPE = {
     "eos_token_id": 2,
 }
 CLASSES = {
+    "cohere": (CohereConfig, CohereForCausalLM, {"logit_scale": 0.25}),
+    "gemma2": (
+        Gemma2Config,
+        Gemma2ForCausalLM,
+        {"head_dim": 12, "sliding_window": 40, "final_logit_softcapping": 3.0, "hidden_activation": "silu"},
+    ),
+    "granite": (GraniteConfig, GraniteForCausalLM, {"logits_scaling": 3.0}),
     "llama": (LlamaConfig, LlamaForCausalLM, {}),
     "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": 40}),
     "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 12, "tie_word_embeddings": True}),

@@ -1,7 +1,11 @@
 """seqtile: the loss and the MLP of Hugging Face models, in memory that does not grow with sequence length."""
 
+from seqtile import modules
 from seqtile.models import (
     apply_seqtile,
+    apply_seqtile_to_cohere,
+    apply_seqtile_to_gemma2,
+    apply_seqtile_to_granite,
     apply_seqtile_to_llama,
     apply_seqtile_to_mistral,
     apply_seqtile_to_qwen3,
@@ -9,17 +13,24 @@ from seqtile.models import (
     status,
 )
 from seqtile.ops.gated_mlp import gated_mlp
-from seqtile.ops.linear_cross_entropy import linear_cross_entropy
+from seqtile.ops.linear_cross_entropy import LossMetrics, linear_cross_entropy
+from seqtile.ops.linear_log_probs import linear_log_probs
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "LossMetrics",
     "apply_seqtile",
+    "apply_seqtile_to_cohere",
+    "apply_seqtile_to_gemma2",
+    "apply_seqtile_to_granite",
     "apply_seqtile_to_llama",
     "apply_seqtile_to_mistral",
     "apply_seqtile_to_qwen3",
     "gated_mlp",
     "linear_cross_entropy",
+    "linear_log_probs",
+    "modules",
     "restore",
     "status",
 ]

@@ -6,9 +6,10 @@ import pytest
 
 import seqtile
 from measure import FlopCount
-from tiny import CHUNK, CLASSES, batch_of, build, checkpointing, loss_and_gradients
+from tiny import CHUNK, CLASSES, VOCAB, batch_of, build, checkpointing, loss_and_gradients
 
 TOKENS = 190
+IGNORED = 3 * 2 * 5 * 48 * VOCAB  # FLOP that the tiled loss spares: three products of the 5 tokens of a masked prompt
 
 
 def flops_of(model) -> int:
@@ -21,6 +22,7 @@ def flops_of(model) -> int:
 
 @pytest.mark.parametrize("arch", CLASSES)
 def test_tiled_mlp(arch: str) -> None:
+    """Gemma 2's norm behind the MLP saves a tensor, so a checkpoint's replay goes through the MLP: 14 u, not 12."""
     untiled = build(arch)
     tiled = copy.deepcopy(untiled)
     seqtile.apply_seqtile(tiled, loss=False, chunk_tokens=CHUNK)
@@ -29,12 +31,13 @@ def test_tiled_mlp(arch: str) -> None:
     for model in (untiled, tiled):
         checkpointing(model, reentrant=False)
     checkpointed = flops_of(untiled)
-    assert flops_of(tiled) == checkpointed
+    more = 2 * unit if arch == "gemma2" else 0
+    assert flops_of(tiled) == checkpointed + layers * more
     del untiled.model.layers[1:], tiled.model.layers[1:]
     for model in (untiled, tiled):
         model.config.num_hidden_layers = 1
     a_layer = checkpointed - flops_of(untiled)
-    assert a_layer > 11 * unit and checkpointed - flops_of(tiled) == a_layer
+    assert a_layer > 11 * unit and checkpointed + more - flops_of(tiled) == a_layer
 
 
 @pytest.mark.parametrize("arch", CLASSES)
@@ -42,7 +45,7 @@ def test_tiled_loss(arch: str) -> None:
     untiled = build(arch)
     tiled = copy.deepcopy(untiled)
     seqtile.apply_seqtile(tiled, mlp=False, chunk_tokens=CHUNK)
-    assert flops_of(tiled) == flops_of(untiled)
+    assert flops_of(tiled) == flops_of(untiled) - IGNORED
 
 
 @pytest.mark.parametrize("arch", CLASSES)
@@ -50,4 +53,4 @@ def test_a_sequence_no_longer_than_a_tile_pays_nothing(arch: str) -> None:
     untiled = build(arch)
     tiled = copy.deepcopy(untiled)
     seqtile.apply_seqtile(tiled, chunk_tokens=TOKENS)
-    assert flops_of(tiled) == flops_of(untiled)
+    assert flops_of(tiled) == flops_of(untiled) - IGNORED

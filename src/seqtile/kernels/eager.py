@@ -3,31 +3,90 @@
 Each function does what the one of the same name in `launch.py` documents.
 """
 
+from collections.abc import Iterator
+
 import torch
+
+from seqtile.kernels.loss_options import LossOptions
+
+BLOCK_BYTES = 2**20  # a float32 copy of some rows, so that its passes stay in a core's cache
 
 
 def cross_entropy_(
-    logits: torch.Tensor, target: torch.Tensor, *, ignore_index: int, write_grad: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    losses: torch.Tensor,
+    options: LossOptions,
+    *,
+    bias: torch.Tensor | None,
+    class_weight: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    entropy: torch.Tensor | None,
+    predicted: torch.Tensor | None,
+    write_grad: bool,
+    row_scale: torch.Tensor | None,
+    entropy_scale: torch.Tensor | None,
+) -> None:
     vocab = logits.shape[1]
-    ignored = target == ignore_index
-    in_range = (target >= 0) & (target < vocab)
-    index = target.where(in_range, 0).unsqueeze(1)
+    weights = torch.ones((), device=logits.device) if class_weight is None else class_weight
+    of_class = options.label_smoothing / vocab
+    for rows in _row_blocks(logits):
+        labels = target[rows].unsqueeze(1)
+        in_range = (labels >= 0) & (labels < vocab)
+        labels = labels.where(in_range, 0)
 
-    scores = logits.float()  # float32 logits: the same storage, so the softmax below is in place
-    target_scores = scores.gather(1, index).squeeze(1)
-    row_max = scores.amax(dim=1, keepdim=True)
-    exponentials = scores.sub_(row_max).exp_()
-    row_sum = exponentials.sum(dim=1, keepdim=True)
-    lse = (row_sum.log() + row_max).squeeze(1).masked_fill_(~in_range, torch.nan).masked_fill_(ignored, 0.0)
-    losses = (lse - target_scores).masked_fill_(ignored, 0.0)
+        x, slope = _logits(logits[rows], bias, options)
+        row_lse = x.logsumexp(dim=1, keepdim=True).masked_fill_(~in_range, torch.nan)
+        logp = x - row_lse
+        of_target = 1.0 - options.label_smoothing
+        of_target = torch.full_like(row_lse, of_target) if class_weight is None else of_target * weights[labels]
+        loss = of_target * (row_lse - x.gather(1, labels)) + options.z_loss * row_lse.square()
+        if of_class > 0:
+            loss -= of_class * (weights * logp).sum(dim=1, keepdim=True)
+        losses[rows] = loss.squeeze(1)
+        if lse is not None:
+            lse[rows] = row_lse.squeeze(1)
+        if predicted is not None:
+            predicted[rows] = x.argmax(dim=1)
+        probability = logp.exp()
+        if entropy is not None or entropy_scale is not None:
+            row_entropy = -(probability * logp).masked_fill_(probability == 0, 0.0).sum(dim=1, keepdim=True)
+        if entropy is not None:
+            entropy[rows] = row_entropy.squeeze(1)
+        if not write_grad:
+            continue
+        weight_sum = weights.expand(vocab).sum()
+        gradient = probability * (of_target + of_class * weight_sum + 2 * options.z_loss * row_lse)
+        gradient.scatter_add_(1, labels, -of_target)
+        if of_class > 0:
+            gradient -= of_class * weights
+        if row_scale is not None:
+            gradient *= row_scale[rows].unsqueeze(1)
+        if entropy_scale is not None:
+            surprise = (probability * (logp + row_entropy)).masked_fill_(probability == 0, 0.0)
+            gradient -= entropy_scale[rows].unsqueeze(1) * surprise
+        logits[rows] = gradient if slope is None else gradient.mul_(slope)
 
-    if write_grad:
-        d_scores = exponentials.div_(row_sum)
-        d_scores.scatter_add_(1, index, torch.full_like(index, -1, dtype=d_scores.dtype))
-        d_scores.masked_fill_(~in_range.unsqueeze(1), torch.nan).masked_fill_(ignored.unsqueeze(1), 0.0)
-        logits.copy_(d_scores)
-    return losses, lse
+
+def _row_blocks(tile: torch.Tensor) -> Iterator[slice]:
+    rows = max(1, BLOCK_BYTES // (4 * tile.shape[1]))
+    for start in range(0, tile.shape[0], rows):
+        yield slice(start, start + rows)
+
+
+def _logits(
+    products: torch.Tensor, bias: torch.Tensor | None, options: LossOptions
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """float32 logits of some rows of products, and the slope of their cap, None without one."""
+    x = products.float() * options.logit_scale
+    if bias is not None:
+        x += bias
+    slope = None
+    if options.softcap > 0:
+        capped = (x / options.softcap).tanh_()
+        slope = 1 - capped.square()
+        x = capped * options.softcap
+    return x / options.temperature, slope
 
 
 def gated_activation_(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

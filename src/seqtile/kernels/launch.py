@@ -5,11 +5,14 @@ installed the eager twins serve every device, and under Triton's interpreter (`T
 CPU tensors too, which is how they are tested without a GPU.
 """
 
+from dataclasses import astuple
 from types import ModuleType
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from seqtile.kernels import eager
+from seqtile.kernels.loss_options import LossOptions
 
 try:
     import triton
@@ -26,25 +29,85 @@ def triton_serves(tensor: torch.Tensor) -> bool:
 
 
 def cross_entropy_(
-    logits: torch.Tensor, target: torch.Tensor, *, ignore_index: int, write_grad: bool
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cross-entropy of every row of a tile of logits, and its gradient written over the logits.
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    losses: torch.Tensor,
+    options: LossOptions,
+    *,
+    bias: torch.Tensor | None = None,
+    class_weight: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    entropy: torch.Tensor | None = None,
+    predicted: torch.Tensor | None = None,
+    write_grad: bool = False,
+    row_scale: torch.Tensor | None = None,
+    entropy_scale: torch.Tensor | None = None,
+) -> None:
+    """Cross-entropy of every row of a tile of products hidden W', and its gradient written over them.
 
     Args:
-        logits: [C, V] float32, bfloat16 or float16, last dimension contiguous. **Destroyed**: holds
-            d loss / d logits = softmax(logits) - onehot(target) afterwards if `write_grad`, undefined values otherwise.
-        target: [C] int64. A row whose target is `ignore_index` has loss 0, log-sum-exp 0 and gradient 0. A row whose
-            target lies outside [0, V) is poisoned with NaN; nothing out of bounds is read.
+        logits: [C, V] float32, bfloat16 or float16, last dimension contiguous: products, which `options` and `bias`
+            make logits. **Destroyed**: with `write_grad` it holds afterwards the gradient of
+            sum(row_scale * losses + entropy_scale * entropies) with respect to the capped logits' argument, times
+            `temperature`: what is left to multiply is logit_scale / temperature (for the bias, 1 / temperature).
+            Without, it is as it was.
+        target: [C] int64. A row whose target lies outside [0, V) is poisoned with NaN; nothing out of bounds is read.
+        losses: [C] float32, **written**: with w = class_weight and s = label_smoothing,
+            (1 - s) w[target] (lse - x[target]) + s / V * sum(w (lse - x)) + z_loss * lse**2.
+        bias: [V], any of the three dtypes. class_weight: [V] float32.
+        lse, entropy: [C] float32, predicted: [C] int64, **written** if given: log-sum-exp of the logits, entropy of
+            their softmax, index of the largest.
+        row_scale, entropy_scale: [C] float32; None for ones and for zeros.
 
-    Returns:
-        losses [C] and log-sum-exp [C], float32.
-
-    Moves 2 * C * V elements (3 with the gradient); allocates 8 * C bytes (the eager twin: one float32 copy of a
-    half-precision tile besides).
+    Vectors are contiguous. Moves 2 * C * V elements (3 with the gradient); allocates nothing (the eager twin: some
+    blocks of rows of 1 MiB).
     """
+    vectors = (bias, class_weight, lse, entropy, predicted, row_scale, entropy_scale)
+    opaque = torch.compiler.is_compiling() or isinstance(logits, FakeTensor)
+    run = torch.ops.seqtile.cross_entropy_ if opaque else _cross_entropy_
+    run(logits, target, losses, *vectors, write_grad, *astuple(options))
+
+
+def _cross_entropy_(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    losses: torch.Tensor,
+    bias: torch.Tensor | None,
+    class_weight: torch.Tensor | None,
+    lse: torch.Tensor | None,
+    entropy: torch.Tensor | None,
+    predicted: torch.Tensor | None,
+    row_scale: torch.Tensor | None,
+    entropy_scale: torch.Tensor | None,
+    write_grad: bool,
+    logit_scale: float,
+    softcap: float,
+    temperature: float,
+    label_smoothing: float,
+    z_loss: float,
+) -> None:
     backend: ModuleType = triton_cross_entropy if triton_serves(logits) else eager
     with torch.cuda.device_of(logits):  # Triton launches on the current device
-        return backend.cross_entropy_(logits, target, ignore_index=ignore_index, write_grad=write_grad)
+        backend.cross_entropy_(
+            logits,
+            target,
+            losses,
+            LossOptions(logit_scale, softcap, temperature, label_smoothing, z_loss),
+            bias=bias,
+            class_weight=class_weight,
+            lse=lse,
+            entropy=entropy,
+            predicted=predicted,
+            write_grad=write_grad,
+            row_scale=row_scale,
+            entropy_scale=entropy_scale,
+        )
+
+
+# The same, opaque to torch.compile and to simulations: a call that writes what it is given and allocates nothing.
+torch.library.custom_op(
+    "seqtile::cross_entropy_", _cross_entropy_, mutates_args=("logits", "losses", "lse", "entropy", "predicted")
+).register_fake(lambda *args: None)
 
 
 def gated_activation_(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,9 @@ from seqtile.models.status import status
 
 __all__ = [
     "apply_seqtile",
+    "apply_seqtile_to_cohere",
+    "apply_seqtile_to_gemma2",
+    "apply_seqtile_to_granite",
     "apply_seqtile_to_llama",
     "apply_seqtile_to_mistral",
     "apply_seqtile_to_qwen3",
@@ -49,12 +52,16 @@ def _entry(arch: Arch) -> Callable[..., None]:
     Applying twice changes nothing. Apply after Liger, whose RMSNorm and RoPE stay. `seqtile.restore` undoes it,
     `seqtile.status` tells what is tiled.
 
-    Raises ValueError, and changes nothing, for what it cannot honour: an activation that is not SiLU, biases, a logit
-    softcap or scale, another loss function, projections that are not plain nn.Linear (LoRA, quantised).
+    Raises ValueError, and changes nothing, for what it cannot honour: an activation that is not SiLU (Gemma 2: apply
+    with mlp=False), biases in the MLP, another loss function, projections that are not plain nn.Linear (LoRA,
+    quantised).
     """
     return apply_to
 
 
+apply_seqtile_to_cohere = _entry(find_arch("cohere"))
+apply_seqtile_to_gemma2 = _entry(find_arch("gemma2"))
+apply_seqtile_to_granite = _entry(find_arch("granite"))
 apply_seqtile_to_llama = _entry(find_arch("llama"))
 apply_seqtile_to_mistral = _entry(find_arch("mistral"))
 apply_seqtile_to_qwen3 = _entry(find_arch("qwen3"))

@@ -13,6 +13,12 @@ class Arch:
     """`config.model_type`, and the name of the modeling module."""
     prefix: str
     """What the names of its classes begin with."""
+    softcap: str | None = None
+    """The config's name for the soft cap of its logits."""
+    logit_scale: str | None = None
+    """The config's name for what its logits are multiplied by."""
+    logit_divisor: str | None = None
+    """The config's name for what its logits are divided by."""
 
     @property
     def modeling(self) -> ModuleType:
@@ -34,6 +40,9 @@ class Arch:
 ARCHS = {
     arch.model_type: arch
     for arch in (
+        Arch("cohere", "Cohere", logit_scale="logit_scale"),
+        Arch("gemma2", "Gemma2", softcap="final_logit_softcapping"),
+        Arch("granite", "Granite", logit_divisor="logits_scaling"),
         Arch("llama", "Llama"),
         Arch("mistral", "Mistral"),
         Arch("qwen3", "Qwen3"),

@@ -6,21 +6,24 @@ is Hugging Face.
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import nn
+from transformers import PreTrainedConfig
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
-from seqtile.models.plain import check_plain_linear, local_weight
+from seqtile.models.arch import Arch
+from seqtile.models.plain import call_in_place_of, check_plain_linear, local_weight
 from seqtile.models.stand_in import stand_in_for
 from seqtile.ops.linear_cross_entropy import linear_cross_entropy
 
 
-def tiled_loss_forward(original: Callable, chunk_tokens: int | None) -> Callable:
-    """`original`, a causal LM's forward (a plain function), with the loss tiled.
+def tiled_loss_forward(arch: Arch, original: Callable, chunk_tokens: int | None) -> Callable:
+    """`original`, the forward (a plain function) of a causal LM of `arch`, with the loss tiled.
 
     In training, given `labels` or `shift_labels`, the loss is computed without logits, and `logits` is None. The same
     happens in eval with `skip_logits=True`; `skip_logits=False` asks for logits, and so an untiled loss, in training.
@@ -67,9 +70,10 @@ def tiled_loss_forward(original: Callable, chunk_tokens: int | None) -> Callable
 
         check_loss(self)
         outputs = self.model(**inputs)
-        weight = local_weight("lm_head", self.lm_head)
+        options = {"chunk_tokens": chunk_tokens, **logit_options(arch, self.config)}
+        head_loss = partial(_loss, head=self.lm_head, labels=labels, options=options, **kwargs)
         return CausalLMOutputWithPast(
-            loss=_loss(outputs.last_hidden_state, weight, labels, chunk_tokens, **kwargs),
+            loss=call_in_place_of(self.lm_head, head_loss, outputs.last_hidden_state),
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
@@ -80,24 +84,27 @@ def tiled_loss_forward(original: Callable, chunk_tokens: int | None) -> Callable
 
 def check_loss(model: nn.Module) -> None:
     """Raises ValueError where the tiled loss would not compute what `model` computes."""
-    check_plain_linear("lm_head", model.lm_head)
+    check_plain_linear("lm_head", model.lm_head, bias=True)
     if model.loss_function is not ForCausalLMLoss:
         raise ValueError(
             f"model.loss_function is {model.loss_function!r}, expected Hugging Face's ForCausalLMLoss, the only loss "
             "that seqtile tiles; apply with loss=False"
         )
-    for name in ("final_logit_softcapping", "logit_scale", "logits_scaling"):
-        value = getattr(model.config, name, None)
-        if value not in (None, 1, 1.0):
-            raise ValueError(f"config.{name} is {value}: the tiled loss does not support it yet; apply with loss=False")
+
+
+def logit_options(arch: Arch, config: PreTrainedConfig) -> dict[str, float | None]:
+    """What an architecture does to its logits, as arguments of linear_cross_entropy."""
+    scale = getattr(config, arch.logit_scale) if arch.logit_scale else 1.0
+    divisor = getattr(config, arch.logit_divisor) if arch.logit_divisor else 1.0
+    return {"softcap": getattr(config, arch.softcap) if arch.softcap else None, "logit_scale": scale / divisor}
 
 
 def _loss(
     hidden: torch.Tensor,
-    weight: torch.Tensor,
-    labels: torch.Tensor | None,
-    chunk_tokens: int | None,
     *,
+    head: nn.Linear,
+    labels: torch.Tensor | None,
+    options: dict[str, float | None],
     shift_labels: torch.Tensor | None = None,
     num_items_in_batch: torch.Tensor | int | None = None,
     ignore_index: int = -100,
@@ -108,9 +115,10 @@ def _loss(
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     return linear_cross_entropy(
         hidden,
-        weight,
+        local_weight("lm_head", head),
         shift_labels.to(hidden.device),
+        bias=head.bias,
         ignore_index=ignore_index,
         num_items=num_items_in_batch,
-        chunk_tokens=chunk_tokens,
+        **options,
     )

@@ -5,6 +5,7 @@ class, which after Liger is one class shared by many architectures, is swapped f
 """
 
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -46,7 +47,7 @@ def apply_to_classes(arch: Arch, *, mlp: bool, loss: bool, chunk_tokens: int | N
         check_place(owner, chunk_tokens)
     patch = _CLASSES.setdefault(arch.model_type, ClassPatch())
     if loss:
-        place(arch.causal_lm, tiled_loss_forward, chunk_tokens)
+        place(arch.causal_lm, partial(tiled_loss_forward, arch), chunk_tokens)
         patch.parts.add("loss")
     if mlp:
         current = getattr(arch.modeling, arch.mlp_name)
@@ -80,7 +81,7 @@ def apply_to_model(arch: Arch, model: nn.Module, *, mlp: bool, loss: bool, chunk
                 "wrapper around it, or apply with loss=False"
             )
         check_loss(model)
-        places.append((model, tiled_loss_forward))
+        places.append((model, partial(tiled_loss_forward, arch)))
     if mlp:
         for module in mlps_of(model):
             check_mlp(module)

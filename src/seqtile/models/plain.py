@@ -1,5 +1,8 @@
 """What a projection must be for its weight to be read directly, without calling the projection."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
@@ -8,8 +11,9 @@ from torch.distributed.tensor import DTensor
 _REMEDY = "apply to the plain model, before adapters or quantisation, or leave this part untiled (mlp/loss=False)"
 
 
-def check_plain_linear(name: str, module: nn.Module | None) -> None:
-    """Raises ValueError unless `module` computes exactly x @ weight.T with a plain floating-point weight.
+def check_plain_linear(name: str, module: nn.Module | None, *, bias: bool = False) -> None:
+    """Raises ValueError unless `module` computes exactly x @ weight.T, or with `bias` x @ weight.T + bias, of plain
+    floating-point parameters.
 
     An adapter or a quantised layer computes something else, and a hook may do anything. FSDP2 and ZeRO-3 may hold the
     weight sharded, and have hooks of their own that gather it.
@@ -18,7 +22,7 @@ def check_plain_linear(name: str, module: nn.Module | None) -> None:
         raise ValueError(f"{name} is a {_full_name(type(module))}, expected a plain torch.nn.Linear; {_REMEDY}")
     if "forward" in vars(module):
         raise ValueError(f"{name} has a forward of its own, such as Accelerate's device_map gives it; load without it")
-    if module.bias is not None:
+    if module.bias is not None and not bias:
         raise ValueError(f"{name} has a bias, which is not supported yet; leave this part untiled (mlp/loss=False)")
     weight = module.weight
     if type(weight) not in (torch.Tensor, nn.Parameter) and not isinstance(weight, DTensor):
@@ -39,6 +43,18 @@ def local_weight(name: str, module: nn.Linear) -> torch.Tensor:
             "(fully_shard(model) alone, or in one group), and leave it out of a tensor-parallel plan"
         )
     return module.weight
+
+
+def call_in_place_of(module: nn.Module, function: Callable, *args: torch.Tensor) -> Any:
+    """function(*args), inside the module's own call if FSDP2 shards it by itself: its hooks then gather the weight for
+    `function` and see to its gradient."""
+    if not isinstance(module, FSDPModule):
+        return function(*args)
+    module.forward = function
+    try:
+        return module(*args)
+    finally:
+        del module.forward
 
 
 def _full_name(cls: type) -> str:

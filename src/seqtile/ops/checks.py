@@ -1,6 +1,7 @@
 """What every op requires of its tensors, checked before anything is computed."""
 
 import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -13,23 +14,30 @@ def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
 
 
 def check_operands(op: str, reference: str, operands: dict[str, torch.Tensor]) -> None:
-    """All of `operands` (name -> tensor) on one device and, outside autocast, of one dtype: that of `reference`.
+    """All of `operands` (name -> tensor) plain, on one device and, outside autocast, of one dtype: that of `reference`.
 
-    Raises TypeError for a dtype, ValueError for a device.
+    Raises TypeError for a type or dtype, ValueError for a device.
     """
     first = operands[reference]
     for name, tensor in operands.items():
+        if is_traceable_wrapper_subclass(tensor):
+            raise TypeError(
+                f"{op}: {name} is a {type(tensor).__name__}, expected a plain tensor: it may be a shard or an encoding "
+                "of one; gather it first (DTensor.full_tensor()), or dequantise it"
+            )
         if tensor.dtype not in DTYPES:
             expected = ", ".join(str(dtype) for dtype in DTYPES)
             raise TypeError(f"{op}: {name} is {tensor.dtype}, expected one of {expected}; cast it first")
-        if tensor.device != first.device:
-            raise ValueError(
-                f"{op}: {name} is on {tensor.device}, {reference} on {first.device}; move them to one device"
-            )
+        check_device(op, name, tensor, reference, first)
         if tensor.dtype != first.dtype and autocast_dtype(first) is None:
             raise TypeError(
                 f"{op}: {name} is {tensor.dtype}, {reference} is {first.dtype}; cast one of them, or use torch.autocast"
             )
+
+
+def check_device(op: str, name: str, tensor: torch.Tensor, reference: str, first: torch.Tensor) -> None:
+    if tensor.device != first.device:
+        raise ValueError(f"{op}: {name} is on {tensor.device}, {reference} on {first.device}; move them to one device")
 
 
 def check_shape(op: str, name: str, tensor: torch.Tensor, expected: tuple[int, ...], meaning: str) -> None:

@@ -1,0 +1,106 @@
+"""The loss and the log-probabilities of a linear head as modules: options once, tensors at every call.
+
+They hold no weight: the head's is passed at every call, so that it may be tied to an embedding, or belong to a module
+that something else shards.
+"""
+
+import torch
+from torch import nn
+
+from seqtile.ops.linear_cross_entropy import LossMetrics, linear_cross_entropy
+from seqtile.ops.linear_log_probs import linear_log_probs
+
+
+class LinearCrossEntropyLoss(nn.Module):
+    """nn.CrossEntropyLoss()(hidden @ weight.T + bias, target) without the logits; see `seqtile.linear_cross_entropy`.
+
+    `class_weight` is a buffer: it moves with the module and is in its state_dict.
+    """
+
+    class_weight: torch.Tensor | None
+
+    def __init__(
+        self,
+        *,
+        ignore_index: int | None = -100,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        class_weight: torch.Tensor | None = None,
+        z_loss: float = 0.0,
+        softcap: float | None = None,
+        logit_scale: float = 1.0,
+        accumulate_dtype: torch.dtype | None = torch.float32,
+        chunk_tokens: int | None = None,
+        return_metrics: bool = False,
+    ) -> None:
+        super().__init__()
+        self.register_buffer("class_weight", class_weight)
+        self.options = {
+            "ignore_index": ignore_index,
+            "reduction": reduction,
+            "label_smoothing": label_smoothing,
+            "z_loss": z_loss,
+            "softcap": softcap,
+            "logit_scale": logit_scale,
+            "accumulate_dtype": accumulate_dtype,
+            "chunk_tokens": chunk_tokens,
+            "return_metrics": return_metrics,
+        }
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        target: torch.Tensor,
+        *,
+        bias: torch.Tensor | None = None,
+        num_items: int | float | torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, LossMetrics]:
+        """hidden [T, D] or [B, S, D], weight [V, D], target [T] or [B, S], bias [V], num_items as in
+        `seqtile.linear_cross_entropy`."""
+        return linear_cross_entropy(
+            hidden, weight, target, bias=bias, num_items=num_items, class_weight=self.class_weight, **self.options
+        )
+
+    def extra_repr(self) -> str:
+        return _options_repr(self.options)
+
+
+class LinearLogProbs(nn.Module):
+    """log softmax((hidden @ weight.T + bias) / temperature)[target] without the logits; see
+    `seqtile.linear_log_probs`."""
+
+    def __init__(
+        self,
+        *,
+        temperature: float = 1.0,
+        return_entropy: bool = False,
+        ignore_index: int | None = -100,
+        softcap: float | None = None,
+        logit_scale: float = 1.0,
+        accumulate_dtype: torch.dtype | None = torch.float32,
+        chunk_tokens: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.options = {
+            "temperature": temperature,
+            "return_entropy": return_entropy,
+            "ignore_index": ignore_index,
+            "softcap": softcap,
+            "logit_scale": logit_scale,
+            "accumulate_dtype": accumulate_dtype,
+            "chunk_tokens": chunk_tokens,
+        }
+
+    def forward(
+        self, hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, *, bias: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """hidden [T, D] or [B, S, D], weight [V, D], target [T] or [B, S], bias [V]."""
+        return linear_log_probs(hidden, weight, target, bias=bias, **self.options)
+
+    def extra_repr(self) -> str:
+        return _options_repr(self.options)
+
+
+def _options_repr(options: dict[str, object]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in options.items())

@@ -1,0 +1,167 @@
+"""The loop over tiles of logits: values of every labelled token, and at once the gradients of head and hidden states.
+
+For a tile of C labelled tokens: logits = hidden W', the row kernel turns them into values and, in place, into their
+gradient, and then d_W += d_logits' hidden and d_hidden = d_logits W. Three matrix products, one tile of logits alive.
+Source: Arctic Long Sequence Training, 3.1; Mini-Sequence Transformer, algorithms 2 and 4. Exact, not approximate.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from seqtile.kernels.launch import cross_entropy_
+from seqtile.kernels.loss_options import LossOptions
+from seqtile.ops.tiles import tiles
+from seqtile.ops.weight_grad import WeightGrad
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What does not change from tile to tile and is no tensor."""
+
+    loss: LossOptions
+    chunk_tokens: int
+    dtype: torch.dtype
+    """Of the matrix products: that of the operands, or autocast's."""
+    accumulate_dtype: torch.dtype | None = torch.float32
+    """Of the sums of weight gradients; None for the weight's own."""
+
+
+class Operands(NamedTuple):
+    hidden: torch.Tensor
+    """[T, D]"""
+    weight: torch.Tensor
+    """[V, D]"""
+    bias: torch.Tensor | None
+    """[V]"""
+    target: torch.Tensor
+    """[T] int64"""
+    rows: torch.Tensor | None
+    """[n] int64, the tokens that are labelled; None if all are."""
+    class_weight: torch.Tensor | None
+    """[V] float32"""
+
+    def labelled(self) -> int:
+        """n, how many tokens are labelled."""
+        return (self.target if self.rows is None else self.rows).shape[0]
+
+    def new_values(self, entropy: bool = False, metrics: bool = False) -> "Values":
+        """Room for the losses and for what else is wanted."""
+        losses = self.hidden.new_empty(self.labelled(), dtype=torch.float32)
+        return Values(
+            losses,
+            lse=torch.empty_like(losses) if metrics else None,
+            entropy=torch.empty_like(losses) if entropy else None,
+            predicted=torch.empty_like(losses, dtype=torch.int64) if metrics else None,
+        )
+
+
+class Values(NamedTuple):
+    """Of every labelled token, float32 [n]; None where not wanted."""
+
+    losses: torch.Tensor
+    lse: torch.Tensor | None
+    entropy: torch.Tensor | None
+    predicted: torch.Tensor | None
+    """int64 [n], the token of the largest logit."""
+
+
+@dataclass
+class Gradients:
+    """Of hidden, weight and bias, up to one factor that they share (and the bias's own); None if not needed."""
+
+    hidden: torch.Tensor | None
+    weight: WeightGrad | None
+    bias: WeightGrad | None
+
+    def scaled(self, factor: torch.Tensor, settings: Settings) -> tuple[torch.Tensor | None, ...]:
+        """The gradients, multiplied once by `factor` (float32, one number) in float32, in place, and rounded."""
+        factor = factor.reshape(1) / settings.loss.temperature  # one dimension: a scalar would first be rounded
+        of_products = factor * settings.loss.logit_scale
+        if self.hidden is not None:
+            for tile in tiles(self.hidden.shape[0], settings.chunk_tokens):
+                torch.mul(self.hidden[tile], of_products, out=self.hidden[tile])
+        for grad, scale in ((self.weight, of_products), (self.bias, factor)):
+            if grad is not None:
+                grad.total.mul_(scale)
+        return (
+            self.hidden,
+            self.weight.result() if self.weight is not None else None,
+            self.bias.result().squeeze(1) if self.bias is not None else None,
+        )
+
+
+def sweep(
+    operands: Operands,
+    settings: Settings,
+    values: Values,
+    needs: Sequence[bool] = (False, False, False),
+    row_scale: torch.Tensor | None = None,
+    entropy_scale: torch.Tensor | None = None,
+) -> Gradients:
+    """Goes over the tiles once, writes `values`, and returns those gradients of hidden, weight and bias that are in
+    `needs`: of sum(row_scale * losses + entropy_scale * entropies), None standing for ones and for zeros.
+
+    2 n D V FLOP for the logits, as many for d_hidden and for d_weight. Allocates one tile of logits [C, V], d_hidden
+    and d_weight; where some tokens are ignored, or autocast changes the dtype, one tile [C, D] besides.
+    """
+    hidden, weight, bias, target, rows, class_weight = operands
+    count = operands.labelled()
+    matrix = weight.to(settings.dtype)  # a copy only under autocast
+    buffer = hidden.new_empty(min(count, settings.chunk_tokens), weight.shape[0], dtype=settings.dtype)
+    gradients = _empty_gradients(operands, settings, needs)
+
+    def add_tile(tile: slice) -> None:  # a function, so that what it allocates is free again before the next tile
+        labels = target[tile] if rows is None else target[rows[tile]]
+        x = (hidden[tile] if rows is None else hidden[rows[tile]]).to(settings.dtype)
+        logits = torch.mm(x, matrix.t(), out=buffer[: x.shape[0]])
+        cross_entropy_(
+            logits,
+            labels,
+            values.losses[tile],
+            settings.loss,
+            bias=bias,
+            class_weight=class_weight,
+            lse=_part(values.lse, tile),
+            entropy=_part(values.entropy, tile),
+            predicted=_part(values.predicted, tile),
+            write_grad=any(needs),
+            row_scale=_part(row_scale, tile),
+            entropy_scale=_part(entropy_scale, tile),
+        )
+        d_logits = logits
+        if gradients.weight is not None:
+            gradients.weight.add(d_logits, x)
+        if gradients.bias is not None:
+            gradients.bias.add(d_logits, x.new_ones(x.shape[0], 1))
+        if gradients.hidden is None:
+            return
+        if rows is not None:
+            gradients.hidden.index_copy_(0, rows[tile], torch.mm(d_logits, matrix, out=x).to(hidden.dtype))
+        elif x.dtype != hidden.dtype:
+            gradients.hidden[tile].copy_(torch.mm(d_logits, matrix, out=x))
+        else:
+            torch.mm(d_logits, matrix, out=gradients.hidden[tile])
+
+    for tile in tiles(count, settings.chunk_tokens):
+        add_tile(tile)
+    return gradients
+
+
+def _empty_gradients(operands: Operands, settings: Settings, needs: Sequence[bool]) -> Gradients:
+    hidden, weight, bias, _, rows, _ = operands
+    needs_hidden, needs_weight, needs_bias = needs
+    d_hidden = None
+    if needs_hidden:
+        d_hidden = torch.empty_like(hidden) if rows is None else torch.zeros_like(hidden)
+    return Gradients(
+        hidden=d_hidden,
+        weight=WeightGrad(weight, settings.accumulate_dtype or weight.dtype) if needs_weight else None,
+        bias=WeightGrad(bias.unsqueeze(1), settings.accumulate_dtype or bias.dtype) if needs_bias else None,
+    )
+
+
+def _part(vector: torch.Tensor | None, tile: slice) -> torch.Tensor | None:
+    return None if vector is None else vector[tile]

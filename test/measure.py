@@ -15,11 +15,11 @@ _PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "mv", "addmv
 
 
 class FlopCount(TorchDispatchMode):
-    """FLOP of matrix products, in-place and out= forms included; `by_inner_shape` tells products apart."""
+    """FLOP of matrix products, in-place and out= forms included, and how many products there were."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.total = 0
+        self.total = self.calls = 0
         self.unknown: set[str] = set()
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
@@ -34,6 +34,7 @@ class FlopCount(TorchDispatchMode):
 
     def _add(self, left: torch.Tensor, right: torch.Tensor) -> None:
         self.total += 2 * left.numel() * right.shape[-1]
+        self.calls += 1
 
 
 class LiveBytes(TorchDispatchMode):

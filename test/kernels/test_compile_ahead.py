@@ -21,30 +21,38 @@ TARGETS = {
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
 DTYPES = ("fp32", "bf16", "fp16")
+FLAGS = ("HAS_BIAS", "CAPPED", "HAS_CLASS_WEIGHT", "SMOOTHED", "STORE_LSE", "STORE_ENTROPY", "STORE_PREDICTED")
+FLAGS += ("WRITE_GRAD", "SCALE_ROWS", "ENTROPY_GRAD")
+LOSS_VARIANTS = {
+    "plain": ("WRITE_GRAD",),
+    "alone": (),
+    "metrics": ("WRITE_GRAD", "STORE_LSE", "STORE_ENTROPY", "STORE_PREDICTED"),
+    "log_probs_backward": ("WRITE_GRAD", "SCALE_ROWS", "ENTROPY_GRAD"),
+    "everything": FLAGS,
+}
 
 
 def kernels(dtype: str) -> dict[str, tuple]:
     """name -> (kernel, signature, constants, number of warps), as the launchers launch them."""
     pointer = f"*{dtype}"
-    rows = {"logits_ptr": pointer, "logits_row_stride": "i32", "target_ptr": "*i64", "loss_ptr": "*fp32"}
-    rows |= {"lse_ptr": "*fp32", "vocab": "i32", "ignore_index": "i32"}
+    rows = {"logits_ptr": pointer, "logits_row_stride": "i32", "target_ptr": "*i64", "predicted_ptr": "*i64"}
+    rows |= {"bias_ptr": pointer, "class_weight_ptr": "*fp32", "vocab": "i32"}
+    rows |= {f"{name}_ptr": "*fp32" for name in ("loss", "lse", "entropy", "row_scale", "entropy_scale")}
+    rows |= {name: "fp32" for name in ("logit_scale", "softcap", "temperature", "label_smoothing", "z_loss")}
     forward = {"gate_ptr": pointer, "up_ptr": pointer, "gate_row_stride": "i32", "up_row_stride": "i32", "width": "i32"}
     backward = {name: pointer for name in ("gate_ptr", "up_ptr", "product_ptr")}
     backward |= {name: "i64" for name in ("gate_row_stride", "up_row_stride", "product_row_stride")} | {"width": "i32"}
     loss, activation = cross_entropy, gated_activation
     return {
-        "cross_entropy": (
-            loss._cross_entropy_kernel,
-            rows,
-            {"WRITE_GRAD": True, "BLOCK": loss.BLOCK},
-            loss.NUM_WARPS,
-        ),
-        "cross_entropy_alone": (
-            loss._cross_entropy_kernel,
-            rows,
-            {"WRITE_GRAD": False, "BLOCK": loss.BLOCK},
-            loss.NUM_WARPS,
-        ),
+        **{
+            f"cross_entropy_{name}": (
+                loss._cross_entropy_kernel,
+                rows,
+                {flag: flag in on for flag in FLAGS} | {"BLOCK": loss.BLOCK},
+                loss.NUM_WARPS,
+            )
+            for name, on in LOSS_VARIANTS.items()
+        },
         "gated_activation": (
             activation._gated_activation_kernel,
             forward,
@@ -95,6 +103,6 @@ def test_every_kernel_is_listed() -> None:
         name
         for module in (cross_entropy, gated_activation)
         for name, value in vars(module).items()
-        if isinstance(value, triton.JITFunction) and not name.startswith("tl")
+        if isinstance(value, triton.JITFunction) and name.endswith("_kernel")
     }
     assert listed == existing

@@ -1,85 +1,178 @@
 import pytest
 import torch
-import torch.nn.functional as F
 
 from assertions import assert_as_exact, poisoned
+from head_reference import entropies_of, logits_of, losses_of
 from seqtile.kernels.launch import cross_entropy_
+from seqtile.kernels.loss_options import LossOptions
 
-IGNORE = -100
+PLAIN = LossOptions()
+OPTIONS = {
+    "plain": PLAIN,
+    "softcap": LossOptions(softcap=4.0),
+    "scale": LossOptions(logit_scale=-0.3, temperature=1.7),
+    "smoothing": LossOptions(label_smoothing=0.2),
+    "z_loss": LossOptions(z_loss=0.01),
+    "all": LossOptions(logit_scale=1.3, softcap=5.0, temperature=0.6, label_smoothing=0.1, z_loss=1e-3),
+}
 
 
-def reference(logits: torch.Tensor, target: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Losses and d_logits as torch computes them from logits in their dtype, with a float32 (or float64) softmax."""
-    leaf = logits.detach().clone().requires_grad_()
-    upcast = leaf if leaf.dtype == torch.float64 else leaf.float()
-    losses = F.cross_entropy(upcast, target, ignore_index=IGNORE, reduction="none")
-    losses.sum().backward()
-    return losses, leaf.grad
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize(("rows", "vocab"), [(63, 1000), (17, 4097), (3, 49152), (2, 128256)])
-def test_losses_and_gradient(rows: int, vocab: int, dtype: torch.dtype, device: str) -> None:
-    slab = poisoned(rows, vocab + 5, dtype=dtype, device=device)  # rows further apart than they are long
-    logits = slab[:, :vocab].copy_(torch.randn(rows, vocab, device=device) * 5)
+def inputs(rows: int, vocab: int, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A tile of products, the slab around it, whose rows are further apart than they are long, and targets."""
+    slab = poisoned(rows, vocab + 5, dtype=dtype, device=device)
+    products = slab[:, :vocab].copy_(torch.randn(rows, vocab, device=device) * 5)
     target = torch.randint(0, vocab, (rows,), device=device)
     target[0] = vocab - 1
-    target[1::3] = IGNORE
-    losses, d_logits = reference(logits, target)
-    true_losses, true_d_logits = reference(logits.double(), target)
-    lse = logits.double().logsumexp(1).masked_fill(target == IGNORE, 0)
-    logits[1::3] = torch.nan  # ignored rows are not looked at
+    return products, slab, target
 
-    our_losses, our_lse = cross_entropy_(logits, target, ignore_index=IGNORE, write_grad=True)
 
-    assert our_losses.dtype == our_lse.dtype == torch.float32
-    assert_as_exact(our_losses, losses, true_losses)
-    assert_as_exact(our_lse, lse.float(), lse)
-    assert_as_exact(logits, d_logits, true_d_logits)
-    assert logits[target == IGNORE].count_nonzero() == 0
+def reference(
+    products: torch.Tensor, target: torch.Tensor, options: LossOptions, vectors: dict[str, torch.Tensor | None]
+) -> list[torch.Tensor]:
+    """Losses, log-sum-exp, entropies, and the gradient as the kernel leaves it."""
+    leaf = products.detach().clone().requires_grad_()
+    scales = {"logit_scale": options.logit_scale, "softcap": options.softcap, "temperature": options.temperature}
+    logits = logits_of(leaf, vectors["bias"], **scales)
+    losses = losses_of(
+        logits,
+        target,
+        label_smoothing=options.label_smoothing,
+        z_loss=options.z_loss,
+        class_weight=vectors["class_weight"],
+    )
+    entropies = entropies_of(logits)
+    total = losses if vectors["row_scale"] is None else losses * vectors["row_scale"]
+    if vectors["entropy_scale"] is not None:
+        total = total + entropies * vectors["entropy_scale"]
+    (gradient,) = torch.autograd.grad(total.sum() * options.temperature / options.logit_scale, leaf)
+    return [losses, logits.logsumexp(1), entropies, gradient]
+
+
+def run(
+    products: torch.Tensor, target: torch.Tensor, options: LossOptions = PLAIN, **arguments
+) -> dict[str, torch.Tensor]:
+    """The kernel's outputs, all of them, in poisoned buffers."""
+    rows, device = products.shape[0], str(products.device)
+    outputs = {name: poisoned(rows, dtype=torch.float32, device=device) for name in ("losses", "lse", "entropy")}
+    outputs["predicted"] = torch.full_like(target, -7)
+    losses = outputs["losses"]
+    cross_entropy_(
+        products, target, losses, options, **{k: v for k, v in outputs.items() if k != "losses"}, **arguments
+    )
+    return outputs
+
+
+@pytest.mark.parametrize("vectors", [(), ("bias", "class_weight"), ("row_scale", "entropy_scale"), "all"], ids=str)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("rows", "vocab"), [(63, 1000), (17, 4097)])
+def test_values_and_gradient(
+    rows: int, vocab: int, dtype: torch.dtype, options: LossOptions, vectors: tuple | str, device: str
+) -> None:
+    products, slab, target = inputs(rows, vocab, dtype, device)
+    given: dict[str, torch.Tensor | None] = {
+        "bias": torch.randn(vocab, device=device).to(dtype),
+        "class_weight": torch.rand(vocab, device=device),
+        "row_scale": torch.randn(rows, device=device),
+        "entropy_scale": torch.randn(rows, device=device),
+    }
+    given = {name: value if vectors == "all" or name in vectors else None for name, value in given.items()}
+    same = reference(products, target, options, given)
+    truth = reference(products.double(), target, options, given)
+
+    ours = run(products, target, options, write_grad=True, **given)
+
+    for value, theirs, true in zip((ours["losses"], ours["lse"], ours["entropy"], products), same, truth, strict=True):
+        assert_as_exact(value, theirs, true)
     assert slab[:, vocab:].isnan().all(), "wrote past a row"
 
 
+@pytest.mark.parametrize(("rows", "vocab"), [(3, 49152), (2, 128256)])
+def test_real_vocabularies(rows: int, vocab: int, device: str) -> None:
+    products, _, target = inputs(rows, vocab, torch.bfloat16, device)
+    none = dict.fromkeys(("bias", "class_weight", "row_scale", "entropy_scale"))
+    same, truth = (reference(tile, target, PLAIN, none) for tile in (products, products.double()))
+    ours = run(products, target, write_grad=True)
+    for value, theirs, true in zip((ours["losses"], ours["lse"], ours["entropy"], products), same, truth, strict=True):
+        assert_as_exact(value, theirs, true)
+
+
+@pytest.mark.parametrize("vocab", [1000, 5000, 12289])
+def test_predicted(vocab: int, device: str) -> None:
+    products, _, target = inputs(63, vocab, torch.float32, device)
+    products[3, 0] = products[4, vocab - 1] = 1e3
+    expected = products.argmax(1)
+    assert run(products, target)["predicted"].equal(expected)
+
+
 def test_losses_alone(device: str) -> None:
-    logits = torch.randn(63, 1000, device=device)
+    products = torch.randn(63, 1000, device=device)
     target = torch.randint(0, 1000, (63,), device=device)
-    with_gradient, _ = cross_entropy_(logits.clone(), target, ignore_index=IGNORE, write_grad=True)
-    alone, _ = cross_entropy_(logits.clone(), target, ignore_index=IGNORE, write_grad=False)
-    torch.testing.assert_close(alone, with_gradient, rtol=0, atol=0)
+    options = OPTIONS["all"]
+    with_gradient = run(products.clone(), target, options, write_grad=True)
+    alone, before = poisoned(63, dtype=torch.float32, device=device), products.clone()
+    cross_entropy_(products, target, alone, options)
+    torch.testing.assert_close(alone, with_gradient["losses"], rtol=0, atol=0)
+    assert products.equal(before)
 
 
 @pytest.mark.parametrize("outside", [1000, -1, 2**40])
 def test_target_out_of_range_poisons_its_row_alone(outside: int, device: str) -> None:
-    logits = torch.randn(5, 1000, device=device)
-    target = torch.tensor([1, outside, 3, IGNORE, 5], device=device)
-    losses, lse = cross_entropy_(logits, target, ignore_index=IGNORE, write_grad=True)
+    products = torch.randn(5, 1000, device=device)
+    target = torch.tensor([1, outside, 3, 4, 5], device=device)
+    ours = run(products, target, OPTIONS["all"], write_grad=True)
     bad = torch.tensor([False, True, False, False, False], device=device)
-    assert losses.isnan().equal(bad) and lse.isnan().equal(bad)
-    assert logits.isnan().all(1).equal(bad) and logits.isnan().any(1).equal(bad)
+    assert ours["losses"].isnan().equal(bad) and ours["lse"].isnan().equal(bad)
+    assert products.isnan().all(1).equal(bad) and products.isnan().any(1).equal(bad)
 
 
 def test_extreme_logits(device: str) -> None:
     """A row whose softmax is one-hot, one that is flat, one with masked (-inf) columns."""
-    logits = torch.zeros(3, 5000, device=device)
-    logits[0, 4999] = 1e4
-    logits[2, :4500] = -torch.inf
+    products = torch.zeros(3, 5000, device=device)
+    products[0, 4999] = 1e4
+    products[2, :4500] = -torch.inf
     target = torch.tensor([4999, 17, 4600], device=device)
-    _, d_logits = reference(logits, target)
-    losses, _ = cross_entropy_(logits, target, ignore_index=IGNORE, write_grad=True)
+    leaf = products.clone().requires_grad_()
+    torch.nn.functional.cross_entropy(leaf, target, reduction="sum").backward()
+    ours = run(products, target, write_grad=True)
     expected = torch.tensor([0.0, 5000.0, 500.0], dtype=torch.float64)
     expected[1:] = expected[1:].log()
-    torch.testing.assert_close(losses.double().cpu(), expected, rtol=1e-6, atol=1e-6)
-    torch.testing.assert_close(logits, d_logits, rtol=1e-5, atol=1e-7)
+    for name in ("losses", "entropy"):
+        torch.testing.assert_close(ours[name].double().cpu(), expected, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(products, leaf.grad, rtol=1e-5, atol=1e-7)
+
+
+def test_softcap_of_small_and_large_logits(device: str) -> None:
+    """tanh to float32's precision where it cancels (near 0) and where it saturates."""
+    products = torch.logspace(-6, 3, 4000, device=device).repeat(2, 1) * torch.tensor([[1.0], [-1.0]], device=device)
+    target = torch.tensor([0, 3999], device=device)
+    none = dict.fromkeys(("bias", "class_weight", "row_scale", "entropy_scale"))
+    same, truth = (reference(tile, target, OPTIONS["softcap"], none) for tile in (products, products.double()))
+    ours = run(products, target, OPTIONS["softcap"], write_grad=True)
+    for value, theirs, true in zip((ours["losses"], products), (same[0], same[3]), (truth[0], truth[3]), strict=True):
+        assert_as_exact(value, theirs, true)
 
 
 def test_row_offsets_are_int64(device: str) -> None:
     """Row 3 begins at element 3 * 2**30 > 2**31. The slab is virtual memory: only four rows of it are touched."""
     stride, vocab = 2**30, 1000
     slab = torch.empty(3 * stride + vocab, dtype=torch.bfloat16, device=device)
-    logits = slab.as_strided((4, vocab), (stride, 1))
-    logits.copy_(torch.randn(4, vocab, device=device))
+    products = slab.as_strided((4, vocab), (stride, 1))
+    products.copy_(torch.randn(4, vocab, device=device))
     target = torch.randint(0, vocab, (4,), device=device)
-    losses, d_logits = reference(logits.contiguous(), target)
-    our_losses, _ = cross_entropy_(logits, target, ignore_index=IGNORE, write_grad=True)
-    torch.testing.assert_close(our_losses, losses)
-    torch.testing.assert_close(logits.contiguous(), d_logits)
+    none = dict.fromkeys(("bias", "class_weight", "row_scale", "entropy_scale"))
+    losses, _, _, gradient = reference(products.contiguous(), target, PLAIN, none)
+    ours = run(products, target, write_grad=True)
+    torch.testing.assert_close(ours["losses"], losses)
+    torch.testing.assert_close(products.contiguous(), gradient)
+
+
+@pytest.mark.parametrize("which", ["losses", "everything"])
+def test_the_custom_op_is_sound(which: str, device: str) -> None:
+    """As torch.compile sees it: what it says it writes is what it writes."""
+    products, target = torch.randn(5, 100, device=device), torch.randint(0, 100, (5,), device=device)
+    losses, lse, entropy = torch.empty(3, 5, device=device).unbind()
+    outputs = (lse, entropy, torch.empty_like(target)) if which == "everything" else (None, None, None)
+    bias = torch.randn(100, device=device)
+    arguments = (products, target, losses, bias, None, *outputs, None, None, True, 1.0, 0.0, 1.0, 0.0, 0.0)
+    torch.library.opcheck(torch.ops.seqtile.cross_entropy_, arguments)

@@ -3,11 +3,11 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from assertions import assert_as_exact
-from measure import FlopCount, LiveBytes, eager_memory
+from head_reference import cross_entropy_reference, entropies_of, logits_of, values_and_gradients
+from measure import eager_memory
 from seqtile import linear_cross_entropy
 
 D, V = 64, 1000
@@ -25,26 +25,11 @@ def make(
     return hidden, weight, target
 
 
-def reference(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    target: torch.Tensor,
-    dtype: torch.dtype,
-    reduction: str = "mean",
-    num_items: int | None = None,
-    upstream: float = 1.0,
-) -> list[torch.Tensor]:
-    """Loss, d_hidden and d_weight of torch in `dtype`, the softmax in float32 at least."""
-    hidden, weight = (tensor.detach().to(dtype).requires_grad_() for tensor in (hidden, weight))
-    logits = hidden @ weight.T
-    logits = logits if dtype == torch.float64 else logits.float()
-    loss = F.cross_entropy(logits, target, ignore_index=IGNORE, reduction="sum" if num_items else reduction)
-    loss = loss / num_items if num_items else loss
-    (loss * upstream).backward()
-    return [loss, hidden.grad, weight.grad]
+def reference(*operands: torch.Tensor, dtype: torch.dtype, **options) -> list[torch.Tensor]:
+    return values_and_gradients(cross_entropy_reference, *operands, dtype=dtype, **options)
 
 
-OPTIONS = [{}, {"reduction": "sum"}, {"num_items": 37}]
+OPTIONS = [{}, {"reduction": "sum"}, {"num_items": 37}, {"reduction": "none"}]
 
 
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
@@ -52,11 +37,11 @@ OPTIONS = [{}, {"reduction": "sum"}, {"num_items": 37}]
 @pytest.mark.parametrize(("tokens", "chunk_tokens"), [(63, 1000), (63, 16), (190, 63), (5, 1), (1024, 4)])
 def test_loss_and_gradients(tokens: int, chunk_tokens: int, dtype: torch.dtype, options: dict, device: str) -> None:
     hidden, weight, target = make(tokens, dtype, device)
-    same = reference(hidden, weight, target, dtype, **options)
-    truth = reference(hidden, weight, target, torch.float64, **options)
+    same = reference(hidden, weight, target, dtype=dtype, **options)
+    truth = reference(hidden, weight, target, dtype=torch.float64, **options)
     loss = linear_cross_entropy(hidden, weight, target, chunk_tokens=chunk_tokens, **options)
-    assert loss.dtype == torch.float32 and loss.shape == ()
-    loss.backward()
+    assert loss.dtype == torch.float32 and loss.shape == (target.shape if options.get("reduction") == "none" else ())
+    loss.sum().backward()
     assert hidden.grad.dtype == weight.grad.dtype == dtype
     for ours, theirs, true in zip((loss, hidden.grad, weight.grad), same, truth, strict=True):
         assert_as_exact(ours, theirs, true)
@@ -65,8 +50,8 @@ def test_loss_and_gradients(tokens: int, chunk_tokens: int, dtype: torch.dtype, 
 @pytest.mark.parametrize("vocab", [49152, 128256])
 def test_real_vocabularies(vocab: int, device: str) -> None:
     hidden, weight, target = make(9, device=device, vocab=vocab)
-    same = reference(hidden, weight, target, torch.float32)
-    truth = reference(hidden, weight, target, torch.float64)
+    same = reference(hidden, weight, target, dtype=torch.float32)
+    truth = reference(hidden, weight, target, dtype=torch.float64)
     loss = linear_cross_entropy(hidden, weight, target)
     loss.backward()
     for ours, theirs, true in zip((loss, hidden.grad, weight.grad), same, truth, strict=True):
@@ -77,8 +62,8 @@ def test_real_vocabularies(vocab: int, device: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_upstream_gradient(upstream: float, dtype: torch.dtype, device: str) -> None:
     hidden, weight, target = make(190, dtype, device)
-    same = reference(hidden, weight, target, dtype, upstream=upstream)
-    truth = reference(hidden, weight, target, torch.float64, upstream=upstream)
+    same = reference(hidden, weight, target, dtype=dtype, upstream=upstream)
+    truth = reference(hidden, weight, target, dtype=torch.float64, upstream=upstream)
     (linear_cross_entropy(hidden, weight, target, chunk_tokens=63) * upstream).backward()
     for ours, theirs, true in zip((hidden.grad, weight.grad), same[1:], truth[1:], strict=True):
         assert_as_exact(ours, theirs, true)
@@ -121,45 +106,6 @@ def test_batched_shape_equals_flat(device: str) -> None:
     torch.testing.assert_close(batched, flat, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("frozen", ["hidden", "weight"])
-def test_frozen_operand_costs_no_product(frozen: str) -> None:
-    hidden, weight, target = make(63)
-    (hidden if frozen == "hidden" else weight).requires_grad_(False)
-    with FlopCount() as flops:
-        loss = linear_cross_entropy(hidden, weight, target, chunk_tokens=16)
-        loss.backward()
-    assert flops.total == 2 * (2 * 63 * D * V) and not flops.unknown
-    same = reference(hidden, weight, target, torch.float32)
-    truth = reference(hidden, weight, target, torch.float64)
-    index = 2 if frozen == "hidden" else 1
-    assert_as_exact((weight if frozen == "hidden" else hidden).grad, same[index], truth[index])
-
-
-def test_three_products_and_one_without_gradients() -> None:
-    hidden, weight, target = make(190)
-    unit = 2 * 190 * D * V
-    with FlopCount() as flops:
-        linear_cross_entropy(hidden, weight, target, chunk_tokens=63).backward()
-    assert flops.total == 3 * unit and not flops.unknown
-    with FlopCount() as flops, torch.no_grad():
-        linear_cross_entropy(hidden, weight, target, chunk_tokens=63)
-    assert flops.total == unit
-
-
-def peak_bytes(tokens: int) -> int:
-    hidden, weight, target = make(tokens)
-    with LiveBytes() as memory:
-        linear_cross_entropy(hidden, weight, target, chunk_tokens=63).backward()
-    return memory.peak
-
-
-@eager_memory
-def test_memory_grows_with_the_gradient_of_hidden_alone() -> None:
-    growth = (peak_bytes(4000) - peak_bytes(1000)) / 3000
-    d_hidden, bookkeeping = 4 * D, 8 + 8 + 1  # a few integers a token: shifted targets, masks
-    assert d_hidden <= growth <= d_hidden + bookkeeping, f"{growth} bytes a token"
-
-
 def test_all_ignored(device: str) -> None:
     hidden, weight, _ = make(63, device=device)
     target = torch.full((63,), IGNORE, device=device)
@@ -181,8 +127,8 @@ def test_num_items_as_a_tensor(device: str) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16])
 def test_autocast(dtype: torch.dtype, device: str) -> None:
     hidden, weight, target = make(190, device=device)
-    same = reference(hidden, weight, target, dtype)
-    truth = reference(hidden, weight, target, torch.float64)
+    same = reference(hidden, weight, target, dtype=dtype)
+    truth = reference(hidden, weight, target, dtype=torch.float64)
     with torch.autocast(device, dtype):
         loss = linear_cross_entropy(hidden, weight, target, chunk_tokens=63)
     loss.backward()
@@ -192,15 +138,108 @@ def test_autocast(dtype: torch.dtype, device: str) -> None:
     assert_as_exact(weight.grad.to(dtype), same[2], truth[2])
 
 
+@pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("hooks", [False, True])
-def test_a_second_backward_raises(hooks: bool, device: str) -> None:
-    """Also under saved-tensor hooks, which turn torch's own check of versions off."""
-    hidden, weight, target = make(63, device=device)
+def test_backward_again_and_again(hooks: bool, reduction: str, device: str) -> None:
+    """With `retain_graph`, also under saved-tensor hooks, and with another upstream gradient."""
+    hidden, weight, target = make(190, device=device)
     with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x) if hooks else nullcontext():
-        loss = linear_cross_entropy(hidden, weight, target)
+        loss = linear_cross_entropy(hidden, weight, target, chunk_tokens=63, reduction=reduction)
+    loss.sum().backward(retain_graph=True)
+    first = hidden.grad.clone(), weight.grad.clone()
+    (only,) = torch.autograd.grad(loss.sum(), weight, retain_graph=True)
+    torch.testing.assert_close(only, first[1], rtol=0, atol=0)
+    (loss.sum() * -3).backward()
+    for gradient, once in zip((hidden.grad, weight.grad), first, strict=True):
+        torch.testing.assert_close(gradient, -2 * once)
+
+
+def test_weight_changed_before_a_second_backward(device: str) -> None:
+    """The first backward has its gradients already; the second would recompute them from another weight."""
+    hidden, weight, target = make(63, device=device)
+    loss = linear_cross_entropy(hidden, weight, target)
+    with torch.no_grad():
+        weight.mul_(2)
     loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="a second backward"):
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         loss.backward()
+
+
+def test_loss_changed_in_place_inside_a_larger_graph(device: str) -> None:
+    hidden, weight, target = make(190, device=device)
+    scale = torch.tensor(0.7, device=device, requires_grad=True)
+    loss = linear_cross_entropy(hidden * scale, weight, target, chunk_tokens=63, reduction="sum")
+    loss *= 3
+    (loss + (hidden.square().sum() * scale)).backward()
+    same, truth = [], []
+    for grads, dtype in ((same, torch.float32), (truth, torch.float64)):
+        h, w, s = (x.detach().to(dtype).requires_grad_() for x in (hidden, weight, scale))
+        total = cross_entropy_reference(h * s, w, target, reduction="sum") * 3 + h.square().sum() * s
+        grads += torch.autograd.grad(total, (h, w, s))
+    for ours, theirs, true in zip((hidden.grad, weight.grad, scale.grad), same, truth, strict=True):
+        assert_as_exact(ours, theirs, true)
+
+
+def test_gradients_accumulate(device: str) -> None:
+    """Two micro-batches into one .grad."""
+    first, second = make(190, device=device), make(77, device=device)
+    weight = first[1]
+    for hidden, _, target in (first, second):
+        linear_cross_entropy(hidden, weight, target, chunk_tokens=63, reduction="sum").backward()
+    same, truth = (
+        sum(reference(h, weight, t, dtype=dtype, reduction="sum")[2] for h, _, t in (first, second))
+        for dtype in (torch.float32, torch.float64)
+    )
+    assert_as_exact(weight.grad, same, truth)
+
+
+def test_tied_embeddings(device: str) -> None:
+    """One weight as embedding and as head."""
+    _, weight, target = make(190, device=device)
+    ids = torch.randint(0, V, (190,), device=device)
+    linear_cross_entropy(weight[ids], weight, target, chunk_tokens=63).backward()
+    gradients = []
+    for dtype in (torch.float32, torch.float64):
+        leaf = weight.detach().to(dtype).requires_grad_()
+        gradients += torch.autograd.grad(cross_entropy_reference(leaf[ids], leaf, target), leaf)
+    assert_as_exact(weight.grad, *gradients)
+
+
+@pytest.mark.parametrize("scaler", [65536.0, 1.0])
+def test_upstream_of_every_token(scaler: float, device: str) -> None:
+    """float16, a GradScaler's factor on a different gradient for every token: nothing overflows on the way."""
+    hidden, weight, target = make(190, torch.float16, device)
+    upstream = torch.randn(190, device=device) / 190 * scaler
+    truth = reference(hidden, weight, target, dtype=torch.float64, reduction="none", upstream=upstream)
+    unscaled = reference(hidden, weight, target, dtype=torch.float16, reduction="none", upstream=upstream / scaler)
+    losses = linear_cross_entropy(hidden, weight, target, chunk_tokens=63, reduction="none")
+    ours = torch.autograd.grad((losses * upstream).sum(), (hidden, weight))
+    for gradient, theirs, true in zip(ours, unscaled[1:], truth[1:], strict=True):
+        assert_as_exact(gradient / scaler, theirs, true / scaler)
+
+
+def test_metrics(device: str) -> None:
+    hidden, weight, target = make(190, device=device)
+    target[1:40] = (hidden[1:40] @ weight.T).argmax(1)  # some predictions are right
+    for reduction in ("mean", "none"):
+        options = {"chunk_tokens": 63, "softcap": 5.0, "reduction": reduction}
+        loss, metrics = linear_cross_entropy(hidden, weight, target, return_metrics=True, **options)
+        alone = linear_cross_entropy(hidden, weight, target, **options)
+        torch.testing.assert_close(loss, alone, rtol=0, atol=0)
+        assert not any(value.requires_grad for value in metrics)
+        logits = logits_of(hidden.double() @ weight.double().T, softcap=5.0)
+        labelled = target != IGNORE
+        predicted = logits.argmax(1)
+        assert metrics.predicted_tokens.equal(predicted.where(labelled, -1))
+        accuracy = (predicted == target)[labelled].double().mean()
+        assert 0 < accuracy < 1
+        torch.testing.assert_close(metrics.token_accuracy.double(), accuracy, rtol=1e-6, atol=0)
+        torch.testing.assert_close(metrics.logsumexp.double(), logits.logsumexp(1) * labelled, rtol=1e-6, atol=0)
+        entropy = entropies_of(logits)[labelled].mean()
+        torch.testing.assert_close(metrics.mean_entropy.double(), entropy, rtol=1e-5, atol=0)
+        gradients = torch.autograd.grad(loss.sum(), (hidden, weight))
+        for ours, expected in zip(gradients, torch.autograd.grad(alone.sum(), (hidden, weight)), strict=True):
+            torch.testing.assert_close(ours, expected, rtol=0, atol=0)
 
 
 def test_second_derivatives_raise(device: str) -> None:
@@ -218,24 +257,31 @@ def test_on_fake_tensors() -> None:
         assert hidden.grad.shape == hidden.shape
 
 
-def test_compiled_equals_eager(device: str) -> None:
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("ignore_index", [None, IGNORE])
+def test_compiled_equals_eager(ignore_index: int | None, reduction: str, device: str) -> None:
+    """With ignore_index=None in one graph; with ignored tokens too."""
     hidden, weight, target = make(190, device=device)
-    linear_cross_entropy(hidden, weight, target, chunk_tokens=63).backward()
-    eager = hidden.grad.clone(), weight.grad.clone()
-    hidden.grad = weight.grad = None
+    if ignore_index is None:
+        target.clamp_(min=0)
+    bias = torch.randn(V, device=device, requires_grad=True)
+    leaves = (hidden, weight, bias)
 
-    @torch.compile(backend="aot_eager")
-    def step(hidden, weight, target):
-        return linear_cross_entropy(hidden * 1.0, weight, target, chunk_tokens=63) * 1.0
+    def step(hidden, weight, bias, target):
+        options = {"label_smoothing": 0.1, "softcap": 5.0, "ignore_index": ignore_index, "reduction": reduction}
+        loss = linear_cross_entropy(hidden * 1.0, weight, target, bias=bias, chunk_tokens=63, **options)
+        return (loss * 1.5).square().sum()
 
-    step(hidden, weight, target).backward()
-    torch.testing.assert_close((hidden.grad, weight.grad), eager)
+    eager = step(*leaves, target)
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=ignore_index is None)(*leaves, target)
+    torch.testing.assert_close(compiled, eager)
+    torch.testing.assert_close(torch.autograd.grad(compiled, leaves), torch.autograd.grad(eager, leaves))
 
 
 def test_compiling_breaks_the_graph_once_and_by_name() -> None:
     explained = torch._dynamo.explain(lambda hidden, *rest: linear_cross_entropy(hidden * 1.0, *rest) * 1.0)(*make(63))
     assert explained.graph_break_count == 1
-    assert "seqtile.linear_cross_entropy" in explained.break_reasons[0].reason
+    assert "seqtile counts the labelled tokens" in explained.break_reasons[0].reason
 
 
 def bad(**changes: object) -> dict:
@@ -261,7 +307,28 @@ def bad(**changes: object) -> dict:
         (bad(hidden=torch.randn(D)), ValueError, r"expected \[T, D\] or \[B, S, D\]"),
         (bad(hidden=torch.randn(0, D), target=torch.zeros(0, dtype=torch.int64)), ValueError, "an empty sequence"),
         (bad(weight=torch.randn(V, D, device="meta")), ValueError, "weight is on meta, hidden on cpu"),
-        (bad(reduction="none"), ValueError, "reduction is 'none'"),
+        (bad(reduction="avg"), ValueError, "reduction is 'avg', expected"),
+        (bad(ignore_index=1.5), TypeError, "ignore_index is 1.5"),
+        (bad(target=torch.full((63,), -100), ignore_index=None), ValueError, "target holds -100.*pass ignore_index"),
+        (bad(bias=torch.randn(V + 1)), ValueError, r"bias has shape \[1001\], expected \[V\] = \[1000\]"),
+        (bad(bias=torch.randn(V).bfloat16()), TypeError, "bias is torch.bfloat16, hidden is torch.float32"),
+        (bad(class_weight=torch.rand(V - 1)), ValueError, r"class_weight has shape \[999\], expected \[V\] = \[1000\]"),
+        (bad(class_weight=[1.0] * V), TypeError, "class_weight is list"),
+        (bad(class_weight=torch.ones(V, dtype=torch.int64)), TypeError, "class_weight is torch.int64"),
+        (bad(class_weight=torch.rand(V, device="meta")), ValueError, "class_weight is on meta"),
+        (bad(class_weight=torch.rand(V, requires_grad=True)), ValueError, "pass class_weight.detach()"),
+        (bad(label_smoothing=-0.1), ValueError, "label_smoothing is -0.1, expected at least 0 and at most 1"),
+        (bad(label_smoothing=1.1), ValueError, "label_smoothing is 1.1"),
+        (bad(label_smoothing="0.1"), TypeError, "label_smoothing is '0.1', expected a Python number"),
+        (bad(z_loss=-1e-4), ValueError, "z_loss is -0.0001, expected at least 0"),
+        (bad(z_loss=math.nan), ValueError, "z_loss is nan"),
+        (bad(softcap=0.0), ValueError, "softcap is 0.0, expected more than 0"),
+        (bad(logit_scale=math.inf), ValueError, "logit_scale is inf, expected finite"),
+        (bad(logit_scale=torch.tensor(2.0)), TypeError, "logit_scale is tensor"),
+        (bad(accumulate_dtype=torch.bfloat16), ValueError, "accumulate_dtype is torch.bfloat16"),
+        (bad(num_items=-1.5), ValueError, "num_items is -1.5"),
+        (bad(num_items=math.nan), ValueError, "num_items is nan"),
+        (bad(num_items=3, reduction="none"), ValueError, 'num_items divides the sum.*not with "none"'),
         (bad(num_items=0), ValueError, "num_items is 0"),
         (bad(num_items=torch.tensor(-3)), ValueError, "num_items is -3"),
         (bad(num_items=torch.tensor([3, 4])), ValueError, r"num_items has shape \[2\]"),

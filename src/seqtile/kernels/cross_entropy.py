@@ -80,7 +80,7 @@ def _statistics(
         exponentials = tl.exp(x - new_max)
         decay = tl.exp(row_max - new_max)
         if ENTROPY:
-            centred = tl.where(exponentials > 0, exponentials * (x - new_max), 0.0)
+            centred = exponentials * tl.where(exponentials > 0, x - new_max, 0.0)
             centred_sum = decay * (centred_sum + (row_max - new_max) * row_sum) + tl.sum(centred, axis=0)
         row_sum = row_sum * decay + tl.sum(exponentials, axis=0)
         row_max = new_max
@@ -90,7 +90,7 @@ def _statistics(
             if HAS_CLASS_WEIGHT:
                 weights = tl.load(class_weight_ptr + columns, mask=mask, other=0.0)
             weight_sum += tl.sum(weights, axis=0)
-            weighted_sum += tl.sum(tl.where(mask, weights * x, 0.0), axis=0)
+            weighted_sum += tl.sum(weights * tl.where(mask, x, 0.0), axis=0)
     lse = row_max + tl.log(row_sum)
     entropy = tl.log(row_sum) - centred_sum / row_sum
     return lse, entropy, predicted, weight_sum, weighted_sum
@@ -173,7 +173,7 @@ def _cross_entropy_kernel(
             elif SMOOTHED:
                 gradient -= of_class
             if ENTROPY_GRAD:
-                surprise = tl.where(probability > 0, probability * (x - lse + entropy), 0.0)
+                surprise = probability * tl.where(probability > 0, x - lse + entropy, 0.0)
                 gradient -= tl.load(entropy_scale_ptr + row) * surprise
             tl.store(row_ptr + columns, (gradient * slope).to(row_ptr.dtype.element_ty), mask=mask)
 

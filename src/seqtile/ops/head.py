@@ -1,5 +1,6 @@
 """From checked arguments to the operands of the tiles, and from values of labelled tokens back to all tokens."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -38,7 +39,7 @@ def prepare_head(
     if class_weight is not None:
         check_class_weight(op, class_weight, hidden, weight.shape[0])
     options = LossOptions(
-        logit_scale=check_number(op, "logit_scale", logit_scale, 0, above=True),
+        logit_scale=check_number(op, "logit_scale", logit_scale, -math.inf),
         softcap=0.0 if softcap is None else check_number(op, "softcap", softcap, 0, above=True),
         temperature=check_number(op, "temperature", temperature, 0, above=True),
         label_smoothing=check_number(op, "label_smoothing", label_smoothing, 0, 1),

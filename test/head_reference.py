@@ -1,0 +1,114 @@
+"""What torch computes from logits, which seqtile never has: the reference of the row kernel and of the ops over it."""
+
+import torch
+import torch.nn.functional as F
+
+IGNORE = -100
+
+
+def logits_of(
+    products: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    *,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    temperature: float = 1.0,
+) -> torch.Tensor:
+    """From products hidden W' [T, V]: bias in their dtype, as nn.Linear adds it, the rest in float32 at least, as the
+    loss functions of models upcast."""
+    x = products if bias is None else products + bias.to(products.dtype) / logit_scale
+    x = (x if x.dtype == torch.float64 else x.float()) * logit_scale
+    if softcap:
+        x = softcap * torch.tanh(x / softcap)
+    return x / temperature
+
+
+def losses_of(
+    logits: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    ignore_index: int | None = IGNORE,
+    label_smoothing: float = 0.0,
+    class_weight: torch.Tensor | None = None,
+    z_loss: float = 0.0,
+) -> torch.Tensor:
+    """Of every token, 0 where ignored."""
+    weight = None if class_weight is None else class_weight.to(logits.dtype)
+    index = -(2**62) if ignore_index is None else ignore_index
+    losses = F.cross_entropy(
+        logits, target, weight, ignore_index=index, reduction="none", label_smoothing=label_smoothing
+    )
+    return losses + z_loss * logits.logsumexp(1).square().where(target != index, 0)
+
+
+def entropies_of(logits: torch.Tensor) -> torch.Tensor:
+    logp = logits.log_softmax(1)
+    return -(logp.exp() * logp).sum(1)
+
+
+def reduced(
+    losses: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    reduction: str = "mean",
+    num_items: int | None = None,
+    ignore_index: int | None = IGNORE,
+    class_weight: torch.Tensor | None = None,
+) -> torch.Tensor:
+    if reduction == "none":
+        return losses
+    if reduction == "sum":
+        return losses.sum()
+    labelled = target if ignore_index is None else target[target != ignore_index]
+    divisor = labelled.numel() if class_weight is None else class_weight.to(losses.dtype)[labelled].sum()
+    return losses.sum() / (divisor if num_items is None else num_items)
+
+
+def cross_entropy_reference(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    ignore_index: int | None = IGNORE,
+    reduction: str = "mean",
+    num_items: int | None = None,
+    class_weight: torch.Tensor | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    **_: object,
+) -> torch.Tensor:
+    """linear_cross_entropy with the logits, in the dtype of its operands."""
+    logits = logits_of(hidden @ weight.T, bias, logit_scale=logit_scale, softcap=softcap)
+    losses = losses_of(
+        logits,
+        target,
+        ignore_index=ignore_index,
+        label_smoothing=label_smoothing,
+        class_weight=class_weight,
+        z_loss=z_loss,
+    )
+    return reduced(
+        losses, target, reduction=reduction, num_items=num_items, ignore_index=ignore_index, class_weight=class_weight
+    )
+
+
+def values_and_gradients(
+    function,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    dtype: torch.dtype,
+    upstream=1.0,
+    **options,
+) -> list[torch.Tensor]:
+    """The values of `function` of the operands cast to `dtype`, then the gradients of their sum times `upstream` with
+    respect to hidden, weight and, if there is one, bias."""
+    bias = options.pop("bias", None)
+    leaves = [x.detach().to(dtype).requires_grad_() for x in (hidden, weight, bias) if x is not None]
+    values = function(leaves[0], leaves[1], target, bias=leaves[2] if bias is not None else None, **options)
+    upstream = upstream.to(values.dtype) if isinstance(upstream, torch.Tensor) else upstream
+    return [values.detach(), *torch.autograd.grad((values * upstream).sum(), leaves)]

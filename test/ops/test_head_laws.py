@@ -1,0 +1,172 @@
+"""The laws of a loss without logits: products counted, bytes tracked, errors against float64. None needs a clock.
+
+A dispatch mode does not see into a custom op, so every law asserts first that it saw the products.
+"""
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from assertions import relative_error
+from head_reference import IGNORE, cross_entropy_reference, values_and_gradients
+from measure import FlopCount, LiveBytes, eager_memory
+from seqtile import linear_cross_entropy
+from seqtile.ops.tiles import resolve_chunk_tokens
+
+K = 1024
+
+
+def counted(*operands: torch.Tensor, **options: object) -> tuple[int, int, int]:
+    """FLOP, and peak bytes of the forward and of forward and backward together."""
+    with FlopCount() as flops, LiveBytes() as memory:
+        loss = linear_cross_entropy(*operands, **options)
+        forward = memory.peak
+        loss.sum().backward()
+    assert not flops.unknown
+    return flops.total, forward, memory.peak
+
+
+@eager_memory
+@pytest.mark.parametrize("ignore_index", [IGNORE, None])
+@pytest.mark.parametrize(("size", "vocab"), [(4096, 128256), (5120, 151936)], ids=["llama3_8b", "qwen3_32b"])
+def test_memory_does_not_grow_with_length(size: int, vocab: int, ignore_index: int | None) -> None:
+    """Simulated at full size on fake tensors: beyond inputs, d_hidden, d_weight in float32 and its rounding, one tile
+    of logits and 5 %, the same at 8 thousand tokens and at a million."""
+    tile = resolve_chunk_tokens(None, size) * vocab * 2
+    for tokens in (8 * K, 128 * K, 1024 * K):
+        with FakeTensorMode():
+            hidden = torch.empty(tokens, size, dtype=torch.bfloat16, requires_grad=True)
+            weight = torch.empty(vocab, size, dtype=torch.bfloat16, requires_grad=True)
+            target = torch.zeros(tokens, dtype=torch.int64)
+            flops, forward, peak = counted(hidden, weight, target, ignore_index=ignore_index)
+        assert flops == 3 * 2 * tokens * size * vocab
+        d_hidden, d_weight = tokens * size * 2, vocab * size * 4
+        assert forward - d_hidden - d_weight <= 1.05 * tile
+        assert peak - d_hidden - d_weight <= max(1.05 * tile, d_weight // 2 + 0.05 * tile)
+
+
+@eager_memory
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_memory_of_the_eager_twin(dtype: torch.dtype, reduction: str) -> None:
+    """The same law on real tensors, a third of them ignored: the eager twin reuses its buffers, and what it has to
+    upcast it upcasts in blocks."""
+    size, vocab, chunk_tokens = 64, 32768, 3000
+    tile = chunk_tokens * vocab * dtype.itemsize
+    weight = (torch.randn(vocab, size) * 0.1).to(dtype).requires_grad_()
+    for tokens in (5_000, 10_000):
+        hidden = torch.randn(tokens, size).to(dtype).requires_grad_()
+        target = torch.randint(0, vocab, (tokens,))
+        target[::3] = IGNORE
+        options = {"reduction": reduction, "chunk_tokens": chunk_tokens}
+        flops, forward, peak = counted(hidden, weight, target, **options)
+        labelled = int((target != IGNORE).sum())
+        assert flops == (4 if reduction == "none" else 3) * 2 * labelled * size * vocab
+        gradients = (hidden.numel() * dtype.itemsize + weight.numel() * 4) if reduction == "mean" else 0
+        assert forward - gradients <= 1.05 * tile
+        gradients = hidden.numel() * dtype.itemsize + weight.numel() * 4
+        assert peak - gradients <= 1.05 * tile
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_error_of_the_weight_gradient_does_not_grow_with_tiles(dtype: torch.dtype) -> None:
+    """2 to 256 tiles: at most 1.05 times the error of one tile, and 1.1 times that of torch, untiled, in this dtype."""
+    tokens, size, vocab = 2048, 96, 1000
+    hidden = torch.randn(tokens, size).to(dtype)
+    weight = (torch.randn(vocab, size) * 0.2).to(dtype)
+    target = torch.randint(0, vocab, (tokens,))
+    errors = {}
+    *_, truth = values_and_gradients(cross_entropy_reference, hidden, weight, target, dtype=torch.float64)
+    *_, untiled = values_and_gradients(cross_entropy_reference, hidden, weight, target, dtype=dtype)
+    for tiles in (1, 2, 16, 64, 256):
+        *_, gradient = values_and_gradients(
+            linear_cross_entropy, hidden, weight, target, dtype=dtype, chunk_tokens=tokens // tiles
+        )
+        errors[tiles] = relative_error(gradient, truth)
+    assert 0 < max(errors.values()) <= 1.05 * errors[1], errors
+    assert max(errors.values()) <= 1.1 * relative_error(untiled, truth), errors
+
+
+def test_accumulating_in_the_weights_dtype_is_worse_and_available() -> None:
+    """What `accumulate_dtype` is for: bfloat16 sums over 256 tiles lose what float32 keeps."""
+    hidden, weight = torch.randn(1024, 64).bfloat16(), (torch.randn(500, 64) * 0.2).bfloat16()
+    target = torch.randint(0, 500, (1024,))
+    *_, truth = values_and_gradients(cross_entropy_reference, hidden, weight, target, dtype=torch.float64)
+    errors = []
+    for dtype in (torch.float32, None):
+        *_, gradient = values_and_gradients(
+            linear_cross_entropy, hidden, weight, target, dtype=torch.bfloat16, chunk_tokens=4, accumulate_dtype=dtype
+        )
+        errors.append(relative_error(gradient, truth))
+    assert errors[1] > 2 * errors[0]
+    with LiveBytes() as memory:
+        weight.requires_grad_()
+        linear_cross_entropy(hidden, weight, target, chunk_tokens=4, accumulate_dtype=None).backward()
+    assert memory.peak < 4 * weight.numel()
+
+
+def test_loss_is_exact_to_float32() -> None:
+    tokens, size, vocab = 5000, 96, 3000
+    hidden, weight = torch.randn(tokens, size), torch.randn(vocab, size) * 0.3
+    target = torch.randint(0, vocab, (tokens,))
+    loss = linear_cross_entropy(hidden, weight, target, chunk_tokens=100)
+    truth = cross_entropy_reference(hidden.double(), weight.double(), target)
+    assert loss.dtype == torch.float32 and abs(loss.double() / truth - 1) <= 1e-6
+
+
+@pytest.mark.parametrize("share", [0.25, 1.0])
+def test_ignored_tokens_are_not_multiplied(share: float) -> None:
+    """25 % valid labels: at most 0.26 of the products, and of the tiles."""
+    tokens, size, vocab = 4000, 64, 500
+    hidden, weight = (torch.randn(rows, size, requires_grad=True) for rows in (tokens, vocab))
+    target = torch.randint(0, vocab, (tokens,))
+    target[torch.randperm(tokens)[round(share * tokens) :]] = IGNORE
+    with FlopCount() as flops:
+        linear_cross_entropy(hidden, weight, target, chunk_tokens=250).backward()
+    assert flops.total == round(3 * 2 * share * tokens * size * vocab) and not flops.unknown
+    assert flops.calls == 3 * round(16 * share)
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight", "neither", "grad mode"])
+def test_products(frozen: str) -> None:
+    """Three products of the labelled tokens; what is frozen costs none."""
+    tokens, size, vocab = 190, 64, 1000
+    hidden, weight = torch.randn(tokens, size), torch.randn(vocab, size) * 0.3
+    hidden.requires_grad_(frozen != "hidden")
+    weight.requires_grad_(frozen != "weight")
+    target = torch.randint(0, vocab, (tokens,))
+    with FlopCount() as flops, torch.set_grad_enabled(frozen != "grad mode"):
+        loss = linear_cross_entropy(hidden, weight, target, chunk_tokens=63)
+        if frozen != "grad mode":
+            loss.backward()
+    units = {"hidden": 2, "weight": 2, "neither": 3, "grad mode": 1}[frozen]
+    assert flops.total == units * 2 * tokens * size * vocab and not flops.unknown
+    truth = values_and_gradients(cross_entropy_reference, hidden, weight, target, dtype=torch.float64)
+    for operand, true in ((hidden, truth[1]), (weight, truth[2])):
+        if operand.requires_grad and frozen != "grad mode":
+            assert relative_error(operand.grad, true) <= 1e-6
+        else:
+            assert operand.grad is None
+
+
+def test_the_device_is_waited_for_once_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """nonzero, to count the labelled tokens, is the one operation whose result's shape depends on values; none reads a
+    value. With ignore_index=None there is not even that one."""
+    waits: list[str] = []
+
+    class Waits(FlopCount):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            name = func.overloadpacket.__name__
+            if name in ("nonzero", "_local_scalar_dense", "masked_select", "equal", "is_nonzero", "unique"):
+                waits.append(name)
+            return super().__torch_dispatch__(func, types, args, kwargs)
+
+    monkeypatch.setattr("seqtile.ops.head.check_labels", lambda *_: None)  # looks at values on a CPU, not on a GPU
+    hidden, weight = torch.randn(190, 64, requires_grad=True), torch.randn(500, 64, requires_grad=True)
+    target = torch.randint(0, 500, (190,))
+    target[::3] = IGNORE
+    for ignore_index, labels, expected in ((IGNORE, target, ["nonzero"]), (None, target.clamp(min=0), [])):
+        with Waits() as flops:
+            linear_cross_entropy(hidden, weight, labels, chunk_tokens=20, ignore_index=ignore_index).backward()
+        assert flops.total > 0 and waits == expected
+        waits.clear()

@@ -1,0 +1,121 @@
+"""Every option against every other: linear_cross_entropy and linear_log_probs against float64, on drawn examples."""
+
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from assertions import assert_as_exact
+from head_reference import IGNORE, cross_entropy_reference, entropies_of, logits_of, losses_of, values_and_gradients
+from seqtile import linear_cross_entropy, linear_log_probs
+from seqtile.kernels.launch import triton
+
+INTERPRETED = triton is not None and triton.knobs.runtime.interpret
+drawn = settings(
+    max_examples=20 if INTERPRETED else 60,
+    deadline=None,
+    database=None,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
+)
+
+
+@st.composite
+def heads(draw) -> dict:
+    """hidden, weight, bias and target, their dtype, and options that concern every op over a head.
+
+    Entries are small integers, so that products are exact in every dtype: what differs from float64 is what the ops
+    do after them. Sizes are large enough for rounding errors to average out.
+    """
+    tokens, size, vocab = draw(st.integers(60, 130)), draw(st.integers(16, 40)), draw(st.integers(100, 300))
+    torch.manual_seed(draw(st.integers(0, 2**31)))
+    dtype = draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16]))
+    hidden, weight = (torch.randint(-1, 2, (rows, size)).to(dtype) for rows in (tokens, vocab))
+    target = torch.randint(0, vocab, (tokens,))
+    ignore_index = draw(st.sampled_from([IGNORE, None, 3]))
+    if ignore_index is not None:
+        keep = draw(st.sampled_from([tokens // 2, tokens]))
+        target[target == ignore_index] = 0
+        target[torch.randperm(tokens)[keep:]] = ignore_index
+    return {
+        "operands": (hidden, weight, target),
+        "dtype": dtype,
+        "options": {
+            "bias": torch.randint(-2, 3, (vocab,)).to(dtype) if draw(st.booleans()) else None,
+            "ignore_index": ignore_index,
+            "softcap": draw(st.sampled_from([None, 3.0, 30.0])),
+            "logit_scale": draw(st.sampled_from([1.0, 0.25, -0.7])),
+        },
+        "tiling": {
+            "chunk_tokens": draw(st.integers(1, tokens + 10)),
+            "accumulate_dtype": torch.float32
+            if dtype != torch.float32
+            else draw(st.sampled_from([torch.float32, None])),
+        },
+    }
+
+
+def check(function, reference, head: dict, device: str, upstream: torch.Tensor | float, **options: object) -> None:
+    """Values and gradients of `function` against those of `reference` in the same dtype and in float64."""
+    operands = [operand.to(device) for operand in head["operands"]]
+    common = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in (head["options"] | options).items()}
+    upstream = upstream.to(device) if isinstance(upstream, torch.Tensor) else upstream
+    arguments = {**common, "upstream": upstream}
+    same = values_and_gradients(reference, *operands, dtype=head["dtype"], **arguments)
+    truth = values_and_gradients(reference, *operands, dtype=torch.float64, **arguments)
+    ours = values_and_gradients(function, *operands, dtype=head["dtype"], **arguments, **head["tiling"])
+    for value, theirs, true in zip(ours, same, truth, strict=True):
+        assert_as_exact(value, theirs, true)
+
+
+@drawn
+@given(head=heads(), data=st.data())
+def test_linear_cross_entropy(device: str, head: dict, data: st.DataObject) -> None:
+    vocab, tokens = head["operands"][1].shape[0], head["operands"][0].shape[0]
+    reduction = data.draw(st.sampled_from(["mean", "sum", "none"]))
+    options = {
+        "reduction": reduction,
+        "num_items": data.draw(st.sampled_from([None, 37])) if reduction == "mean" else None,
+        "label_smoothing": data.draw(st.sampled_from([0.0, 0.1, 1.0])),
+        "class_weight": torch.rand(vocab) + 0.1 if data.draw(st.booleans()) else None,
+        "z_loss": data.draw(st.sampled_from([0.0, 1e-4, 0.1])),
+    }
+    upstream = torch.randn(tokens) if reduction == "none" else data.draw(st.sampled_from([1.0, -3.0, 1 / 32]))
+
+    def ours(*operands: torch.Tensor, **arguments: object) -> torch.Tensor:
+        loss, metrics = linear_cross_entropy(*operands, **arguments, return_metrics=True)
+        assert loss.equal(linear_cross_entropy(*operands, **arguments))
+        assert metrics.logsumexp.isfinite().all() and 0 <= metrics.token_accuracy <= 1
+        return loss
+
+    check(ours, cross_entropy_reference, head, device, upstream, **options)
+
+
+def log_probs_reference(
+    hidden, weight, target, *, bias, ignore_index, softcap, logit_scale, temperature, return_entropy, **_
+):
+    """Log-probabilities [T], or with the entropies [2, T]."""
+    logits = logits_of(hidden @ weight.T, bias, softcap=softcap, logit_scale=logit_scale, temperature=temperature)
+    log_probs = -losses_of(logits, target, ignore_index=ignore_index)
+    labelled = torch.ones_like(target, dtype=torch.bool) if ignore_index is None else target != ignore_index
+    return torch.stack([log_probs, entropies_of(logits) * labelled]) if return_entropy else log_probs
+
+
+@drawn
+@given(head=heads(), data=st.data())
+def test_linear_log_probs(device: str, head: dict, data: st.DataObject) -> None:
+    return_entropy = data.draw(st.booleans())
+    options = {"temperature": data.draw(st.sampled_from([1.0, 0.6, 2.0])), "return_entropy": return_entropy}
+    tokens = head["operands"][0].shape[0]
+
+    def ours(*operands: torch.Tensor, **arguments: object) -> torch.Tensor:
+        result = linear_log_probs(*operands, **arguments)
+        return torch.stack(result) if return_entropy else result
+
+    check(
+        ours,
+        log_probs_reference,
+        head,
+        device,
+        torch.randn(2, tokens) if return_entropy else torch.randn(tokens),
+        **options,
+    )

@@ -1,0 +1,143 @@
+import pytest
+import torch
+
+from assertions import assert_as_exact
+from head_reference import IGNORE, entropies_of, logits_of
+from measure import FlopCount
+from seqtile import linear_cross_entropy, linear_log_probs
+
+D, V = 64, 1000
+
+
+def make(tokens: int, device: str, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
+    hidden = torch.randn(tokens, D, device=device).to(dtype).requires_grad_()
+    weight = (torch.randn(V, D, device=device) * 0.3).to(dtype).requires_grad_()
+    target = torch.randint(0, V, (tokens,), device=device)
+    target[torch.rand(tokens, device=device) < 0.3] = IGNORE
+    return hidden, weight, target
+
+
+def policy_loss(log_probs: torch.Tensor, entropies: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor):
+    """A clipped policy-gradient loss with an entropy bonus: what the op is for."""
+    ratio = (log_probs - old.to(log_probs.dtype)).exp()
+    advantage = advantage.to(log_probs.dtype)
+    return -(torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage) + 0.01 * entropies).mean()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_policy_gradient(dtype: torch.dtype, device: str) -> None:
+    hidden, weight, target = make(190, device, dtype)
+    advantage = torch.randn(190, device=device)
+    old, results = None, []
+    for reference_dtype in (torch.float64, dtype):
+        h, w = (x.detach().to(reference_dtype).requires_grad_() for x in (hidden, weight))
+        logits = logits_of(h @ w.T, temperature=0.8)
+        labelled = target != IGNORE
+        log_probs = logits.log_softmax(1).gather(1, target.clamp(min=0)[:, None]).squeeze(1) * labelled
+        if old is None:
+            old = log_probs.detach() + 0.1 * torch.sin(torch.arange(190, device=device))
+        loss = policy_loss(log_probs, entropies_of(logits) * labelled, old, advantage)
+        results.append([log_probs, *torch.autograd.grad(loss, (h, w))])
+    log_probs, entropies = linear_log_probs(
+        hidden, weight, target, temperature=0.8, return_entropy=True, chunk_tokens=63
+    )
+    assert log_probs.dtype == entropies.dtype == torch.float32
+    loss = policy_loss(log_probs, entropies, old, advantage)
+    ours = [log_probs, *torch.autograd.grad(loss, (hidden, weight))]
+    for value, true, same in zip(ours, *results, strict=True):
+        assert_as_exact(value, same, true)
+
+
+def test_is_minus_the_loss_of_every_token(device: str) -> None:
+    hidden, weight, target = make(189, device)
+    losses = linear_cross_entropy(hidden, weight, target, reduction="none", chunk_tokens=50)
+    log_probs = linear_log_probs(hidden.view(3, 63, D), weight, target.view(3, 63), chunk_tokens=50)
+    torch.testing.assert_close(log_probs.view(-1), -losses, rtol=0, atol=0)
+
+
+def test_only_entropies_are_differentiated(device: str) -> None:
+    hidden, weight, target = make(190, device)
+    _, entropies = linear_log_probs(hidden, weight, target, return_entropy=True, chunk_tokens=63)
+    ours = torch.autograd.grad(entropies.sum(), (hidden, weight))
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        h, w = (x.detach().to(dtype).requires_grad_() for x in (hidden, weight))
+        entropy = entropies_of(h @ w.T) * (target != IGNORE)
+        results.append(torch.autograd.grad(entropy.sum(), (h, w)))
+    for value, same, true in zip(ours, *results, strict=True):
+        assert_as_exact(value, same, true)
+
+
+@pytest.mark.parametrize("frozen", ["hidden", "weight", None])
+def test_products(frozen: str | None) -> None:
+    """One product of the labelled tokens in the forward; the same again and one a gradient in the backward."""
+    hidden, weight, target = make(190, "cpu")
+    for name, operand in (("hidden", hidden), ("weight", weight)):
+        operand.requires_grad_(name != frozen)
+    unit = 2 * int((target != IGNORE).sum()) * D * V
+    with FlopCount() as flops:
+        log_probs = linear_log_probs(hidden, weight, target, chunk_tokens=63)
+    assert flops.total == unit and not flops.unknown
+    with FlopCount() as flops:
+        log_probs.sum().backward()
+    assert flops.total == (3 if frozen is None else 2) * unit and not flops.unknown
+
+
+def test_no_token_labelled(device: str) -> None:
+    hidden, weight, _ = make(63, device)
+    target = torch.full((63,), IGNORE, device=device)
+    log_probs, entropies = linear_log_probs(hidden, weight, target, return_entropy=True)
+    assert log_probs.count_nonzero() == entropies.count_nonzero() == 0
+    (log_probs.sum() + entropies.sum()).backward()
+    assert hidden.grad.count_nonzero() == weight.grad.count_nonzero() == 0
+
+
+def test_autocast(device: str) -> None:
+    hidden, weight, target = make(190, device)
+    with torch.autocast(device, torch.bfloat16):
+        log_probs = linear_log_probs(hidden, weight, target, chunk_tokens=63)
+    log_probs.sum().backward()
+    assert hidden.grad.dtype == weight.grad.dtype == torch.float32
+    half = [x.detach().bfloat16().requires_grad_() for x in (hidden, weight)]
+    expected = linear_log_probs(*half, target, chunk_tokens=63)
+    torch.testing.assert_close(log_probs, expected, rtol=0, atol=0)
+
+
+def test_second_derivatives_raise(device: str) -> None:
+    hidden, weight, target = make(63, device)
+    with pytest.raises(RuntimeError, match="create_graph"):
+        torch.autograd.grad(linear_log_probs(hidden, weight, target).sum(), hidden, create_graph=True)
+
+
+def test_compiles_in_one_graph(device: str) -> None:
+    hidden, weight, target = make(190, device)
+    target.clamp_(min=0)
+
+    def step(hidden, weight):
+        log_probs, entropies = linear_log_probs(
+            hidden * 1.0, weight, target, ignore_index=None, return_entropy=True, chunk_tokens=63
+        )
+        return (log_probs * entropies).sum()
+
+    eager = step(hidden, weight)
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)(hidden, weight)
+    torch.testing.assert_close(compiled, eager)
+    expected = torch.autograd.grad(eager, (hidden, weight))
+    torch.testing.assert_close(torch.autograd.grad(compiled, (hidden, weight)), expected)
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"temperature": 0.0}, ValueError, "temperature is 0.0, expected more than 0"),
+        ({"temperature": torch.ones(())}, TypeError, "temperature is tensor"),
+        ({"ignore_index": None}, ValueError, "target holds -100, expected 0 <= target < 1000; pass ignore_index"),
+        ({"softcap": -1.0}, ValueError, "softcap is -1.0"),
+    ],
+    ids=str,
+)
+def test_bad_input(options: dict, error: type[Exception], message: str) -> None:
+    hidden, weight, target = make(63, "cpu")
+    target[0] = IGNORE
+    with pytest.raises(error, match=f"linear_log_probs: {message}"):
+        linear_log_probs(hidden, weight, target, **options)

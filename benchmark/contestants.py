@@ -25,9 +25,8 @@ SIZES = {
     "smoke": {"tiny": Shape(64, 128, 1000, (300, 5000))},
     "cpu": {"smollm2_135m": Shape(576, 1536, 49152, (4096, 8192))},
     "cuda": {
-        "llama3_8b": Shape(4096, 14336, 128256, (8192, 32768, 131072)),
-        "qwen3_8b": Shape(4096, 12288, 151936, (8192, 32768, 131072)),
-        "mistral_7b": Shape(4096, 14336, 32768, (8192, 32768, 131072)),
+        "llama3_8b": Shape(4096, 14336, 128256, (4096, 16384, 65536, 131072)),
+        "qwen3_32b": Shape(5120, 25600, 151936, (4096, 16384, 65536, 131072)),
     },
 }
 
@@ -37,13 +36,16 @@ def cases(size: str) -> list[tuple[str, int]]:
     return [(name, tokens) for name, shape in SIZES[size].items() for tokens in shape.tokens]
 
 
+PACKAGES = {"liger": "liger_kernel", "cce": "cut_cross_entropy", "quack": "quack"}
+
+
 def available(contestant: str) -> str | None:
     """Why a contestant cannot run here; None if it can."""
-    if contestant == "liger":
-        if find_spec("liger_kernel") is None:
-            return "liger-kernel is not installed"
+    if package := PACKAGES.get(contestant):
+        if find_spec(package) is None:
+            return f"{package} is not installed"
         if DEVICE == "cpu":
-            return "Liger needs a GPU"
+            return f"{package} needs a GPU"
     if contestant == "torch" and not hasattr(torch.nn, "LinearCrossEntropyOptions"):
         return "this torch has no tiled F.linear_cross_entropy"
     return None

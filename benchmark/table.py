@@ -1,4 +1,4 @@
-"""make table: benchmark results as a table, each contestant beside Hugging Face in the same run."""
+"""make table: benchmark results as a table, each contestant beside Hugging Face and the bare products, in one run."""
 
 import json
 import sys
@@ -11,7 +11,7 @@ RESULTS = Path(__file__).parent / "results"
 
 
 def rows(path: Path) -> list[dict]:
-    """One dict a measurement, with its ratios to Hugging Face of the same subject, shape and tokens."""
+    """One dict a measurement, with its ratios to Hugging Face and to the bare products of the same case."""
     entries = json.loads(path.read_text())["benchmarks"]
     measured = [
         {"subject": entry["name"].split("[")[0].removeprefix("test_"), "seconds": entry["stats"]["median"]}
@@ -19,27 +19,36 @@ def rows(path: Path) -> list[dict]:
         for entry in entries
     ]
     for row in measured:
-        same = ("subject", "shape", "tokens")
-        base = next(r for r in measured if r["contestant"] == "huggingface" and all(r[k] == row[k] for k in same))
-        usable = "peak_mib" in row and "peak_mib" in base
-        row["time_ratio"] = row["seconds"] / base["seconds"] if usable else None
-        row["memory_ratio"] = row["peak_mib"] / base["peak_mib"] if usable else None
+        for name, contestant in (("hf", "huggingface"), ("floor", "products")):
+            base = _same_case(measured, row, contestant)
+            usable = "peak_mib" in row and base is not None and "peak_mib" in base
+            row[f"time_x_{name}"] = row["seconds"] / base["seconds"] if usable else None
+            row[f"memory_x_{name}"] = row["peak_mib"] / base["peak_mib"] if usable else None
     return measured
+
+
+def _same_case(measured: list[dict], row: dict, contestant: str) -> dict | None:
+    same = ("subject", "shape", "tokens")
+    found = (r for r in measured if r["contestant"] == contestant and all(r[k] == row[k] for k in same))
+    return next(found, None)
 
 
 def print_table(path: Path) -> None:
     table = Table(title=path.stem)
-    for column in ("subject", "shape", "tokens", "contestant", "time, ms", "x HF", "peak, MiB", "x HF ", "error"):
+    for column in ("subject", "shape", "tokens", "contestant", "time, ms", "x HF", "x products", "peak, MiB", "x HF "):
         table.add_column(column, justify="left" if column in ("subject", "shape", "contestant") else "right")
+    table.add_column("error", justify="right")
     for row in rows(path):
         cells = [row["subject"], row["shape"], f"{row['tokens']:,}", row["contestant"]]
         if row.get("out_of_memory"):
-            cells += ["out of memory", "", "", ""]
+            cells += ["out of memory", "", "", "", ""]
         else:
-            ratios = [f"{row[k]:.2f}" if row[k] else "" for k in ("time_ratio", "memory_ratio")]
-            cells += [f"{row['seconds'] * 1000:,.1f}", ratios[0], f"{row['peak_mib']:,.0f}", ratios[1]]
+            time_x_hf, time_x_floor, memory_x_hf = (
+                f"{row[key]:.2f}" if row[key] else "" for key in ("time_x_hf", "time_x_floor", "memory_x_hf")
+            )
+            cells += [f"{row['seconds'] * 1000:,.1f}", time_x_hf, time_x_floor, f"{row['peak_mib']:,.0f}", memory_x_hf]
         table.add_row(*cells, f"{row['error']:.1e}")
-    Console(width=130).print(table)
+    Console(width=150).print(table)
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ pytestmark = pytest.mark.dist
 
 
 @pytest.mark.parametrize("checkpointing", ["plain", "ckpt"])
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "fsdp2_group", "zero2", "zero3"])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2", "fsdp2_group", "fsdp2_head", "zero2", "zero3"])
 def test_same_training_as_untiled(strategy: str, checkpointing: str) -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     command += [str(Path(__file__).with_name("worker.py")), strategy, checkpointing]

@@ -28,13 +28,15 @@ def ddp(model: nn.Module):
     return wrapped, torch.optim.SGD(model.parameters(), lr=1.0)
 
 
-def fsdp2(model: nn.Module, group_head: bool = False):
+def fsdp2(model: nn.Module, group_head: bool = False, shard_head: bool = False):
     from torch.distributed.fsdp import fully_shard
 
     for layer in model.model.layers:
         fully_shard(layer)
     if group_head:
         fully_shard([model.model.norm, model.lm_head])
+    if shard_head:
+        fully_shard(model.lm_head)
     fully_shard(model)
     return model, torch.optim.SGD(model.parameters(), lr=1.0)
 
@@ -60,6 +62,7 @@ STRATEGIES = {
     "ddp": ddp,
     "fsdp2": fsdp2,
     "fsdp2_group": partial(fsdp2, group_head=True),
+    "fsdp2_head": partial(fsdp2, shard_head=True),
     "zero2": zero(2),
     "zero3": zero(3),
 }

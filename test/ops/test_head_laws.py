@@ -14,6 +14,7 @@ from seqtile import linear_cross_entropy
 from seqtile.ops.tiles import resolve_chunk_tokens
 
 K = 1024
+pytestmark = eager_memory
 
 
 def counted(*operands: torch.Tensor, **options: object) -> tuple[int, int, int]:
@@ -26,7 +27,6 @@ def counted(*operands: torch.Tensor, **options: object) -> tuple[int, int, int]:
     return flops.total, forward, memory.peak
 
 
-@eager_memory
 @pytest.mark.parametrize("ignore_index", [IGNORE, None])
 @pytest.mark.parametrize(("size", "vocab"), [(4096, 128256), (5120, 151936)], ids=["llama3_8b", "qwen3_32b"])
 def test_memory_does_not_grow_with_length(size: int, vocab: int, ignore_index: int | None) -> None:
@@ -45,7 +45,6 @@ def test_memory_does_not_grow_with_length(size: int, vocab: int, ignore_index: i
         assert peak - d_hidden - d_weight <= max(1.05 * tile, d_weight // 2 + 0.05 * tile)
 
 
-@eager_memory
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_memory_of_the_eager_twin(dtype: torch.dtype, reduction: str) -> None:

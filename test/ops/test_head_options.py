@@ -11,7 +11,7 @@ from seqtile.kernels.launch import triton
 
 INTERPRETED = triton is not None and triton.knobs.runtime.interpret
 drawn = settings(
-    max_examples=20 if INTERPRETED else 60,
+    max_examples=12 if INTERPRETED else 60,
     deadline=None,
     database=None,
     print_blob=True,

@@ -341,3 +341,20 @@ def bad(**changes: object) -> dict:
 def test_bad_input(arguments: dict, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         linear_cross_entropy(**arguments)
+
+
+def test_a_sharded_weight_is_refused() -> None:
+    """A DTensor is a shard with a plan: its product is not the one that is wanted."""
+    import torch.distributed as dist
+    from torch.distributed.tensor import Shard, distribute_tensor, init_device_mesh
+
+    dist.init_process_group("gloo", rank=0, world_size=1, store=dist.HashStore())
+    try:
+        hidden, weight, target = make(63)
+        sharded = distribute_tensor(weight.detach(), init_device_mesh("cpu", (1,)), [Shard(0)])
+        with pytest.raises(TypeError, match=r"weight is a DTensor, expected a plain tensor.*full_tensor\(\)"):
+            linear_cross_entropy(hidden, sharded, target)
+        whole = linear_cross_entropy(hidden, sharded.full_tensor(), target)
+        torch.testing.assert_close(whole, linear_cross_entropy(hidden, weight, target), rtol=0, atol=0)
+    finally:
+        dist.destroy_process_group()

@@ -76,7 +76,7 @@ def test_classes(arch: str, tmp_path) -> None:
     assert f'"{ARCHS[arch].causal_lm_name}"' in (tmp_path / "config.json").read_text()
     assert runs_tiled(type(model).from_pretrained(tmp_path).train()) == [True, True]
     assert runs_tiled(early) == [True, False], "built before: its loss is tiled, through the class, its MLPs are not"
-    assert "built before the classes were tiled: apply seqtile to this model" in str(seqtile.status(early))
+    assert "it was not built of the tiled classes: apply seqtile to this model" in str(seqtile.status(early))
     seqtile.restore(arch)
     assert snapshot() == before
     assert runs_tiled(model) == [False, False], "a model built meanwhile is untiled too"
@@ -304,6 +304,7 @@ def test_refused_projections_and_losses() -> None:
     model = build("llama")
     model.lm_head.weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.int8), requires_grad=False)
     refuse("lm_head.weight is torch.int8", model)
+    refuse("lm_head.weight is torch.float64, expected one of", build("llama").double())
     model = build("llama")
     model.loss_function = lambda **_: None
     refuse("model.loss_function is", model)
@@ -316,6 +317,9 @@ def test_refused_hooks() -> None:
     model = build("llama")
     model.model.layers[0].mlp.gate_proj.register_forward_hook(lambda *_: None)
     refuse("gate_proj has hooks", model)
+    model = build("llama")
+    model.model.layers[1].mlp.act_fn.register_forward_hook(lambda *_: None)
+    refuse("act_fn has hooks", model)
     model = build("llama")
     prune.l1_unstructured(model.lm_head, "weight", 0.5)
     refuse("lm_head has hooks", model)

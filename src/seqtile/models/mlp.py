@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from seqtile.models.plain import check_plain_linear, local_weight
+from seqtile.models.plain import check_no_hooks, check_plain_linear, local_weight
 from seqtile.models.stand_in import stand_in_for
 from seqtile.ops.gated_mlp import gated_mlp
 
@@ -36,3 +36,5 @@ def check_mlp(mlp: nn.Module) -> None:
     name = mlp.config.hidden_act if activation is None else type(activation).__name__
     if name not in ("silu", "swish", "SiLU", "SiLUActivation"):
         raise ValueError(f"the MLP's activation is {name}: seqtile tiles SiLU only so far; apply with mlp=False")
+    if isinstance(activation, nn.Module):
+        check_no_hooks("act_fn", activation)

@@ -142,6 +142,7 @@ def model_type_of(model: Any) -> str:
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
             f"expected a Hugging Face model, got a {type(model).__name__}; pass the model itself, not a wrapper around "
-            f"it (of PEFT, DDP, DeepSpeed); supported model types: {', '.join(ARCHS)}"
+            "it (peft_model.get_base_model(), or .module of DDP and DeepSpeed); supported model types: "
+            f"{', '.join(ARCHS)}"
         )
     return model.config.model_type

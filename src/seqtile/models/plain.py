@@ -8,7 +8,10 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
-_REMEDY = "apply to the plain model, before adapters or quantisation, or leave this part untiled (mlp/loss=False)"
+from seqtile.ops.checks import DTYPES
+
+_UNTILED = "leave this part untiled (mlp=False or loss=False; if it is tiled already, seqtile.restore(model) first)"
+_REMEDY = f"apply to the plain model, before adapters or quantisation, or {_UNTILED}"
 
 
 def check_plain_linear(name: str, module: nn.Module | None, *, bias: bool = False) -> None:
@@ -23,16 +26,22 @@ def check_plain_linear(name: str, module: nn.Module | None, *, bias: bool = Fals
     if "forward" in vars(module):
         raise ValueError(f"{name} has a forward of its own, such as Accelerate's device_map gives it; load without it")
     if module.bias is not None and not bias:
-        raise ValueError(f"{name} has a bias, which is not supported yet; leave this part untiled (mlp/loss=False)")
+        raise ValueError(f"{name} has a bias, which is not supported yet; {_UNTILED}")
     weight = module.weight
     if type(weight) not in (torch.Tensor, nn.Parameter) and not isinstance(weight, DTensor):
         raise ValueError(f"{name}.weight is a {_full_name(type(weight))}, expected a plain tensor; {_REMEDY}")
-    if not weight.is_floating_point():
-        raise ValueError(f"{name}.weight is {weight.dtype}, expected floating point; {_REMEDY}")
+    if weight.dtype not in DTYPES:
+        expected = ", ".join(str(dtype) for dtype in DTYPES)
+        raise ValueError(f"{name}.weight is {weight.dtype}, expected one of {expected}; {_REMEDY}")
+    if not (isinstance(module, FSDPModule) or hasattr(weight, "ds_id")):  # FSDP2's mark, and ZeRO-3's
+        check_no_hooks(name, module)
+
+
+def check_no_hooks(name: str, module: nn.Module) -> None:
+    """Raises ValueError if `module`, which a tiled forward does not call, has hooks."""
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    shards = isinstance(module, FSDPModule) or hasattr(weight, "ds_id")  # FSDP2's mark, and ZeRO-3's
-    if any(hooks) and not shards:
-        raise ValueError(f"{name} has hooks, which a tiled forward would not call; remove them, or {_REMEDY}")
+    if any(hooks):
+        raise ValueError(f"{name} has hooks, which a tiled forward would not call; remove them, or {_UNTILED}")
 
 
 def local_weight(name: str, module: nn.Linear) -> torch.Tensor:

@@ -40,7 +40,10 @@ class PartStatus:
             text = f"not tiled: {', '.join(self.others)}"
         if self.applied and self.tiled < self.total:
             takers = [package for package in self.others if package != "transformers"]
-            reason = f"{' and '.join(takers)} took it back" if takers else "built before the classes were tiled"
+            reason = "it was not built of the tiled classes"
+            if takers:  # Liger takes a forward back; that of another package is a subclass's own
+                liger = takers == ["liger_kernel"]
+                reason = "liger_kernel took it back" if liger else f"the forward that runs is from {takers[0]}"
             text += f"; {reason}: apply seqtile to this model, last"
         if self.problem:
             text += f"; REFUSES: {self.problem}"

@@ -5,7 +5,7 @@ token, whose tiles are recomputed in the backward, because only there is each to
 import torch
 
 from seqtile.ops.checks import check_first_derivative
-from seqtile.ops.logit_tiles import Gradients, Operands, Settings, sweep
+from seqtile.ops.logit_tiles import Gradients, Operands, Settings, Values, sweep
 
 
 class TotalLossFunction(torch.autograd.Function):
@@ -19,10 +19,9 @@ class TotalLossFunction(torch.autograd.Function):
     def forward(ctx, settings: Settings, metrics: bool, differentiate: bool, *operands: torch.Tensor | None):
         operands = Operands(*operands)
         values = operands.new_values(metrics, metrics)
-        needs = [differentiate and needed for needed in ctx.needs_input_grad[3:6]]
-        gradients = sweep(operands, settings, values, needs)
-        ctx.gradients = gradients if any(needs) else None
-        ctx.settings, ctx.needs = settings, needs
+        ctx.settings = settings
+        ctx.needs = [differentiate and needed for needed in ctx.needs_input_grad[3:6]]
+        ctx.gradients, ctx.unit = _total_gradients(ctx, operands, values)
         ctx.save_for_backward(*operands)
         ctx.mark_non_differentiable(*(value for value in values[1:] if value is not None))
         return values.losses.sum(), *values[1:]
@@ -33,8 +32,16 @@ class TotalLossFunction(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         if gradients is None:
             operands = _saved(ctx)
-            gradients = sweep(operands, ctx.settings, operands.new_values(), ctx.needs)
-        return None, None, None, *gradients.scaled(upstream, ctx.settings), None, None, None
+            gradients, _ = _total_gradients(ctx, operands, operands.new_values())
+        return None, None, None, *gradients.scaled(upstream * ctx.unit, ctx.settings), None, None, None
+
+
+def _total_gradients(ctx, operands: Operands, values: Values) -> tuple[Gradients, torch.Tensor | float]:
+    """Writes `values`; the gradients of their sum, up to a factor, and that factor."""
+    if operands.class_weight is None:
+        return sweep(operands, ctx.settings, values, ctx.needs), 1.0
+    unit = power_of_two(operands.class_weight)
+    return sweep(operands, ctx.settings, values, ctx.needs, (1 / unit).expand_as(values.losses).contiguous()), unit
 
 
 class TokenLossFunction(torch.autograd.Function):
@@ -60,15 +67,12 @@ class TokenLossFunction(torch.autograd.Function):
         values = operands.new_values()
         row_scale = torch.zeros_like(values.losses) if d_losses is None else d_losses.contiguous()
         entropy_scale = None if d_entropy is None else d_entropy.contiguous()
-        unit = _unit(row_scale, entropy_scale)
-        gradients: Gradients = sweep(
-            operands,
-            ctx.settings,
-            values,
-            ctx.needs_input_grad[3:6],
-            row_scale / unit,
-            None if entropy_scale is None else entropy_scale / unit,
-        )
+        unit = power_of_two(row_scale, entropy_scale)
+        if operands.class_weight is not None:
+            unit = unit * power_of_two(operands.class_weight)
+        row_scale = row_scale / unit
+        entropy_scale = None if entropy_scale is None else entropy_scale / unit
+        gradients = sweep(operands, ctx.settings, values, ctx.needs_input_grad[3:6], row_scale, entropy_scale)
         return None, None, None, *gradients.scaled(unit, ctx.settings), None, None, None
 
 
@@ -82,15 +86,15 @@ def _saved(ctx) -> Operands:
     return operands
 
 
-def _unit(losses: torch.Tensor, entropies: torch.Tensor | None) -> torch.Tensor:
-    """A power of two near the largest of the scales: divided by it, they fit float16 whatever a GradScaler made them.
+def power_of_two(*factors: torch.Tensor | None) -> torch.Tensor:
+    """[1], a power of two near the largest magnitude in `factors` (float32).
 
-    [1], or a scalar.
+    The gradient of a tile of logits is stored in the operands' dtype. What multiplies it is divided by this first and
+    multiplied back in float32 at the end, exactly, so that it fits float16 whatever a GradScaler or class weights are.
     """
-    if losses.numel() == 0:
-        return losses.new_ones(1)
-    peak = losses.abs().amax()
-    if entropies is not None:
-        peak = torch.maximum(peak, entropies.abs().amax())
+    largest = [factor.abs().amax().reshape(1) for factor in factors if factor is not None and factor.numel() > 0]
+    if not largest:
+        return torch.ones(1, device=next(factor.device for factor in factors if factor is not None))
+    peak = torch.cat(largest).amax().reshape(1)
     mantissa, _ = torch.frexp(peak)
     return torch.where(peak > 0, peak / mantissa, 1.0)

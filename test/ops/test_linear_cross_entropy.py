@@ -100,6 +100,34 @@ def test_strided_inputs(strided: str, device: str) -> None:
     torch.testing.assert_close(loss, expected, rtol=0, atol=0)
 
 
+def test_strided_vectors(device: str) -> None:
+    """Bias and class weights that are columns of something."""
+    hidden, weight, target = make(63, device=device)
+    table = torch.rand(V, 2, device=device)
+    for reduction in ("mean", "none"):
+        options = {"reduction": reduction, "chunk_tokens": 16}
+        columns = linear_cross_entropy(hidden, weight, target, bias=table[:, 0], class_weight=table[:, 1], **options)
+        bias, class_weight = table.t().contiguous()
+        whole = linear_cross_entropy(hidden, weight, target, bias=bias, class_weight=class_weight, **options)
+        torch.testing.assert_close(columns, whole, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("weight_dtype", [torch.float32, torch.float16])
+def test_accumulating_without_float32_under_autocast(weight_dtype: torch.dtype, device: str) -> None:
+    """accumulate_dtype=None where the products are in another dtype than the weight."""
+    hidden, weight, target = make(190, device=device)
+    weight = weight.detach().to(weight_dtype).requires_grad_()
+    with torch.autocast(device, torch.bfloat16):
+        loss = linear_cross_entropy(hidden, weight, target, chunk_tokens=63, accumulate_dtype=None)
+    loss.backward()
+    same, truth = (
+        reference(hidden.detach().bfloat16(), weight.detach().bfloat16(), target, dtype=dtype)
+        for dtype in (torch.bfloat16, torch.float64)
+    )
+    assert weight.grad.dtype == weight_dtype
+    assert_as_exact(weight.grad.bfloat16(), same[2], truth[2])
+
+
 def test_batched_shape_equals_flat(device: str) -> None:
     hidden, weight, target = make(189, device=device)
     flat = linear_cross_entropy(hidden, weight, target, chunk_tokens=50)

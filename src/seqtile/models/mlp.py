@@ -37,4 +37,4 @@ def check_mlp(mlp: nn.Module) -> None:
     if name not in ("silu", "swish", "SiLU", "SiLUActivation"):
         raise ValueError(f"the MLP's activation is {name}: seqtile tiles SiLU only so far; apply with mlp=False")
     if isinstance(activation, nn.Module):
-        check_no_hooks("act_fn", activation)
+        check_no_hooks("act_fn", activation, sharded=mlp.gate_proj)

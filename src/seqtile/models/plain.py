@@ -33,14 +33,16 @@ def check_plain_linear(name: str, module: nn.Module | None, *, bias: bool = Fals
     if weight.dtype not in DTYPES:
         expected = ", ".join(str(dtype) for dtype in DTYPES)
         raise ValueError(f"{name}.weight is {weight.dtype}, expected one of {expected}; {_REMEDY}")
-    if not (isinstance(module, FSDPModule) or hasattr(weight, "ds_id")):  # FSDP2's mark, and ZeRO-3's
-        check_no_hooks(name, module)
+    check_no_hooks(name, module, sharded=module)
 
 
-def check_no_hooks(name: str, module: nn.Module) -> None:
-    """Raises ValueError if `module`, which a tiled forward does not call, has hooks."""
+def check_no_hooks(name: str, module: nn.Module, sharded: nn.Linear) -> None:
+    """Raises ValueError if `module`, which a tiled forward does not call, has hooks.
+
+    FSDP2's and ZeRO-3's are no obstacle; theirs are known by the weight of `sharded`, since ZeRO-3 hooks every module.
+    """
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    if any(hooks):
+    if any(hooks) and not (isinstance(sharded, FSDPModule) or hasattr(sharded.weight, "ds_id")):
         raise ValueError(f"{name} has hooks, which a tiled forward would not call; remove them, or {_UNTILED}")
 
 

@@ -45,11 +45,10 @@ def prepare_head(
         label_smoothing=check_number(op, "label_smoothing", label_smoothing, 0, 1),
         z_loss=check_number(op, "z_loss", z_loss, 0),
     )
+    dtype = autocast_dtype(hidden) or hidden.dtype
+    own_dtype = dtype if dtype == weight.dtype else torch.float32  # autocast's weights are usually float32
     settings = Settings(
-        options,
-        chunk_tokens=resolve_chunk_tokens(chunk_tokens, hidden.shape[-1]),
-        dtype=autocast_dtype(hidden) or hidden.dtype,
-        accumulate_dtype=accumulate_dtype,
+        options, resolve_chunk_tokens(chunk_tokens, hidden.shape[-1]), dtype, accumulate_dtype or own_dtype
     )
     return Operands(hidden, weight, bias, target, None, class_weight), settings
 
@@ -69,8 +68,8 @@ def _run_operands(op: str, run: Callable, operands: Operands, ignore_index: int 
     check_labels(op, target, weight.shape[0], ignore_index)
     hidden, target = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1).contiguous()
     rows = None if ignore_index is None else labelled_rows(target, ignore_index)
-    if class_weight is not None:
-        class_weight = class_weight.float().contiguous()
+    bias = None if bias is None else bias.contiguous()
+    class_weight = None if class_weight is None else class_weight.float().contiguous()
     return run(Operands(hidden, weight, bias, target, rows, class_weight), *args)
 
 

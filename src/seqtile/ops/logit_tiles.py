@@ -25,8 +25,8 @@ class Settings:
     chunk_tokens: int
     dtype: torch.dtype
     """Of the matrix products: that of the operands, or autocast's."""
-    accumulate_dtype: torch.dtype | None = torch.float32
-    """Of the sums of weight gradients; None for the weight's own."""
+    accumulate_dtype: torch.dtype
+    """Of the sums of the gradients of weight and bias."""
 
 
 class Operands(NamedTuple):
@@ -158,8 +158,8 @@ def _empty_gradients(operands: Operands, settings: Settings, needs: Sequence[boo
         d_hidden = torch.empty_like(hidden) if rows is None else torch.zeros_like(hidden)
     return Gradients(
         hidden=d_hidden,
-        weight=WeightGrad(weight, settings.accumulate_dtype or weight.dtype) if needs_weight else None,
-        bias=WeightGrad(bias.unsqueeze(1), settings.accumulate_dtype or bias.dtype) if needs_bias else None,
+        weight=WeightGrad(weight, settings.accumulate_dtype) if needs_weight else None,
+        bias=WeightGrad(bias.unsqueeze(1), settings.accumulate_dtype) if needs_bias else None,
     )
 
 

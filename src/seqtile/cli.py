@@ -29,7 +29,9 @@ def finetune(
         bool, typer.Option("--compare", help="Run the untiled model first, from the same seed.")
     ] = False,
     device: Annotated[str | None, typer.Option(help="cpu or cuda (default: cuda if there is one).")] = None,
-    dtype: Annotated[str, typer.Option(help="float32 or bfloat16.")] = "float32",
+    dtype: Annotated[
+        str, typer.Option(help="float32, or bfloat16: computed under autocast, weights stay float32.")
+    ] = "float32",
     learning_rate: Annotated[float, typer.Option(help="Of AdamW.")] = 1e-5,
     seed: Annotated[int, typer.Option(help="Of torch's generators.")] = 0,
     output: Annotated[Path, typer.Option(help="Directory for the model and the report.")] = Path("runs/finetune"),
@@ -62,6 +64,9 @@ def finetune(
         console.print("[red]error:[/red]", end=" ")
         console.print(str(error), markup=False, highlight=False)
         raise typer.Exit(1) from error
+    except KeyboardInterrupt as error:
+        console.print("\ninterrupted" if console.is_terminal else "interrupted")  # there a bar ends without a newline
+        raise typer.Exit(130) from error
 
 
 @app.command()

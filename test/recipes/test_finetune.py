@@ -1,12 +1,16 @@
 import json
+import os
 import shutil
+import signal
 import subprocess
 import sys
 from concurrent.futures.process import BrokenProcessPool
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 from typer.testing import CliRunner
@@ -14,7 +18,9 @@ from typer.testing import CliRunner
 from assertions import relative_error
 from seqtile.cli import app
 from seqtile.recipes.documents import read_texts, sequences, standard_library
-from seqtile.recipes.train import is_out_of_memory
+from seqtile.recipes.job import Job
+from seqtile.recipes.report import picture, print_table
+from seqtile.recipes.train import is_out_of_memory, train
 from tiny import build
 
 TEXT = "a long document, of words and words and words; "
@@ -44,7 +50,8 @@ def test_compare(pretrained: Path, document: Path, tmp_path: Path) -> None:
     """The whole job: sequences of more than a tile, both runs in processes of their own, report, picture and model."""
     output = tmp_path / "new" / "run"
     command = [sys.executable, "-m", "seqtile.cli", "finetune", "--model", str(pretrained), "--data", str(document)]
-    command += ["--seq-len", "2500", "--steps", "3", "--compare", "--device", "cpu", "--output", str(output)]
+    command += ["--seq-len", "2500", "--steps", "3", "--learning-rate", "1e-4", "--compare", "--device", "cpu"]
+    command += ["--output", str(output)]
     result = subprocess.run(command, capture_output=True, text=True, timeout=500)
     assert result.returncode == 0, result.stdout + result.stderr
     report = json.loads((output / "report.json").read_text())
@@ -54,6 +61,9 @@ def test_compare(pretrained: Path, document: Path, tmp_path: Path) -> None:
     assert "seqtile, 2048 tokens a tile, 2 of 2 layers" in report["seqtile"]["status"]
     differences = [abs(a - b) for a, b in zip(report["baseline"]["losses"], report["seqtile"]["losses"], strict=True)]
     assert report["max_loss_difference"] == max(differences) <= 1e-4
+    for name in ("untiled", "seqtile"):
+        assert all(f"\n{name}: step {step}/3  loss " in result.stdout for step in (1, 2, 3)), "a line a step"
+    assert result.stdout.startswith("data: 1 file read, ") and "\033" not in result.stdout
     assert "peak memory, MiB" in result.stdout and f"{report['seqtile']['losses'][2]:.6f}" in result.stdout
     assert (output / "report.png").read_bytes().startswith(b"\x89PNG")
     assert list((output / "model").glob("*.safetensors"))
@@ -61,6 +71,63 @@ def test_compare(pretrained: Path, document: Path, tmp_path: Path) -> None:
     after = AutoModelForCausalLM.from_pretrained(output / "model")
     assert all(relative_error(b, a) > 0 for a, b in zip(before.parameters(), after.parameters(), strict=True))
     assert AutoTokenizer.from_pretrained(output / "model")("word")["input_ids"]
+
+
+@pytest.mark.parametrize("tiled", [False, True], ids=["untiled", "tiled"])
+def test_bfloat16_trains_float32_weights(
+    pretrained: Path, tmp_path: Path, tiled: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A learning rate whose updates bfloat16 weights would round away moves all that has a gradient."""
+    monkeypatch.setattr("seqtile.recipes.train.return_freed_memory", lambda: None)  # it is for good
+    job = Job(str(pretrained), (), 300, 3, False, "cpu", "bfloat16", 1e-5, 0, tmp_path)
+    rows = torch.randint(3, 90, (3, 300))
+    losses = train(job, rows, tiled=tiled, save_to=tmp_path).losses
+    in_float32 = train(replace(job, dtype="float32"), rows, tiled=tiled, save_to=None).losses
+    assert losses != in_float32 and losses == pytest.approx(in_float32, rel=0.02), "computed in bfloat16"
+    before = AutoModelForCausalLM.from_pretrained(pretrained)
+    after = AutoModelForCausalLM.from_pretrained(tmp_path)
+    pairs = list(zip(before.parameters(), after.parameters(), strict=True))
+    assert all(new.dtype == torch.float32 for _, new in pairs)
+    moved = sum((old != new).sum().item() for old, new in pairs)
+    assert moved > 0.7 * sum(old.numel() for old, _ in pairs)
+
+
+@pytest.mark.parametrize("signum, code", [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
+def test_interrupted(pretrained: Path, document: Path, tmp_path: Path, signum: int, code: int) -> None:
+    """Ctrl-C, which a terminal sends to every process, or a kill of the parent alone: its worker ends with it."""
+    command = [sys.executable, "-m", "seqtile.cli", "finetune", "--model", str(pretrained), "--data", str(document)]
+    command += ["--seq-len", "50", "--steps", "20000", "--device", "cpu", "--output", str(tmp_path / "run")]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    with subprocess.Popen(command, text=True, start_new_session=True, **pipes) as process:
+        try:
+            read = [process.stdout.readline() for _ in range(3)]
+            (os.killpg if signum == signal.SIGINT else os.kill)(process.pid, signum)
+            rest, errors = process.communicate(timeout=30)  # until the worker has closed its end of the pipes too
+        finally:
+            try:
+                os.killpg(process.pid, signal.SIGKILL)
+            except ProcessLookupError:  # as it should be
+                pass
+    assert read[1].startswith("seqtile: step 1/20000  loss ") and "step 20000/" not in rest
+    assert process.returncode == code and "Traceback" not in errors, errors
+    assert (rest.splitlines()[-1] == "interrupted") == (signum == signal.SIGINT)
+
+
+def test_many_steps_stay_readable() -> None:
+    run = {"losses": [10 - step / 200 for step in range(1000)], "peak_mib": 1.0, "step_seconds": [1.0] * 1000}
+    run["tokens_per_second"] = 1.0
+    job = {"model": "m", "seq_len": 8, "steps": 1000, "device": "cpu", "dtype": "float32"}
+    report = job | {"baseline": run, "seqtile": run, "max_loss_difference": 0.0}
+    console = Console(record=True, width=120)
+    print_table(report, console)
+    text = console.export_text()
+    assert text.count("loss, step") == 10 and "loss, step 1 " in text and "loss, step 1000 " in text
+    for steps, marked in ((1000, False), (3, True), (1, True)):
+        short = run | {"losses": run["losses"][:steps]}
+        axes = picture(report | {"steps": steps, "baseline": short, "seqtile": short}).axes[0]
+        ticks = axes.get_xticks()
+        assert 1 <= len(ticks) <= 12 and all(tick == int(tick) for tick in ticks)
+        assert all((line.get_marker() not in ("None", None)) == marked for line in axes.get_lines())
 
 
 def refused(*arguments: object) -> str:
@@ -83,8 +150,10 @@ def test_bad_input(pretrained: Path, document: Path, tmp_path: Path) -> None:
     assert "holds no config.json" in refused(*common, "--model", tmp_path)
     short = refused(*common, "--data", document, "--seq-len", 1_000_000)
     assert "tokens, expected at least 1000000, one sequence; pass more text, or a shorter --seq-len" in short
+    (tmp_path / "binary.dat").write_bytes(b"\xff\xfe")
+    assert "--data holds no UTF-8 text: 1 file skipped" in refused(*common, "--data", tmp_path / "binary.dat")
     GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=50)).save_pretrained(tmp_path / "gpt2")
-    assert "'gpt2' is not supported; seqtile supports llama" in refused(*common, "--model", tmp_path / "gpt2")
+    assert "'gpt2' is not supported; seqtile supports cohere" in refused(*common, "--model", tmp_path / "gpt2")
     for name, changes, message in (
         ("gelu", {"hidden_act": "gelu"}, "activation is GELU"),
         ("small", {"vocab_size": 60}, "the tokenizer gave token"),
@@ -96,6 +165,12 @@ def test_bad_input(pretrained: Path, document: Path, tmp_path: Path) -> None:
     assert not output.exists(), "a refused job leaves nothing behind"
     blocked = refused(*common, "--data", document, "--output", document / "run")
     assert "cannot be written to" in blocked and "choose another directory" in blocked
+
+
+def test_a_model_that_is_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    message = refused("--model", "runs/nope", "--output", tmp_path / "run")
+    assert "--model: there is no directory runs/nope here" in message and "hub could not be reached (" in message
 
 
 def test_running_out_of_memory_is_told_from_a_mistake() -> None:
@@ -113,14 +188,19 @@ def test_documents_are_read_in_order_and_binaries_skipped(pretrained: Path, tmp_
     (tmp_path / "a" / "x.md").write_text("first")
     (tmp_path / "c.bin").write_bytes(b"\xff\xfe\x00")
     (tmp_path / "d.txt").write_bytes(b"zero\x00byte")
-    assert list(read_texts((tmp_path,))) == ["first", "second"]
+    assert list(read_texts((tmp_path,))) == ["first", "second", None, None]
     assert list(read_texts((tmp_path / "b.txt",))) == ["second"]
     tokenizer = AutoTokenizer.from_pretrained(pretrained)
-    rows = sequences((tmp_path,), tokenizer, seq_len=4, count=5)
+    read = sequences((tmp_path,), tokenizer, seq_len=4, count=5)
+    rows = read.rows
     letters = [tokenizer.convert_ids_to_tokens(row) for row in rows.tolist()]
     assert letters[0] == list("firs") and letters[1] == ["t", "</s>", "s", "e"]
     assert rows.shape == (5, 4) and rows[3].equal(rows[0]), "full sequences repeat when the text ends"
     assert rows.dtype == torch.int64
+    text = "2 files read, 13 tokens (2 files skipped as not UTF-8 text); the text fills 3 sequences"
+    assert str(read) == f"data: {text}: 5 steps go over it 1.7 times"
+    enough = sequences((tmp_path,), tokenizer, seq_len=4, count=1)
+    assert str(enough) == "data: 1 file read, 6 tokens; enough for 1 sequence, one a step"
 
 
 def test_the_default_document_is_long() -> None:

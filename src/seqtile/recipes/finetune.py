@@ -27,13 +27,15 @@ def finetune(job: Job, console: Console) -> dict[str, Any]:
         config = load_config(job.model)
         seqtile.apply_seqtile(skeleton(config))  # what it cannot tile it refuses here, before anything is trained
         tokenizer = load_tokenizer(job.model)
-        batches = sequences(job.data, tokenizer, job.seq_len, job.steps)
+        data = sequences(job.data, tokenizer, job.seq_len, job.steps)
+    batches = data.rows
     if batches.max() >= config.vocab_size:
         raise ValueError(
             f"--model: the tokenizer gave token {batches.max()}, but config.vocab_size is {config.vocab_size}; "
             "pass a model with its own tokenizer"
         )
     check_writable(job.output)
+    console.print(str(data), soft_wrap=True, highlight=False)
     if job.seq_len > config.max_position_embeddings:
         console.print(f"note: {job.model} is configured for {config.max_position_embeddings:,} positions at most")
     baseline = None

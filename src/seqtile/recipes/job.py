@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+DTYPES = ("float32", "bfloat16")  # of the computation; weights, gradients and optimizer state are float32
 
 
 @dataclass(frozen=True)

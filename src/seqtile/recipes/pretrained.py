@@ -42,9 +42,17 @@ def source(model: str) -> tuple[str, dict[str, Any]]:
 
 
 def load_config(model: str) -> PreTrainedConfig:
-    """The configuration of `model`, without its weights."""
+    """The configuration of `model`, without its weights. ValueError if neither a path nor the hub has it."""
     name, options = source(model)
-    return AutoConfig.from_pretrained(name, **options)
+    try:
+        return AutoConfig.from_pretrained(name, **options)
+    except OSError as error:
+        if Path(name).exists():
+            raise
+        raise ValueError(
+            f"--model: there is no directory {name} here, and as a hub name it was not found or the hub could not be "
+            f"reached ({str(error).splitlines()[0]})"
+        ) from error
 
 
 def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
@@ -58,9 +66,9 @@ def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(name, **options)
 
 
-def load_model(model: str, dtype: torch.dtype) -> PreTrainedModel:
-    """The model of `source(model)`, its weights in `dtype`, ready to be trained and saved."""
+def load_model(model: str) -> PreTrainedModel:
+    """The model of `source(model)`, its weights in float32, ready to be trained and saved."""
     name, options = source(model)
     if "gguf_file" in options:
         options["quantization_config"] = GgufConfig(dequantize=True)
-    return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **options)
+    return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, **options)

@@ -14,6 +14,10 @@ from seqtile.recipes.train import RunResult
 
 matplotlib.use("Agg")
 from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
+
+SHOWN = 10  # steps: of more, the table shows this many, evenly spaced, and the picture no markers
 
 
 def figures(job: Job, baseline: RunResult | None, tiled: RunResult) -> dict[str, Any]:
@@ -36,14 +40,14 @@ def figures(job: Job, baseline: RunResult | None, tiled: RunResult) -> dict[str,
 
 
 def print_table(report: dict[str, Any], console: Console) -> None:
-    """The figures of report.json as a table."""
+    """The figures of report.json as a table; of many losses some, the first and the last among them."""
     tiled, baseline = report["seqtile"], report["baseline"]
     runs = [tiled] if baseline is None else [baseline, tiled]
     table = Table(title=f"{report['model']}, {report['seq_len']:,} tokens, {report['dtype']} on {report['device']}")
     table.add_column("")
     for name in ("seqtile",) if baseline is None else ("untiled", "seqtile"):
         table.add_column(name, justify="right")
-    for step in range(report["steps"]):
+    for step in sorted({round(row * (report["steps"] - 1) / (SHOWN - 1)) for row in range(SHOWN)}):
         table.add_row(f"loss, step {step + 1}", *(f"{run['losses'][step]:.6f}" for run in runs))
     table.add_section()
     table.add_row("peak memory, MiB", *(f"{run['peak_mib']:,.0f}" for run in runs))
@@ -60,12 +64,22 @@ def print_table(report: dict[str, Any], console: Console) -> None:
 def write_report(report: dict[str, Any], directory: Path) -> None:
     """report.json and report.png in `directory`."""
     (directory / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    figure = picture(report)
+    figure.savefig(directory / "report.png", dpi=150)
+    plt.close(figure)
+
+
+def picture(report: dict[str, Any]) -> Figure:
+    """Two panels: the losses by step, and the peak memory as bars."""
     runs = {"untiled": report["baseline"], "seqtile": report["seqtile"]}
     runs = {name: run for name, run in runs.items() if run is not None}
     figure, (losses, memory) = plt.subplots(1, 2, figsize=(9, 3.6), layout="constrained")
-    for (name, run), style in zip(runs.items(), ("o-", "x--") if len(runs) == 2 else ("x--",), strict=True):
-        losses.plot(range(1, report["steps"] + 1), run["losses"], style, label=name, color="black", markersize=7)
-    losses.set(title="loss", xlabel="step", xticks=range(1, report["steps"] + 1))
+    for name, run in runs.items():
+        style = {"color": "black", "linestyle": "--"} if name == "seqtile" else {"color": "darkgrey", "linewidth": 3}
+        marker = {"untiled": "o", "seqtile": "x"}[name] if report["steps"] <= SHOWN else None
+        losses.plot(range(1, report["steps"] + 1), run["losses"], label=name, marker=marker, markersize=7, **style)
+    losses.set(title="loss", xlabel="step")
+    losses.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
     losses.legend()
     bars = memory.bar(list(runs), [run["peak_mib"] for run in runs.values()], color="lightgrey", edgecolor="black")
     for bar, hatch in zip(bars, ("", "//") if len(runs) == 2 else ("//",), strict=True):
@@ -74,5 +88,4 @@ def write_report(report: dict[str, Any], directory: Path) -> None:
     memory.margins(y=0.12)
     memory.set(title="peak memory, MiB")
     figure.suptitle(f"{report['model']}, {report['seq_len']:,} tokens, {report['dtype']} on {report['device']}")
-    figure.savefig(directory / "report.png", dpi=150)
-    plt.close(figure)
+    return figure

@@ -2,22 +2,26 @@
 
 import ctypes
 import io
+import os
 import re
+import signal
 import sys
 import time
+from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import redirect_stderr
+from contextlib import contextmanager, redirect_stderr
 from dataclasses import dataclass
-from multiprocessing import get_context
+from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
+from threading import Thread
 
 import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 import seqtile
-from seqtile.recipes.job import DTYPES, Job
+from seqtile.recipes.job import Job
 from seqtile.recipes.pretrained import load_model
 
 MIB = 2**20
@@ -39,15 +43,45 @@ class RunResult:
 
 
 def run_alone(job: Job, sequences: torch.Tensor, *, tiled: bool, save_to: Path | None) -> RunResult:
-    """`train` in a process of its own."""
-    with ProcessPoolExecutor(max_workers=1, mp_context=get_context("spawn")) as pool:
+    """`train` in a process of its own, which ends when this one is interrupted or ends."""
+    others = set(active_children())
+    context = get_context("spawn")
+    with ProcessPoolExecutor(max_workers=1, mp_context=context, initializer=end_with_parent) as pool:
         try:
-            return pool.submit(train, job, sequences, tiled=tiled, save_to=save_to).result()
+            with interrupts_blocked():
+                running = pool.submit(train, job, sequences, tiled=tiled, save_to=save_to)
+            return running.result()
+        except KeyboardInterrupt:
+            for worker in set(active_children()) - others:
+                worker.kill()
+            raise
         except RuntimeError as error:
             if not is_out_of_memory(error):
                 raise
             name = "tiled" if tiled else "untiled"
             raise RunOutOfMemory(f"the {name} run had too little memory; a shorter --seq-len needs less") from error
+        finally:
+            Console().show_cursor()  # a killed process leaves it hidden
+
+
+def end_with_parent() -> None:
+    """Ends this process at once when the one that started it has ended, however that came about."""
+
+    def wait() -> None:
+        parent_process().join()
+        os._exit(1)
+
+    Thread(target=wait, daemon=True).start()
+
+
+@contextmanager
+def interrupts_blocked() -> Iterator[None]:
+    """A process started inside never sees Ctrl-C, which a terminal sends to it too; this one sees it afterwards."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
@@ -58,6 +92,7 @@ def is_out_of_memory(error: RuntimeError) -> bool:
 def train(job: Job, sequences: torch.Tensor, *, tiled: bool, save_to: Path | None) -> RunResult:
     """Full-parameter AdamW over `sequences` [steps, seq_len], one a step, under activation checkpointing.
 
+    In bfloat16 the model and its loss run under autocast; weights, gradients and optimizer state are float32.
     Saves the trained model to `save_to` as safetensors, if given.
     """
     torch.manual_seed(job.seed)
@@ -65,10 +100,11 @@ def train(job: Job, sequences: torch.Tensor, *, tiled: bool, save_to: Path | Non
         return_freed_memory()
     name = "seqtile" if tiled else "untiled"
     losses, seconds = [], []
-    with progress_bars() as progress:
+    console = Console()
+    with progress_bars(console) as progress:
         loading = progress.add_task(f"{name}: loading", total=1, figures="")
         with redirect_stderr(io.StringIO()):  # Hugging Face's own bars
-            model = load_model(job.model, DTYPES[job.dtype]).to(job.device).train()
+            model = load_model(job.model).to(job.device).train()
         enable_checkpointing(model)
         if tiled:
             seqtile.apply_seqtile(model)
@@ -78,7 +114,8 @@ def train(job: Job, sequences: torch.Tensor, *, tiled: bool, save_to: Path | Non
         training = progress.add_task(f"{name}: training", total=job.steps, figures="")
         for ids in sequences.unsqueeze(1).to(job.device):
             start = time.perf_counter()
-            loss = model(input_ids=ids, labels=ids, use_cache=False).loss
+            with torch.autocast(job.device, torch.bfloat16, enabled=job.dtype == "bfloat16"):
+                loss = model(input_ids=ids, labels=ids, use_cache=False).loss
             loss.backward()
             optimizer.step()
             optimizer.zero_grad()
@@ -87,6 +124,8 @@ def train(job: Job, sequences: torch.Tensor, *, tiled: bool, save_to: Path | Non
             rate = f"{job.seq_len / seconds[-1]:,.0f} tokens/s"
             figures = f"loss {losses[-1]:.4f}  {rate}  peak {peak_mib(job.device):,.0f} MiB"
             progress.update(training, advance=1, figures=figures)
+            if not console.is_terminal:
+                print(f"{name}: step {len(losses)}/{job.steps}  {figures}", flush=True)
     result = RunResult(
         losses=losses,
         step_seconds=seconds,
@@ -100,14 +139,15 @@ def train(job: Job, sequences: torch.Tensor, *, tiled: bool, save_to: Path | Non
     return result
 
 
-def progress_bars() -> Progress:
-    """One line a phase: what, how far, and its latest figures."""
+def progress_bars(console: Console) -> Progress:
+    """One line a phase: what, how far, and its latest figures; nothing if the console is no terminal."""
     return Progress(
         TextColumn("{task.description:<17}"),
         BarColumn(bar_width=12),
         MofNCompleteColumn(),
         TextColumn("{task.fields[figures]}"),
-        console=Console(),
+        console=console,
+        disable=not console.is_terminal,
     )
 
 

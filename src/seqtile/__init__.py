@@ -15,11 +15,13 @@ from seqtile.models import (
 from seqtile.ops.gated_mlp import gated_mlp
 from seqtile.ops.linear_cross_entropy import LossMetrics, linear_cross_entropy
 from seqtile.ops.linear_log_probs import linear_log_probs
+from seqtile.ops.projection import LowRank
 
 __version__ = "0.1.0"
 
 __all__ = [
     "LossMetrics",
+    "LowRank",
     "apply_seqtile",
     "apply_seqtile_to_cohere",
     "apply_seqtile_to_gemma2",

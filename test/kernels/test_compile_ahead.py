@@ -53,18 +53,16 @@ def kernels(dtype: str) -> dict[str, tuple]:
             )
             for name, on in LOSS_VARIANTS.items()
         },
-        "gated_activation": (
-            activation._gated_activation_kernel,
-            forward,
-            {"BLOCK": activation.BLOCK},
-            activation.NUM_WARPS,
-        ),
-        "gated_activation_backward": (
-            activation._gated_activation_backward_kernel,
-            backward,
-            {"BLOCK": activation.BLOCK},
-            activation.NUM_WARPS,
-        ),
+        **{
+            f"gated_activation{name}_{function}": (
+                getattr(activation, f"_gated_activation{name}_kernel"),
+                signature,
+                {"GELU": function == "gelu", "BLOCK": activation.BLOCK},
+                activation.NUM_WARPS,
+            )
+            for name, signature in (("", forward), ("_backward", backward))
+            for function in ("silu", "gelu")
+        },
     }
 
 

@@ -1,3 +1,5 @@
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -9,10 +11,15 @@ SHAPES = [(63, 1000), (17, 1025), (5, 4097)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
 
 
-def reference(gate: torch.Tensor, up: torch.Tensor, d_product: torch.Tensor) -> list[torch.Tensor]:
+ACTIVATION = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
+
+
+def reference(
+    gate: torch.Tensor, up: torch.Tensor, d_product: torch.Tensor, activation: str = "silu"
+) -> list[torch.Tensor]:
     """product, d_gate, d_up as autograd computes them in the dtype of its arguments."""
     gate, up = (tensor.detach().clone().requires_grad_() for tensor in (gate, up))
-    product = F.silu(gate) * up
+    product = ACTIVATION[activation](gate) * up
     product.backward(d_product)
     return [product, gate.grad, up.grad]
 
@@ -24,27 +31,29 @@ def inputs(rows: int, width: int, dtype: torch.dtype, device: str) -> tuple[torc
     return slab, [slab[i, :, :width] for i in range(3)]
 
 
+@pytest.mark.parametrize("activation", ACTIVATION)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), SHAPES)
-def test_forward(rows: int, width: int, dtype: torch.dtype, device: str) -> None:
+def test_forward(rows: int, width: int, dtype: torch.dtype, activation: str, device: str) -> None:
     slab, (gate, up, d_product) = inputs(rows, width, dtype, device)
-    same = reference(gate, up, d_product)[0]
-    truth = reference(gate.double(), up.double(), d_product.double())[0]
+    same = reference(gate, up, d_product, activation)[0]
+    truth = reference(gate.double(), up.double(), d_product.double(), activation)[0]
     up_before = up.clone()
-    ours = gated_activation_(gate, up)
+    ours = gated_activation_(gate, up, activation)
     assert ours.data_ptr() == gate.data_ptr()
     assert_as_exact(ours, same, truth)
     assert up.equal(up_before)
     assert slab[:, :, width:].isnan().all(), "wrote past a row"
 
 
+@pytest.mark.parametrize("activation", ACTIVATION)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rows", "width"), SHAPES)
-def test_backward(rows: int, width: int, dtype: torch.dtype, device: str) -> None:
+def test_backward(rows: int, width: int, dtype: torch.dtype, activation: str, device: str) -> None:
     slab, (gate, up, d_product) = inputs(rows, width, dtype, device)
-    same = reference(gate, up, d_product)
-    truth = reference(gate.double(), up.double(), d_product.double())
-    gated_activation_backward_(gate, up, d_product)
+    same = reference(gate, up, d_product, activation)
+    truth = reference(gate.double(), up.double(), d_product.double(), activation)
+    gated_activation_backward_(gate, up, d_product, activation)
     for ours, theirs, true in zip((d_product, gate, up), same, truth, strict=True):
         assert_as_exact(ours, theirs, true)
     assert slab[:, :, width:].isnan().all(), "wrote past a row"
@@ -60,8 +69,19 @@ def test_row_offsets_are_int64(device: str) -> None:
     same = reference(gate.contiguous(), up.contiguous(), d_product.contiguous())
     truth = reference(gate.double(), up.double(), d_product.double())
     product = gate.clone()
-    gated_activation_(product, up)
+    gated_activation_(product, up, "silu")
     assert_as_exact(product, same[0], truth[0])
-    gated_activation_backward_(gate, up, d_product)
+    gated_activation_backward_(gate, up, d_product, "silu")
     for ours, theirs, true in zip((d_product, gate, up), same, truth, strict=True):
         assert_as_exact(ours.contiguous(), theirs, true)
+
+
+@pytest.mark.parametrize("activation", ACTIVATION)
+def test_extreme_gates(activation: str, device: str) -> None:
+    """Where the sigmoid saturates, its products neither overflow nor become NaN."""
+    gate = torch.tensor([[-1e4, -100.0, -1e-6, 0.0, 1e-6, 100.0, 1e4]], device=device)
+    up, d_product = torch.randn_like(gate), torch.randn_like(gate)
+    truth = reference(gate.double(), up.double(), d_product.double(), activation)
+    gated_activation_backward_(gate, up, d_product, activation)
+    for ours, true in zip((d_product, gate, up), truth, strict=True):
+        torch.testing.assert_close(ours.double(), true, rtol=1e-5, atol=1e-30)

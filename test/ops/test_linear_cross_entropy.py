@@ -404,3 +404,26 @@ def test_a_sharded_weight_is_refused() -> None:
         torch.testing.assert_close(whole, linear_cross_entropy(hidden, weight, target), rtol=0, atol=0)
     finally:
         dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_main_grad(reduction: str, device: str) -> None:
+    """Two micro-batches add up, unrounded, in the weight's own float32 buffer; nothing goes to .grad."""
+    batches = [make(190, torch.bfloat16, device), make(77, torch.bfloat16, device)]
+    weight, bias = batches[0][1], torch.randn(V, device=device).bfloat16().requires_grad_()
+    usual, truth = [], []
+    for hidden, _, target in batches:
+        same, exact = (
+            reference(hidden, weight, target, bias=bias, dtype=dtype, reduction=reduction)[2:]
+            for dtype in (torch.bfloat16, torch.float64)
+        )
+        usual, truth = [*usual, same], [*truth, exact]
+    for parameter in (weight, bias):
+        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+    for hidden, _, target in batches:
+        loss = linear_cross_entropy(hidden, weight, target, bias=bias, chunk_tokens=63, reduction=reduction)
+        loss.sum().backward()
+        assert hidden.grad is not None
+    for i, parameter in enumerate((weight, bias)):
+        assert parameter.grad is None
+        assert_as_exact(parameter.main_grad, usual[0][i] + usual[1][i], truth[0][i] + truth[1][i])

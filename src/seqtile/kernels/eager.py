@@ -3,6 +3,7 @@
 Each function does what the one of the same name in `launch.py` documents.
 """
 
+import math
 from collections.abc import Iterator
 
 import torch
@@ -89,17 +90,29 @@ def _logits(
     return x / options.temperature, slope
 
 
-def gated_activation_(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    g = gate.float()
-    return gate.copy_(g.sigmoid().mul_(g).mul_(up.float()))
+def gated_activation_(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+    for rows in _row_blocks(gate):
+        g = gate[rows].float()
+        sigmoid, _ = _sigmoid(g, activation)
+        gate[rows] = sigmoid.mul_(g).mul_(up[rows])
+    return gate
 
 
-def gated_activation_backward_(gate: torch.Tensor, up: torch.Tensor, d_product: torch.Tensor) -> None:
-    g, u, d = gate.float(), up.float(), d_product.float()  # float32: the same storage
-    sigmoid = g.sigmoid()
-    silu = g * sigmoid
-    slope = sigmoid.lerp_(sigmoid.new_ones(()), silu)  # sigmoid + silu * (1 - sigmoid), the derivative of silu
-    gate.copy_(slope.mul_(u).mul_(d))
-    product = torch.mul(silu, u, out=slope)
-    up.copy_(silu.mul_(d))
-    d_product.copy_(product)
+def gated_activation_backward_(gate: torch.Tensor, up: torch.Tensor, d_product: torch.Tensor, activation: str) -> None:
+    for rows in _row_blocks(gate):
+        g, u, d = gate[rows].float(), up[rows].float(), d_product[rows].float()
+        sigmoid, slope = _sigmoid(g, activation)
+        activated = g * sigmoid
+        product = activated * u
+        gate[rows] = d * u * sigmoid * (1 + g * (1 - sigmoid) * slope)
+        up[rows] = d * activated
+        d_product[rows] = product
+
+
+def _sigmoid(gate: torch.Tensor, activation: str) -> tuple[torch.Tensor, torch.Tensor | float]:
+    """s = sigmoid(v) and v' of the activation gate * s; see `gated_activation.py`."""
+    if activation == "silu":
+        return gate.sigmoid(), 1.0
+    root = 2 * math.sqrt(2 / math.pi)
+    square = gate.square()
+    return (gate * (root + root * 0.044715 * square)).sigmoid_(), root + 3 * root * 0.044715 * square

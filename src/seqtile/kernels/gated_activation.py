@@ -1,6 +1,7 @@
-"""silu(gate) * up and its backward, in Triton: element-wise, float32 inside, in place.
+"""act(gate) * up and its backward, in Triton: element-wise, float32 inside, in place.
 
-With s = sigmoid(gate): silu = gate * s and d silu / d gate = s * (1 + gate * (1 - s)).
+Both activations are gate * s with s = sigmoid(v(gate)), so that d act / d gate = s * (1 + gate * (1 - s) * v'(gate)):
+SiLU with v(x) = x; GELU by tanh with v(x) = 2 sqrt(2 / pi) (x + 0.044715 x**3), since (1 + tanh(u)) / 2 = sigmoid(2 u).
 """
 
 import torch
@@ -12,12 +13,25 @@ NUM_WARPS = 4  # 8 columns a thread: one 16-byte access in half precision
 
 
 @triton.jit
+def _sigmoid(gate, GELU: tl.constexpr):
+    """s and v' of the activation."""
+    slope = 1.0
+    inner = gate
+    if GELU:
+        square = gate * gate
+        inner = gate * (1.5957691216057308 + 0.07135481627260025 * square)
+        slope = 1.5957691216057308 + 0.21406444881780076 * square
+    return tl.sigmoid(inner), slope
+
+
+@triton.jit
 def _gated_activation_kernel(
     gate_ptr,
     up_ptr,
     gate_row_stride,
     up_row_stride,
     width,
+    GELU: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)  # int64: row * stride passes 2**31 at 150k tokens of Llama-8B's MLP
@@ -26,7 +40,8 @@ def _gated_activation_kernel(
     gate_ptrs = gate_ptr + row * gate_row_stride + columns
     gate = tl.load(gate_ptrs, mask=mask).to(tl.float32)
     up = tl.load(up_ptr + row * up_row_stride + columns, mask=mask).to(tl.float32)
-    product = gate * tl.sigmoid(gate) * up
+    sigmoid, _ = _sigmoid(gate, GELU)
+    product = gate * sigmoid * up
     tl.store(gate_ptrs, product.to(gate_ptr.dtype.element_ty), mask=mask)
 
 
@@ -39,6 +54,7 @@ def _gated_activation_backward_kernel(
     up_row_stride,
     product_row_stride,
     width,
+    GELU: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)
@@ -50,26 +66,33 @@ def _gated_activation_backward_kernel(
     gate = tl.load(gate_ptrs, mask=mask).to(tl.float32)
     up = tl.load(up_ptrs, mask=mask).to(tl.float32)
     d_product = tl.load(product_ptrs, mask=mask).to(tl.float32)
-    sigmoid = tl.sigmoid(gate)
-    silu = gate * sigmoid
-    d_gate = d_product * up * sigmoid * (1.0 + gate * (1.0 - sigmoid))
+    sigmoid, slope = _sigmoid(gate, GELU)
+    activated = gate * sigmoid
+    d_gate = d_product * up * sigmoid * (1.0 + gate * (1.0 - sigmoid) * slope)
     dtype = gate_ptr.dtype.element_ty
     tl.store(gate_ptrs, d_gate.to(dtype), mask=mask)
-    tl.store(up_ptrs, (d_product * silu).to(dtype), mask=mask)
-    tl.store(product_ptrs, (silu * up).to(dtype), mask=mask)
+    tl.store(up_ptrs, (d_product * activated).to(dtype), mask=mask)
+    tl.store(product_ptrs, (activated * up).to(dtype), mask=mask)
 
 
-def gated_activation_(gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+def gated_activation_(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
     """See `launch.gated_activation_`."""
     assert gate.stride(1) == up.stride(1) == 1
     rows, width = gate.shape
     _gated_activation_kernel[(rows, triton.cdiv(width, BLOCK))](
-        gate, up, gate.stride(0), up.stride(0), width, BLOCK=BLOCK, num_warps=NUM_WARPS
+        gate,
+        up,
+        gate.stride(0),
+        up.stride(0),
+        width,
+        GELU=activation == "gelu_tanh",
+        BLOCK=BLOCK,
+        num_warps=NUM_WARPS,
     )
     return gate
 
 
-def gated_activation_backward_(gate: torch.Tensor, up: torch.Tensor, d_product: torch.Tensor) -> None:
+def gated_activation_backward_(gate: torch.Tensor, up: torch.Tensor, d_product: torch.Tensor, activation: str) -> None:
     """See `launch.gated_activation_backward_`."""
     assert gate.stride(1) == up.stride(1) == d_product.stride(1) == 1
     rows, width = gate.shape
@@ -81,6 +104,7 @@ def gated_activation_backward_(gate: torch.Tensor, up: torch.Tensor, d_product: 
         up.stride(0),
         d_product.stride(0),
         width,
+        GELU=activation == "gelu_tanh",
         BLOCK=BLOCK,
         num_warps=NUM_WARPS,
     )

@@ -1,4 +1,4 @@
-"""The gated MLP of Llama and its kin, down(silu(gate(x)) * up(x)), tile by tile along the tokens.
+"""The gated MLP of Llama and its kin, down(act(gate(x)) * up(x)), tile by tile along the tokens.
 
 Only x is kept. The backward of a tile recomputes gate and up (2 u, where u = 2 * T * D * M FLOP), never down, and adds
 6 u; with the forward's 3 u that is 11 u, which is also what an untiled MLP costs under activation checkpointing.
@@ -6,152 +6,162 @@ Source: Arctic Long Sequence Training, 3.1.1; Mini-Sequence Transformer, algorit
 forward is spared in a checkpoint's replay.
 """
 
+from collections.abc import Sequence
+
 import torch
 import torch.nn.functional as F
 from torch.autograd.graph import Node
 
 from seqtile.kernels.launch import gated_activation_, gated_activation_backward_
-from seqtile.ops.checks import autocast_dtype, check_first_derivative, check_operands, check_shape
+from seqtile.ops.checks import autocast_dtype, check_first_derivative
+from seqtile.ops.mlp_checks import check_gated_mlp
+from seqtile.ops.projection import LowRank, Projection, ProjectionGrad
 from seqtile.ops.saver import save_input
 from seqtile.ops.tiles import resolve_chunk_tokens, tiles
-from seqtile.ops.weight_grad import WeightGrad
-
-_OP = "gated_mlp"
+from seqtile.ops.weight_grad import main_grad_of
 
 
 def gated_mlp(
     x: torch.Tensor,
     gate_weight: torch.Tensor,
-    up_weight: torch.Tensor,
+    up_weight: torch.Tensor | None,
     down_weight: torch.Tensor,
     *,
+    gate_bias: torch.Tensor | None = None,
+    up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
+    gate_lora: LowRank | None = None,
+    up_lora: LowRank | None = None,
+    down_lora: LowRank | None = None,
     activation: str = "silu",
     chunk_tokens: int | None = None,
 ) -> torch.Tensor:
-    """down_weight @ (silu(gate_weight @ x) * (up_weight @ x)) for every token of x.
+    """down(act(gate(x)) * up(x)) for every token of x, where each of the three is a linear layer.
 
     Args:
         x: [..., D], float32, bfloat16 or float16.
         gate_weight, up_weight: [M, D]; down_weight: [D, M]; the dtype of x (any of the three under autocast).
-        activation: "silu", the only one so far.
+            up_weight None: gate_weight is [2M, D], gate above up, as in Phi-3, and so are its bias and adapter.
+        gate_bias, up_bias: [M]; down_bias: [D]; the dtype of x.
+        gate_lora, up_lora, down_lora: `LowRank(a, b, scale)`, adapters without dropout: a [r, in], b [out, r], any of
+            the three dtypes; computed in that of x.
+        activation: "silu", or "gelu_tanh" (Hugging Face's gelu_pytorch_tanh).
         chunk_tokens: tokens a tile, see `ops/tiles.py`; None for its rule.
 
     Returns:
         [..., D], the dtype of x (autocast's dtype under autocast).
 
-    Gradients: of x in its dtype; of the weights summed over tiles in float32, rounded once and returned once.
+    Gradients: of x in its dtype; of the parameters summed over tiles in float32, rounded once and returned once. A
+    parameter with a float32 `main_grad` takes its gradient there instead, unrounded, tile by tile. What is frozen costs
+    no product and no buffer.
 
-    Memory: saves x [T, D] for the backward and nothing else. Allocates the output, two tiles [chunk_tokens, M] in the
-    forward; d_x, three tiles and three float32 weight gradients in the backward. No [T, M] tensor ever. The eager twins
-    of CPU users need up to two float32 tiles more, in half precision five.
+    Memory: saves x [T, D] for the backward and nothing else. Allocates the output and a tile [chunk_tokens, 2M] in the
+    forward; d_x, a tile [chunk_tokens, 3M] and the parameters' float32 gradients in the backward. Never a [T, M]
+    tensor. Adapters need some [chunk_tokens, r] besides.
 
     No more tokens than a tile: the plain expression runs, 9 u instead of 11 u, and autograd saves what it saves.
     Under autocast the operands are cast once, before the tiles. Under torch.compile the tiled path is one graph break.
 
     Raises:
-        TypeError, ValueError: dtypes, devices or shapes that do not fit, an empty x, an unknown activation.
+        TypeError, ValueError: dtypes, devices or shapes that do not fit, an empty x, an unknown activation, a
+            `main_grad` that is not float32 or of another shape.
         RuntimeError: in the backward, for second derivatives (`create_graph=True`).
     """
-    _check(x, gate_weight, up_weight, down_weight, activation)
+    projections = [Projection.of(gate_weight, gate_bias, gate_lora), Projection.of(down_weight, down_bias, down_lora)]
+    if up_weight is not None:
+        projections.insert(1, Projection.of(up_weight, up_bias, up_lora))
+    check_gated_mlp(x, projections, activation, up_bias, up_lora)
     chunk_tokens = resolve_chunk_tokens(chunk_tokens, x.shape[-1])
-    if x.shape[:-1].numel() <= chunk_tokens:
-        return F.linear(F.silu(F.linear(x, gate_weight)) * F.linear(x, up_weight), down_weight)
-    return _tiled(x, gate_weight, up_weight, down_weight, chunk_tokens)
+    tensors = [tensor for projection in projections for tensor in projection.tensors]
+    fits = x.shape[:-1].numel() <= chunk_tokens
+    if fits and all(main_grad_of(tensor) is None for tensor in tensors):
+        return _plain(x, *projections, activation=activation)
+    return _tiled(x, projections, activation, chunk_tokens)
 
 
-def _check(
-    x: torch.Tensor, gate_weight: torch.Tensor, up_weight: torch.Tensor, down_weight: torch.Tensor, activation: str
-) -> None:
-    operands = {"x": x, "gate_weight": gate_weight, "up_weight": up_weight, "down_weight": down_weight}
-    check_operands(_OP, "x", operands)
-    if x.dim() == 0 or x.numel() == 0:
-        raise ValueError(f"{_OP}: x has shape {list(x.shape)}, expected [..., D] with at least one token")
-    if gate_weight.dim() != 2 or gate_weight.shape[1] != x.shape[-1]:
-        raise ValueError(
-            f"{_OP}: gate_weight has shape {list(gate_weight.shape)}, expected [M, D] with D = {x.shape[-1]}"
-        )
-    width, hidden_size = gate_weight.shape
-    check_shape(_OP, "up_weight", up_weight, (width, hidden_size), "gate_weight's [M, D]")
-    check_shape(_OP, "down_weight", down_weight, (hidden_size, width), "[D, M]")
-    if activation != "silu":
-        raise ValueError(f'{_OP}: activation is {activation!r}, expected "silu"')
+def _plain(x: torch.Tensor, *projections: Projection, activation: str) -> torch.Tensor:
+    *into, down = projections
+    gate, up = into[0].plain(x).chunk(2, dim=-1) if len(into) == 1 else (projection.plain(x) for projection in into)
+    activated = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
+    return down.plain(activated * up)
 
 
 @torch.compiler.disable(reason="seqtile.gated_mlp saves its input in a node of its own")
-def _tiled(
-    x: torch.Tensor,
-    gate_weight: torch.Tensor,
-    up_weight: torch.Tensor,
-    down_weight: torch.Tensor,
-    chunk_tokens: int,
-) -> torch.Tensor:
-    weights = (gate_weight, up_weight, down_weight)
-    # Each weight gets a node of its own, in this order: gradients then reach down first, then up, then gate, as they do
-    # without tiles. ZeRO-1 and -2 fill their buckets as gradients arrive, so ranks with and without tiles must agree.
-    leaves = [weight.view_as(weight) for weight in weights]
+def _tiled(x: torch.Tensor, projections: list[Projection], activation: str, chunk_tokens: int) -> torch.Tensor:
+    # Each parameter gets a node of its own, in this order: gradients then arrive as they do without tiles, last one
+    # first. ZeRO-1 and -2 fill their buckets as gradients arrive, so ranks with and without tiles must agree.
+    tensors = [tensor for projection in projections for tensor in projection.tensors]
+    leaves = [None if tensor is None else tensor.view_as(tensor) for tensor in tensors]
     shape = x.shape
     x = x.to(autocast_dtype(x) or x.dtype).reshape(-1, shape[-1])
     node = None
     if torch.is_grad_enabled() and x.requires_grad:
-        x, node = save_input(x, *weights)
-    return GatedMLPFunction.apply(x, *leaves, weights, chunk_tokens, node).view(shape)
+        x, node = save_input(x, *tensors)
+    return GatedMLPFunction.apply(x, projections, activation, chunk_tokens, node, *leaves).view(shape)
 
 
 class GatedMLPFunction(torch.autograd.Function):
-    """x [T, D] -> [T, D]. The weights come twice: as `leaves`, which take the gradients, and as they are, which are
-    used. `node` holds (x, gate_weight, up_weight, down_weight) for the backward if x requires a gradient."""
+    """x [T, D] -> [T, D]. The parameters come twice: as `leaves`, which take the gradients, and in `projections`, which
+    are used. `node` holds x and the parameters for the backward if x requires a gradient."""
 
     @staticmethod
     def forward(
         ctx,
         x: torch.Tensor,
-        gate_leaf: torch.Tensor,
-        up_leaf: torch.Tensor,
-        down_leaf: torch.Tensor,
-        weights: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+        projections: list[Projection],
+        activation: str,
         chunk_tokens: int,
         node: Node | None,
+        *leaves: torch.Tensor | None,
     ) -> torch.Tensor:
-        ctx.chunk_tokens = chunk_tokens
-        ctx.node = node
+        tensors = [tensor for projection in projections for tensor in projection.tensors]
+        ctx.scales = [projection.scale for projection in projections]
+        ctx.main_grads = [main_grad_of(tensor) for tensor in tensors]
+        ctx.activation, ctx.chunk_tokens, ctx.node = activation, chunk_tokens, node
         if node is None:
-            ctx.save_for_backward(x, *weights)
-        gate_operand, up_operand, down_operand = (w.to(x.dtype) for w in weights)
+            ctx.save_for_backward(x, *tensors)
+        *into, down = (projection.to(x.dtype) for projection in projections)
         y = torch.empty_like(x)
-        gate_buffer, up_buffer = x.new_empty(2, min(x.shape[0], chunk_tokens), gate_operand.shape[0])
+        buffer = x.new_empty(min(x.shape[0], chunk_tokens), 2 * down.weight.shape[1])
         for tile in tiles(x.shape[0], chunk_tokens):
-            rows = tile.stop - tile.start
-            gate = torch.mm(x[tile], gate_operand.t(), out=gate_buffer[:rows])
-            up = torch.mm(x[tile], up_operand.t(), out=up_buffer[:rows])
-            torch.mm(gated_activation_(gate, up), down_operand.t(), out=y[tile])
+            gate, up = _gate_and_up(x[tile], into, buffer[: tile.stop - tile.start])
+            down.forward(gated_activation_(gate, up, activation), out=y[tile])
         return y
 
     @staticmethod
     def backward(ctx, d_y: torch.Tensor):
-        check_first_derivative(_OP)
-        x, *weights = ctx.saved_tensors if ctx.node is None else ctx.node.saved_tensors
-        needs_x, *needs_weight = ctx.needs_input_grad[:4]
-        gate_operand, up_operand, down_operand = (w.to(x.dtype) for w in weights)
-        d_gate_weight, d_up_weight, d_down_weight = (
-            WeightGrad(w) if needed else None for w, needed in zip(weights, needs_weight, strict=True)
-        )
+        check_first_derivative("gated_mlp")
+        x, *tensors = ctx.saved_tensors if ctx.node is None else ctx.node.saved_tensors
+        needs_x, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[5:]
+        originals = [Projection(*tensors[4 * i : 4 * i + 4], scale) for i, scale in enumerate(ctx.scales)]
+        *into_grads, down_grad = grads = [
+            ProjectionGrad(original, x.dtype, needs[4 * i : 4 * i + 4], ctx.main_grads[4 * i : 4 * i + 4])
+            for i, original in enumerate(originals)
+        ]
+        *into, down = (original.to(x.dtype) for original in originals)
         d_x = torch.empty_like(x) if needs_x else None
-        buffers = x.new_empty(3, min(x.shape[0], ctx.chunk_tokens), gate_operand.shape[0])
+        width, rows = down.weight.shape[1], min(x.shape[0], ctx.chunk_tokens)
+        buffer, product_buffer = x.new_empty(rows, 2 * width), x.new_empty(rows, width)
         for tile in tiles(x.shape[0], ctx.chunk_tokens):
-            gate, up, product = buffers[:, : tile.stop - tile.start]
-            torch.mm(x[tile], gate_operand.t(), out=gate)
-            torch.mm(x[tile], up_operand.t(), out=up)
-            torch.mm(d_y[tile], down_operand, out=product)
-            gated_activation_backward_(gate, up, product)
-            d_gate, d_up = gate, up
-            if d_down_weight is not None:
-                d_down_weight.add(d_y[tile], product)
-            if d_gate_weight is not None:
-                d_gate_weight.add(d_gate, x[tile])
-            if d_up_weight is not None:
-                d_up_weight.add(d_up, x[tile])
-            if d_x is not None:
-                torch.mm(d_gate, gate_operand, out=d_x[tile])
-                d_x[tile].addmm_(d_up, up_operand)
-        d_weights = (None if grad is None else grad.result() for grad in (d_gate_weight, d_up_weight, d_down_weight))
-        return d_x, *d_weights, None, None, None
+            both, product = buffer[: tile.stop - tile.start], product_buffer[: tile.stop - tile.start]
+            gate, up = _gate_and_up(x[tile], into, both)
+            down.backward(d_y[tile], out=product)
+            gated_activation_backward_(gate, up, product, ctx.activation)
+            down_grad.add(d_y[tile], product)
+            d_into = (both,) if len(into) == 1 else (gate, up)  # the kernel left d_gate and d_up there
+            for i, (projection, grad, d_out) in enumerate(zip(into, into_grads, d_into, strict=True)):
+                grad.add(d_out, x[tile])
+                if d_x is not None:
+                    projection.backward(d_out, out=d_x[tile], add=i > 0)
+        return d_x, None, None, None, None, *(result for grad in grads for result in grad.results())
+
+
+def _gate_and_up(x: torch.Tensor, into: Sequence[Projection], both: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Writes gate and up of a tile side by side into `both` [C, 2M], and returns its halves."""
+    gate, up = both.chunk(2, dim=1)
+    if len(into) == 1:
+        into[0].forward(x, out=both)
+    else:
+        into[0].forward(x, out=gate)
+        into[1].forward(x, out=up)
+    return gate, up

@@ -6,6 +6,7 @@ import torch
 
 from seqtile.ops.checks import check_first_derivative
 from seqtile.ops.logit_tiles import Gradients, Operands, Settings, Values, sweep
+from seqtile.ops.weight_grad import main_grad_of
 
 
 class TotalLossFunction(torch.autograd.Function):
@@ -20,6 +21,7 @@ class TotalLossFunction(torch.autograd.Function):
         operands = Operands(*operands)
         values = operands.new_values(metrics, metrics)
         ctx.settings = settings
+        ctx.main_grads = [main_grad_of(parameter) for parameter in (operands.weight, operands.bias)]
         ctx.needs = [differentiate and needed for needed in ctx.needs_input_grad[3:6]]
         ctx.gradients, ctx.unit = _total_gradients(ctx, operands, values)
         ctx.save_for_backward(*operands)
@@ -33,7 +35,7 @@ class TotalLossFunction(torch.autograd.Function):
         if gradients is None:
             operands = _saved(ctx)
             gradients, _ = _total_gradients(ctx, operands, operands.new_values())
-        return None, None, None, *gradients.scaled(upstream * ctx.unit, ctx.settings), None, None, None
+        return None, None, None, *gradients.scaled(upstream * ctx.unit, ctx.settings, ctx.main_grads), None, None, None
 
 
 def _total_gradients(ctx, operands: Operands, values: Values) -> tuple[Gradients, torch.Tensor | float]:
@@ -55,6 +57,7 @@ class TokenLossFunction(torch.autograd.Function):
         values = operands.new_values(entropy or metrics, metrics)
         sweep(operands, settings, values)
         ctx.settings = settings
+        ctx.main_grads = [main_grad_of(parameter) for parameter in (operands.weight, operands.bias)]
         ctx.save_for_backward(*operands)
         ctx.set_materialize_grads(False)
         ctx.mark_non_differentiable(*(value for value in (values.lse, values.predicted) if value is not None))
@@ -73,7 +76,7 @@ class TokenLossFunction(torch.autograd.Function):
         row_scale = row_scale / unit
         entropy_scale = None if entropy_scale is None else entropy_scale / unit
         gradients = sweep(operands, ctx.settings, values, ctx.needs_input_grad[3:6], row_scale, entropy_scale)
-        return None, None, None, *gradients.scaled(unit, ctx.settings), None, None, None
+        return None, None, None, *gradients.scaled(unit, ctx.settings, ctx.main_grads), None, None, None
 
 
 def _saved(ctx) -> Operands:

@@ -76,8 +76,13 @@ class Gradients:
     weight: WeightGrad | None
     bias: WeightGrad | None
 
-    def scaled(self, factor: torch.Tensor, settings: Settings) -> tuple[torch.Tensor | None, ...]:
-        """The gradients, multiplied once by `factor` (float32, one number) in float32, in place, and rounded."""
+    def scaled(
+        self, factor: torch.Tensor, settings: Settings, main_grads: Sequence[torch.Tensor | None]
+    ) -> tuple[torch.Tensor | None, ...]:
+        """The gradients, multiplied once by `factor` (float32, one number) in float32, in place, and rounded.
+
+        `main_grads`: of weight and bias, where they have one, to add to.
+        """
         factor = factor.reshape(1) / settings.loss.temperature  # one dimension: a scalar would first be rounded
         of_products = factor * settings.loss.logit_scale
         if self.hidden is not None:
@@ -86,11 +91,8 @@ class Gradients:
         for grad, scale in ((self.weight, of_products), (self.bias, factor)):
             if grad is not None:
                 grad.total.mul_(scale)
-        return (
-            self.hidden,
-            self.weight.result() if self.weight is not None else None,
-            self.bias.result().squeeze(1) if self.bias is not None else None,
-        )
+        pairs = zip((self.weight, self.bias), main_grads, strict=True)
+        return self.hidden, *(None if grad is None else grad.result(main_grad) for grad, main_grad in pairs)
 
 
 def sweep(
@@ -135,7 +137,7 @@ def sweep(
         if gradients.weight is not None:
             gradients.weight.add(d_logits, x)
         if gradients.bias is not None:
-            gradients.bias.add(d_logits, x.new_ones(x.shape[0], 1))
+            gradients.bias.add(d_logits)
         if gradients.hidden is None:
             return
         if rows is not None:
@@ -159,7 +161,7 @@ def _empty_gradients(operands: Operands, settings: Settings, needs: Sequence[boo
     return Gradients(
         hidden=d_hidden,
         weight=WeightGrad(weight, settings.accumulate_dtype) if needs_weight else None,
-        bias=WeightGrad(bias.unsqueeze(1), settings.accumulate_dtype) if needs_bias else None,
+        bias=WeightGrad(bias, settings.accumulate_dtype) if needs_bias else None,
     )
 
 

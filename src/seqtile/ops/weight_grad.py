@@ -1,7 +1,10 @@
-"""How a weight's gradient adds up over tiles: in one float32 buffer that reaches autograd once.
+"""How a parameter's gradient adds up over tiles: in one float32 buffer that reaches autograd once.
 
 Because it is returned once, by one node, DDP, FSDP2 and ZeRO need no special code. Because it is float32, its error
 does not grow with the number of tiles (bfloat16 sums over 256 tiles are 9 times worse than one rounding).
+
+A parameter that carries a `main_grad` (float32, of its shape: Megatron's convention) takes its gradient there instead:
+tiles and micro-batches add up in it, unrounded, and autograd is given nothing.
 """
 
 import torch
@@ -14,18 +17,24 @@ _CPU_BLOCK = (128, 4096)
 
 
 class WeightGrad:
-    """d_weight = sum over tiles of left' right, where the layer is y = x weight' and left = d_y, right = x.
+    """d_weight = sum over tiles of left' right, where the layer is y = x weight' + bias and left = d_y, right = x; or
+    d_bias, where right is all ones.
 
-    Allocates one buffer of the weight's shape, float32 or `dtype`.
+    Allocates one buffer of the parameter's shape, float32 or `dtype`, unless it is given a `main_grad` to add to.
     """
 
-    def __init__(self, weight: torch.Tensor, dtype: torch.dtype = torch.float32):
-        self.total = torch.empty(weight.shape, dtype=dtype, device=weight.device)
-        self._weight_dtype = weight.dtype
-        self._empty = True
+    def __init__(
+        self, parameter: torch.Tensor, dtype: torch.dtype = torch.float32, main_grad: torch.Tensor | None = None
+    ):
+        self._shape, self._dtype = parameter.shape, parameter.dtype
+        self._in_place = main_grad is not None
+        self._empty = not self._in_place
+        total = main_grad if self._in_place else torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
+        self.total = total if total.dim() == 2 else total.unsqueeze(1)
 
-    def add(self, left: torch.Tensor, right: torch.Tensor) -> None:
-        """Adds left' right; left [C, out], right [C, in], both of one dtype."""
+    def add(self, left: torch.Tensor, right: torch.Tensor | None = None) -> None:
+        """Adds left' right, or for a bias left' ones; left [C, out], right [C, in], both of one dtype."""
+        right = left.new_ones(left.shape[0], 1) if right is None else right
         beta = 0 if self._empty else 1  # beta 0 ignores what the empty buffer holds, NaN included
         self._empty = False
         if left.dtype == self.total.dtype:
@@ -49,6 +58,28 @@ class WeightGrad:
                 self.total[columns].addmm_(left[rows, columns].t().float(), operand, beta=beta)
             beta = 1
 
-    def result(self) -> torch.Tensor:
-        """The sum, rounded once to the weight's dtype; zeros if nothing was added."""
-        return (self.total.zero_() if self._empty else self.total).to(self._weight_dtype)
+    def result(self, main_grad: torch.Tensor | None = None) -> torch.Tensor | None:
+        """The sum, rounded once to the parameter's dtype; zeros if nothing was added.
+
+        None if it went to a `main_grad`: the one it was given from the start, or the one it is added to now.
+        """
+        total = self.total.zero_() if self._empty else self.total
+        if main_grad is not None:
+            main_grad.add_(total.view(self._shape))
+        if self._in_place or main_grad is not None:
+            return None
+        return total.to(self._dtype).view(self._shape)
+
+
+def main_grad_of(parameter: torch.Tensor | None) -> torch.Tensor | None:
+    """The parameter's `main_grad`, None if it has none. Raises ValueError unless it is float32 and of its shape.
+
+    To be asked for in the forward: what a backward finds saved may be a copy without attributes.
+    """
+    main_grad = getattr(parameter, "main_grad", None)
+    if main_grad is not None and (main_grad.dtype != torch.float32 or main_grad.shape != parameter.shape):
+        raise ValueError(
+            f"main_grad is {main_grad.dtype} {list(main_grad.shape)}, expected torch.float32 "
+            f"{list(parameter.shape)}, the parameter's shape; allocate it so, or take it off"
+        )
+    return main_grad

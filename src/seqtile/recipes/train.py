@@ -77,6 +77,9 @@ def end_with_parent() -> None:
 @contextmanager
 def interrupts_blocked() -> Iterator[None]:
     """A process started inside never sees Ctrl-C, which a terminal sends to it too; this one sees it afterwards."""
+    if not hasattr(signal, "pthread_sigmask"):  # Windows
+        yield
+        return
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield

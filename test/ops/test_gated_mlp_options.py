@@ -171,7 +171,7 @@ def test_main_grad_that_does_not_fit(device: str) -> None:
         ({"up_weight": None, "gate_weight": torch.randn(M + 1, D)}, r"expected \[2M, D\]"),
         ({"activation": "gelu"}, "activation is 'gelu', expected one of silu, gelu_tanh"),
     ],
-    ids=str,
+    ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_bad_input(changes: dict, message: str) -> None:
     weights = {name: value for name, value in make(False, (), "cpu").items()}

@@ -16,6 +16,7 @@ from seqtile.ops.gated_mlp import gated_mlp
 from seqtile.ops.linear_cross_entropy import LossMetrics, linear_cross_entropy
 from seqtile.ops.linear_log_probs import linear_log_probs
 from seqtile.ops.projection import LowRank
+from seqtile.ops.tiled import tiled
 
 __version__ = "0.1.0"
 
@@ -35,4 +36,5 @@ __all__ = [
     "modules",
     "restore",
     "status",
+    "tiled",
 ]

@@ -30,7 +30,7 @@ class WeightGrad:
         self._in_place = main_grad is not None
         self._empty = not self._in_place
         total = main_grad if self._in_place else torch.empty(parameter.shape, dtype=dtype, device=parameter.device)
-        self.total = total if total.dim() == 2 else total.unsqueeze(1)
+        self.total = total.unsqueeze(1) if total.dim() == 1 else total
 
     def add(self, left: torch.Tensor, right: torch.Tensor | None = None) -> None:
         """Adds left' right, or for a bias left' ones; left [C, out], right [C, in], both of one dtype."""
@@ -47,6 +47,12 @@ class WeightGrad:
             torch.mm(left.t(), right, out_dtype=torch.float32, out=self.total)
         else:
             self.total.add_(torch.mm(left.t(), right, out_dtype=torch.float32))
+
+    def add_whole(self, gradient: torch.Tensor) -> None:
+        """Adds a tile's gradient that is there already, of the parameter's shape."""
+        total = self.total.view(self._shape)
+        total.copy_(gradient) if self._empty else total.add_(gradient)
+        self._empty = False
 
     def _add_in_float32(self, left: torch.Tensor, right: torch.Tensor, beta: int) -> None:
         block_rows, block_columns = left.shape if left.is_cuda else _CPU_BLOCK

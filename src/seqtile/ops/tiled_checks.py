@@ -1,0 +1,67 @@
+"""What `tiled` requires of its inputs, of its function's outputs, and of what the function uses besides."""
+
+from collections.abc import Sequence
+
+import torch
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+
+def check_inputs(
+    inputs: Sequence[torch.Tensor], shared: Sequence[torch.Tensor], params: Sequence[torch.Tensor], dim: int
+) -> tuple[int, int]:
+    """The inputs' length along `dim`, and how many tokens stand at one position of it."""
+    if not inputs:
+        raise ValueError("tiled: no input to cut; pass the tensors that hold the tokens")
+    for kind, tensors in (("input", inputs), ("shared tensor", shared), ("parameter", params)):
+        for i, tensor in enumerate(tensors):
+            if not isinstance(tensor, torch.Tensor):
+                raise TypeError(f"tiled: {kind} {i} is a {type(tensor).__name__}, expected a tensor")
+    for i, tensor in enumerate(inputs):
+        if not -tensor.dim() <= dim < tensor.dim() or tensor.shape[dim] == 0:
+            raise ValueError(f"tiled: input {i} has shape {list(tensor.shape)}, expected tokens along dimension {dim}")
+        if tensor.shape[dim] != inputs[0].shape[dim]:
+            raise ValueError(
+                f"tiled: input {i} is {tensor.shape[dim]} long along dimension {dim}, input 0 is "
+                f"{inputs[0].shape[dim]}; pass what has no tokens as shared"
+            )
+    for i, param in enumerate(params):
+        if not param.is_leaf:
+            raise ValueError(f"tiled: parameter {i} is computed from others; pass it as shared, or list those")
+        if hasattr(param, "ds_id") or is_traceable_wrapper_subclass(param):
+            raise ValueError(
+                f"tiled: parameter {i} is a {type(param).__name__} sharded over ranks (by ZeRO-3, or as a DTensor): "
+                "every tile would gather it, and ranks may have different numbers of tiles; gather it first"
+            )
+    first = inputs[0]
+    others = [size for i, size in enumerate(first.shape[:-1]) if i != dim % first.dim()]
+    return first.shape[dim], torch.Size(others).numel()
+
+
+def check_outputs(results: Sequence[torch.Tensor], length: int, dim: int) -> None:
+    """Raises ValueError unless every output of a tile is as long as the tile."""
+    for i, result in enumerate(results):
+        if not isinstance(result, torch.Tensor):
+            raise TypeError(f"tiled: output {i} of fn is a {type(result).__name__}, expected a tensor")
+        if not -result.dim() <= dim < result.dim() or result.shape[dim] != length:
+            raise ValueError(
+                f"tiled: output {i} of fn is {list(result.shape)} for a tile of {length}, expected {length} along "
+                f"dimension {dim}: fn must make one output a token"
+            )
+
+
+def check_leaves(results: Sequence[torch.Tensor], known: Sequence[torch.Tensor]) -> None:
+    """Raises ValueError if the results' graph reaches a leaf that is not `known`: its gradient would be lost."""
+    allowed = {id(tensor) for tensor in known}
+    seen, pending = set(), [result.grad_fn for result in results if result.grad_fn is not None]
+    while pending:
+        node = pending.pop()
+        if node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) not in allowed:
+            raise ValueError(
+                f"tiled: fn uses a tensor {list(leaf.shape)} that requires a gradient and that it was not given; list "
+                "it in params"
+            )
+        pending += [following for following, _ in node.next_functions if following is not None]

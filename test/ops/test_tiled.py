@@ -1,0 +1,255 @@
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from assertions import assert_as_exact, relative_error
+from measure import FlopCount, LiveBytes, eager_memory
+from seqtile import tiled
+
+D, M = 32, 70
+
+
+class Mlp(nn.Module):
+    def __init__(self, dropout: float = 0.0):
+        super().__init__()
+        self.into, self.norm, self.out = nn.Linear(D, M), nn.LayerNorm(M), nn.Linear(M, D)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.out(self.dropout(F.gelu(self.norm(self.into(x)))))
+
+
+def apply(module: nn.Module, x: torch.Tensor, chunk_tokens: int = 20) -> torch.Tensor:
+    return tiled(module, x, params=list(module.parameters()), chunk_tokens=chunk_tokens)
+
+
+def gradients(y: torch.Tensor, d_y: torch.Tensor, *leaves: torch.Tensor) -> list[torch.Tensor]:
+    return [y.detach(), *torch.autograd.grad(y, leaves, d_y.to(y.dtype))]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("checkpointed", [None, False, True], ids=["plain", "ckpt", "reentrant"])
+@pytest.mark.parametrize("shape", [(63, D), (3, 41, D), (2, 3, 11, D)], ids=str)
+def test_module(shape: tuple[int, ...], checkpointed: bool | None, dtype: torch.dtype, device: str) -> None:
+    module = Mlp().to(device, dtype)
+    x = torch.randn(shape, device=device).to(dtype).requires_grad_()
+    d_y = torch.randn(shape, device=device).to(dtype)
+    same = gradients(module(x), d_y, x, *module.parameters())
+    y = apply(module, x) if checkpointed is None else checkpoint(apply, module, x, use_reentrant=checkpointed)
+    y.backward(d_y)  # a reentrant checkpoint knows .grad alone
+    ours = [y, x.grad, *(parameter.grad for parameter in module.parameters())]
+    truth_module, truth_x = Mlp().to(device, torch.float64), x.detach().double().requires_grad_()
+    truth_module.load_state_dict(module.state_dict())
+    truth = gradients(truth_module(truth_x), d_y, truth_x, *truth_module.parameters())
+    for mine, theirs, true in zip(ours, same, truth, strict=True):
+        assert mine.dtype == dtype
+        assert_as_exact(mine, theirs, true)
+
+
+def several(a: torch.Tensor, b: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Two outputs with gradients, of different widths, and one of integers."""
+    return (a @ table) * b, a.detach().argmax(-1, keepdim=True), (a * b).sum(-1, keepdim=True)
+
+
+@pytest.mark.parametrize("trainable", [(True, True, True), (False, True, False), (False, False, True)])
+def test_several_inputs_and_outputs_and_a_shared_tensor(trainable: tuple[bool, ...], device: str) -> None:
+    a, b, table = (torch.randn(*shape, device=device) for shape in ((2, 95, D), (2, 95, D), (D, D)))
+    leaves = []
+    for tensor, wanted in zip((a, b, table), trainable, strict=True):
+        tensor.requires_grad_(wanted)
+        leaves += [tensor] * wanted
+
+    def run(outputs: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+        assert not outputs[1].requires_grad and outputs[1].dtype == torch.int64
+        loss = outputs[0].sin().sum() + outputs[2].square().sum()
+        return [*outputs, *torch.autograd.grad(loss, leaves)]
+
+    ours = run(tiled(several, a, b, shared=[table * 1.0], chunk_tokens=20))
+    for mine, expected in zip(ours, run(several(a, b, table * 1.0)), strict=True):
+        assert relative_error(mine, expected) <= 1e-5
+
+
+def test_shared_tensor_that_is_computed_gets_its_gradient_through(device: str) -> None:
+    scale = torch.tensor(0.3, device=device, requires_grad=True)
+    x = torch.randn(95, D, device=device)
+    tiled(lambda x, s: x * s, x, shared=[scale.exp()], chunk_tokens=20).sum().backward()
+    torch.testing.assert_close(scale.grad, x.sum() * scale.detach().exp(), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_dropout_is_replayed(checkpointed: bool, device: str) -> None:
+    """The backward drops what the forward dropped, and leaves the generator where the forward left it."""
+    module = Mlp(dropout=0.5).to(device)
+    x, d_y = torch.randn(95, D, device=device, requires_grad=True), torch.randn(95, D, device=device)
+    torch.manual_seed(3)
+    expected = torch.cat([module(piece) for piece in x.split(20)])
+    expected = gradients(expected, d_y, x, *module.parameters())
+    state = torch.get_rng_state()
+    torch.manual_seed(3)
+    y = checkpoint(apply, module, x, use_reentrant=False) if checkpointed else apply(module, x)
+    torch.rand(7)  # draws in between change nothing
+    ours = gradients(y, d_y, x, *module.parameters())
+    for mine, true in zip(ours, expected, strict=True):
+        assert relative_error(mine, true) <= 1e-5
+    torch.manual_seed(3)
+    apply(module, x).backward(d_y)
+    assert device != "cpu" or torch.get_rng_state().equal(state)
+
+
+def test_autocast_is_replayed(device: str) -> None:
+    module = Mlp().to(device)
+    x, d_y = torch.randn(95, D, device=device, requires_grad=True), torch.randn(95, D, device=device).bfloat16()
+    with torch.autocast(device, torch.bfloat16):
+        same, y = module(x), apply(module, x)
+    assert y.dtype == torch.bfloat16
+    same, ours = (gradients(out, d_y, x, *module.parameters()) for out in (same, y))
+    truth_module, truth_x = Mlp().to(device, torch.float64), x.detach().double().requires_grad_()
+    truth_module.load_state_dict(module.state_dict())
+    truth = gradients(truth_module(truth_x), d_y, truth_x, *truth_module.parameters())
+    for mine, theirs, true in zip(ours, same, truth, strict=True):
+        assert_as_exact(mine, theirs, true)
+
+
+def test_gradients_of_parameters_do_not_lose_digits_over_tiles(device: str) -> None:
+    """Autograd rounds each tile's gradient, but their sum is float32: 200 tiles are little worse than one."""
+    module = nn.Linear(D, M, bias=False).to(device, torch.bfloat16)
+    x, d_y = (torch.randn(2000, width, device=device).bfloat16() for width in (D, M))
+    truth = d_y.double().T @ x.double()
+    errors = {}
+    for chunk_tokens in (2000, 10):
+        (gradient,) = torch.autograd.grad(apply(module, x, chunk_tokens), module.weight, d_y)
+        errors[chunk_tokens] = relative_error(gradient, truth)
+    assert errors[10] <= 1.6 * errors[2000]
+
+
+def test_parameters_reach_autograd_once_and_main_grad_is_served(device: str) -> None:
+    module = Mlp().to(device)
+    calls: list[str] = []
+    for name, parameter in module.named_parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _, name=name: calls.append(name))
+    x, d_y = torch.randn(95, D, device=device), torch.randn(95, D, device=device)
+    apply(module, x).backward(d_y)
+    assert sorted(calls) == sorted(name for name, _ in module.named_parameters())
+    expected = {name: parameter.grad for name, parameter in module.named_parameters()}
+    for parameter in module.parameters():
+        parameter.grad, parameter.main_grad = None, torch.ones_like(parameter)
+    apply(module, x).backward(d_y)
+    for name, parameter in module.named_parameters():
+        assert parameter.grad is None
+        torch.testing.assert_close(parameter.main_grad, expected[name] + 1)
+
+
+def test_products() -> None:
+    """One forward more without checkpointing. With it the replay stops before the function: none more, but for the last
+    layer, which the untiled replay leaves out."""
+    module, x, d_y = Mlp(), torch.randn(100, D, requires_grad=True), torch.randn(100, D)
+    unit = 2 * 100 * D * M
+    for forward, units in (
+        (module, 6),
+        (lambda x: apply(module, x), 8),
+        (lambda x: checkpoint(module, x, use_reentrant=False), 7),
+        (lambda x: checkpoint(lambda x: apply(module, x), x, use_reentrant=False), 8),
+    ):
+        with FlopCount() as flops:
+            forward(x).backward(d_y)
+        assert flops.total == units * unit and not flops.unknown
+
+
+@eager_memory
+def test_memory() -> None:
+    """Inside the function nothing has the length of the sequence; nothing is saved beside the input."""
+    module = Mlp()
+
+    def peak(tokens: int) -> tuple[int, int]:
+        x = torch.randn(tokens, D, requires_grad=True)
+        with LiveBytes() as memory:
+            y = apply(module, x)
+            saved = memory.live - y.nbytes
+            y.backward(torch.ones_like(y))
+        return saved, memory.peak
+
+    (saved, short), (saved_longer, long) = peak(1000), peak(4000)
+    assert saved == saved_longer and saved < 20_000  # the state of the random generator
+    assert (long - short) / 3000 == 3 * 4 * D  # y, its gradient, that of x
+
+
+def test_a_leaf_that_is_not_listed_is_not_ignored(device: str) -> None:
+    module, x = Mlp().to(device), torch.randn(95, D, device=device, requires_grad=True)
+    parameters = list(module.parameters())
+    with pytest.raises(ValueError, match=r"fn uses a tensor \[32, 70\] that requires a gradient .*list it in params"):
+        tiled(module, x, params=[p for p in parameters if p.shape != (D, M)], chunk_tokens=20)
+    with torch.no_grad():
+        assert tiled(module, x, chunk_tokens=20).shape == x.shape
+    for parameter in parameters:
+        parameter.requires_grad_(False)
+    assert tiled(module, x, chunk_tokens=20).requires_grad
+
+
+def test_one_tile_is_the_function_itself(device: str) -> None:
+    calls = []
+    x = torch.randn(2, 20, D, device=device)
+    assert tiled(lambda t: calls.append(t) or t, x, chunk_tokens=40) is x and calls[0] is x
+    tiled(lambda t: calls.append(t) or t, x, chunk_tokens=39)
+    assert [call.shape[1] for call in calls] == [20, 19, 1], "two rows a position: 39 tokens are 19 positions"
+
+
+def test_another_dimension(device: str) -> None:
+    x = torch.randn(95, 3, D, device=device, requires_grad=True)
+    ours = gradients(tiled(torch.sin, x, dim=0, chunk_tokens=30), x.detach(), x)
+    for mine, true in zip(ours, gradients(x.sin(), x.detach(), x), strict=True):
+        torch.testing.assert_close(mine, true)
+
+
+def test_second_derivatives_raise(device: str) -> None:
+    x = torch.randn(95, D, device=device, requires_grad=True)
+    with pytest.raises(RuntimeError, match="create_graph"):
+        torch.autograd.grad(tiled(torch.sin, x, chunk_tokens=20).sum(), x, create_graph=True)
+
+
+def test_compiled_equals_eager(device: str) -> None:
+    module, x = Mlp().to(device), torch.randn(95, D, device=device, requires_grad=True)
+    d_y = torch.randn(95, D, device=device)
+    compiled = torch.compile(lambda x: apply(module, x * 1.0) * 1.0, backend="aot_eager")
+    ours, eager = (gradients(f(x), d_y, x, *module.parameters()) for f in (compiled, lambda x: apply(module, x)))
+    torch.testing.assert_close(ours, eager)
+    params = list(module.parameters())
+    explained = torch._dynamo.explain(lambda x: tiled(module, x * 1.0, params=params, chunk_tokens=20) * 1.0)(x)
+    assert len({reason.user_stack[-1].lineno for reason in explained.break_reasons}) == 1
+    assert "seqtile.tiled" in explained.break_reasons[0].reason
+
+
+def sharded() -> nn.Parameter:
+    parameter = nn.Parameter(torch.zeros(0))
+    parameter.ds_id = 0  # ZeRO-3's mark
+    return parameter
+
+
+X = torch.zeros(95, D)
+
+
+@pytest.mark.parametrize(
+    ("fn", "inputs", "options", "error", "message"),
+    [
+        (torch.sin, (), {}, ValueError, "no input to cut"),
+        (torch.sin, ([1.0],), {}, TypeError, "input 0 is a list"),
+        (torch.add, (X, X[:90]), {}, ValueError, "input 1 is 90 long along dimension -2, input 0 is 95"),
+        (torch.sin, (X[:, 0],), {}, ValueError, r"input 0 has shape \[95\], expected tokens along dimension -2"),
+        (torch.sin, (X,), {"params": [X * torch.ones(1, requires_grad=True)]}, ValueError, "computed from others"),
+        (torch.sin, (X,), {"params": [sharded()]}, ValueError, "parameter 0 is a Parameter sharded over ranks"),
+        (
+            lambda x: x.sum(0, keepdim=True),
+            (X,),
+            {},
+            ValueError,
+            r"output 0 of fn is \[1, 32\] for a tile of 20",
+        ),
+        (lambda x: (x, None), (X,), {}, TypeError, "output 1 of fn is a NoneType"),
+        (torch.sin, (X,), {"chunk_tokens": 0}, ValueError, "chunk_tokens"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_bad_input(fn, inputs: tuple, options: dict, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        tiled(fn, *inputs, **{"chunk_tokens": 20} | options)

@@ -8,7 +8,7 @@ from assertions import assert_as_exact, relative_error
 from measure import FlopCount, LiveBytes, eager_memory
 from seqtile import tiled
 
-D, M = 32, 70
+D, M = 96, 150
 
 
 class Mlp(nn.Module):
@@ -178,7 +178,7 @@ def test_memory() -> None:
 def test_a_leaf_that_is_not_listed_is_not_ignored(device: str) -> None:
     module, x = Mlp().to(device), torch.randn(95, D, device=device, requires_grad=True)
     parameters = list(module.parameters())
-    with pytest.raises(ValueError, match=r"fn uses a tensor \[32, 70\] that requires a gradient .*list it in params"):
+    with pytest.raises(ValueError, match=r"fn uses a tensor \[96, 150\] that requires a gradient .*list it in params"):
         tiled(module, x, params=[p for p in parameters if p.shape != (D, M)], chunk_tokens=20)
     with torch.no_grad():
         assert tiled(module, x, chunk_tokens=20).shape == x.shape
@@ -243,7 +243,7 @@ X = torch.zeros(95, D)
             (X,),
             {},
             ValueError,
-            r"output 0 of fn is \[1, 32\] for a tile of 20",
+            r"output 0 of fn is \[1, 96\] for a tile of 20",
         ),
         (lambda x: (x, None), (X,), {}, TypeError, "output 1 of fn is a NoneType"),
         (torch.sin, (X,), {"chunk_tokens": 0}, ValueError, "chunk_tokens"),

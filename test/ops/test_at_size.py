@@ -81,6 +81,8 @@ def test_the_device_is_never_waited_for_without_ignored_tokens() -> None:
     target = torch.randint(0, 32_000, (5000,), device="cuda")
     torch.cuda.set_sync_debug_mode("error")
     try:
+        num_items = torch.tensor(77)  # on the CPU
+        linear_cross_entropy(hidden, weight, target, ignore_index=None, num_items=num_items).backward()
         linear_cross_entropy(hidden, weight, target, ignore_index=None, bias=weight[:, 0]).backward()
         linear_cross_entropy(hidden, weight, target, ignore_index=None, reduction="none").sum().backward()
         with pytest.raises(RuntimeError, match="synchronizing"):

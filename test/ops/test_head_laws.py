@@ -27,9 +27,9 @@ def counted(*operands: torch.Tensor, **options: object) -> tuple[int, int, int]:
     return flops.total, forward, memory.peak
 
 
-@pytest.mark.parametrize("ignore_index", [IGNORE, None])
+@pytest.mark.parametrize(("reduction", "ignore_index"), [("mean", IGNORE), ("mean", None), ("none", None)])
 @pytest.mark.parametrize(("size", "vocab"), [(4096, 128256), (5120, 151936)], ids=["llama3_8b", "qwen3_32b"])
-def test_memory_does_not_grow_with_length(size: int, vocab: int, ignore_index: int | None) -> None:
+def test_memory_does_not_grow_with_length(size: int, vocab: int, reduction: str, ignore_index: int | None) -> None:
     """Simulated at full size on fake tensors: beyond inputs, d_hidden, d_weight in float32 and its rounding, one tile
     of logits and 5 %, the same at 8 thousand tokens and at a million."""
     tile = resolve_chunk_tokens(None, size) * vocab * 2
@@ -38,10 +38,11 @@ def test_memory_does_not_grow_with_length(size: int, vocab: int, ignore_index: i
             hidden = torch.empty(tokens, size, dtype=torch.bfloat16, requires_grad=True)
             weight = torch.empty(vocab, size, dtype=torch.bfloat16, requires_grad=True)
             target = torch.zeros(tokens, dtype=torch.int64)
-            flops, forward, peak = counted(hidden, weight, target, ignore_index=ignore_index)
-        assert flops == 3 * 2 * tokens * size * vocab
+            options = {"ignore_index": ignore_index, "reduction": reduction}
+            flops, forward, peak = counted(hidden, weight, target, **options)
+        assert flops == (4 if reduction == "none" else 3) * 2 * tokens * size * vocab
         d_hidden, d_weight = tokens * size * 2, vocab * size * 4
-        assert forward - d_hidden - d_weight <= 1.05 * tile
+        assert forward - (0 if reduction == "none" else d_hidden + d_weight) <= 1.05 * tile
         assert peak - d_hidden - d_weight <= max(1.05 * tile, d_weight // 2 + 0.05 * tile)
 
 
@@ -156,7 +157,8 @@ def test_the_device_is_waited_for_once_a_call(monkeypatch: pytest.MonkeyPatch) -
     class Waits(FlopCount):
         def __torch_dispatch__(self, func, types, args=(), kwargs=None):
             name = func.overloadpacket.__name__
-            if name in ("nonzero", "_local_scalar_dense", "masked_select", "equal", "is_nonzero", "unique"):
+            masks = [i for i in args[1] if i is not None and i.dtype == torch.bool] if name == "index" else []
+            if masks or name in ("nonzero", "_local_scalar_dense", "masked_select", "equal", "is_nonzero", "unique"):
                 waits.append(name)
             return super().__torch_dispatch__(func, types, args, kwargs)
 

@@ -1,6 +1,7 @@
 import math
 from contextlib import nullcontext
 
+import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -146,11 +147,47 @@ def test_all_ignored(device: str) -> None:
         assert hidden.grad.count_nonzero() == weight.grad.count_nonzero() == 0
 
 
-def test_num_items_as_a_tensor(device: str) -> None:
+@pytest.mark.parametrize("dtype", [torch.int64, torch.float64, torch.float32])
+def test_num_items_as_a_tensor(dtype: torch.dtype, device: str) -> None:
     hidden, weight, target = make(63, device=device)
     number = linear_cross_entropy(hidden, weight, target, num_items=41)
-    tensor = linear_cross_entropy(hidden, weight, target, num_items=torch.tensor(41))
-    torch.testing.assert_close(tensor, number)
+    for where in ("cpu", device):
+        for num_items in (torch.tensor(41, dtype=dtype, device=where), torch.tensor([41], dtype=dtype, device=where)):
+            tensor = linear_cross_entropy(hidden, weight, target, num_items=num_items)
+            assert tensor.dtype == torch.float32 and tensor.device == hidden.device
+            torch.testing.assert_close(tensor, number)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_no_token_labelled_and_none_counted(dtype: torch.dtype, device: str) -> None:
+    """A batch whose labels are all masked, and its count of 0 as a tensor: the loss is NaN, the gradients are zeros."""
+    hidden, weight, _ = make(63, dtype, device)
+    target = torch.full((63,), IGNORE, device=device)
+    loss = linear_cross_entropy(hidden, weight, target, num_items=torch.tensor(0, device=device), chunk_tokens=16)
+    loss.backward()
+    assert loss.isnan() and hidden.grad.count_nonzero() == weight.grad.count_nonzero() == 0
+
+
+def test_an_infinite_upstream_stays_in_its_row(device: str) -> None:
+    """As in torch: one token's overflow spoils its own row of d_hidden, and d_weight, nothing else."""
+    hidden, weight, target = make(190, device=device)
+    target.clamp_(min=0)
+    upstream = torch.randn(190, device=device)
+    upstream[7] = torch.inf
+    losses = linear_cross_entropy(hidden, weight, target, reduction="none", chunk_tokens=63)
+    (d_hidden,) = torch.autograd.grad((losses * upstream).sum(), hidden)
+    truth = reference(hidden, weight, target, dtype=torch.float64, reduction="none", upstream=upstream)[1]
+    rows = torch.arange(190, device=device) != 7
+    assert not d_hidden[7].isfinite().any()
+    torch.testing.assert_close(d_hidden[rows].double(), truth[rows], rtol=1e-4, atol=1e-5)
+
+
+def test_numbers_of_numpy(device: str) -> None:
+    hidden, weight, target = make(63, device=device)
+    options = {"num_items": 41, "ignore_index": IGNORE, "chunk_tokens": 16, "z_loss": 0.5, "softcap": 4.0}
+    theirs = {name: (np.int64 if isinstance(value, int) else np.float32)(value) for name, value in options.items()}
+    expected = linear_cross_entropy(hidden, weight, target, **options)
+    torch.testing.assert_close(linear_cross_entropy(hidden, weight, target, **theirs), expected, rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16])
@@ -324,6 +361,24 @@ def test_compiled_equals_eager(ignore_index: int | None, reduction: str, device:
     torch.testing.assert_close(torch.autograd.grad(compiled, leaves), torch.autograd.grad(eager, leaves))
 
 
+@pytest.mark.parametrize("how", ["inductor", "dynamic"])
+def test_compiles_in_one_graph(how: str, device: str) -> None:
+    """By the default backend, and with sizes and numbers that change from call to call."""
+    hidden, weight, target = make(190, device=device)
+    target.clamp_(min=0)
+
+    def step(hidden, weight, target, z_loss):
+        return linear_cross_entropy(hidden * 1.0, weight, target, ignore_index=None, chunk_tokens=63, z_loss=z_loss)
+
+    how = {"backend": "inductor"} if how == "inductor" else {"backend": "aot_eager", "dynamic": True}
+    compiled = torch.compile(step, fullgraph=True, **how)
+    for tokens, z_loss in ((190, 0.1), (150, 0.2)):
+        ours, eager = (f(hidden[:tokens], weight, target[:tokens], z_loss) for f in (compiled, step))
+        torch.testing.assert_close(ours, eager)
+        gradients = (torch.autograd.grad(loss, (hidden, weight)) for loss in (ours, eager))
+        torch.testing.assert_close(*gradients)
+
+
 def test_compiling_breaks_the_graph_once_and_by_name() -> None:
     explained = torch._dynamo.explain(lambda hidden, *rest: linear_cross_entropy(hidden * 1.0, *rest) * 1.0)(*make(63))
     assert explained.graph_break_count == 1
@@ -376,7 +431,8 @@ def bad(**changes: object) -> dict:
         (bad(num_items=math.nan), ValueError, "num_items is nan"),
         (bad(num_items=3, reduction="none"), ValueError, 'num_items divides the sum.*not with "none"'),
         (bad(num_items=0), ValueError, "num_items is 0"),
-        (bad(num_items=torch.tensor(-3)), ValueError, "num_items is -3"),
+        (bad(target=[1] * 63), TypeError, "target is a list, expected a tensor"),
+        (bad(bias=[0.0] * V), TypeError, "bias is a list, expected a tensor"),
         (bad(num_items=torch.tensor([3, 4])), ValueError, r"num_items has shape \[2\]"),
         (bad(num_items=True), TypeError, "num_items is True"),
         (bad(num_items=3, reduction="sum"), ValueError, "num_items divides the sum"),

@@ -41,7 +41,7 @@ def cross_entropy_(
         logp = x - row_lse
         of_target = 1.0 - options.label_smoothing
         of_target = torch.full_like(row_lse, of_target) if class_weight is None else of_target * weights[labels]
-        loss = of_target * (row_lse - x.gather(1, labels)) + options.z_loss * row_lse.square()
+        loss = of_target * (row_lse - x.gather(1, labels)) + options.z_loss * row_lse * row_lse
         if of_class > 0:
             loss -= of_class * (weights * logp).sum(dim=1, keepdim=True)
         losses[rows] = loss.squeeze(1)
@@ -56,8 +56,10 @@ def cross_entropy_(
             entropy[rows] = row_entropy.squeeze(1)
         if not write_grad:
             continue
-        weight_sum = weights.expand(vocab).sum()
-        gradient = probability * (of_target + of_class * weight_sum + 2 * options.z_loss * row_lse)
+        of_all = of_target + 2 * options.z_loss * row_lse
+        if of_class > 0:
+            of_all = of_all + of_class * weights.expand(vocab).sum()
+        gradient = probability * of_all
         gradient.scatter_add_(1, labels, -of_target)
         if of_class > 0:
             gradient -= of_class * weights

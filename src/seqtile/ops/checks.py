@@ -8,8 +8,9 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
     """The dtype that autocast would give a matrix product on x's device, None outside autocast."""
-    if torch.is_autocast_enabled(x.device.type):
-        return torch.get_autocast_dtype(x.device.type)
+    device = x.device.type
+    if device != "meta" and torch.is_autocast_enabled(device):
+        return torch.get_autocast_dtype(device)
     return None
 
 
@@ -18,6 +19,9 @@ def check_operands(op: str, reference: str, operands: dict[str, torch.Tensor]) -
 
     Raises TypeError for a type or dtype, ValueError for a device.
     """
+    for name, tensor in operands.items():
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{op}: {name} is a {type(tensor).__name__}, expected a tensor")
     first = operands[reference]
     for name, tensor in operands.items():
         if is_traceable_wrapper_subclass(tensor):

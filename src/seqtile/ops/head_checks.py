@@ -1,6 +1,7 @@
 """What linear_cross_entropy and linear_log_probs require of their arguments, checked before anything is computed."""
 
 import math
+from numbers import Integral, Real
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -28,11 +29,13 @@ def check_head(
         raise ValueError(f"{op}: weight has shape {list(weight.shape)}, expected [V, D] with D = {hidden.shape[-1]}")
     if bias is not None:
         check_shape(op, "bias", bias, (weight.shape[0],), "[V]")
+    if not isinstance(target, torch.Tensor):
+        raise TypeError(f"{op}: target is a {type(target).__name__}, expected a tensor")
     check_shape(op, "target", target, tuple(hidden.shape[:-1]), "hidden's shape without D")
     if target.dtype != torch.int64:
         raise TypeError(f"{op}: target is {target.dtype}, expected torch.int64; use target.long()")
     check_device(op, "target", target, "hidden", hidden)
-    if ignore_index is not None and (not isinstance(ignore_index, int) or isinstance(ignore_index, bool)):
+    if ignore_index is not None and (not isinstance(ignore_index, Integral) or isinstance(ignore_index, bool)):
         raise TypeError(f"{op}: ignore_index is {ignore_index!r}, expected an int, or None if nothing is ignored")
     if accumulate_dtype not in (None, torch.float32, weight.dtype):
         raise ValueError(
@@ -57,23 +60,20 @@ def check_reduction(op: str, reduction: str, num_items: int | float | torch.Tens
         return
     if reduction != "mean":
         raise ValueError(f'{op}: num_items divides the sum, so it goes with reduction="mean", not with "{reduction}"')
-    if isinstance(num_items, bool) or not isinstance(num_items, int | float | torch.Tensor):
-        raise TypeError(f"{op}: num_items is {num_items!r}, expected a number of tokens or a tensor of one")
-    if isinstance(num_items, torch.Tensor):
+    if isinstance(num_items, torch.Tensor):  # its value is not known without waiting for its device
         if num_items.numel() != 1:
             raise ValueError(f"{op}: num_items has shape {list(num_items.shape)}, expected one number of tokens")
-        if num_items.device.type != "cpu" or not values_known(num_items):
-            return  # its value is not known without waiting for the device
-        num_items = num_items.item()
-    if not 0 < num_items < math.inf:
+    elif isinstance(num_items, bool) or not isinstance(num_items, Real):
+        raise TypeError(f"{op}: num_items is {num_items!r}, expected a number of tokens or a tensor of one")
+    elif not 0 < num_items < math.inf:
         raise ValueError(f"{op}: num_items is {num_items}, expected a positive number of tokens")
 
 
 def check_number(op: str, name: str, value: float, low: float, high: float = math.inf, *, above: bool = False) -> float:
     """`value` as a float, if it is finite, at most `high` and at least `low` (more than `low` if `above`)."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
+    if isinstance(value, bool) or not isinstance(value, Real):
         raise TypeError(f"{op}: {name} is {value!r}, expected a Python number")
-    if not (math.isfinite(value) and (low < value if above else low <= value) and value <= high):
+    if not (-math.inf < value < math.inf and (low < value if above else low <= value) and value <= high):
         bound = f"{'more than' if above else 'at least'} {low:g}" if low > -math.inf else "finite"
         bound += f" and at most {high:g}" if high < math.inf else ""
         raise ValueError(f"{op}: {name} is {value}, expected {bound}")

@@ -73,17 +73,18 @@ def linear_cross_entropy(
     1 u without gradients.
 
     Memory: one tile of logits [chunk_tokens, V], d_hidden (the size of `hidden`), d_weight in float32 and its rounding.
-    If some tokens are ignored also a tile [chunk_tokens, D]. Nothing else grows with T but 12 bytes a token. Without
-    gradients only the tile. Until its backward has run, the operands are kept.
+    If some tokens are ignored also a tile [chunk_tokens, D]; under autocast the cast weight. Nothing else grows with T
+    but 12 bytes a token. Without gradients only the tile. Until its backward has run, the operands are kept. (ROCm has
+    no product of half precision with a float32 sum: there a tile is copied to float32 besides.)
 
     Under autocast the operands are cast, hidden tile by tile. Under torch.compile all of it is compiled, anew for each
-    number of tokens, if `ignore_index` is None; else counting the labelled tokens breaks the graph and the op runs
-    eagerly.
+    number of tokens and with one more sum of d_weight alive, if `ignore_index` is None; else counting the labelled
+    tokens breaks the graph and the op runs eagerly. torch.func's transforms are not supported.
 
     Raises:
         TypeError, ValueError: types, dtypes, devices, shapes or numbers that do not fit, an empty sequence; on a CPU
-            also a target outside [0, V). On a GPU such a target, which cannot be looked at without waiting for the
-            device, makes its loss and all gradients NaN.
+            also a target outside [0, V). On a GPU, where such a target cannot be looked at without waiting for the
+            device, and in a compiled graph, it makes its loss and the gradients NaN.
         RuntimeError: in a backward with `create_graph=True`.
     """
     check_reduction(_OP, reduction, num_items)
@@ -131,7 +132,8 @@ def _loss(
 def _divisor(operands: Operands, num_items: int | float | torch.Tensor | None) -> float | torch.Tensor:
     """What the sum of the losses is divided by for their mean."""
     if isinstance(num_items, torch.Tensor):
-        return num_items.to(operands.hidden.device).reshape(())
+        num_items = num_items.reshape(()).float()  # a CPU's scalar divides a GPU's without being copied there
+        return num_items.to(operands.hidden.device) if num_items.is_cuda else num_items
     if num_items is not None:
         return num_items
     if operands.class_weight is not None:

@@ -90,14 +90,15 @@ def _saved(ctx) -> Operands:
 
 
 def power_of_two(*factors: torch.Tensor | None) -> torch.Tensor:
-    """[1], a power of two near the largest magnitude in `factors` (float32).
+    """[1], a power of two near the largest finite magnitude in `factors` (float32), divided by 2**6.
 
     The gradient of a tile of logits is stored in the operands' dtype. What multiplies it is divided by this first and
-    multiplied back in float32 at the end, exactly, so that it fits float16 whatever a GradScaler or class weights are.
+    multiplied back in float32 at the end, exactly, so that it fits float16 whatever a GradScaler or class weights are;
+    2**6 of float16's 2**16 are used, so that the smaller ones keep their digits and the products still fit.
     """
-    largest = [factor.abs().amax().reshape(1) for factor in factors if factor is not None and factor.numel() > 0]
-    if not largest:
-        return torch.ones(1, device=next(factor.device for factor in factors if factor is not None))
-    peak = torch.cat(largest).amax().reshape(1)
+    finite = [factor.where(factor.isfinite(), 0.0).abs() for factor in factors if factor is not None]
+    if finite[0].numel() == 0:
+        return finite[0].new_ones(1)
+    peak = torch.stack([factor.amax() for factor in finite]).amax().clamp(max=2.0**126).reshape(1)
     mantissa, _ = torch.frexp(peak)
-    return torch.where(peak > 0, peak / mantissa, 1.0)
+    return torch.where(peak > 0, peak / mantissa / 64, 1.0)

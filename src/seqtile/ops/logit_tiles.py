@@ -75,14 +75,19 @@ class Gradients:
     hidden: torch.Tensor | None
     weight: WeightGrad | None
     bias: WeightGrad | None
+    labelled: int
+    """How many tokens contributed."""
 
     def scaled(
         self, factor: torch.Tensor, settings: Settings, main_grads: Sequence[torch.Tensor | None]
     ) -> tuple[torch.Tensor | None, ...]:
         """The gradients, multiplied once by `factor` (float32, one number) in float32, in place, and rounded.
 
-        `main_grads`: of weight and bias, where they have one, to add to.
+        `main_grads`: of weight and bias, where they have one, to add to. If no token is labelled they are zeros,
+        whatever the factor is: 1/0 where nothing is divided must not make them NaN.
         """
+        if self.labelled == 0:
+            factor = torch.ones_like(factor)
         factor = factor.reshape(1) / settings.loss.temperature  # one dimension: a scalar would first be rounded
         of_products = factor * settings.loss.logit_scale
         if self.hidden is not None:
@@ -162,6 +167,7 @@ def _empty_gradients(operands: Operands, settings: Settings, needs: Sequence[boo
         hidden=d_hidden,
         weight=WeightGrad(weight, settings.accumulate_dtype) if needs_weight else None,
         bias=WeightGrad(bias, settings.accumulate_dtype) if needs_bias else None,
+        labelled=operands.labelled(),
     )
 
 

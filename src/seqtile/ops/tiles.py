@@ -13,6 +13,7 @@ At Llama-8B's shape (D 4096, M 14336, V 128256) a tile is 4096 tokens: 112 MiB a
 """
 
 from collections.abc import Iterator
+from numbers import Integral
 
 MIN_CHUNK_TOKENS = 2048
 
@@ -24,11 +25,11 @@ def resolve_chunk_tokens(chunk_tokens: int | None, hidden_size: int) -> int:
     """
     if chunk_tokens is None:
         return max(MIN_CHUNK_TOKENS, hidden_size)
-    if not isinstance(chunk_tokens, int) or isinstance(chunk_tokens, bool):
+    if not isinstance(chunk_tokens, Integral) or isinstance(chunk_tokens, bool):
         raise TypeError(f"chunk_tokens: expected an int or None, got {chunk_tokens!r}; pass a number of tokens")
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens: expected at least 1 token, got {chunk_tokens}; leave it None for the default")
-    return chunk_tokens
+    return int(chunk_tokens)
 
 
 def tiles(tokens: int, chunk_tokens: int) -> Iterator[slice]:

@@ -34,17 +34,20 @@ class WeightGrad:
 
     def add(self, left: torch.Tensor, right: torch.Tensor | None = None) -> None:
         """Adds left' right, or for a bias left' ones; left [C, out], right [C, in], both of one dtype."""
+        on_gpu = left.is_cuda or isinstance(left, FakeTensor)  # a simulation on fake tensors stands for a GPU
+        if right is None and on_gpu:
+            return self.add_whole(left.sum(0, dtype=torch.float32))
         right = left.new_ones(left.shape[0], 1) if right is None else right
         beta = 0 if self._empty else 1  # beta 0 ignores what the empty buffer holds, NaN included
         self._empty = False
         if left.dtype == self.total.dtype:
             self.total.addmm_(left.t(), right, beta=beta)
-        elif torch.version.hip is not None or not (left.is_cuda or isinstance(left, FakeTensor)):
-            self._add_in_float32(left, right, beta)  # a simulation on fake tensors stands for a GPU
-        elif _ADDMM_TAKES_FLOAT32:
+        elif not on_gpu or torch.version.hip is not None:
+            self._add_in_float32(left, right, beta)
+        elif _ADDMM_TAKES_FLOAT32 and not torch.compiler.is_compiling():  # Inductor cannot lower it (pytorch #163880)
             torch.addmm(self.total, left.t(), right, beta=beta, out_dtype=torch.float32, out=self.total)
         elif beta == 0:
-            torch.mm(left.t(), right, out_dtype=torch.float32, out=self.total)
+            self.total.copy_(torch.mm(left.t(), right, out_dtype=torch.float32))
         else:
             self.total.add_(torch.mm(left.t(), right, out_dtype=torch.float32))
 

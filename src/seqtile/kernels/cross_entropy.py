@@ -61,8 +61,8 @@ def _statistics(
     PREDICTED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Of one row's logits x: log-sum-exp, entropy, the index of the largest, and sums of class_weight and of
-    class_weight * x. What is not asked for is meaningless."""
+    """Of one row's logits x: the largest, log(sum(exp(x - largest))), entropy, the index of the largest, and sums of
+    class_weight and of class_weight * x. What is not asked for is meaningless."""
     offsets = tl.arange(0, BLOCK)
     row_max = -3.4e38  # finite, so that a first block of -inf alone does not make -inf - -inf
     row_sum = 0.0
@@ -91,9 +91,8 @@ def _statistics(
                 weights = tl.load(class_weight_ptr + columns, mask=mask, other=0.0)
             weight_sum += tl.sum(weights, axis=0)
             weighted_sum += tl.sum(weights * tl.where(mask, x, 0.0), axis=0)
-    lse = row_max + tl.log(row_sum)
-    entropy = tl.log(row_sum) - centred_sum / row_sum
-    return lse, entropy, predicted, weight_sum, weighted_sum
+    log_sum = tl.log(row_sum)
+    return row_max, log_sum, log_sum - centred_sum / row_sum, predicted, weight_sum, weighted_sum
 
 
 @triton.jit
@@ -134,17 +133,19 @@ def _cross_entropy_kernel(
     label = tl.where(in_range, target, 0)
     # Read before the reductions: their barriers keep every thread's read ahead of the writes at the end.
     target_logit, _ = _logits(row_ptr, bias_ptr, label, vocab, logit_scale, softcap, temperature, HAS_BIAS, CAPPED)
-    lse, entropy, predicted, weight_sum, weighted_sum = _statistics(
+    row_max, log_sum, entropy, predicted, weight_sum, weighted_sum = _statistics(
         row_ptr, bias_ptr, class_weight_ptr, vocab, logit_scale, softcap, temperature,
         HAS_BIAS, CAPPED, HAS_CLASS_WEIGHT, SMOOTHED, STORE_ENTROPY or ENTROPY_GRAD, STORE_PREDICTED, BLOCK,
     )  # fmt: skip
-    lse = tl.where(in_range, lse, float("nan"))
+    # Kept apart where digits matter: x - row_max is nearly exact, x - lse has lost those below lse's own.
+    log_sum = tl.where(in_range, log_sum, float("nan"))
+    lse = row_max + log_sum
 
     of_target = 1.0 - label_smoothing
     if HAS_CLASS_WEIGHT:
         of_target *= tl.load(class_weight_ptr + label)
     of_class = label_smoothing / vocab
-    loss = of_target * (lse - target_logit) + z_loss * lse * lse
+    loss = of_target * (row_max - target_logit + log_sum) + z_loss * lse * lse
     if SMOOTHED:
         loss += of_class * (weight_sum * lse - weighted_sum)
     tl.store(loss_ptr + row, loss)
@@ -166,14 +167,15 @@ def _cross_entropy_kernel(
             columns = start + tl.arange(0, BLOCK)
             mask = columns < vocab
             x, slope = _logits(row_ptr, bias_ptr, columns, vocab, logit_scale, softcap, temperature, HAS_BIAS, CAPPED)
-            probability = tl.exp(x - lse)
+            logp = x - row_max - log_sum
+            probability = tl.exp(logp)
             gradient = probability * of_all - tl.where(columns == target, of_target, 0.0)
             if SMOOTHED and HAS_CLASS_WEIGHT:
                 gradient -= of_class * tl.load(class_weight_ptr + columns, mask=mask, other=0.0)
             elif SMOOTHED:
                 gradient -= of_class
             if ENTROPY_GRAD:
-                surprise = probability * tl.where(probability > 0, x - lse + entropy, 0.0)
+                surprise = probability * tl.where(probability > 0, logp + entropy, 0.0)
                 gradient -= tl.load(entropy_scale_ptr + row) * surprise
             tl.store(row_ptr + columns, (gradient * slope).to(row_ptr.dtype.element_ty), mask=mask)
 

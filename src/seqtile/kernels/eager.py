@@ -38,10 +38,10 @@ def cross_entropy_(
 
         x, slope = _logits(logits[rows], bias, options)
         row_lse = x.logsumexp(dim=1, keepdim=True).masked_fill_(~in_range, torch.nan)
-        logp = x - row_lse
+        logp = x.log_softmax(dim=1).masked_fill_(~in_range, torch.nan)  # x - row_lse would lose digits
         of_target = 1.0 - options.label_smoothing
         of_target = torch.full_like(row_lse, of_target) if class_weight is None else of_target * weights[labels]
-        loss = of_target * (row_lse - x.gather(1, labels)) + options.z_loss * row_lse * row_lse
+        loss = -of_target * logp.gather(1, labels) + options.z_loss * row_lse * row_lse
         if of_class > 0:
             loss -= of_class * (weights * logp).sum(dim=1, keepdim=True)
         losses[rows] = loss.squeeze(1)

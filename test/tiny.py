@@ -7,20 +7,6 @@ from importlib import import_module
 import pytest
 import torch
 from torch import nn
-from transformers import (
-    CohereConfig,
-    CohereForCausalLM,
-    Gemma2Config,
-    Gemma2ForCausalLM,
-    GraniteConfig,
-    GraniteForCausalLM,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
-)
 
 from seqtile.kernels.launch import triton
 from seqtile.models.arch import ARCHS
@@ -39,18 +25,17 @@ _SHAPE = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
-CLASSES = {
-    "cohere": (CohereConfig, CohereForCausalLM, {"logit_scale": 0.25}),
-    "gemma2": (
-        Gemma2Config,
-        Gemma2ForCausalLM,
-        {"head_dim": 12, "sliding_window": 40, "final_logit_softcapping": 3.0, "hidden_activation": "silu"},
-    ),
-    "granite": (GraniteConfig, GraniteForCausalLM, {"logits_scaling": 3.0}),
-    "llama": (LlamaConfig, LlamaForCausalLM, {}),
-    "mistral": (MistralConfig, MistralForCausalLM, {"sliding_window": 40}),
-    "qwen3": (Qwen3Config, Qwen3ForCausalLM, {"head_dim": 12, "tie_word_embeddings": True}),
+_EXTRA = {
+    "cohere": {"logit_scale": 0.25},
+    "gemma2": {"head_dim": 12, "sliding_window": 40, "final_logit_softcapping": 3.0},
+    "gemma3_text": {"head_dim": 12, "sliding_window": 40, "final_logit_softcapping": 3.0},
+    "glm4": {"head_dim": 12},
+    "granite": {"logits_scaling": 3.0, "mlp_bias": True},
+    "mistral": {"sliding_window": 40},
+    "qwen3": {"head_dim": 12, "tie_word_embeddings": True},
+    "smollm3": {"mlp_bias": True},
 }
+CLASSES = {name: (arch.causal_lm.config_class, arch.causal_lm, _EXTRA.get(name, {})) for name, arch in ARCHS.items()}
 
 
 def config_of(arch: str, **changes: object):

@@ -8,7 +8,7 @@ import pytest
 
 import seqtile.models.causal_lm
 from seqtile.models.arch import ARCHS
-from tiny import CLASSES
+from tiny import CLASSES, build
 
 
 def body_of(function) -> list[str]:
@@ -62,7 +62,16 @@ def test_causal_lm_arguments(arch: str) -> None:
 @pytest.mark.parametrize("arch", CLASSES)
 def test_mlp_forward(arch: str) -> None:
     mlp = getattr(ARCHS[arch].modeling, ARCHS[arch].mlp_name)
-    assert body_of(mlp.forward) == [
-        "down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))",
-        "return down_proj",
-    ]
+    body = body_of(mlp.forward)
+    if hasattr(build(arch).model.layers[0].mlp, "gate_up_proj"):
+        assert body == [
+            "up_states = self.gate_up_proj(hidden_states)",
+            "gate, up_states = up_states.chunk(2, dim=-1)",
+            "up_states = up_states * self.activation_fn(gate)",
+            "return self.down_proj(up_states)",
+        ]
+    else:
+        assert body == [
+            "down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))",
+            "return down_proj",
+        ]

@@ -8,7 +8,6 @@ from types import FunctionType, MethodType
 import pytest
 import torch
 from torch import nn
-from torch.nn.utils import prune
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, LlamaForSequenceClassification, LlamaModel
 from transformers.models.llama import modeling_llama
 
@@ -253,81 +252,12 @@ def refuse(match: str, target: nn.Module | None, function=None, **options: objec
     assert snapshot(target) == before, "a refused patch changed something"
 
 
-@pytest.mark.parametrize(
-    ("changes", "match"),
-    [
-        ({"hidden_act": "gelu"}, "activation is GELU"),
-        ({"mlp_bias": True}, "gate_proj has a bias"),
-    ],
-)
-def test_refused_configurations(changes: dict, match: str) -> None:
-    refuse(match, build("llama", **changes))
-
-
-@pytest.mark.parametrize("changes", [{"hidden_act": "gelu"}, {"mlp_bias": True}])
-def test_refused_when_built_of_tiled_classes(changes: dict) -> None:
-    seqtile.apply_seqtile_to_llama()
-    with pytest.raises(ValueError, match=r"apply with mlp=False|has a bias"):
-        build("llama", **changes)
-
-
-def lora(model: nn.Module, target: str) -> nn.Module:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=2, target_modules=[target], task_type="CAUSAL_LM")
-    return peft.get_peft_model(model, config).base_model.model
-
-
-def test_refused_adapters() -> None:
-    refuse("gate_proj is a peft.*expected a plain torch.nn.Linear", lora(build("llama"), "gate_proj"))
-    refuse("lm_head is a peft.*expected a plain torch.nn.Linear", lora(build("llama"), "lm_head"))
-
-
-def test_an_adapter_added_later_is_not_ignored() -> None:
-    model = build("llama")
-    seqtile.apply_seqtile(model, chunk_tokens=CHUNK)
-    model = lora(model, "up_proj").train()
-    assert "REFUSES: up_proj is a peft" in str(seqtile.status(model))
-    for length in (101, 20):
-        with pytest.raises(ValueError, match="up_proj is a peft"):
-            model(**batch_of(1, length))
-
-
-class Quantised(nn.Linear):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return nn.functional.linear(x, self.weight.round(), self.bias)
-
-
-def test_refused_projections_and_losses() -> None:
-    model = build("llama")
-    model.model.layers[1].mlp.down_proj.__class__ = Quantised
-    refuse("down_proj is a .*Quantised", model)
-    model = build("llama")
-    model.lm_head.weight = nn.Parameter(torch.zeros(4, 4, dtype=torch.int8), requires_grad=False)
-    refuse("lm_head.weight is torch.int8", model)
-    refuse("lm_head.weight is torch.float64, expected one of", build("llama").double())
+def test_refused_losses() -> None:
     model = build("llama")
     model.loss_function = lambda **_: None
     refuse("model.loss_function is", model)
     seqtile.apply_seqtile(model, loss=False)
     assert seqtile.status(model).mlp.tiled == 2
-
-
-def test_refused_hooks() -> None:
-    """A hook on a projection would be bypassed; so would what torch's utilities build on hooks."""
-    model = build("llama")
-    model.model.layers[0].mlp.gate_proj.register_forward_hook(lambda *_: None)
-    refuse("gate_proj has hooks", model)
-    model = build("llama")
-    model.model.layers[1].mlp.act_fn.register_forward_hook(lambda *_: None)
-    refuse("act_fn has hooks", model)
-    model = build("llama")
-    prune.l1_unstructured(model.lm_head, "weight", 0.5)
-    refuse("lm_head has hooks", model)
-    model = build("llama")
-    seqtile.apply_seqtile(model, chunk_tokens=CHUNK)
-    model.lm_head.register_forward_hook(lambda *_: None)
-    with pytest.raises(ValueError, match="lm_head has hooks"):
-        model(**batch_of(1, 101))
 
 
 def test_refused_wrapped_forwards() -> None:
@@ -339,7 +269,7 @@ def test_refused_wrapped_forwards() -> None:
 
 def test_refused_models() -> None:
     gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=50))
-    refuse("'gpt2' is not supported; seqtile supports cohere, gemma2, granite, llama,", gpt2)
+    refuse("'gpt2' is not supported; seqtile supports cohere, gemma2, gemma3_text, glm4,", gpt2)
     refuse("expected a qwen3 model, got 'llama'", build("llama"), seqtile.apply_seqtile_to_qwen3)
     refuse("leave nothing to tile", build("llama"), mlp=False, loss=False)
     refuse("chunk_tokens", build("llama"), chunk_tokens=0)
@@ -353,7 +283,7 @@ def test_refused_models() -> None:
     for function in (seqtile.apply_seqtile, seqtile.status, seqtile.restore):
         with pytest.raises(TypeError, match="not a wrapper around it"):
             function(wrapper)
-    with pytest.raises(ValueError, match="supports cohere, gemma2, granite, llama"):
+    with pytest.raises(ValueError, match="supports cohere, gemma2, gemma3_text"):
         seqtile.restore("gpt2")
 
 

@@ -12,10 +12,16 @@ __all__ = [
     "apply_seqtile",
     "apply_seqtile_to_cohere",
     "apply_seqtile_to_gemma2",
+    "apply_seqtile_to_gemma3_text",
+    "apply_seqtile_to_glm4",
     "apply_seqtile_to_granite",
     "apply_seqtile_to_llama",
     "apply_seqtile_to_mistral",
+    "apply_seqtile_to_olmo2",
+    "apply_seqtile_to_phi3",
+    "apply_seqtile_to_qwen2",
     "apply_seqtile_to_qwen3",
+    "apply_seqtile_to_smollm3",
     "restore",
     "status",
 ]
@@ -52,16 +58,24 @@ def _entry(arch: Arch) -> Callable[..., None]:
     Applying twice changes nothing. Apply after Liger, whose RMSNorm and RoPE stay. `seqtile.restore` undoes it,
     `seqtile.status` tells what is tiled.
 
-    Raises ValueError, and changes nothing, for what it cannot honour: an activation that is not SiLU (Gemma 2: apply
-    with mlp=False), biases in the MLP, another loss function, projections that are not plain nn.Linear (LoRA,
-    quantised).
+    Plain nn.Linear layers and plain LoRA over them are read directly. What cannot be (quantised layers, other adapters,
+    dropout, unusual activations, hooks) is called as it is, tile by tile, which costs one product more of the loss;
+    `seqtile.status` tells which.
+
+    Raises ValueError, and changes nothing, for what it cannot honour, such as another loss function.
     """
     return apply_to
 
 
 apply_seqtile_to_cohere = _entry(find_arch("cohere"))
 apply_seqtile_to_gemma2 = _entry(find_arch("gemma2"))
+apply_seqtile_to_gemma3_text = _entry(find_arch("gemma3_text"))
+apply_seqtile_to_glm4 = _entry(find_arch("glm4"))
 apply_seqtile_to_granite = _entry(find_arch("granite"))
 apply_seqtile_to_llama = _entry(find_arch("llama"))
 apply_seqtile_to_mistral = _entry(find_arch("mistral"))
+apply_seqtile_to_olmo2 = _entry(find_arch("olmo2"))
+apply_seqtile_to_phi3 = _entry(find_arch("phi3"))
+apply_seqtile_to_qwen2 = _entry(find_arch("qwen2"))
 apply_seqtile_to_qwen3 = _entry(find_arch("qwen3"))
+apply_seqtile_to_smollm3 = _entry(find_arch("smollm3"))

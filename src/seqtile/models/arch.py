@@ -10,9 +10,10 @@ class Arch:
     """Where Hugging Face keeps the classes of an architecture."""
 
     model_type: str
-    """`config.model_type`, and the name of the modeling module."""
+    """`config.model_type`, and unless `module` says otherwise the name of the modeling module."""
     prefix: str
     """What the names of its classes begin with."""
+    module: str | None = None
     softcap: str | None = None
     """The config's name for the soft cap of its logits."""
     logit_scale: str | None = None
@@ -22,7 +23,8 @@ class Arch:
 
     @property
     def modeling(self) -> ModuleType:
-        return import_module(f"transformers.models.{self.model_type}.modeling_{self.model_type}")
+        name = self.module or self.model_type
+        return import_module(f"transformers.models.{name}.modeling_{name}")
 
     @property
     def causal_lm_name(self) -> str:
@@ -42,10 +44,16 @@ ARCHS = {
     for arch in (
         Arch("cohere", "Cohere", logit_scale="logit_scale"),
         Arch("gemma2", "Gemma2", softcap="final_logit_softcapping"),
+        Arch("gemma3_text", "Gemma3", module="gemma3", softcap="final_logit_softcapping"),
+        Arch("glm4", "Glm4"),
         Arch("granite", "Granite", logit_divisor="logits_scaling"),
         Arch("llama", "Llama"),
         Arch("mistral", "Mistral"),
+        Arch("olmo2", "Olmo2"),
+        Arch("phi3", "Phi3"),
+        Arch("qwen2", "Qwen2"),
         Arch("qwen3", "Qwen3"),
+        Arch("smollm3", "SmolLM3"),
     )
 }
 

@@ -17,9 +17,11 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
 from seqtile.models.arch import Arch
-from seqtile.models.plain import call_in_place_of, check_plain_linear, local_weight
+from seqtile.models.projections import call_in_place_of, check_not_zero3, read_projection, unreadable
 from seqtile.models.stand_in import stand_in_for
 from seqtile.ops.linear_cross_entropy import linear_cross_entropy
+from seqtile.ops.tiled import tiled
+from seqtile.ops.tiles import resolve_chunk_tokens
 
 
 def tiled_loss_forward(arch: Arch, original: Callable, chunk_tokens: int | None) -> Callable:
@@ -70,8 +72,9 @@ def tiled_loss_forward(arch: Arch, original: Callable, chunk_tokens: int | None)
 
         check_loss(self)
         outputs = self.model(**inputs)
+        loss_of = _loss if why_generic_head(self) is None else _generic_loss
         options = {"chunk_tokens": chunk_tokens, **logit_options(arch, self.config)}
-        head_loss = partial(_loss, head=self.lm_head, labels=labels, options=options, **kwargs)
+        head_loss = partial(loss_of, head=self.lm_head, labels=labels, options=options, **kwargs)
         return CausalLMOutputWithPast(
             loss=call_in_place_of(self.lm_head, head_loss, outputs.last_hidden_state),
             past_key_values=outputs.past_key_values,
@@ -83,8 +86,9 @@ def tiled_loss_forward(arch: Arch, original: Callable, chunk_tokens: int | None)
 
 
 def check_loss(model: nn.Module) -> None:
-    """Raises ValueError where the tiled loss would not compute what `model` computes."""
-    check_plain_linear("lm_head", model.lm_head, bias=True)
+    """Raises ValueError where the tiled loss would refuse to run, or not compute what `model` computes."""
+    if (reason := why_generic_head(model)) is not None:
+        check_not_zero3(model.lm_head, reason)
     if model.loss_function is not ForCausalLMLoss:
         raise ValueError(
             f"model.loss_function is {model.loss_function!r}, expected Hugging Face's ForCausalLMLoss, the only loss "
@@ -99,6 +103,18 @@ def logit_options(arch: Arch, config: PreTrainedConfig) -> dict[str, float | Non
     return {"softcap": getattr(config, arch.softcap) if arch.softcap else None, "logit_scale": scale / divisor}
 
 
+def why_generic_head(model: nn.Module) -> str | None:
+    """Why lm_head is called tile by tile rather than read; None if it is read."""
+    reason = unreadable("lm_head", model.lm_head)
+    if reason is None and hasattr(model.lm_head, "lora_A"):
+        return "lm_head has an adapter"
+    return reason
+
+
+def _shifted(labels: torch.Tensor | None, shift_labels: torch.Tensor | None, ignore_index: int) -> torch.Tensor:
+    return F.pad(labels, (0, 1), value=ignore_index)[..., 1:] if shift_labels is None else shift_labels
+
+
 def _loss(
     hidden: torch.Tensor,
     *,
@@ -111,14 +127,43 @@ def _loss(
     **_,
 ) -> torch.Tensor:
     """What Hugging Face's ForCausalLMLoss computes from logits, from hidden states [B, S, D]."""
-    if shift_labels is None:
-        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    weight, bias, _ = read_projection("lm_head", head)
     return linear_cross_entropy(
         hidden,
-        local_weight("lm_head", head),
-        shift_labels.to(hidden.device),
-        bias=head.bias,
+        weight,
+        _shifted(labels, shift_labels, ignore_index).to(hidden.device),
+        bias=bias,
         ignore_index=ignore_index,
         num_items=num_items_in_batch,
         **options,
     )
+
+
+def _generic_loss(
+    hidden: torch.Tensor,
+    *,
+    head: nn.Module,
+    labels: torch.Tensor | None,
+    options: dict[str, float | None],
+    shift_labels: torch.Tensor | None = None,
+    num_items_in_batch: torch.Tensor | int | None = None,
+    ignore_index: int = -100,
+    **_,
+) -> torch.Tensor:
+    """The same, of an lm_head that is called: tile by tile, its logits computed again in the backward. 4 u."""
+    targets = _shifted(labels, shift_labels, ignore_index).to(hidden.device)
+
+    def losses_of(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        logits = head(hidden) * options["logit_scale"]
+        if (softcap := options["softcap"]) is not None:
+            logits = torch.tanh(logits / softcap) * softcap
+        losses = F.cross_entropy(
+            logits.float().flatten(0, -2), targets.flatten(), ignore_index=ignore_index, reduction="none"
+        )
+        return losses.view(targets.shape)
+
+    chunk_tokens = resolve_chunk_tokens(options["chunk_tokens"], hidden.shape[-1])
+    params = [parameter for parameter in head.parameters() if parameter.requires_grad]
+    quarter = max(1, chunk_tokens // 4)  # torch's cross-entropy keeps four tiles where ours keeps one
+    losses = tiled(losses_of, hidden, targets.unsqueeze(-1), params=params, chunk_tokens=quarter)
+    return losses.sum() / ((targets != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch)

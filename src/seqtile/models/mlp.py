@@ -1,40 +1,93 @@
-"""The tiled forward of a gated MLP module with `gate_proj`, `up_proj` and `down_proj`."""
+"""The tiled forward of a gated MLP module: gate_proj, up_proj and down_proj, or gate_up_proj and down_proj."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import nn
 
-from seqtile.models.plain import check_no_hooks, check_plain_linear, local_weight
+from seqtile.models.projections import check_not_zero3, has_hooks, read_projection, unreadable
 from seqtile.models.stand_in import stand_in_for
 from seqtile.ops.gated_mlp import gated_mlp
+from seqtile.ops.tiled import tiled
 
-_PROJECTIONS = ("gate_proj", "up_proj", "down_proj")
+_ACTIVATIONS = {  # class or config name -> gated_mlp's
+    "silu": "silu",
+    "swish": "silu",
+    "SiLU": "silu",
+    "SiLUActivation": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "GELUTanh": "gelu_tanh",
+    "PytorchGELUTanh": "gelu_tanh",
+}
 
 
 def tiled_mlp_forward(original: Callable, chunk_tokens: int | None) -> Callable:
     """A tiled forward in place of `original`, an MLP's forward (a plain function).
 
-    The weights are read in the same order whatever the length, also where the sequence fits in a tile: under ZeRO-3
-    each reading is a collective, and ranks may hold sequences of different lengths.
+    `gated_mlp` where the projections' tensors can be read, else `original` itself, tile by tile. Which of them is asked
+    at every forward: an adapter may have come since. The tensors are read in the same order whatever the length, also
+    where the sequence fits in a tile: under ZeRO-3 each reading is a collective, and ranks may hold sequences of
+    different lengths.
     """
 
     @stand_in_for(original)
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        check_mlp(self)
-        weights = [local_weight(name, getattr(self, name)) for name in _PROJECTIONS]
-        return gated_mlp(x, *weights, chunk_tokens=chunk_tokens)
+        if (reason := why_generic(self)) is not None:
+            check_not_zero3(self, reason)
+            params = [parameter for parameter in self.parameters() if parameter.requires_grad]
+            return tiled(partial(original, self), x, params=params, chunk_tokens=chunk_tokens)
+        gate, *up, down = (read_projection(name, getattr(self, name)) for name in _projections(self))
+        up_weight, up_bias, up_lora = up[0] if up else (None, None, None)
+        return gated_mlp(
+            x,
+            gate[0],
+            up_weight,
+            down[0],
+            gate_bias=gate[1],
+            up_bias=up_bias,
+            down_bias=down[1],
+            gate_lora=gate[2],
+            up_lora=up_lora,
+            down_lora=down[2],
+            activation=_ACTIVATIONS[_activation_name(self)],
+            chunk_tokens=chunk_tokens,
+        )
 
     return forward
 
 
+def why_generic(mlp: nn.Module) -> str | None:
+    """Why an MLP is tiled as it is rather than by `gated_mlp`; None if by `gated_mlp`."""
+    names = _projections(mlp)
+    for name in names:
+        if (reason := unreadable(name, getattr(mlp, name, None))) is not None:
+            return reason
+    if _activation_name(mlp) not in _ACTIVATIONS:
+        return f"its activation is {_activation_name(mlp)}"
+    activation = _activation(mlp)
+    if isinstance(activation, nn.Module) and has_hooks(activation, sharded=getattr(mlp, names[0])):
+        return "its activation has hooks"
+    return None
+
+
 def check_mlp(mlp: nn.Module) -> None:
-    """Raises ValueError where the tiled MLP would not compute what `mlp` computes."""
-    for name in _PROJECTIONS:
-        check_plain_linear(name, getattr(mlp, name, None))
-    activation = getattr(mlp, "act_fn", None)  # Liger's MLP has none: it is SiLU by name
-    name = mlp.config.hidden_act if activation is None else type(activation).__name__
-    if name not in ("silu", "swish", "SiLU", "SiLUActivation"):
-        raise ValueError(f"the MLP's activation is {name}: seqtile tiles SiLU only so far; apply with mlp=False")
-    if isinstance(activation, nn.Module):
-        check_no_hooks("act_fn", activation, sharded=mlp.gate_proj)
+    """Raises ValueError where the tiled MLP would refuse to run."""
+    if (reason := why_generic(mlp)) is not None:
+        check_not_zero3(mlp, reason)
+
+
+def _projections(mlp: nn.Module) -> tuple[str, ...]:
+    fused = hasattr(mlp, "gate_up_proj")
+    return ("gate_up_proj", "down_proj") if fused else ("gate_proj", "up_proj", "down_proj")
+
+
+def _activation(mlp: nn.Module) -> object:
+    return getattr(mlp, "act_fn", None) or getattr(mlp, "activation_fn", None)
+
+
+def _activation_name(mlp: nn.Module) -> str:
+    """The class of its activation; where it has none, as Liger's MLPs, what the config says."""
+    if (activation := _activation(mlp)) is not None:
+        return type(activation).__name__
+    return getattr(mlp.config, "hidden_activation", None) or mlp.config.hidden_act

@@ -14,7 +14,7 @@ from transformers import PreTrainedModel
 from seqtile.models.arch import ARCHS, Arch, find_arch
 from seqtile.models.causal_lm import check_loss, tiled_loss_forward
 from seqtile.models.mlp import check_mlp, tiled_mlp_forward
-from seqtile.models.placement import Wrap, check_place, check_unplace, place, placement_of, unplace
+from seqtile.models.placement import Wrap, check_place, check_unplace, place, unplace
 from seqtile.ops.tiles import resolve_chunk_tokens
 
 
@@ -52,24 +52,16 @@ def apply_to_classes(arch: Arch, *, mlp: bool, loss: bool, chunk_tokens: int | N
     if mlp:
         current = getattr(arch.modeling, arch.mlp_name)
         if current not in patch.mlps:
-            current = checked_subclass(current, arch)
+            current = subclass_of(current, arch)
             patch.mlps.append(current)
             setattr(arch.modeling, arch.mlp_name, current)
         place(current, tiled_mlp_forward, chunk_tokens)
         patch.parts.add("mlp")
 
 
-def checked_subclass(base: type, arch: Arch) -> type:
-    """A subclass of the MLP class `base`, to be found (by pickle, too) where `base` was, that refuses when it is built
-    what cannot be tiled."""
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        base.__init__(self, *args, **kwargs)
-        if placement_of(type(self).forward) is not None:
-            check_mlp(self)
-
-    namespace = {"__init__": __init__, "__module__": arch.modeling.__name__, "__qualname__": arch.mlp_name}
-    return type(base.__name__, (base,), namespace)
+def subclass_of(base: type, arch: Arch) -> type:
+    """A subclass of the MLP class `base`, to be found (by pickle, too) where `base` was."""
+    return type(base.__name__, (base,), {"__module__": arch.modeling.__name__, "__qualname__": arch.mlp_name})
 
 
 def apply_to_model(arch: Arch, model: nn.Module, *, mlp: bool, loss: bool, chunk_tokens: int | None) -> None:

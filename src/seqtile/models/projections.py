@@ -1,7 +1,11 @@
-"""What a projection must be for its weight to be read directly, without calling the projection."""
+"""Reading a projection's tensors directly, without calling the projection, where that computes the same.
+
+So read a plain nn.Linear and a plain LoRA of PEFT's over one. Anything else, such as a quantised layer, an exotic
+adapter or a layer with hooks, is called as it is, tile by tile; `unreadable` says why.
+"""
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -9,51 +13,94 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from seqtile.ops.checks import DTYPES
-
-_UNTILED = "leave this part untiled (mlp=False or loss=False; if it is tiled already, seqtile.restore(model) first)"
-_REMEDY = f"apply to the plain model, before adapters or quantisation, or {_UNTILED}"
+from seqtile.ops.projection import LowRank
 
 
-def check_plain_linear(name: str, module: nn.Module | None, *, bias: bool = False) -> None:
-    """Raises ValueError unless `module` computes exactly x @ weight.T, or with `bias` x @ weight.T + bias, of plain
-    floating-point parameters.
+class Layers(NamedTuple):
+    """The modules whose tensors a projection is made of."""
 
-    An adapter or a quantised layer computes something else, and a hook may do anything. FSDP2 and ZeRO-3 may hold the
-    weight sharded, and have hooks of their own that gather it.
+    base: nn.Linear
+    a: nn.Linear | None = None
+    b: nn.Linear | None = None
+    scale: float = 1.0
+
+
+def read_projection(name: str, module: nn.Module) -> tuple[torch.Tensor, torch.Tensor | None, LowRank | None]:
+    """Weight, bias and adapter of a readable projection, whole and on this rank.
+
+    Raises ValueError if they are sharded just now. Under ZeRO-3 each reading is a collective.
     """
-    if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
-        raise ValueError(f"{name} is a {_full_name(type(module))}, expected a plain torch.nn.Linear; {_REMEDY}")
-    if "forward" in vars(module):
-        raise ValueError(f"{name} has a forward of its own, such as Accelerate's device_map gives it; load without it")
-    if module.bias is not None and not bias:
-        raise ValueError(f"{name} has a bias, which is not supported yet; {_UNTILED}")
-    weight = module.weight
-    if type(weight) not in (torch.Tensor, nn.Parameter) and not isinstance(weight, DTensor):
-        raise ValueError(f"{name}.weight is a {_full_name(type(weight))}, expected a plain tensor; {_REMEDY}")
-    if weight.dtype not in DTYPES:
-        expected = ", ".join(str(dtype) for dtype in DTYPES)
-        raise ValueError(f"{name}.weight is {weight.dtype}, expected one of {expected}; {_REMEDY}")
-    check_no_hooks(name, module, sharded=module)
+    base, a, b, scale = _layers_of(module)
+    weight = _whole(name, base.weight)
+    adapter = None if a is None else LowRank(_whole(name, a.weight), _whole(name, b.weight), scale)
+    return weight, base.bias, adapter
 
 
-def check_no_hooks(name: str, module: nn.Module, sharded: nn.Linear) -> None:
-    """Raises ValueError if `module`, which a tiled forward does not call, has hooks.
+def unreadable(name: str, module: nn.Module | None) -> str | None:
+    """Why a projection must be called rather than read; None if it may be read."""
+    layers = _layers_of(module)
+    if layers is None:
+        return f"{name} is a {_full_name(type(module))}"
+    for part in {module, *(layer for layer in layers[:3] if layer is not None)}:
+        if "forward" in vars(part):
+            return f"{name} has a forward of its own, such as Accelerate's device_map gives it"
+        if _has_hooks(part, layers.base):
+            return f"{name} has hooks"
+    for layer in layers[:3]:
+        weight = None if layer is None else layer.weight
+        if weight is not None and type(weight) not in (torch.Tensor, nn.Parameter) and not isinstance(weight, DTensor):
+            return f"{name}.weight is a {_full_name(type(weight))}"
+        if weight is not None and weight.dtype not in DTYPES:
+            return f"{name}.weight is {weight.dtype}"
+    return None
 
-    FSDP2's and ZeRO-3's are no obstacle; theirs are known by the weight of `sharded`, since ZeRO-3 hooks every module.
-    """
+
+def has_hooks(module: nn.Module, sharded: nn.Module) -> bool:
+    """Whether `module` has hooks that a tiled forward would not call; see `_has_hooks` for `sharded`."""
+    layers = _layers_of(sharded)
+    return _has_hooks(module, layers.base if layers else sharded)
+
+
+def _has_hooks(module: nn.Module, base: nn.Module) -> bool:
+    """FSDP2's and ZeRO-3's do not count; theirs are known by the weight of `base`, since ZeRO-3 hooks every module."""
+    if isinstance(base, FSDPModule) or hasattr(getattr(base, "weight", None), "ds_id"):
+        return False
     hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    if any(hooks) and not (isinstance(sharded, FSDPModule) or hasattr(sharded.weight, "ds_id")):
-        raise ValueError(f"{name} has hooks, which a tiled forward would not call; remove them, or {_UNTILED}")
+    return any(hooks)
 
 
-def local_weight(name: str, module: nn.Linear) -> torch.Tensor:
-    """The weight of a projection, whole and on this rank; a ValueError if it is sharded just now."""
-    if isinstance(module.weight, DTensor):
+def _layers_of(module: nn.Module | None) -> Layers | None:
+    """What a projection is made of, if it is a plain linear layer or a plain LoRA over one."""
+    if type(module).__module__ == "peft.tuners.lora.layer" and type(module).__name__ == "Linear":
+        return _lora_layers(module)
+    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
+        return Layers(module)
+    return None
+
+
+def _lora_layers(module: Any) -> Layers | None:
+    """Of PEFT's LoRA: without dropout, of the plain kind, one active adapter at most, neither half merged."""
+    base = _layers_of(module.base_layer)
+    if base is None or base.a is not None or (module.merged and module.disable_adapters):
+        return None
+    active = [name for name in module.active_adapters if name in module.lora_A]
+    if module.merged or module.disable_adapters or not active:
+        return base
+    name = active[0]
+    dropout = module.lora_dropout[name]
+    drops = not isinstance(dropout, nn.Identity) and dropout.training and dropout.p > 0
+    if len(active) > 1 or drops or name in module.lora_variant or module.lora_B[name].bias is not None:
+        return None
+    return Layers(base.base, module.lora_A[name], module.lora_B[name], module.scaling[name])
+
+
+def _whole(name: str, weight: torch.Tensor) -> torch.Tensor:
+    if isinstance(weight, DTensor):
         raise ValueError(
             f"{name}.weight is sharded while its parent runs; with FSDP2 shard {name} together with its parent "
             "(fully_shard(model) alone, or in one group), and leave it out of a tensor-parallel plan"
         )
-    return module.weight
+    return weight
 
 
 def call_in_place_of(module: nn.Module, function: Callable, *args: torch.Tensor) -> Any:
@@ -66,6 +113,16 @@ def call_in_place_of(module: nn.Module, function: Callable, *args: torch.Tensor)
         return module(*args)
     finally:
         del module.forward
+
+
+def check_not_zero3(module: nn.Module, reason: str) -> None:
+    """Raises ValueError for a module that would be called once per tile under ZeRO-3."""
+    if any(hasattr(parameter, "ds_id") for parameter in module.parameters()):
+        raise ValueError(
+            f"{reason}, so it is called once per tile; under ZeRO-3 each call gathers its parameters, and ranks with "
+            "different numbers of tiles would wait for each other for ever: leave this part untiled (mlp=False or "
+            "loss=False; seqtile.restore(model) first), or use ZeRO-2 or FSDP2"
+        )
 
 
 def _full_name(cls: type) -> str:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from torch import nn
 
 from seqtile.models.arch import find_arch
-from seqtile.models.causal_lm import check_loss
-from seqtile.models.mlp import check_mlp
+from seqtile.models.causal_lm import check_loss, why_generic_head
+from seqtile.models.mlp import check_mlp, why_generic
 from seqtile.models.patch import applied_parts, mlps_of, model_type_of
 from seqtile.models.placement import current_forward, package_of, placement_of
 from seqtile.ops.tiles import resolve_chunk_tokens
@@ -28,6 +28,8 @@ class PartStatus:
     """The packages whose forwards run on the rest, such as "transformers" or "liger_kernel"."""
     chunk_tokens: int | None
     """Tokens a tile; None if nothing is tiled."""
+    generic: str | None
+    """Why some are called tile by tile (`seqtile.tiled`) instead of having their weights read, if some are."""
     problem: str | None
     """Why the tiled forward will refuse to run, if it will."""
 
@@ -45,6 +47,8 @@ class PartStatus:
                 liger = takers == ["liger_kernel"]
                 reason = "liger_kernel took it back" if liger else f"the forward that runs is from {takers[0]}"
             text += f"; {reason}: apply seqtile to this model, last"
+        if self.generic and not self.problem:
+            text += f"; called tile by tile, because {self.generic}"
         if self.problem:
             text += f"; REFUSES: {self.problem}"
         return text
@@ -71,19 +75,25 @@ def status(model: nn.Module) -> ModelStatus:
     Raises ValueError for an unsupported model type, TypeError for something that is no Hugging Face model.
     """
     arch = find_arch(model_type_of(model))
-    loss = part_status("loss", model, [model], check_loss) if isinstance(model, arch.causal_lm) else None
-    return ModelStatus(type(model).__name__, loss, part_status("mlp", model, mlps_of(model), check_mlp))
+    loss = None
+    if isinstance(model, arch.causal_lm):
+        loss = part_status("loss", model, [model], check_loss, why_generic_head)
+    return ModelStatus(type(model).__name__, loss, part_status("mlp", model, mlps_of(model), check_mlp, why_generic))
 
 
-def part_status(name: str, model: nn.Module, modules: list[nn.Module], check: Callable) -> PartStatus:
+def part_status(
+    name: str, model: nn.Module, modules: list[nn.Module], check: Callable, why_generic: Callable
+) -> PartStatus:
     forwards = [current_forward(module) for module in modules]
     placements = [placement for forward in forwards if (placement := placement_of(forward))]
     others = Counter(package_of(forward) for forward in forwards if placement_of(forward) is None)
     chunk_tokens = None
     if placements:
         chunk_tokens = resolve_chunk_tokens(placements[0].chunk_tokens, model.config.hidden_size)
-    problem = None
+    generic = problem = None
     if placements:
+        reasons = (why_generic(module) for module in modules)
+        generic = next((reason for reason in reasons if reason is not None), None)
         try:
             for module in modules:
                 check(module)
@@ -96,5 +106,6 @@ def part_status(name: str, model: nn.Module, modules: list[nn.Module], check: Ca
         total=len(modules),
         others=tuple(others),
         chunk_tokens=chunk_tokens,
+        generic=generic,
         problem=problem,
     )

@@ -1,0 +1,200 @@
+"""Which way each part runs, read or called tile by tile, is chosen at every forward, told by `status`, and right."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.utils import prune
+
+import seqtile
+from assertions import relative_error
+from measure import FlopCount
+from tiny import CHUNK, batch_of, build, loss_and_gradients
+
+PROJECTIONS = ["gate_proj", "up_proj", "down_proj"]
+
+
+def lora(*targets: str, **options: object) -> Callable[[nn.Module], nn.Module]:
+    """PEFT's adapters on `targets`, of which none is zero."""
+
+    def add(model: nn.Module) -> nn.Module:
+        peft = pytest.importorskip("peft")
+        model = peft.get_peft_model(
+            model, peft.LoraConfig(r=4, target_modules=list(targets), **options)
+        ).get_base_model()
+        randomise(model)
+        return model.train()
+
+    return add
+
+
+def randomise(model: nn.Module) -> None:
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.3)
+
+
+class Rounded(nn.Linear):
+    """Stands for a quantised layer: what it computes is not its weight's product."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.linear(x, self.weight + (self.weight.round() - self.weight).detach(), self.bias)
+
+
+def quantised(model: nn.Module) -> nn.Module:
+    for layer in model.model.layers:
+        layer.mlp.down_proj.__class__ = Rounded
+    return model
+
+
+def hooked(model: nn.Module) -> nn.Module:
+    model.model.layers[0].mlp.gate_proj.register_forward_hook(lambda module, inputs, output: output * 0.5)
+    return model
+
+
+def activation_hooked(model: nn.Module) -> nn.Module:
+    model.model.layers[1].mlp.act_fn.register_forward_hook(lambda module, inputs, output: output * 0.5)
+    return model
+
+
+def pruned_head(model: nn.Module) -> nn.Module:
+    prune.l1_unstructured(model.lm_head, "weight", 0.5)
+    return model
+
+
+def exact_gelu(model: nn.Module) -> nn.Module:
+    for layer in model.model.layers:
+        layer.mlp.act_fn = nn.GELU()
+    return model
+
+
+def two_adapters(model: nn.Module) -> nn.Module:
+    peft = pytest.importorskip("peft")
+    configs = [peft.LoraConfig(r=4, target_modules=PROJECTIONS) for _ in range(2)]
+    wrapped = peft.get_peft_model(model, configs[0])
+    wrapped.add_adapter("second", configs[1])
+    wrapped.base_model.set_adapter(["default", "second"])
+    randomise(model)
+    return model.train()
+
+
+def of_the_mlp(change: Callable[[nn.Module], None]) -> Callable[[nn.Module], nn.Module]:
+    """`change` of every adapter in the MLPs; one in the attention stays to be trained."""
+
+    def apply(model: nn.Module) -> nn.Module:
+        model = lora(*PROJECTIONS, "q_proj")(model)
+        for layer in model.model.layers:
+            for name in PROJECTIONS:
+                change(getattr(layer.mlp, name))
+        return model
+
+    return apply
+
+
+# what is done to the model -> why its MLP and its loss are called tile by tile, None where they are read
+PATHS: dict[str, tuple[Callable[[nn.Module], nn.Module], str | None, str | None]] = {
+    "lora of all": (lora(*PROJECTIONS), None, None),
+    "lora of one": (lora("up_proj"), None, None),
+    "lora of the attention": (lora("q_proj", "v_proj"), None, None),
+    "lora, disabled": (of_the_mlp(lambda module: module.enable_adapters(False)), None, None),
+    "lora, merged": (of_the_mlp(lambda module: module.merge()), None, None),
+    "rslora": (lora(*PROJECTIONS, use_rslora=True), None, None),
+    "dora": (lora(*PROJECTIONS, use_dora=True), "gate_proj is a peft.tuners.lora.layer.Linear", None),
+    "lora with a bias": (lora(*PROJECTIONS, lora_bias=True), "gate_proj is a peft.tuners.lora.layer.Linear", None),
+    "two adapters": (two_adapters, "gate_proj is a peft.tuners.lora.layer.Linear", None),
+    "lora of the head": (lora("lm_head", "up_proj"), None, "lm_head has an adapter"),
+    "quantised": (quantised, f"down_proj is a {__name__}.Rounded", None),
+    "a hook": (hooked, "gate_proj has hooks", None),
+    "a hook on the activation": (activation_hooked, "its activation has hooks", None),
+    "a pruned head": (pruned_head, None, "lm_head has hooks"),
+    "another activation": (exact_gelu, "its activation is GELU", None),
+    "float64": (lambda model: model.double(), "gate_proj.weight is torch.float64", "lm_head.weight is torch.float64"),
+}
+
+
+def pair(change: Callable[[nn.Module], nn.Module], arch: str, when: str) -> tuple[nn.Module, nn.Module]:
+    """The same model, changed the same way, untiled and tiled; tiled before or after the change."""
+    models = []
+    original = build(arch, tie_word_embeddings=False)
+    for is_tiled in (False, True):
+        model = copy.deepcopy(original)
+        if is_tiled and when == "before":
+            seqtile.apply_seqtile(model, chunk_tokens=CHUNK)
+        torch.manual_seed(0)
+        model = change(model)
+        if is_tiled and when == "after":
+            seqtile.apply_seqtile(model, chunk_tokens=CHUNK)
+        models.append(model)
+    return models[0], models[1]
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("name", PATHS)
+def test_path(name: str, when: str) -> None:
+    change, mlp_reason, loss_reason = PATHS[name]
+    untiled, tiled = pair(change, "llama", when)
+    status = seqtile.status(tiled)
+    assert (status.mlp.generic, status.loss.generic) == (mlp_reason, loss_reason)
+    assert (status.mlp.tiled, status.loss.tiled) == (2, 1)
+    assert str(status).count("called tile by tile, because") == sum(r is not None for r in (mlp_reason, loss_reason))
+    for batch in (batch_of(3, 101), batch_of(1, 30) | {"num_items_in_batch": torch.tensor(41)}):
+        loss, gradients = loss_and_gradients(untiled, **batch)
+        tiled_loss, tiled_gradients = loss_and_gradients(tiled, **batch)
+        assert relative_error(tiled_loss, loss) <= 1e-6
+        trained = 0
+        for parameter, gradient in gradients.items():
+            ours = tiled_gradients[parameter]
+            assert (ours is None) == (gradient is None), parameter
+            if gradient is not None:
+                trained += 1
+                assert relative_error(ours, gradient) <= 1e-5, parameter
+        assert trained > 0
+
+
+@pytest.mark.parametrize("arch", ["phi3", "gemma2", "glm4"])
+def test_lora_of_other_architectures(arch: str) -> None:
+    fused = arch in ("phi3", "glm4")
+    untiled, tiled = pair(lora(*(["gate_up_proj", "down_proj"] if fused else PROJECTIONS)), arch, "after")
+    assert seqtile.status(tiled).mlp.generic is None
+    batch = batch_of(3, 101)
+    loss, gradients = loss_and_gradients(untiled, **batch)
+    tiled_loss, tiled_gradients = loss_and_gradients(tiled, **batch)
+    assert relative_error(tiled_loss, loss) <= 1e-6
+    for name, gradient in gradients.items():
+        if gradient is not None:
+            assert relative_error(tiled_gradients[name], gradient) <= 1e-5, name
+
+
+def test_dropout_takes_the_other_way_while_training_only() -> None:
+    _, tiled = pair(lora(*PROJECTIONS, lora_dropout=0.1), "llama", "after")
+    assert "called tile by tile, because gate_proj is a peft" in str(seqtile.status(tiled))
+    loss, gradients = loss_and_gradients(tiled, **batch_of(1, 101))
+    assert loss.isfinite() and any(gradient is not None and gradient.norm() > 0 for gradient in gradients.values())
+    assert seqtile.status(tiled.eval()).mlp.generic is None
+
+
+def test_plain_lora_spends_nothing_on_frozen_weights() -> None:
+    untiled, tiled = pair(lora(*PROJECTIONS), "llama", "after")
+    batch = batch_of(1, 190)
+    counts = []
+    for model in (untiled, tiled):
+        with FlopCount() as flops:
+            loss_and_gradients(model, **batch)
+        counts.append(flops.total)
+    unit, ignored = 2 * 190 * 48 * 130, 2 * 5 * 48 * 211  # a frozen head costs two products
+    adapters = 2 * 190 * 4 * (48 + 130)  # one direction of one of them
+    assert 2 * 2 * unit - 2 * ignored < counts[1] - counts[0] <= 2 * 2 * unit - 2 * ignored + 2 * 9 * adapters
+
+
+@pytest.mark.parametrize(("name", "part"), [("quantised", "down_proj is a"), ("a pruned head", "lm_head has hooks")])
+def test_refused_under_zero3(name: str, part: str) -> None:
+    """A module called once per tile would gather once per tile; ranks with other numbers of tiles would hang."""
+    model = PATHS[name][0](build("llama", tie_word_embeddings=False))
+    for parameter in model.parameters():
+        parameter.ds_id = 0  # ZeRO-3's mark
+    with pytest.raises(ValueError, match=rf"{part}.*once per tile; under ZeRO-3"):
+        seqtile.apply_seqtile(model, chunk_tokens=CHUNK)
+    assert "seqtile" not in str(seqtile.status(model))

@@ -154,14 +154,10 @@ def test_bad_input(pretrained: Path, document: Path, tmp_path: Path) -> None:
     assert "--data holds no UTF-8 text: 1 file skipped" in refused(*common, "--data", tmp_path / "binary.dat")
     GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=50)).save_pretrained(tmp_path / "gpt2")
     assert "'gpt2' is not supported; seqtile supports cohere" in refused(*common, "--model", tmp_path / "gpt2")
-    for name, changes, message in (
-        ("gelu", {"hidden_act": "gelu"}, "activation is GELU"),
-        ("small", {"vocab_size": 60}, "the tokenizer gave token"),
-    ):
-        copied = tmp_path / name
-        shutil.copytree(pretrained, copied)
-        build("llama", **changes).save_pretrained(copied)
-        assert message in refused(*common, "--model", copied, "--data", document, "--compare")
+    small = tmp_path / "small"
+    shutil.copytree(pretrained, small)
+    build("llama", vocab_size=60).save_pretrained(small)
+    assert "the tokenizer gave token" in refused(*common, "--model", small, "--data", document, "--compare")
     assert not output.exists(), "a refused job leaves nothing behind"
     blocked = refused(*common, "--data", document, "--output", document / "run")
     assert "cannot be written to" in blocked and "choose another directory" in blocked

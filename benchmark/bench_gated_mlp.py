@@ -1,48 +1,84 @@
-"""The gated MLP, forward and backward, side by side."""
+"""The gated MLP of a decoder layer under activation checkpointing, forward and backward, side by side."""
 
+import math
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 from benchmark.contestants import DEVICE, DTYPE, SIZES, available, run
+from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from assertions import relative_error
 from seqtile import gated_mlp
 
 
-def huggingface(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+class Mlp(nn.Module):
+    """As Hugging Face's."""
+
+    def __init__(self, hidden: int, width: int, dtype: torch.dtype):
+        super().__init__()
+        options = {"bias": False, "device": DEVICE, "dtype": dtype}
+        self.gate_proj, self.up_proj = (nn.Linear(hidden, width, **options) for _ in range(2))
+        self.down_proj = nn.Linear(width, hidden, **options)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-def liger(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
+def huggingface(mlp: Mlp, x: torch.Tensor) -> torch.Tensor:
+    return mlp(x)
+
+
+def liger(mlp: Mlp, x: torch.Tensor) -> torch.Tensor:
     from liger_kernel.ops import LigerSiLUMulFunction
 
-    return F.linear(LigerSiLUMulFunction.apply(F.linear(x, gate), F.linear(x, up)), down)
+    return mlp.down_proj(LigerSiLUMulFunction.apply(mlp.gate_proj(x), mlp.up_proj(x)))
 
 
-CONTESTANTS: dict[str, Callable] = {"huggingface": huggingface, "liger": liger, "seqtile": gated_mlp}
+def liger_tiled(mlp: Mlp, x: torch.Tensor) -> torch.Tensor:
+    from liger_kernel.ops import apply_tiled_mlp
+
+    return apply_tiled_mlp(liger, mlp, x, compute_params=list(mlp.parameters()))
 
 
-def inputs(tokens: int, hidden: int, width: int) -> list[torch.Tensor]:
-    shapes = [(tokens, hidden), (width, hidden), (width, hidden), (hidden, width)]
-    scales = [1.0, hidden**-0.5, hidden**-0.5, width**-0.5]
-    return [
-        (torch.randn(shape, device=DEVICE, dtype=DTYPE) * scale).requires_grad_()
-        for shape, scale in zip(shapes, scales, strict=True)
-    ]
+def deepspeed_tiled(mlp: Mlp, x: torch.Tensor) -> torch.Tensor:
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP
+
+    return TiledMLP.apply(huggingface, mlp, x, math.ceil(x.shape[-2] / x.shape[-1]), list(mlp.parameters()))
 
 
-def gradients(mlp: Callable, operands: list[torch.Tensor]) -> list[torch.Tensor]:
-    y = mlp(*operands)
-    return [y.detach(), *torch.autograd.grad(y, operands, torch.ones_like(y))]
+def seqtile(mlp: Mlp, x: torch.Tensor) -> torch.Tensor:
+    return gated_mlp(x, mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight)
 
 
-def error(mlp: Callable) -> float:
+CONTESTANTS: dict[str, Callable] = {
+    "huggingface": huggingface,
+    "liger": liger,
+    "liger_tiled": liger_tiled,
+    "deepspeed_tiled": deepspeed_tiled,
+    "seqtile": seqtile,
+}
+
+
+def gradients(contestant: Callable, mlp: Mlp, x: torch.Tensor) -> list[torch.Tensor]:
+    """y, d_x and the gradients of the weights, of a checkpointed region."""
+    for tensor in (x, *mlp.parameters()):
+        tensor.grad = None
+    y = checkpoint(contestant, mlp, x, use_reentrant=False)
+    y.backward(torch.ones_like(y))
+    return [y.detach(), x.grad, *(parameter.grad for parameter in mlp.parameters())]
+
+
+def error(contestant: Callable) -> float:
     """Largest relative error of output and gradients against float64; a wrong contestant is not timed."""
-    operands = inputs(5000, 96, 130)
-    truth = gradients(huggingface, [operand.detach().double().requires_grad_() for operand in operands])
-    worst = max(relative_error(a, b) for a, b in zip(gradients(mlp, operands), truth, strict=True))
+    mlp, x = Mlp(96, 130, DTYPE), torch.randn(1, 5000, 96, device=DEVICE, dtype=DTYPE, requires_grad=True)
+    ours = gradients(contestant, mlp, x)
+    exact = Mlp(96, 130, torch.float64)
+    exact.load_state_dict(mlp.state_dict())
+    truth = gradients(huggingface, exact, x.detach().double().requires_grad_())
+    worst = max(relative_error(a, b) for a, b in zip(ours, truth, strict=True))
     assert worst < 0.03, f"wrong: relative error {worst:.1e}"
     return worst
 
@@ -52,6 +88,7 @@ def test_gated_mlp(benchmark, contestant: str, shape: str, tokens: int) -> None:
     if reason := available(contestant):
         pytest.skip(reason)
     size = next(shapes[shape] for shapes in SIZES.values() if shape in shapes)
-    mlp = CONTESTANTS[contestant]
-    operands = inputs(tokens, size.hidden, size.mlp)
-    run(benchmark, contestant, shape, tokens, lambda: gradients(mlp, operands), lambda: error(mlp))
+    mlp = Mlp(size.hidden, size.mlp, DTYPE)
+    x = torch.randn(1, tokens, size.hidden, device=DEVICE, dtype=DTYPE, requires_grad=True)
+    function = CONTESTANTS[contestant]
+    run(benchmark, contestant, shape, tokens, lambda: gradients(function, mlp, x), lambda: error(function))

@@ -36,7 +36,8 @@ def cases(size: str) -> list[tuple[str, int]]:
     return [(name, tokens) for name, shape in SIZES[size].items() for tokens in shape.tokens]
 
 
-PACKAGES = {"liger": "liger_kernel", "cce": "cut_cross_entropy", "quack": "quack"}
+PACKAGES = {"liger": "liger_kernel", "liger_tiled": "liger_kernel", "cce": "cut_cross_entropy", "quack": "quack"}
+PACKAGES["deepspeed_tiled"] = "deepspeed"
 
 
 def available(contestant: str) -> str | None:
@@ -44,7 +45,7 @@ def available(contestant: str) -> str | None:
     if package := PACKAGES.get(contestant):
         if find_spec(package) is None:
             return f"{package} is not installed"
-        if DEVICE == "cpu":
+        if DEVICE == "cpu" and package != "deepspeed":
             return f"{package} needs a GPU"
     if contestant == "torch" and not hasattr(torch.nn, "LinearCrossEntropyOptions"):
         return "this torch has no tiled F.linear_cross_entropy"

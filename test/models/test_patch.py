@@ -226,6 +226,7 @@ def test_status_text() -> None:
 
 def test_under_accelerates_autocast_wrapper() -> None:
     accelerate = pytest.importorskip("accelerate")
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # another test's, in this process
     model = build("llama")
     before = snapshot(model)
     seqtile.apply_seqtile(model, chunk_tokens=CHUNK)
@@ -299,6 +300,7 @@ def test_refused_hooked_model() -> None:
 
 def test_refused_after_accelerates_autocast_wrapper() -> None:
     accelerate = pytest.importorskip("accelerate")
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # another test's, in this process
     model = build("llama")
     accelerate.Accelerator(cpu=True, mixed_precision="bf16").prepare(model)
     refuse("the forward of LlamaForCausalLM is from accelerate", model)

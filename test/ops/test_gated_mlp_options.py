@@ -183,3 +183,17 @@ def test_bad_input(changes: dict, message: str) -> None:
     weights = {name: value for name, value in make(False, (), "cpu").items()}
     with pytest.raises(ValueError, match=f"gated_mlp: .*{message}"):
         gated_mlp(torch.randn(63, D), **(weights | changes))
+
+
+@pytest.mark.parametrize(
+    ("adapter", "message"),
+    [
+        (LowRank(torch.randn(R, D), torch.randn(M, R), torch.tensor(2.0)), r"up_lora.scale is tensor\(2.\), expected"),
+        (LowRank(torch.randn(R, D), None, 2.0), "up_lora.b is a NoneType, expected a tensor"),
+        (LowRank(None, torch.randn(M, R), 2.0), "up_lora.a is a NoneType, expected a tensor"),
+    ],
+    ids=["scale", "b", "a"],
+)
+def test_bad_adapters(adapter: LowRank, message: str) -> None:
+    with pytest.raises(TypeError, match=f"gated_mlp: {message}"):
+        gated_mlp(torch.randn(63, D), **make(False, (), "cpu"), up_lora=adapter)

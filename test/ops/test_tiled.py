@@ -22,7 +22,7 @@ class Mlp(nn.Module):
 
 
 def apply(module: nn.Module, x: torch.Tensor, chunk_tokens: int = 20) -> torch.Tensor:
-    return tiled(module, x, params=list(module.parameters()), chunk_tokens=chunk_tokens)
+    return tiled(module, x, params=module.parameters(), chunk_tokens=chunk_tokens)
 
 
 def gradients(y: torch.Tensor, d_y: torch.Tensor, *leaves: torch.Tensor) -> list[torch.Tensor]:
@@ -237,6 +237,8 @@ X = torch.zeros(95, D)
         (torch.add, (X, X[:90]), {}, ValueError, "input 1 is 90 long along dimension -2, input 0 is 95"),
         (torch.sin, (X[:, 0],), {}, ValueError, r"input 0 has shape \[95\], expected tokens along dimension -2"),
         (torch.sin, (X,), {"params": [X * torch.ones(1, requires_grad=True)]}, ValueError, "computed from others"),
+        (torch.sin, (X,), {"params": X}, TypeError, "params is a Tensor, expected a list of tensors"),
+        (torch.sin, (X,), {"shared": 3}, TypeError, "shared is a int, expected a list of tensors"),
         (torch.sin, (X,), {"params": [sharded()]}, ValueError, "parameter 0 is a Parameter sharded over ranks"),
         (
             lambda x: x.sum(0, keepdim=True),

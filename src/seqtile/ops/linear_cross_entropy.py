@@ -14,16 +14,18 @@ _OP = "linear_cross_entropy"
 
 
 class LossMetrics(NamedTuple):
-    """What the tiles know besides the loss, without gradients."""
+    """What the tiles know besides the loss, without gradients.
+
+    token_accuracy: share of the labelled tokens that are predicted right; a float32 scalar, NaN if none is labelled.
+    predicted_tokens: the token of the largest logit; int64, target's shape, -1 for ignored tokens.
+    mean_entropy: of the softmax over labelled tokens, in nats; a float32 scalar, NaN if none is labelled.
+    logsumexp: of the logits; float32, target's shape, 0 for ignored tokens.
+    """
 
     token_accuracy: torch.Tensor
-    """Share of the labelled tokens that are predicted right: a float32 scalar, NaN if none is labelled."""
     predicted_tokens: torch.Tensor
-    """The token of the largest logit: int64, target's shape; -1 for ignored tokens."""
     mean_entropy: torch.Tensor
-    """Mean entropy of the softmax over labelled tokens, in nats: a float32 scalar, NaN if none is labelled."""
     logsumexp: torch.Tensor
-    """Of the logits: float32, target's shape; 0 for ignored tokens."""
 
 
 def linear_cross_entropy(
@@ -54,8 +56,11 @@ def linear_cross_entropy(
             device is never waited for.
         reduction: "mean" over labelled tokens (with `class_weight`, over their weights), "sum", or "none".
         num_items: divides the sum instead of that count (Hugging Face's `num_items_in_batch`); only with "mean".
-        label_smoothing: in [0, 1], and class_weight: [V], any floating dtype: as torch's cross_entropy defines them.
-        z_loss: adds z_loss * logsumexp(logits)**2 to every labelled token's loss, under the same reduction.
+        label_smoothing: in [0, 1], as torch's cross_entropy defines it.
+        class_weight: [V], any floating dtype, as torch's cross_entropy defines it.
+        z_loss: adds z_loss * logsumexp(logits)**2 to every labelled token's loss, under the same reduction: without its
+            class_weight, but divided by what the sum is divided by.
+        logit_scale: multiplies hidden @ weight.T, before the bias.
         softcap: logits become softcap * tanh(logits / softcap); None for no cap.
         accumulate_dtype: of the gradients of weight and bias while they add up over tiles; None for their own dtype.
         chunk_tokens: labelled tokens a tile, see `ops/tiles.py`; None for its rule.
@@ -78,8 +83,8 @@ def linear_cross_entropy(
     no product of half precision with a float32 sum: there a tile is copied to float32 besides.)
 
     Under autocast the operands are cast, hidden tile by tile. Under torch.compile all of it is compiled, anew for each
-    number of tokens and with one more sum of d_weight alive, if `ignore_index` is None; else counting the labelled
-    tokens breaks the graph and the op runs eagerly. torch.func's transforms are not supported.
+    number of tokens (torch's limit is 8) and with one more sum of d_weight alive, if `ignore_index` is None; else
+    counting the labelled tokens breaks the graph and the op runs eagerly. torch.func's transforms are not supported.
 
     Raises:
         TypeError, ValueError: types, dtypes, devices, shapes or numbers that do not fit, an empty sequence; on a CPU

@@ -65,7 +65,7 @@ class TokenLossFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, d_losses: torch.Tensor | None, _, d_entropy: torch.Tensor | None, __):
-        check_first_derivative("a loss of every token")
+        check_first_derivative("linear_log_probs, or linear_cross_entropy with reduction='none',")
         operands = _saved(ctx)
         values = operands.new_values()
         row_scale = torch.zeros_like(values.losses) if d_losses is None else d_losses.contiguous()

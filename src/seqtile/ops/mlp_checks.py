@@ -1,6 +1,7 @@
 """What gated_mlp requires of its arguments, checked before anything is computed."""
 
 from collections.abc import Sequence
+from numbers import Real
 
 import torch
 
@@ -49,9 +50,13 @@ def _check_projection(name: str, projection: Projection, out_features: int, in_f
     check_shape(_OP, f"{name}_weight", projection.weight, (out_features, in_features), meaning)
     if projection.bias is not None:
         check_shape(_OP, f"{name}_bias", projection.bias, (out_features,), f"one number a row of {name}_weight")
-    if projection.a is None:
+    if projection.a is None and projection.b is None:
         return
+    if isinstance(projection.scale, bool) or not isinstance(projection.scale, Real):
+        raise TypeError(f"{_OP}: {name}_lora.scale is {projection.scale!r}, expected a Python number")
     for part, tensor in (("a", projection.a), ("b", projection.b)):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{_OP}: {name}_lora.{part} is a {type(tensor).__name__}, expected a tensor")
         if tensor.dim() != 2 or tensor.dtype not in DTYPES:
             raise ValueError(
                 f"{_OP}: {name}_lora.{part} is {tensor.dtype} {list(tensor.shape)}, expected a floating-point matrix"

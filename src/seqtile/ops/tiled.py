@@ -5,7 +5,7 @@ once, so that what is inside the function never has the length of the sequence.
 Source: Arctic Long Sequence Training, 3.1 (TiledCompute).
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -15,7 +15,7 @@ from torch.autograd.graph import Node, saved_tensors_hooks
 
 from seqtile.ops.checks import check_first_derivative
 from seqtile.ops.saver import save_input
-from seqtile.ops.tiled_checks import check_inputs, check_leaves, check_outputs
+from seqtile.ops.tiled_checks import check_inputs, check_leaves, check_outputs, listed
 from seqtile.ops.tiles import resolve_chunk_tokens, tiles
 from seqtile.ops.weight_grad import WeightGrad, main_grad_of
 
@@ -25,8 +25,8 @@ Outputs = torch.Tensor | tuple[torch.Tensor, ...]
 def tiled(
     fn: Callable[..., Outputs],
     *inputs: torch.Tensor,
-    params: Sequence[torch.Tensor] = (),
-    shared: Sequence[torch.Tensor] = (),
+    params: Iterable[torch.Tensor] = (),
+    shared: Iterable[torch.Tensor] = (),
     chunk_tokens: int | None = None,
     dim: int = -2,
 ) -> Outputs:
@@ -43,8 +43,8 @@ def tiled(
             rule.
         dim: the dimension that is cut.
 
-    Random numbers: a tile draws in the backward what it drew in the forward. Autocast is in the backward what it was in
-    the forward; casts are not cached between tiles.
+    Random numbers: a tile draws in the backward what it drew in the forward, not what an untiled fn would. Autocast
+    is in the backward what it was in the forward; casts are not cached between tiles.
 
     FLOPs: one forward of `fn` more than untiled. Under non-reentrant checkpointing, whose replay stops before `fn`, no
     more, but for what the replay of an untiled `fn` leaves out at its end.
@@ -62,11 +62,12 @@ def tiled(
             each tile would gather them, and ranks with different numbers of tiles would wait for each other for ever.
         RuntimeError: in the backward, for second derivatives (`create_graph=True`).
     """
+    params, shared = listed("params", params), listed("shared", shared)
     length, tokens_of_one = check_inputs(inputs, shared, params, dim)
     step = max(1, resolve_chunk_tokens(chunk_tokens, inputs[0].shape[-1]) // max(1, tokens_of_one))
     if length <= step:
         return fn(*inputs, *shared)
-    return _tiled(fn, inputs, tuple(params), tuple(shared), step, dim)
+    return _tiled(fn, inputs, params, shared, step, dim)
 
 
 @dataclass

@@ -1,9 +1,16 @@
 """What `tiled` requires of its inputs, of its function's outputs, and of what the function uses besides."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+
+def listed(name: str, tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """The tensors of an iterable; a TypeError for what is none, or one tensor by itself."""
+    if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Iterable):
+        raise TypeError(f"tiled: {name} is a {type(tensors).__name__}, expected a list of tensors")
+    return tuple(tensors)
 
 
 def check_inputs(
@@ -62,6 +69,6 @@ def check_leaves(results: Sequence[torch.Tensor], known: Sequence[torch.Tensor])
         if leaf is not None and id(leaf) not in allowed:
             raise ValueError(
                 f"tiled: fn uses a tensor {list(leaf.shape)} that requires a gradient and that it was not given; list "
-                "it in params"
+                "it in params, or if it is computed from others pass what fn uses as shared"
             )
         pending += [following for following, _ in node.next_functions if following is not None]

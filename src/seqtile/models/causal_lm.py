@@ -72,9 +72,9 @@ def tiled_loss_forward(arch: Arch, original: Callable, chunk_tokens: int | None)
 
         check_loss(self)
         outputs = self.model(**inputs)
-        loss_of = _loss if why_generic_head(self) is None else _generic_loss
         options = {"chunk_tokens": chunk_tokens, **logit_options(arch, self.config)}
-        head_loss = partial(loss_of, head=self.lm_head, labels=labels, options=options, **kwargs)
+        called = why_generic_head(self) is not None
+        head_loss = partial(_loss, head=self.lm_head, called=called, labels=labels, options=options, **kwargs)
         return CausalLMOutputWithPast(
             loss=call_in_place_of(self.lm_head, head_loss, outputs.last_hidden_state),
             past_key_values=outputs.past_key_values,
@@ -111,14 +111,11 @@ def why_generic_head(model: nn.Module) -> str | None:
     return reason
 
 
-def _shifted(labels: torch.Tensor | None, shift_labels: torch.Tensor | None, ignore_index: int) -> torch.Tensor:
-    return F.pad(labels, (0, 1), value=ignore_index)[..., 1:] if shift_labels is None else shift_labels
-
-
 def _loss(
     hidden: torch.Tensor,
     *,
-    head: nn.Linear,
+    head: nn.Module,
+    called: bool,
     labels: torch.Tensor | None,
     options: dict[str, float | None],
     shift_labels: torch.Tensor | None = None,
@@ -127,43 +124,40 @@ def _loss(
     **_,
 ) -> torch.Tensor:
     """What Hugging Face's ForCausalLMLoss computes from logits, from hidden states [B, S, D]."""
+    if shift_labels is None:
+        shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
+    targets = shift_labels.to(hidden.device)
+    if called:
+        losses = _called_losses(hidden, targets, head, ignore_index, **options)
+        return losses.sum() / ((targets != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch)
     weight, bias, _ = read_projection("lm_head", head)
     return linear_cross_entropy(
-        hidden,
-        weight,
-        _shifted(labels, shift_labels, ignore_index).to(hidden.device),
-        bias=bias,
-        ignore_index=ignore_index,
-        num_items=num_items_in_batch,
-        **options,
+        hidden, weight, targets, bias=bias, ignore_index=ignore_index, num_items=num_items_in_batch, **options
     )
 
 
-def _generic_loss(
+def _called_losses(
     hidden: torch.Tensor,
-    *,
+    targets: torch.Tensor,
     head: nn.Module,
-    labels: torch.Tensor | None,
-    options: dict[str, float | None],
-    shift_labels: torch.Tensor | None = None,
-    num_items_in_batch: torch.Tensor | int | None = None,
-    ignore_index: int = -100,
-    **_,
+    ignore_index: int,
+    *,
+    chunk_tokens: int | None,
+    softcap: float | None,
+    logit_scale: float,
 ) -> torch.Tensor:
-    """The same, of an lm_head that is called: tile by tile, its logits computed again in the backward. 4 u."""
-    targets = _shifted(labels, shift_labels, ignore_index).to(hidden.device)
+    """The loss of every token under a head that is called: tile by tile, its logits again in the backward. 4 u."""
 
     def losses_of(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        logits = head(hidden) * options["logit_scale"]
-        if (softcap := options["softcap"]) is not None:
+        logits = head(hidden) * logit_scale
+        if softcap is not None:
             logits = torch.tanh(logits / softcap) * softcap
         losses = F.cross_entropy(
             logits.float().flatten(0, -2), targets.flatten(), ignore_index=ignore_index, reduction="none"
         )
         return losses.view(targets.shape)
 
-    chunk_tokens = resolve_chunk_tokens(options["chunk_tokens"], hidden.shape[-1])
     params = [parameter for parameter in head.parameters() if parameter.requires_grad]
-    quarter = max(1, chunk_tokens // 4)  # torch's cross-entropy keeps four tiles where ours keeps one
-    losses = tiled(losses_of, hidden, targets.unsqueeze(-1), params=params, chunk_tokens=quarter)
-    return losses.sum() / ((targets != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch)
+    # torch's cross-entropy keeps four tiles where ours keeps one
+    quarter = max(1, resolve_chunk_tokens(chunk_tokens, hidden.shape[-1]) // 4)
+    return tiled(losses_of, hidden, targets.unsqueeze(-1), params=params, chunk_tokens=quarter)

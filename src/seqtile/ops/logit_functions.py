@@ -40,7 +40,7 @@ class TotalLossFunction(torch.autograd.Function):
 
 def _total_gradients(ctx, operands: Operands, values: Values) -> tuple[Gradients, torch.Tensor | float]:
     """Writes `values`; the gradients of their sum, up to a factor, and that factor."""
-    if operands.class_weight is None:
+    if operands.class_weight is None or not any(ctx.needs):
         return sweep(operands, ctx.settings, values, ctx.needs), 1.0
     unit = power_of_two(operands.class_weight)
     return sweep(operands, ctx.settings, values, ctx.needs, (1 / unit).expand_as(values.losses).contiguous()), unit

@@ -80,7 +80,7 @@ class Plan:
     inputs: int
     """How many of the saved tensors are inputs; the shared ones follow, then the parameters."""
     shared: int
-    device: str
+    device: torch.device
     autocast: dict[str, Any]
     random_states: list[torch.Tensor]
 
@@ -95,23 +95,23 @@ class Plan:
     @contextmanager
     def replayed_random(self) -> Iterator[None]:
         """Random numbers from where the forward drew them."""
-        devices = [torch.device(self.device)] if self.device != "cpu" else []
-        with torch.random.fork_rng(devices, device_type=self.device if devices else "cuda"):
+        devices = [] if self.device.type == "cpu" else [self.device]
+        with torch.random.fork_rng(devices, device_type=self.device.type if devices else "cuda"):
             torch.set_rng_state(self.random_states[0])
             if devices:
-                torch.get_device_module(self.device).set_rng_state(self.random_states[1])
+                torch.get_device_module(self.device).set_rng_state(self.random_states[1], self.device)
             yield
 
 
 def _plan(fn: Callable, inputs: tuple[torch.Tensor, ...], shared: int, step: int, dim: int) -> Plan:
-    device = inputs[0].device.type
+    device = inputs[0].device
     states = [torch.get_rng_state()]
-    if device != "cpu":
-        states.append(torch.get_device_module(device).get_rng_state(inputs[0].device))
+    if device.type != "cpu":
+        states.append(torch.get_device_module(device).get_rng_state(device))
     autocast = {
-        "device_type": device,
-        "dtype": torch.get_autocast_dtype(device),
-        "enabled": torch.is_autocast_enabled(device),
+        "device_type": device.type,
+        "dtype": torch.get_autocast_dtype(device.type),
+        "enabled": torch.is_autocast_enabled(device.type),
     }
     return Plan(fn, step, dim, len(inputs), shared, device, autocast, states)
 

@@ -24,7 +24,7 @@ class FlopCount(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.overloadpacket.__name__
-        if name in ("mm", "bmm"):
+        if name in ("mm", "bmm", "_grouped_mm"):
             self._add(args[0], args[1])
         elif name in ("addmm", "addmm_", "baddbmm", "baddbmm_"):
             self._add(args[1], args[2])

@@ -32,7 +32,19 @@ _EXTRA = {
     "glm4": {"head_dim": 12},
     "granite": {"logits_scaling": 3.0, "mlp_bias": True},
     "mistral": {"sliding_window": 40},
+    "mixtral": {
+        "intermediate_size": 136,
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+    },
     "qwen3": {"head_dim": 12, "tie_word_embeddings": True},
+    "qwen3_moe": {
+        "head_dim": 12,
+        "num_experts": 8,
+        "num_experts_per_tok": 3,
+        "moe_intermediate_size": 72,
+        "mlp_only_layers": [1],
+    },
     "smollm3": {"mlp_bias": True},
 }
 CLASSES = {name: (arch.causal_lm.config_class, arch.causal_lm, _EXTRA.get(name, {})) for name, arch in ARCHS.items()}
@@ -98,17 +110,24 @@ class InterpretedFloat(float):
         return self
 
 
-def apply_liger(arch: str, model: nn.Module | None = None, **options: object) -> None:
+def apply_liger(arch: str, model: nn.Module | None = None, mlp: bool = True, **options: object) -> None:
     """Liger's own patch, of the classes or of `model`, its RMSNorm made fit for Triton's interpreter if that runs.
 
-    The interpreter hands kernels plain floats, and has no libdevice.
+    `mlp=False` leaves the MLPs out, as must be where there are experts: Liger's kernel for these needs a GPU.
     """
     liger = pytest.importorskip("liger_kernel.transformers")
+    if not mlp or ARCHS[arch].routed:
+        options["geglu" if arch.startswith("gemma") else "swiglu"] = False
     getattr(liger, f"apply_liger_kernel_to_{arch}")(model=model, **options)
-    if not interpreted():
-        return
-    import_module("liger_kernel.ops.rms_norm").rsqrt = lambda x: triton.language.rsqrt(x)
-    for module in model.modules() if model is not None else ():
+    if interpreted():
+        import_module("liger_kernel.ops.rms_norm").rsqrt = lambda x: triton.language.rsqrt(x)
+        if model is not None:
+            make_interpretable(model)
+
+
+def make_interpretable(model: nn.Module) -> None:
+    """Lets Triton's interpreter run Liger's norms in `model`: it hands kernels plain floats, and has no libdevice."""
+    for module in model.modules():
         for name in ("variance_epsilon", "offset"):
             if hasattr(module, name):
                 setattr(module, name, InterpretedFloat(getattr(module, name)))
@@ -116,9 +135,10 @@ def apply_liger(arch: str, model: nn.Module | None = None, **options: object) ->
 
 @contextmanager
 def modeling_restored() -> Iterator[None]:
-    """Puts every modeling module and causal-LM class back as it was: Liger has no way to be taken off."""
+    """Puts every modeling module, causal-LM class and torch's cross-entropy back: Liger cannot be taken off."""
     modules = {arch: dict(vars(ARCHS[arch].modeling)) for arch in CLASSES}
     forwards = {cls: cls.forward for _, cls, _ in CLASSES.values()}
+    cross_entropy = torch.nn.functional.cross_entropy
     try:
         yield
     finally:
@@ -126,3 +146,4 @@ def modeling_restored() -> Iterator[None]:
             vars(ARCHS[arch].modeling).update(before)
         for cls, forward in forwards.items():
             cls.forward = forward
+        torch.nn.functional.cross_entropy = cross_entropy

@@ -1,16 +1,22 @@
-"""What is trained on two processes: every architecture under every data parallelism, each with an adapter and a kind of
-checkpointing, so that every two of them meet at least once; and the variants of FSDP2."""
+"""What is trained on two processes: every architecture under every data parallelism, each with an adapter, a kind of
+checkpointing and an order of Liger, so that every two of them meet at least once; and variants of the parallelisms.
+
+python test/distributed/cases.py prints README's table of them.
+"""
 
 from typing import NamedTuple
 
 from seqtile.models.arch import ARCHS
 
-# A process tree runs all of its cases. ZeRO-3 has its own: it replaces torch.nn.functional.linear for good, and with it
-# the order in which the gradients of a weight and its bias arrive, which ZeRO-2's buckets follow.
-TREES = {"torch": ("ddp", "fsdp2"), "zero": ("zero1", "zero2"), "zero3": ("zero3",)}
+STRATEGIES = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
 ADAPTERS = ("full", "lora", "generic")
 CHECKPOINTING = ("plain", "ckpt", "reentrant")
-VARIANTS = ("fsdp2_group", "fsdp2_head", "fsdp2_mlp", "fsdp2_keep", "fsdp2_mixed")
+LIGER = ("none", "class", "model", "again")
+VARIANTS = {
+    "torch": ("fsdp2_group", "fsdp2_head", "fsdp2_mlp", "fsdp2_keep", "fsdp2_mixed"),
+    "zero": ("zero2_offload",),
+    "zero3": ("zero3_leaf", "zero3_offload"),
+}
 
 
 class Case(NamedTuple):
@@ -20,21 +26,70 @@ class Case(NamedTuple):
     """full: all parameters; lora: PEFT's, over a frozen base, read directly; generic: an activation that gated_mlp does
     not know, so that the MLP is called tile by tile."""
     checkpointing: str
+    liger: str
+    """class: Liger and then seqtile on the classes; model: the same on the model; again: seqtile on the model, then
+    Liger, which takes it back, then seqtile."""
 
     def __str__(self) -> str:
         return "-".join(self)
 
+    @property
+    def tree(self) -> str:
+        """The process tree that runs it, with others.
 
-def cases(tree: str) -> list[Case]:
-    strategies = [strategy for names in TREES.values() for strategy in names]
+        ZeRO-3 has its own: it replaces torch.nn.functional.linear for good, and with it the order in which gradients of
+        a weight and its bias arrive, which ZeRO-2's buckets follow. Liger's kernels need Triton's interpreter.
+        """
+        family = "zero3" if "zero3" in self.strategy else "zero" if "zero" in self.strategy else "torch"
+        return family if self.liger == "none" else f"{family}_liger"
+
+
+def excluded(a: str, b: str) -> str | None:
+    """Why two values never meet; None if they must."""
+    called = {"generic"} | {arch for arch in ARCHS if ARCHS[arch].routed}
+    if "zero3" in (a, b) and {a, b} & called:
+        return "refused: what is called tile by tile would be gathered tile by tile"
+    if "cohere" in (a, b) and {a, b} & set(LIGER[1:]):
+        return "Liger does not know it"
+    return None
+
+
+def matrix() -> list[Case]:
     found = []
     for i, arch in enumerate(ARCHS):
-        for j, strategy in enumerate(strategies):
-            adapter = ADAPTERS[(i + j) % 3]
-            if strategy == "zero3" and adapter == "generic":  # refused, in a test of its own
+        for j, strategy in enumerate(STRATEGIES):
+            orders = LIGER if excluded("zero3", arch) else (*LIGER, "none")
+            adapter, order = ADAPTERS[(i + j) % 3], orders[(i + j) % len(orders)]
+            if excluded(strategy, arch):
+                continue
+            if excluded(strategy, adapter):
                 adapter = "full"
-            if strategy in TREES[tree]:
-                found.append(Case(arch, strategy, adapter, CHECKPOINTING[(i // 3 + j) % 3]))
-    if tree == "torch":
-        found += [Case("llama", variant, ADAPTERS[i % 2], CHECKPOINTING[i % 2]) for i, variant in enumerate(VARIANTS)]
+            if excluded(arch, order):
+                order = "none"
+            found.append(Case(arch, strategy, adapter, CHECKPOINTING[(i // 3 + j) % 3], order))
     return found
+
+
+def variants() -> list[Case]:
+    names = [name for names in VARIANTS.values() for name in names]
+    return [Case("llama", name, ADAPTERS[i % 2], CHECKPOINTING[i % 2], "none") for i, name in enumerate(names)]
+
+
+TREES = sorted({case.tree for case in matrix()})
+
+
+def table() -> str:
+    """The matrix as README has it."""
+    cells = {(case.arch, case.strategy): f"{case.adapter} {case.checkpointing} {case.liger}" for case in matrix()}
+    rows = [["", *STRATEGIES]]
+    rows += [[arch, *(cells.get((arch, strategy), "refused") for strategy in STRATEGIES)] for arch in ARCHS]
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    lines = [
+        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
+    ]
+    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    print(table())

@@ -3,7 +3,7 @@
 torchrun --standalone --nproc-per-node 2 worker.py TREE
 """
 
-import copy
+import faulthandler
 import os
 import sys
 from functools import partial
@@ -18,10 +18,25 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import seqtile
 from assertions import relative_error
-from distributed.cases import Case, cases
-from tiny import CHUNK, batch_of, build, checkpointing
+from distributed.cases import Case, matrix, variants
+from seqtile.models.arch import ARCHS
+from seqtile.models.patch import mlps_of
+from tiny import (
+    CHUNK,
+    apply_liger,
+    batch_of,
+    build,
+    checkpointing,
+    config_of,
+    interpreted,
+    make_interpretable,
+    modeling_restored,
+)
 
-LENGTHS = ((101, 30, 63), (60, 160, 30))  # a tile is 50: both ranks tiled, one of them, the other
+# Tokens of each rank's sequences; a tile is 50. Both ranks tiled, one of them, the other. The interpreter is slow.
+LENGTHS = ((60, 9), (9, 60)) if interpreted() else ((101, 9, 63), (60, 160, 30))
+LAYERS = 1 if interpreted() else 2
+TIME_LIMIT = 120  # seconds a case: ranks that wait for each other end with a traceback of where
 KINDS = {"plain": None, "ckpt": False, "reentrant": True}
 
 
@@ -37,7 +52,7 @@ def ddp(model: nn.Module):
 def fsdp2(model: nn.Module, group: bool = False, head: bool = False, mlp: bool = False, **options: object):
     from torch.distributed.fsdp import fully_shard
 
-    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    base = base_of(model)
     for layer in base.model.layers:
         if mlp:
             fully_shard(layer.mlp, **options)
@@ -56,13 +71,16 @@ def mixed(model: nn.Module):
     return fsdp2(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
 
 
-def zero(stage: int):
+def zero(stage: int, leaf: bool = False, offload: bool = False):
     def wrap(model: nn.Module):
         import deepspeed
 
+        if leaf:
+            deepspeed.utils.set_z3_leaf_modules(model, [type(model.model.layers[0].mlp)])
+        sharding = {"stage": stage, "stage3_param_persistence_threshold": 0}
         config = {
             "train_micro_batch_size_per_gpu": 1,
-            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
+            "zero_optimization": sharding | ({"offload_optimizer": {"device": "cpu"}} if offload else {}),
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
         }
@@ -83,7 +101,10 @@ STRATEGIES = {
     "fsdp2_mixed": mixed,
     "zero1": zero(1),
     "zero2": zero(2),
+    "zero2_offload": zero(2, offload=True),
     "zero3": zero(3),
+    "zero3_leaf": zero(3, leaf=True),
+    "zero3_offload": zero(3, offload=True),
 }
 
 
@@ -121,21 +142,24 @@ def train(model: nn.Module, strategy: str, batches: list[dict]) -> tuple[list[fl
 
 
 def made(case: Case) -> nn.Module:
-    """The model of a case, the same on every rank, with weights small enough for a learning rate of 1."""
+    """The model of a case, the same at every call, with weights small enough for a learning rate of 1."""
     torch.manual_seed(0)
-    model = build(case.arch, tie_word_embeddings=False)
+    routed = {"output_router_logits": True, "mlp_only_layers": []} if ARCHS[case.arch].routed else {}
+    model = build(case.arch, tie_word_embeddings=False, num_hidden_layers=LAYERS, **routed)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(0.5)
     if case.adapter == "generic":
-        for layer in model.model.layers:
-            setattr(layer.mlp, "act_fn" if hasattr(layer.mlp, "act_fn") else "activation_fn", nn.GELU())
+        for mlp in mlps_of(model):
+            setattr(mlp, "activation_fn" if hasattr(mlp, "activation_fn") else "act_fn", nn.GELU())
     if case.adapter == "lora":
         from peft import LoraConfig, get_peft_model
 
         targets = ["q_proj", "gate_proj", "up_proj", "down_proj", "gate_up_proj", "qkv_proj"]
         names = [name for name in targets if any(path.endswith(name) for path, _ in model.named_modules())]
-        model = get_peft_model(model, LoraConfig(r=4, target_modules=names, task_type="CAUSAL_LM"))
+        experts = ["experts.gate_up_proj", "experts.down_proj"] if ARCHS[case.arch].routed else None
+        config = LoraConfig(r=4, target_modules=names, target_parameters=experts, task_type="CAUSAL_LM")
+        model = get_peft_model(model, config)
         with torch.no_grad():
             for name, parameter in model.named_parameters():
                 if "lora_B" in name:
@@ -144,16 +168,42 @@ def made(case: Case) -> nn.Module:
     return model.train()
 
 
+def base_of(model: nn.Module) -> nn.Module:
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
+
+
+def made_tiled(case: Case) -> nn.Module:
+    """The same model, tiled, together with Liger in the order of the case."""
+    # Liger's MLPs know one activation and, built by a patched class, no biases, whatever the config says.
+    odd = case.adapter == "generic" or config_of(case.arch).to_dict().get("mlp_bias") or ARCHS[case.arch].routed
+    if case.liger == "class":
+        apply_liger(case.arch, mlp=not odd)
+        getattr(seqtile, f"apply_seqtile_to_{case.arch}")(chunk_tokens=CHUNK)
+    model = made(case)
+    base = base_of(model)
+    if case.liger == "class":
+        make_interpretable(base)
+    if case.liger == "again":
+        seqtile.apply_seqtile(base, chunk_tokens=CHUNK)
+    if case.liger in ("model", "again"):
+        apply_liger(case.arch, model=base, mlp=not odd)
+        taken = set(seqtile.status(base).loss.others + seqtile.status(base).mlp.others)
+        assert taken == {"liger_kernel"} or odd, seqtile.status(base)
+    if case.liger != "class":
+        seqtile.apply_seqtile(base, chunk_tokens=CHUNK)
+    status = seqtile.status(base)
+    assert (status.loss.tiled, status.mlp.tiled) == (1, LAYERS), status
+    assert (status.mlp.generic is not None) == (case.adapter == "generic" or ARCHS[case.arch].routed), status
+    norm = base.model.norm
+    assert ("liger" in norm.forward.__func__.__module__) == (case.liger != "none")
+    return model
+
+
 def run(case: Case, rank: int) -> None:
-    untiled = made(case)
-    tiled = copy.deepcopy(untiled)
-    base = tiled.get_base_model() if case.adapter == "lora" else tiled
+    untiled, tiled = made(case), made_tiled(case)
     start = full(untiled)
-    seqtile.apply_seqtile(base, chunk_tokens=CHUNK)
-    generic = seqtile.status(base).mlp.generic
-    assert (generic is not None) == (case.adapter == "generic"), generic
     for model in (untiled, tiled):
-        checkpointing(model.get_base_model() if case.adapter == "lora" else model, KINDS[case.checkpointing])
+        checkpointing(base_of(model), KINDS[case.checkpointing])
     torch.manual_seed(rank + 1)
     batches = [batch_of(1, length) for length in LENGTHS[rank]]
 
@@ -176,9 +226,14 @@ def main(tree: str) -> None:
         deepspeed.init_distributed("gloo")
     else:
         dist.init_process_group("gloo")
-    for case in cases(tree):
-        run(case, dist.get_rank())
-        dist.barrier()
+    for case in matrix() + variants():
+        if case.tree == tree:
+            faulthandler.dump_traceback_later(TIME_LIMIT, exit=True)
+            with modeling_restored():
+                run(case, dist.get_rank())
+            seqtile.restore()
+            dist.barrier()
+    faulthandler.cancel_dump_traceback_later()
     dist.destroy_process_group()
     os._exit(0)  # gloo's threads abort the interpreter's own exit now and then, one run in ten
 

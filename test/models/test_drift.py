@@ -31,10 +31,36 @@ LOGITS = {  # what an architecture does to its logits, and a field of its Arch n
 }
 
 
+BALANCE = [  # what a mixture of experts adds: a loss that balances them
+    "output_router_logits = output_router_logits if output_router_logits is not None else "
+    "self.config.output_router_logits",
+    "aux_loss = None",
+    "if output_router_logits:\n    aux_loss = load_balancing_loss_func(outputs.router_logits, self.num_experts, "
+    "self.num_experts_per_tok, attention_mask)\n    if labels is not None:\n"
+    "        loss += self.router_aux_loss_coef * aux_loss.to(loss.device)",
+]
+
+
+def without_balance(body: list[str]) -> list[str]:
+    for statement in BALANCE:
+        body.remove(statement)
+    text = "\n\n".join(body)
+    for theirs, ours in (
+        (", output_router_logits=output_router_logits", ""),
+        ("MoeCausalLMOutputWithPast(loss=loss, aux_loss=aux_loss", "CausalLMOutputWithPast(loss=loss"),
+        (", router_logits=outputs.router_logits", ""),
+    ):
+        assert text.count(theirs) == 1, theirs
+        text = text.replace(theirs, ours)
+    return text.split("\n\n")
+
+
 @pytest.mark.parametrize("arch", CLASSES)
 def test_causal_lm_forward(arch: str) -> None:
     """One forward for all architectures stands or falls with their being the same, but for what Arch names."""
     body = body_of(ARCHS[arch].causal_lm.forward)
+    if ARCHS[arch].routed:
+        body = without_balance(body)
     for field, statement in LOGITS.items():
         if name := getattr(ARCHS[arch], field):
             body.remove(statement.format(name))
@@ -56,13 +82,16 @@ def test_causal_lm_arguments(arch: str) -> None:
     theirs = list(inspect.signature(ARCHS[arch].causal_lm.forward).parameters)
     tree = ast.parse(inspect.getsource(seqtile.models.causal_lm))
     ours = next(node.args for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "forward")
-    assert [argument.arg for argument in ours.args] + ["kwargs"] == [*theirs[:-1], "skip_logits", "kwargs"]
+    assert [argument.arg for argument in ours.args] == theirs[: len(ours.args)]
+    assert theirs[len(ours.args) :] == ["output_router_logits"] * ARCHS[arch].routed + ["logits_to_keep", "kwargs"]
+    assert [argument.arg for argument in ours.kwonlyargs] == ["logits_to_keep", "skip_logits"]
 
 
 @pytest.mark.parametrize("arch", CLASSES)
 def test_mlp_forward(arch: str) -> None:
-    mlp = getattr(ARCHS[arch].modeling, ARCHS[arch].mlp_name)
-    body = body_of(mlp.forward)
+    if "MLP" not in ARCHS[arch].mlps:
+        pytest.skip("has no dense MLP")
+    body = body_of(getattr(ARCHS[arch].modeling, f"{ARCHS[arch].prefix}MLP").forward)
     if hasattr(build(arch).model.layers[0].mlp, "gate_up_proj"):
         assert body == [
             "up_states = self.gate_up_proj(hidden_states)",

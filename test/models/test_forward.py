@@ -5,10 +5,10 @@ import inspect
 
 import pytest
 import torch
-from transformers.modeling_outputs import CausalLMOutputWithPast
 
 import seqtile
 from assertions import relative_error
+from seqtile.models.arch import ARCHS
 from tiny import CHUNK, CLASSES, VOCAB, batch_of, build, loss_and_gradients
 
 
@@ -26,7 +26,8 @@ def test_training_returns_a_loss_and_no_logits(pair, device: str) -> None:
     batch = batch_of(3, 101, device)
     output = tiled(**batch, output_hidden_states=True)
     expected = untiled(**batch, output_hidden_states=True)
-    assert type(output) is CausalLMOutputWithPast and output.logits is None
+    assert type(output) is type(expected) and output.logits is None
+    assert [name for name in output] == [name for name in expected if name != "logits"]
     assert relative_error(output.loss, expected.loss) <= 1e-6
     assert len(output.hidden_states) == len(expected.hidden_states)
     assert relative_error(output.hidden_states[-1], expected.hidden_states[-1]) <= 1e-5
@@ -134,3 +135,24 @@ def test_labels_out_of_range(pair) -> None:
     batch["labels"][0, 50] = VOCAB
     with pytest.raises(ValueError, match=f"target holds {VOCAB}"):
         tiled.cpu()(**batch)
+
+
+@pytest.mark.parametrize("arch", [arch for arch in CLASSES if ARCHS[arch].routed])
+@pytest.mark.parametrize("asked", [None, False, True])
+@pytest.mark.parametrize("usual", [False, True])
+def test_loss_that_balances_experts(arch: str, asked: bool | None, usual: bool, device: str) -> None:
+    """As Hugging Face adds it: where the call asks for it, or if the call says nothing the config; in the gradients."""
+    untiled = build(arch, device, output_router_logits=usual, router_aux_loss_coef=0.7)
+    tiled = copy.deepcopy(untiled)
+    seqtile.apply_seqtile(tiled, chunk_tokens=CHUNK)
+    batch = batch_of(3, 101, device) | {"output_router_logits": asked}
+    expected, output = untiled(**batch), tiled(**batch)
+    assert relative_error(output.loss, expected.loss) <= 1e-6
+    assert (output.aux_loss is None) == (expected.aux_loss is None) == (not (usual if asked is None else asked))
+    if output.aux_loss is not None:
+        assert relative_error(output.aux_loss, expected.aux_loss) <= 1e-6
+        theirs = output.loss - output.aux_loss * 0.7
+        assert relative_error(theirs, untiled(**batch | {"output_router_logits": False}).loss) <= 1e-5
+    (_, theirs), (_, ours) = loss_and_gradients(untiled, **batch), loss_and_gradients(tiled, **batch)
+    for name, gradient in theirs.items():
+        assert relative_error(ours[name], gradient) <= 1e-5, name

@@ -12,8 +12,10 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, LlamaFor
 from transformers.models.llama import modeling_llama
 
 import seqtile
+import seqtile.models.experts
 import seqtile.models.mlp
 from seqtile.models.arch import ARCHS
+from seqtile.models.patch import mlps_of
 from seqtile.models.placement import placement_of
 from tiny import CHUNK, CLASSES, apply_liger, batch_of, build, config_of, modeling_restored
 
@@ -32,8 +34,8 @@ def snapshot(model: nn.Module | None = None) -> list[object]:
     """Everything that a patch could touch."""
     state: list[object] = []
     for arch in ARCHS.values():
-        state += [arch.causal_lm, arch.causal_lm.forward, getattr(arch.modeling, arch.mlp_name)]
-        state += [getattr(arch.modeling, arch.mlp_name).forward]
+        state += [arch.causal_lm, arch.causal_lm.forward, *(getattr(arch.modeling, name) for name in arch.mlp_names)]
+        state += [getattr(arch.modeling, name).forward for name in arch.mlp_names]
     for module in model.modules() if model is not None else ():
         state += [type(module), sorted(vars(module)), vars(module).get("forward")]
     return state
@@ -43,8 +45,9 @@ def runs_tiled(model: nn.Module) -> list[bool]:
     """Whether the loss and the MLPs are tiled, by what a training step does, and whether `status` says so too."""
     with pytest.MonkeyPatch.context() as patch:
         calls = []
-        tiled = seqtile.models.mlp.gated_mlp
-        patch.setattr(seqtile.models.mlp, "gated_mlp", lambda *args, **kw: calls.append(1) or tiled(*args, **kw))
+        for room, name in ((seqtile.models.mlp, "gated_mlp"), (seqtile.models.experts, "tiled")):
+            function = getattr(room, name)
+            patch.setattr(room, name, lambda *args, f=function, **kw: calls.append(1) or f(*args, **kw))
         loss_tiled = model(**batch_of(1, 101)).logits is None
     status = seqtile.status(model)
     assert (status.loss.tiled, status.mlp.tiled) == (int(loss_tiled), len(calls))
@@ -54,6 +57,8 @@ def runs_tiled(model: nn.Module) -> list[bool]:
 @pytest.mark.parametrize("arch", CLASSES)
 def test_model_alone(arch: str) -> None:
     model, other = build(arch), build(arch)
+    for fresh in (model, other):
+        fresh(**batch_of(1, 101))  # a mixture of experts notes at its first call where it records its routes
     before, others_before = snapshot(model), snapshot(other)
     APPLY[arch](model, chunk_tokens=CHUNK)
     assert runs_tiled(model) == [True, True] and runs_tiled(other) == [False, False]
@@ -70,7 +75,7 @@ def test_classes(arch: str, tmp_path) -> None:
     model = build(arch)
     assert runs_tiled(model) == [True, True]
     assert type(model).__name__ == ARCHS[arch].causal_lm_name
-    assert type(model.model.layers[0].mlp).__name__ == ARCHS[arch].mlp_name
+    assert {type(module).__name__ for module in mlps_of(model)} == set(ARCHS[arch].mlp_names)
     model.save_pretrained(tmp_path)
     assert f'"{ARCHS[arch].causal_lm_name}"' in (tmp_path / "config.json").read_text()
     assert runs_tiled(type(model).from_pretrained(tmp_path).train()) == [True, True]

@@ -4,24 +4,13 @@ from collections.abc import Callable
 
 from torch import nn
 
-from seqtile.models.arch import Arch, find_arch
+from seqtile.models.arch import ARCHS, Arch, find_arch
 from seqtile.models.patch import apply, model_type_of, restore
 from seqtile.models.status import status
 
 __all__ = [
+    "ENTRIES",
     "apply_seqtile",
-    "apply_seqtile_to_cohere",
-    "apply_seqtile_to_gemma2",
-    "apply_seqtile_to_gemma3_text",
-    "apply_seqtile_to_glm4",
-    "apply_seqtile_to_granite",
-    "apply_seqtile_to_llama",
-    "apply_seqtile_to_mistral",
-    "apply_seqtile_to_olmo2",
-    "apply_seqtile_to_phi3",
-    "apply_seqtile_to_qwen2",
-    "apply_seqtile_to_qwen3",
-    "apply_seqtile_to_smollm3",
     "restore",
     "status",
 ]
@@ -67,15 +56,4 @@ def _entry(arch: Arch) -> Callable[..., None]:
     return apply_to
 
 
-apply_seqtile_to_cohere = _entry(find_arch("cohere"))
-apply_seqtile_to_gemma2 = _entry(find_arch("gemma2"))
-apply_seqtile_to_gemma3_text = _entry(find_arch("gemma3_text"))
-apply_seqtile_to_glm4 = _entry(find_arch("glm4"))
-apply_seqtile_to_granite = _entry(find_arch("granite"))
-apply_seqtile_to_llama = _entry(find_arch("llama"))
-apply_seqtile_to_mistral = _entry(find_arch("mistral"))
-apply_seqtile_to_olmo2 = _entry(find_arch("olmo2"))
-apply_seqtile_to_phi3 = _entry(find_arch("phi3"))
-apply_seqtile_to_qwen2 = _entry(find_arch("qwen2"))
-apply_seqtile_to_qwen3 = _entry(find_arch("qwen3"))
-apply_seqtile_to_smollm3 = _entry(find_arch("smollm3"))
+ENTRIES = {f"apply_seqtile_to_{model_type}": _entry(arch) for model_type, arch in ARCHS.items()}

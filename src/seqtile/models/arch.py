@@ -20,6 +20,8 @@ class Arch:
     """The config's name for what its logits are multiplied by."""
     logit_divisor: str | None = None
     """The config's name for what its logits are divided by."""
+    mlps: tuple[str, ...] = ("MLP",)
+    """What follows the prefix in the names of the classes whose forwards are tiled as MLPs."""
 
     @property
     def modeling(self) -> ModuleType:
@@ -31,8 +33,13 @@ class Arch:
         return f"{self.prefix}ForCausalLM"
 
     @property
-    def mlp_name(self) -> str:
-        return f"{self.prefix}MLP"
+    def mlp_names(self) -> tuple[str, ...]:
+        return tuple(f"{self.prefix}{name}" for name in self.mlps)
+
+    @property
+    def routed(self) -> bool:
+        """Whether it is a mixture of experts, whose causal LM may add a loss that balances them."""
+        return "Experts" in self.mlps
 
     @property
     def causal_lm(self) -> type:
@@ -49,10 +56,12 @@ ARCHS = {
         Arch("granite", "Granite", logit_divisor="logits_scaling"),
         Arch("llama", "Llama"),
         Arch("mistral", "Mistral"),
+        Arch("mixtral", "Mixtral", mlps=("Experts",)),
         Arch("olmo2", "Olmo2"),
         Arch("phi3", "Phi3"),
         Arch("qwen2", "Qwen2"),
         Arch("qwen3", "Qwen3"),
+        Arch("qwen3_moe", "Qwen3Moe", mlps=("MLP", "Experts")),
         Arch("smollm3", "SmolLM3"),
     )
 }

@@ -7,13 +7,14 @@ is Hugging Face.
 import inspect
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedConfig
 from transformers.loss.loss_utils import ForCausalLMLoss
-from transformers.modeling_outputs import CausalLMOutputWithPast
+from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 from transformers.utils import can_return_tuple
 
 from seqtile.models.arch import Arch
@@ -44,6 +45,7 @@ def tiled_loss_forward(arch: Arch, original: Callable, chunk_tokens: int | None)
         inputs_embeds=None,
         labels=None,
         use_cache=None,
+        *,
         logits_to_keep=0,
         skip_logits=None,
         **kwargs,
@@ -71,18 +73,38 @@ def tiled_loss_forward(arch: Arch, original: Callable, chunk_tokens: int | None)
             return original(self, labels=labels, logits_to_keep=logits_to_keep, **inputs)
 
         check_loss(self)
+        if arch.routed and inputs.get("output_router_logits") is None:
+            inputs["output_router_logits"] = self.config.output_router_logits
         outputs = self.model(**inputs)
         options = {"chunk_tokens": chunk_tokens, **logit_options(arch, self.config)}
         called = why_generic_head(self) is not None
         head_loss = partial(_loss, head=self.lm_head, called=called, labels=labels, options=options, **kwargs)
-        return CausalLMOutputWithPast(
+        output = CausalLMOutputWithPast(
             loss=call_in_place_of(self.lm_head, head_loss, outputs.last_hidden_state),
             past_key_values=outputs.past_key_values,
             hidden_states=outputs.hidden_states,
             attentions=outputs.attentions,
         )
+        return _balanced(arch, self, inputs, outputs.router_logits, output) if arch.routed else output
 
     return forward
+
+
+def _balanced(
+    arch: Arch,
+    model: nn.Module,
+    inputs: dict[str, Any],
+    router_logits: tuple[torch.Tensor, ...] | None,
+    output: CausalLMOutputWithPast,
+) -> MoeCausalLMOutputWithPast:
+    """A mixture's output: with Hugging Face's own loss that balances the experts, if router logits were asked for."""
+    balance = None
+    if inputs["output_router_logits"]:
+        balance = arch.modeling.load_balancing_loss_func(
+            router_logits, model.num_experts, model.num_experts_per_tok, inputs["attention_mask"]
+        )
+        output.loss = output.loss + model.router_aux_loss_coef * balance.to(output.loss.device)
+    return MoeCausalLMOutputWithPast(**output, aux_loss=balance, router_logits=router_logits)
 
 
 def check_loss(model: nn.Module) -> None:

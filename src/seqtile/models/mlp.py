@@ -6,6 +6,7 @@ from functools import partial
 import torch
 from torch import nn
 
+from seqtile.models.experts import are_experts
 from seqtile.models.projections import check_not_zero3, has_hooks, read_projection, unreadable
 from seqtile.models.stand_in import stand_in_for
 from seqtile.ops.gated_mlp import gated_mlp
@@ -59,6 +60,8 @@ def tiled_mlp_forward(original: Callable, chunk_tokens: int | None) -> Callable:
 
 def why_generic(mlp: nn.Module) -> str | None:
     """Why an MLP is tiled as it is rather than by `gated_mlp`; None if by `gated_mlp`."""
+    if are_experts(mlp):
+        return "tokens are routed to experts"
     names = _projections(mlp)
     for name in names:
         if (reason := unreadable(name, getattr(mlp, name, None))) is not None:

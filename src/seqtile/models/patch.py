@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 
 from seqtile.models.arch import ARCHS, Arch, find_arch
 from seqtile.models.causal_lm import check_loss, tiled_loss_forward
+from seqtile.models.experts import are_experts, experts_in, tiled_experts_forward
 from seqtile.models.mlp import check_mlp, tiled_mlp_forward
 from seqtile.models.placement import Wrap, check_place, check_unplace, place, unplace
 from seqtile.ops.tiles import resolve_chunk_tokens
@@ -43,25 +44,25 @@ def apply(arch: Arch, model: nn.Module | None, *, mlp: bool, loss: bool, chunk_t
 
 
 def apply_to_classes(arch: Arch, *, mlp: bool, loss: bool, chunk_tokens: int | None) -> None:
-    for owner in [arch.causal_lm] * loss + [getattr(arch.modeling, arch.mlp_name)] * mlp:
+    mlps = {name: getattr(arch.modeling, name) for name in arch.mlp_names if mlp}
+    for owner in [arch.causal_lm] * loss + list(mlps.values()):
         check_place(owner, chunk_tokens)
     patch = _CLASSES.setdefault(arch.model_type, ClassPatch())
     if loss:
         place(arch.causal_lm, partial(tiled_loss_forward, arch), chunk_tokens)
         patch.parts.add("loss")
-    if mlp:
-        current = getattr(arch.modeling, arch.mlp_name)
+    for name, current in mlps.items():
         if current not in patch.mlps:
-            current = subclass_of(current, arch)
+            current = subclass_of(current, arch, name)
             patch.mlps.append(current)
-            setattr(arch.modeling, arch.mlp_name, current)
-        place(current, tiled_mlp_forward, chunk_tokens)
+            setattr(arch.modeling, name, current)
+        place(current, tiled_experts_forward if name.endswith("Experts") else tiled_mlp_forward, chunk_tokens)
         patch.parts.add("mlp")
 
 
-def subclass_of(base: type, arch: Arch) -> type:
-    """A subclass of the MLP class `base`, to be found (by pickle, too) where `base` was."""
-    return type(base.__name__, (base,), {"__module__": arch.modeling.__name__, "__qualname__": arch.mlp_name})
+def subclass_of(base: type, arch: Arch, name: str) -> type:
+    """A subclass of the MLP class `base`, to be found (by pickle, too) where `base` was, under `name`."""
+    return type(base.__name__, (base,), {"__module__": arch.modeling.__name__, "__qualname__": name})
 
 
 def apply_to_model(arch: Arch, model: nn.Module, *, mlp: bool, loss: bool, chunk_tokens: int | None) -> None:
@@ -77,7 +78,7 @@ def apply_to_model(arch: Arch, model: nn.Module, *, mlp: bool, loss: bool, chunk
     if mlp:
         for module in mlps_of(model):
             check_mlp(module)
-            places.append((module, tiled_mlp_forward))
+            places.append((module, tiled_experts_forward if are_experts(module) else tiled_mlp_forward))
     for owner, _ in places:
         check_place(owner, chunk_tokens)
     for owner, wrap in places:
@@ -87,7 +88,8 @@ def apply_to_model(arch: Arch, model: nn.Module, *, mlp: bool, loss: bool, chunk
 
 
 def mlps_of(model: nn.Module) -> list[nn.Module]:
-    return [layer.mlp for layer in model.base_model.layers]
+    """Every module that is tiled as an MLP: a layer's MLP, or the experts of a mixture."""
+    return [experts_in(layer.mlp) or layer.mlp for layer in model.base_model.layers]
 
 
 def restore(target: nn.Module | str | None = None) -> None:
@@ -107,8 +109,9 @@ def restore(target: nn.Module | str | None = None) -> None:
         if (patch := _CLASSES.get(target)) is None:
             return
         _unplace_all([arch.causal_lm, *patch.mlps])
-        if (current := getattr(arch.modeling, arch.mlp_name)) in patch.mlps:
-            setattr(arch.modeling, arch.mlp_name, current.__base__)
+        for name in arch.mlp_names:
+            if (current := getattr(arch.modeling, name)) in patch.mlps:
+                setattr(arch.modeling, name, current.__base__)
         del _CLASSES[target]
     else:
         find_arch(model_type_of(target))

@@ -8,6 +8,7 @@ from torch import nn
 
 from seqtile.models.arch import find_arch
 from seqtile.models.causal_lm import check_loss, why_generic_head
+from seqtile.models.experts import spread_of
 from seqtile.models.mlp import check_mlp, why_generic
 from seqtile.models.patch import applied_parts, mlps_of, model_type_of
 from seqtile.models.placement import current_forward, package_of, placement_of
@@ -89,7 +90,9 @@ def part_status(
     others = Counter(package_of(forward) for forward in forwards if placement_of(forward) is None)
     chunk_tokens = None
     if placements:
-        chunk_tokens = resolve_chunk_tokens(placements[0].chunk_tokens, model.config.hidden_size)
+        chunk_tokens = resolve_chunk_tokens(
+            placements[0].chunk_tokens, model.config.hidden_size, spread_of(modules[0], model.config)
+        )
     generic = problem = None
     if placements:
         reasons = (why_generic(module) for module in modules)

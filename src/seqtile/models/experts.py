@@ -1,0 +1,78 @@
+"""The tiled forward of a mixture's experts, which are given the tokens together with their routes.
+
+The router stays as it is, over the whole sequence: its logits are small, and so every token goes where it would go
+untiled, and what is recorded of them for the balancing loss is what Hugging Face records.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
+from transformers import PreTrainedConfig
+
+from seqtile.models.projections import check_not_zero3
+from seqtile.models.stand_in import stand_in_for
+from seqtile.ops.tiled import tiled
+from seqtile.ops.tiles import resolve_chunk_tokens
+
+
+def tiled_experts_forward(original: Callable, chunk_tokens: int | None) -> Callable:
+    """`original`, the forward (a plain function) of a mixture's experts, tile by tile.
+
+    A tile's tokens are spread over all experts, so by default it is longer than an MLP's, see `resolve_chunk_tokens`.
+    Weights that are computed anew for every forward, as PEFT's adapters of experts do, are computed once for all tiles.
+    """
+
+    @stand_in_for(original)
+    def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor):
+        check_not_zero3(self, "tokens are routed to experts")
+        computed = {name: getattr(self, name) for name in self.parametrizations} if is_parametrized(self) else {}
+
+        def of_tile(*tensors: torch.Tensor) -> torch.Tensor:
+            seen = _Instead(self, dict(zip(computed, tensors[3:], strict=True))) if computed else self
+            return original(seen, *tensors[:3])
+
+        return tiled(
+            of_tile,
+            hidden_states,
+            top_k_index,
+            top_k_weights,
+            params=[parameter for parameter in self.parameters(recurse=False) if parameter.requires_grad],
+            shared=computed.values(),
+            chunk_tokens=resolve_chunk_tokens(
+                chunk_tokens, hidden_states.shape[-1], self.num_experts / top_k_index.shape[-1]
+            ),
+        )
+
+    return forward
+
+
+class _Instead:
+    """A module seen with tensors in place of some that it would compute."""
+
+    def __init__(self, module: nn.Module, tensors: dict[str, torch.Tensor]):
+        self._module = module
+        vars(self).update(tensors)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def experts_in(mlp: nn.Module) -> nn.Module | None:
+    """The module that holds the weights of a mixture's experts, under PEFT's adapters if there are; None of an MLP."""
+    experts = getattr(mlp, "experts", None)
+    while hasattr(experts, "base_layer"):
+        experts = experts.base_layer
+    return experts
+
+
+def are_experts(module: nn.Module) -> bool:
+    """Whether a module holds the weights of all experts of a mixture: three-dimensional ones."""
+    return getattr(getattr(module, "gate_up_proj", None), "ndim", 0) == 3
+
+
+def spread_of(module: nn.Module, config: PreTrainedConfig) -> float:
+    """Over how many times the weights that one token meets its tokens are spread; 1 without experts."""
+    return module.num_experts / config.num_experts_per_tok if are_experts(module) else 1

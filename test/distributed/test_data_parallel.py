@@ -30,8 +30,7 @@ def test_same_training_as_untiled(tree: str) -> None:
 
 @pytest.mark.parametrize(
     ("a", "b"),
-    itertools.combinations([tuple(ARCHS), STRATEGIES, ADAPTERS, CHECKPOINTING, LIGER], 2),
-    ids=lambda x: x[1],
+    list(itertools.combinations([tuple(ARCHS), STRATEGIES, ADAPTERS, CHECKPOINTING, LIGER], 2)),
 )
 def test_every_two_meet(a: tuple[str, ...], b: tuple[str, ...]) -> None:
     """An architecture with a parallelism, a parallelism with an adapter, an adapter with an order of Liger ..."""

@@ -176,24 +176,26 @@ def made_tiled(case: Case) -> nn.Module:
     """The same model, tiled, together with Liger in the order of the case."""
     # Liger's MLPs know one activation and, built by a patched class, no biases, whatever the config says.
     odd = case.adapter == "generic" or config_of(case.arch).to_dict().get("mlp_bias") or ARCHS[case.arch].routed
+    options = {"mlp": case.mlp, "chunk_tokens": CHUNK}
     if case.liger == "class":
         apply_liger(case.arch, mlp=not odd)
-        getattr(seqtile, f"apply_seqtile_to_{case.arch}")(chunk_tokens=CHUNK)
+        getattr(seqtile, f"apply_seqtile_to_{case.arch}")(**options)
     model = made(case)
     base = base_of(model)
     if case.liger == "class":
         make_interpretable(base)
     if case.liger == "again":
-        seqtile.apply_seqtile(base, chunk_tokens=CHUNK)
+        seqtile.apply_seqtile(base, **options)
     if case.liger in ("model", "again"):
         apply_liger(case.arch, model=base, mlp=not odd)
         taken = set(seqtile.status(base).loss.others + seqtile.status(base).mlp.others)
         assert taken == {"liger_kernel"} or odd, seqtile.status(base)
     if case.liger != "class":
-        seqtile.apply_seqtile(base, chunk_tokens=CHUNK)
+        seqtile.apply_seqtile(base, **options)
     status = seqtile.status(base)
-    assert (status.loss.tiled, status.mlp.tiled) == (1, LAYERS), status
-    assert (status.mlp.generic is not None) == (case.adapter == "generic" or ARCHS[case.arch].routed), status
+    assert (status.loss.tiled, status.mlp.tiled) == (1, LAYERS * case.mlp), status
+    called = case.adapter == "generic" or ARCHS[case.arch].routed
+    assert (status.mlp.generic is not None) == (called and case.mlp), status
     norm = base.model.norm
     assert ("liger" in norm.forward.__func__.__module__) == (case.liger != "none")
     return model

@@ -150,6 +150,27 @@ def test_a_copy_is_tiled_and_restored_by_itself() -> None:
     assert runs_tiled(copied) == [False, False] and runs_tiled(model) == [True, True]
 
 
+def test_restoring_a_model_whose_classes_are_tiled() -> None:
+    seqtile.apply_seqtile_to_llama(chunk_tokens=CHUNK)
+    model = build("llama")
+    with pytest.warns(UserWarning, match=r"stays tiled by its classes: seqtile.restore\('llama'\)"):
+        seqtile.restore(model)
+    assert runs_tiled(model) == [True, True]
+
+
+def test_in_the_wrapper_of_peft() -> None:
+    peft = pytest.importorskip("peft")
+    model = build("llama")
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"]))
+    seqtile.apply_seqtile(wrapped, chunk_tokens=CHUNK)
+    assert runs_tiled(model) == [True, True] and wrapped(**batch_of(1, 101)).logits is None
+    assert str(seqtile.status(wrapped)) == str(seqtile.status(model))
+    seqtile.restore(wrapped)
+    assert runs_tiled(model) == [False, False]
+    seqtile.apply_seqtile_to_llama(wrapped, chunk_tokens=CHUNK)
+    assert runs_tiled(model) == [True, True]
+
+
 def test_restoring_what_was_never_applied() -> None:
     model = build("llama")
     before = snapshot(model)

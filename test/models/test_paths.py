@@ -11,7 +11,7 @@ from torch.nn.utils import prune
 import seqtile
 from assertions import relative_error
 from measure import FlopCount
-from tiny import CHUNK, batch_of, build, loss_and_gradients
+from tiny import CHUNK, batch_of, build, checkpointing, loss_and_gradients
 
 PROJECTIONS = ["gate_proj", "up_proj", "down_proj"]
 
@@ -102,9 +102,13 @@ PATHS: dict[str, tuple[Callable[[nn.Module], nn.Module], str | None, str | None]
     "lora, disabled": (of_the_mlp(lambda module: module.enable_adapters(False)), None, None),
     "lora, merged": (of_the_mlp(lambda module: module.merge()), None, None),
     "rslora": (lora(*PROJECTIONS, use_rslora=True), None, None),
-    "dora": (lora(*PROJECTIONS, use_dora=True), "gate_proj is a peft.tuners.lora.layer.Linear", None),
-    "lora with a bias": (lora(*PROJECTIONS, lora_bias=True), "gate_proj is a peft.tuners.lora.layer.Linear", None),
-    "two adapters": (two_adapters, "gate_proj is a peft.tuners.lora.layer.Linear", None),
+    "dora": (
+        lora(*PROJECTIONS, use_dora=True),
+        "gate_proj has a LoRA adapter of another kind, DoraLinearVariant",
+        None,
+    ),
+    "lora with a bias": (lora(*PROJECTIONS, lora_bias=True), "gate_proj has a LoRA adapter with a bias", None),
+    "two adapters": (two_adapters, "gate_proj has 2 active LoRA adapters", None),
     "lora of the head": (lora("lm_head", "up_proj"), None, "lm_head has an adapter"),
     "quantised": (quantised, f"down_proj is a {__name__}.Rounded", None),
     "a hook": (hooked, "gate_proj has hooks", None),
@@ -168,9 +172,32 @@ def test_lora_of_other_architectures(arch: str) -> None:
             assert relative_error(tiled_gradients[name], gradient) <= 1e-5, name
 
 
+@pytest.mark.parametrize("experts", ["eager", "grouped_mm"])
+@pytest.mark.parametrize("reentrant", [None, False, True])
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("arch", ["mixtral", "qwen3_moe"])
+def test_lora_of_experts(arch: str, when: str, reentrant: bool | None, experts: str) -> None:
+    """PEFT computes the weights of all experts for every forward; here once for all tiles."""
+    add = lora("q_proj", target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
+    models = pair(add, arch, when)
+    assert seqtile.status(models[1]).mlp.tiled == 2
+    batch, found = batch_of(3, 101), []
+    for model in models:
+        model.set_experts_implementation(experts)
+        model.enable_input_require_grads()
+        checkpointing(model, reentrant)
+        found.append(loss_and_gradients(model, **batch))
+    (loss, gradients), (tiled_loss, tiled_gradients) = found
+    assert relative_error(tiled_loss, loss) <= 1e-6
+    trained = [name for name, gradient in gradients.items() if gradient is not None]
+    assert any("experts" in name for name in trained)
+    for name in trained:
+        assert relative_error(tiled_gradients[name], gradients[name]) <= 1e-5, name
+
+
 def test_dropout_takes_the_other_way_while_training_only() -> None:
     _, tiled = pair(lora(*PROJECTIONS, lora_dropout=0.1), "llama", "after")
-    assert "called tile by tile, because gate_proj is a peft" in str(seqtile.status(tiled))
+    assert "called tile by tile, because gate_proj has a LoRA adapter with dropout 0.1" in str(seqtile.status(tiled))
     loss, gradients = loss_and_gradients(tiled, **batch_of(1, 101))
     assert loss.isfinite() and any(gradient is not None and gradient.norm() > 0 for gradient in gradients.values())
     assert seqtile.status(tiled.eval()).mlp.generic is None
@@ -189,10 +216,17 @@ def test_plain_lora_spends_nothing_on_frozen_weights() -> None:
     assert 2 * 2 * unit - 2 * ignored < counts[1] - counts[0] <= 2 * 2 * unit - 2 * ignored + 2 * 9 * adapters
 
 
-@pytest.mark.parametrize(("name", "part"), [("quantised", "down_proj is a"), ("a pruned head", "lm_head has hooks")])
-def test_refused_under_zero3(name: str, part: str) -> None:
+REFUSED = [
+    ("llama", quantised, "down_proj is a"),
+    ("llama", pruned_head, "lm_head has hooks"),
+    ("mixtral", lambda model: model, "tokens are routed to experts"),
+]
+
+
+@pytest.mark.parametrize(("arch", "change", "part"), REFUSED, ids=[part for *_, part in REFUSED])
+def test_refused_under_zero3(arch: str, change: Callable[[nn.Module], nn.Module], part: str) -> None:
     """A module called once per tile would gather once per tile; ranks with other numbers of tiles would hang."""
-    model = PATHS[name][0](build("llama", tie_word_embeddings=False))
+    model = change(build(arch, tie_word_embeddings=False))
     for parameter in model.parameters():
         parameter.ds_id = 0  # ZeRO-3's mark
     with pytest.raises(ValueError, match=rf"{part}.*once per tile; under ZeRO-3"):

@@ -5,7 +5,7 @@ from collections.abc import Callable
 from torch import nn
 
 from seqtile.models.arch import ARCHS, Arch, find_arch
-from seqtile.models.patch import apply, model_type_of, restore
+from seqtile.models.patch import apply, model_type_of, restore, unwrapped
 from seqtile.models.status import status
 
 __all__ = [
@@ -21,6 +21,7 @@ def apply_seqtile(model: nn.Module, *, mlp: bool = True, loss: bool = True, chun
 
     See `apply_seqtile_to_llama` for the arguments. ValueError for a model type that is not supported.
     """
+    model = unwrapped(model)
     apply(find_arch(model_type_of(model)), model, mlp=mlp, loss=loss, chunk_tokens=chunk_tokens)
 
 
@@ -28,6 +29,7 @@ def _entry(arch: Arch) -> Callable[..., None]:
     def apply_to(
         model: nn.Module | None = None, *, mlp: bool = True, loss: bool = True, chunk_tokens: int | None = None
     ) -> None:
+        model = unwrapped(model)
         if model is not None and model_type_of(model) != arch.model_type:
             raise ValueError(
                 f"expected a {arch.model_type} model, got {model_type_of(model)!r}; use seqtile.apply_seqtile(model)"
@@ -38,8 +40,8 @@ def _entry(arch: Arch) -> Callable[..., None]:
     apply_to.__doc__ = f"""Tiles {arch.prefix} models: the loss and the MLP in memory that does not grow with length.
 
     Args:
-        model: the model to tile, alone; None tiles Hugging Face's classes, for every {arch.causal_lm_name} built from
-            then on.
+        model: the model to tile, alone, also in PEFT's wrapper; None tiles Hugging Face's classes, for every
+            {arch.causal_lm_name} built from then on.
         mlp: tile the MLPs.
         loss: tile lm_head and loss: in training, with labels, no logits are computed and none are returned.
         chunk_tokens: tokens a tile; None for the rule of `seqtile.ops.tiles`.

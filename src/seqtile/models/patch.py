@@ -4,6 +4,7 @@ A causal LM's forward is assigned on its own class, so that code which imported 
 class, which after Liger is one class shared by many architectures, is swapped for a subclass of the same name.
 """
 
+import warnings
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -114,9 +115,15 @@ def restore(target: nn.Module | str | None = None) -> None:
                 setattr(arch.modeling, name, current.__base__)
         del _CLASSES[target]
     else:
-        find_arch(model_type_of(target))
-        _unplace_all([target, *mlps_of(target)])
-        vars(target).pop(_PARTS, None)
+        model = unwrapped(target)
+        find_arch(model_type_of(model))
+        _unplace_all([model, *mlps_of(model)])
+        if vars(model).pop(_PARTS, None) is None and applied_parts(model):
+            warnings.warn(
+                f"nothing was applied to this model alone, and it stays tiled by its classes: "
+                f"seqtile.restore({model.config.model_type!r}) takes it off these",
+                stacklevel=2,
+            )
 
 
 def _unplace_all(owners: list[Any]) -> None:
@@ -124,6 +131,11 @@ def _unplace_all(owners: list[Any]) -> None:
         check_unplace(owner)
     for owner in owners:
         unplace(owner)
+
+
+def unwrapped(model: Any) -> Any:
+    """The model in PEFT's wrapper; anything else itself."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def applied_parts(model: nn.Module) -> frozenset[str]:
@@ -137,7 +149,7 @@ def model_type_of(model: Any) -> str:
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
             f"expected a Hugging Face model, got a {type(model).__name__}; pass the model itself, not a wrapper around "
-            "it (peft_model.get_base_model(), or .module of DDP and DeepSpeed); supported model types: "
+            "it (.module of DDP and DeepSpeed); supported model types: "
             f"{', '.join(ARCHS)}"
         )
     return model.config.model_type

@@ -30,7 +30,9 @@ def read_projection(name: str, module: nn.Module) -> tuple[torch.Tensor, torch.T
 
     Raises ValueError if they are sharded just now. Under ZeRO-3 each reading is a collective.
     """
-    base, a, b, scale = _layers_of(module)
+    layers = _layers_of(module)
+    assert isinstance(layers, Layers), f"{name} {layers}"
+    base, a, b, scale = layers
     weight = _whole(name, base.weight)
     adapter = None if a is None else LowRank(_whole(name, a.weight), _whole(name, b.weight), scale)
     return weight, base.bias, adapter
@@ -39,8 +41,8 @@ def read_projection(name: str, module: nn.Module) -> tuple[torch.Tensor, torch.T
 def unreadable(name: str, module: nn.Module | None) -> str | None:
     """Why a projection must be called rather than read; None if it may be read."""
     layers = _layers_of(module)
-    if layers is None:
-        return f"{name} is a {_full_name(type(module))}"
+    if isinstance(layers, str):
+        return f"{name} {layers}"
     for part in {module, *(layer for layer in layers[:3] if layer is not None)}:
         if "forward" in vars(part):
             return f"{name} has a forward of its own, such as Accelerate's device_map gives it"
@@ -58,7 +60,7 @@ def unreadable(name: str, module: nn.Module | None) -> str | None:
 def has_hooks(module: nn.Module, sharded: nn.Module) -> bool:
     """Whether `module` has hooks that a tiled forward would not call; see `_has_hooks` for `sharded`."""
     layers = _layers_of(sharded)
-    return _has_hooks(module, layers.base if layers else sharded)
+    return _has_hooks(module, layers.base if isinstance(layers, Layers) else sharded)
 
 
 def _has_hooks(module: nn.Module, base: nn.Module) -> bool:
@@ -69,28 +71,35 @@ def _has_hooks(module: nn.Module, base: nn.Module) -> bool:
     return any(hooks)
 
 
-def _layers_of(module: nn.Module | None) -> Layers | None:
-    """What a projection is made of, if it is a plain linear layer or a plain LoRA over one."""
+def _layers_of(module: nn.Module | None) -> Layers | str:
+    """What a projection is made of, if it is a plain linear layer or a plain LoRA over one; else what it is instead."""
     if type(module).__module__ == "peft.tuners.lora.layer" and type(module).__name__ == "Linear":
         return _lora_layers(module)
     if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
         return Layers(module)
-    return None
+    return f"is a {_full_name(type(module))}"
 
 
-def _lora_layers(module: Any) -> Layers | None:
+def _lora_layers(module: Any) -> Layers | str:
     """Of PEFT's LoRA: without dropout, of the plain kind, one active adapter at most, neither half merged."""
     base = _layers_of(module.base_layer)
-    if base is None or base.a is not None or (module.merged and module.disable_adapters):
-        return None
+    if isinstance(base, str):
+        return f"is a LoRA adapter whose base layer {base}"
+    if module.merged and module.disable_adapters:
+        return "is a LoRA adapter that is merged and disabled"
     active = [name for name in module.active_adapters if name in module.lora_A]
     if module.merged or module.disable_adapters or not active:
         return base
     name = active[0]
     dropout = module.lora_dropout[name]
-    drops = not isinstance(dropout, nn.Identity) and dropout.training and dropout.p > 0
-    if len(active) > 1 or drops or name in module.lora_variant or module.lora_B[name].bias is not None:
-        return None
+    if len(active) > 1:
+        return f"has {len(active)} active LoRA adapters"
+    if name in module.lora_variant:
+        return f"has a LoRA adapter of another kind, {type(module.lora_variant[name]).__name__}"
+    if module.lora_B[name].bias is not None:
+        return "has a LoRA adapter with a bias"
+    if not isinstance(dropout, nn.Identity) and dropout.training and dropout.p > 0:
+        return f"has a LoRA adapter with dropout {dropout.p}"
     return Layers(base.base, module.lora_A[name], module.lora_B[name], module.scaling[name])
 
 

@@ -10,7 +10,7 @@ from seqtile.models.arch import find_arch
 from seqtile.models.causal_lm import check_loss, why_generic_head
 from seqtile.models.experts import spread_of
 from seqtile.models.mlp import check_mlp, why_generic
-from seqtile.models.patch import applied_parts, mlps_of, model_type_of
+from seqtile.models.patch import applied_parts, mlps_of, model_type_of, unwrapped
 from seqtile.models.placement import current_forward, package_of, placement_of
 from seqtile.ops.tiles import resolve_chunk_tokens
 
@@ -75,6 +75,7 @@ def status(model: nn.Module) -> ModelStatus:
 
     Raises ValueError for an unsupported model type, TypeError for something that is no Hugging Face model.
     """
+    model = unwrapped(model)
     arch = find_arch(model_type_of(model))
     loss = None
     if isinstance(model, arch.causal_lm):

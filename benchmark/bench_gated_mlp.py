@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import torch.nn.functional as F
-from benchmark.contestants import DEVICE, DTYPE, SIZES, available, run
+from benchmark.contestants import DEVICE, DTYPE, available, run, shape_of
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -87,7 +87,7 @@ def error(contestant: Callable) -> float:
 def test_gated_mlp(benchmark, contestant: str, shape: str, tokens: int) -> None:
     if reason := available(contestant):
         pytest.skip(reason)
-    size = next(shapes[shape] for shapes in SIZES.values() if shape in shapes)
+    size = shape_of(shape)
     mlp = Mlp(size.hidden, size.mlp, DTYPE)
     x = torch.randn(1, tokens, size.hidden, device=DEVICE, dtype=DTYPE, requires_grad=True)
     function = CONTESTANTS[contestant]

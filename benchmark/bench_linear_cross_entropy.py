@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 import torch.nn.functional as F
-from benchmark.contestants import DEVICE, DTYPE, SIZES, available, run
+from benchmark.contestants import DEVICE, DTYPE, available, run, shape_of
 
 from assertions import relative_error
 from seqtile import linear_cross_entropy
@@ -105,6 +105,6 @@ def error(contestant: str) -> float:
 def test_linear_cross_entropy(benchmark, contestant: str, shape: str, tokens: int) -> None:
     if reason := available(contestant):
         pytest.skip(reason)
-    size = next(shapes[shape] for shapes in SIZES.values() if shape in shapes)
+    size = shape_of(shape)
     operands = inputs(tokens, size.hidden, size.vocab)
     run(benchmark, contestant, shape, tokens, lambda: CONTESTANTS[contestant](*operands), lambda: error(contestant))

@@ -25,10 +25,14 @@ SIZES = {
     "smoke": {"tiny": Shape(64, 128, 1000, (300, 5000))},
     "cpu": {"smollm2_135m": Shape(576, 1536, 49152, (4096, 8192))},
     "cuda": {
-        "llama3_8b": Shape(4096, 14336, 128256, (4096, 16384, 65536, 131072)),
-        "qwen3_32b": Shape(5120, 25600, 151936, (4096, 16384, 65536, 131072)),
+        "llama3_8b": Shape(4096, 14336, 128256, (4096, 8192, 32768, 131072)),
+        "qwen3_32b": Shape(5120, 25600, 151936, (4096, 8192, 32768, 131072)),
     },
 }
+
+
+def shape_of(name: str) -> Shape:
+    return next(shapes[name] for shapes in SIZES.values() if name in shapes)
 
 
 def cases(size: str) -> list[tuple[str, int]]:

@@ -14,6 +14,12 @@ def test_smoke() -> None:
         command, cwd=root, env=environment | {"BENCH": "smoke"}, capture_output=True, text=True, timeout=500
     )
     assert result.returncode == 0, result.stdout + result.stderr
-    for subject in ("linear_cross_entropy", "gated_mlp"):
-        for contestant in ("huggingface", "seqtile"):
+    subjects = {
+        "linear_cross_entropy": "seqtile",
+        "gated_mlp": "seqtile",
+        "tile_of_mlp": "x 1/4",
+        "tile_of_loss": "x 2",
+    }
+    for subject, ours in subjects.items():
+        for contestant in ("huggingface", ours):
             assert any(subject in line and contestant in line for line in result.stdout.splitlines())

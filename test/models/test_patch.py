@@ -272,6 +272,18 @@ def test_under_accelerates_autocast_wrapper() -> None:
     assert runs_tiled(model) == [False, False]
 
 
+def test_classes_behind_a_wrapper_on_the_model() -> None:
+    """What stands on the model is the wrapper alone; the classes' forward behind it is not the model's to restore."""
+    seqtile.apply_seqtile_to_llama(chunk_tokens=CHUNK)
+    model = build("llama")
+    model.forward = MethodType(torch.autocast("cpu", torch.bfloat16)(type(model).forward), model)
+    wrapped = snapshot(model)
+    with pytest.warns(UserWarning, match="stays tiled by its classes"):
+        seqtile.restore(model)
+    assert snapshot(model) == wrapped
+    assert str(seqtile.status(model)).count("seqtile, 50 tokens a tile") == 2, "autocast's wrapper passes everything on"
+
+
 def refuse(match: str, target: nn.Module | None, function=None, **options: object) -> None:
     before = snapshot(target)
     with pytest.raises(ValueError, match=match):

@@ -5,9 +5,10 @@ which says what it stands in for, so that a copy of a model can be restored as w
 is kept.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from types import FunctionType, MethodType
+from itertools import takewhile
+from types import CellType, FunctionType, MethodType
 from typing import Any
 
 from torch import nn
@@ -31,13 +32,34 @@ class Placement:
 
 
 def placement_of(forward: Callable | None) -> Placement | None:
-    """The Placement of a tiled forward, also behind another library's wrapper; None for any other function."""
-    while forward is not None:
-        placement = vars(forward).get("seqtile_placement") if hasattr(forward, "__dict__") else None
-        if placement is not None:
-            return placement
-        forward = getattr(forward, "__wrapped__", None)
-    return None
+    """The Placement of a tiled forward, also behind other libraries' wrappers; None for any other function."""
+    return next((placement for function in inwards(forward) if (placement := _carried(function))), None)
+
+
+def wrappers_of(forward: Callable | None) -> list[Callable]:
+    """Other libraries' wrappers around a tiled forward, the outermost first."""
+    placement = placement_of(forward)
+    return list(takewhile(lambda function: function is not placement.forward, inwards(forward))) if placement else []
+
+
+def inwards(forward: Callable | None) -> Iterator[Callable]:
+    """`forward`, then what it wraps: its `__wrapped__`, or a forward that it keeps in its closure, as TRL's does."""
+    seen: set[int] = set()
+    waiting = [forward]
+    while waiting:
+        function = waiting.pop()
+        function = function.__func__ if isinstance(function, MethodType) else function
+        if function is None or id(function) in seen:
+            continue
+        seen.add(id(function))
+        yield function
+        cells = getattr(function, "__closure__", None) or ()
+        kept = (cell.cell_contents for cell in cells if cell != CellType())  # an empty cell has no contents
+        waiting += [getattr(function, "__wrapped__", None), *(value for value in kept if isinstance(value, MethodType))]
+
+
+def _carried(function: Callable) -> Placement | None:
+    return vars(function).get("seqtile_placement") if hasattr(function, "__dict__") else None
 
 
 def own_forward(owner: Owner) -> Any:
@@ -87,9 +109,8 @@ def place(owner: Owner, wrap: Wrap, chunk_tokens: int | None) -> None:
 
 def check_unplace(owner: Owner) -> None:
     """Raises ValueError if another library's wrapper stands around a tiled forward at `owner`."""
-    forward = own_forward(owner)
-    placement = placement_of(forward)
-    if placement is not None and placement.forward is not forward:
+    placement = _placed_at(owner)
+    if placement is not None and placement.forward is not own_forward(owner):
         raise ValueError(
             f"seqtile's forward of {name_of(owner)} is wrapped by another library's; take that off first "
             "(accelerator.unwrap_model(model, keep_fp32_wrapper=False) for Accelerate's)"
@@ -98,9 +119,15 @@ def check_unplace(owner: Owner) -> None:
 
 def unplace(owner: Owner) -> None:
     """Puts back what `place` found. What another library has put there since stays."""
-    placement = placement_of(own_forward(owner))
+    placement = _placed_at(owner)
     if placement is not None:
         _put(owner, placement.before)
+
+
+def _placed_at(owner: Owner) -> Placement | None:
+    """The Placement at the owner itself, not that of its class behind a wrapper on the model."""
+    placement = placement_of(own_forward(owner))
+    return None if placement is placement_of(getattr(type(owner), "forward", None)) else placement
 
 
 def _put(owner: Owner, forward: Callable | None) -> None:

@@ -11,8 +11,10 @@ from seqtile.models.causal_lm import check_loss, why_generic_head
 from seqtile.models.experts import spread_of
 from seqtile.models.mlp import check_mlp, why_generic
 from seqtile.models.patch import applied_parts, mlps_of, model_type_of, unwrapped
-from seqtile.models.placement import current_forward, package_of, placement_of
+from seqtile.models.placement import current_forward, package_of, placement_of, wrappers_of
 from seqtile.ops.tiles import resolve_chunk_tokens
+
+_PASS_ON = ("accelerate", "torch")  # whose wrappers call what they wrap whatever they are given
 
 
 @dataclass(frozen=True)
@@ -33,12 +35,16 @@ class PartStatus:
     """Why some are called tile by tile (`seqtile.tiled`) instead of having their weights read, if some are."""
     problem: str | None
     """Why the tiled forward will refuse to run, if it will."""
+    wrappers: tuple[str, ...] = ()
+    """The packages whose forwards stand around seqtile's and decide at every call whether to call it."""
 
     def __str__(self) -> str:
         if self.tiled:
             text = f"seqtile, {self.chunk_tokens} tokens a tile"
             if self.total > 1:
                 text += f", {self.tiled} of {self.total} layers"
+            if self.wrappers:
+                text += f", where the forward from {', '.join(self.wrappers)} around it calls it"
         else:
             text = f"not tiled: {', '.join(self.others)}"
         if self.applied and self.tiled < self.total:
@@ -94,6 +100,7 @@ def part_status(
         chunk_tokens = resolve_chunk_tokens(
             placements[0].chunk_tokens, model.config.hidden_size, spread_of(modules[0], model.config)
         )
+    around = Counter(package_of(wrapper) for forward in forwards for wrapper in wrappers_of(forward))
     generic = problem = None
     if placements:
         reasons = (why_generic(module) for module in modules)
@@ -112,4 +119,5 @@ def part_status(
         chunk_tokens=chunk_tokens,
         generic=generic,
         problem=problem,
+        wrappers=tuple(package for package in around if package not in _PASS_ON),
     )

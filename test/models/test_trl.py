@@ -1,0 +1,250 @@
+"""TRL's SFTTrainer. It wraps the model's forward and computes the loss from hidden states by itself, so that seqtile
+tiles the MLP there, and the loss as well where `compute_loss` is Trainer's."""
+
+import copy
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import nn
+from transformers import PreTrainedTokenizerFast, Trainer
+
+import seqtile
+import seqtile.models.causal_lm
+import seqtile.models.mlp
+from assertions import FLOOR, relative_error
+from tiny import CHUNK, VOCAB, build, modeling_restored
+
+datasets = pytest.importorskip("datasets")
+trl = pytest.importorskip("trl")
+
+LENGTHS = (61, 130, 19, 23, 101, 77, 44, 95)  # two of them a batch: some batches fit in a tile
+TEMPLATE = (
+    "{% for message in messages %}{% if message['role'] == 'assistant' %}"
+    "{% generation %}{{ message['content'] + ' </s>' }}{% endgeneration %}"
+    "{% else %}{{ '<s> ' + message['content'] + ' ' }}{% endif %}{% endfor %}"
+)
+
+
+class OwnLoss(trl.SFTTrainer):
+    """Takes the model's own loss, as Trainer does."""
+
+    compute_loss = Trainer.compute_loss
+
+
+TRAINERS = [pytest.param(trl.SFTTrainer, id="trl's loss"), pytest.param(OwnLoss, id="seqtile's loss")]
+
+
+class Run(NamedTuple):
+    losses: list[float]
+    moved: dict[str, torch.Tensor]
+    eval_loss: float
+
+
+@pytest.fixture(autouse=True)
+def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter]:
+    """How often seqtile's loss and seqtile's MLP ran; what a test tiles is untiled after it."""
+    counted: Counter[str] = Counter()
+
+    def count(module: Any, name: str) -> None:
+        function = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args, **kw: counted.update([name]) or function(*args, **kw))
+
+    count(seqtile.models.causal_lm, "linear_cross_entropy")
+    count(seqtile.models.mlp, "gated_mlp")
+    with modeling_restored():
+        yield counted
+        seqtile.restore()
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    words = ["<pad>", "<s>", "</s>", *(f"w{i}" for i in range(3, VOCAB))]
+    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="w3"))
+    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    tokens = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
+    tokens.chat_template = TEMPLATE
+    return tokens
+
+
+def token_documents() -> Any:
+    """Documents of random tokens, each with a prompt before its completion."""
+    masks = [[0] * (length // 3) + [1] * (length - length // 3) for length in LENGTHS]
+    rows = [{"input_ids": torch.randint(3, VOCAB, (len(m),)).tolist(), "completion_mask": m} for m in masks]
+    return datasets.Dataset.from_list(rows)
+
+
+def chats() -> Any:
+    """Conversations of random words, two turns each."""
+
+    def turn(role: str, words: int) -> dict[str, str]:
+        return {"role": role, "content": " ".join(f"w{i}" for i in torch.randint(3, VOCAB, (words,)).tolist())}
+
+    roles = ("user", "assistant", "user", "assistant")
+    return datasets.Dataset.from_list(
+        [{"messages": [turn(role, length // 4 + i) for i, role in enumerate(roles)]} for length in LENGTHS]
+    )
+
+
+def trainer(cls: type, model: nn.Module, documents: Any, output: Path, peft_config: Any = None, **changes: object):
+    options = {
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+        "train_sampling_strategy": "sequential",
+        "max_steps": 3,
+        "learning_rate": 1.0,
+        "lr_scheduler_type": "constant",
+        "optim": "sgd",
+        "max_grad_norm": 0.0,
+        "logging_steps": 1,
+        "use_cpu": True,
+        "bf16": False,
+        "save_strategy": "no",
+        "disable_tqdm": True,
+    }
+    return cls(
+        model=model,
+        args=trl.SFTConfig(output_dir=str(output), **options | changes),
+        train_dataset=documents,
+        eval_dataset=documents,
+        processing_class=tokenizer(),
+        peft_config=peft_config,
+    )
+
+
+def run(trainer: Trainer) -> Run:
+    trained = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
+    start = {name: p.detach().clone() for name, p in trained.items()}
+    trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    moved = {name: p.detach() - start[name] for name, p in trained.items()}
+    return Run(losses, moved, trainer.evaluate()["eval_loss"])
+
+
+def assert_same_training(ours: Run, theirs: Run) -> None:
+    assert len(theirs.losses) == 3 and ours.moved.keys() == theirs.moved.keys()
+    torch.testing.assert_close(torch.tensor(ours.losses), torch.tensor(theirs.losses), rtol=1e-5, atol=1e-4)
+    assert abs(ours.eval_loss - theirs.eval_loss) <= 1e-4
+    for name, moved in theirs.moved.items():
+        assert moved.norm() > 0, name
+        assert relative_error(ours.moved[name], moved) <= 1e-4, name
+
+
+def smaller(arch: str) -> nn.Module:
+    model = build(arch)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)  # learning rate 1 must not diverge
+    return model
+
+
+def tiled_copy(model: nn.Module, how: str) -> nn.Module:
+    """A copy of `model` that is tiled by itself, or built of tiled classes."""
+    if how == "model":
+        copied = copy.deepcopy(model)
+        seqtile.apply_seqtile(copied, chunk_tokens=CHUNK)
+        return copied
+    getattr(seqtile, f"apply_seqtile_to_{model.config.model_type}")(chunk_tokens=CHUNK)
+    built = type(model)(copy.deepcopy(model.config)).train()
+    built.load_state_dict(model.state_dict())
+    return built
+
+
+def both(
+    cls: type, model: nn.Module, documents: Any, output: Path, calls: Counter, how: str = "model", **options: Any
+) -> tuple[Run, Run]:
+    """The tiled training and the untiled one; seqtile's loss ran where it should, and its MLP."""
+    start = copy.deepcopy(model)
+    theirs = run(trainer(cls, model, documents, output, **options))
+    assert not calls
+    ours = run(trainer(cls, tiled_copy(start, how), documents, output, **options))
+    assert calls["gated_mlp"] > 0 and (calls["linear_cross_entropy"] > 0) == (cls is OwnLoss)
+    return ours, theirs
+
+
+@pytest.mark.parametrize("cls", TRAINERS)
+@pytest.mark.parametrize(
+    ("arch", "how"), [("llama", "model"), ("llama", "classes"), ("gemma2", "model"), ("phi3", "classes")]
+)
+def test_same_training_as_untiled(arch: str, how: str, cls: type, tmp_path: Path, calls: Counter) -> None:
+    assert_same_training(*both(cls, smaller(arch), token_documents(), tmp_path, calls, how))
+
+
+DATA = {
+    "completions": (token_documents, {"completion_only_loss": True}),
+    "assistant": (chats, {"assistant_only_loss": True}),
+    "packed": (token_documents, {"packing": True, "max_length": 150, "completion_only_loss": True}),
+    "wrapped": (token_documents, {"packing": True, "packing_strategy": "wrapped", "max_length": 70}),
+    "padding-free": (token_documents, {"padding_free": True, "max_length": None}),
+    "reentrant": (token_documents, {"gradient_checkpointing_kwargs": {"use_reentrant": True}}),
+    "selective": (token_documents, {"gradient_checkpointing_kwargs": {"selective": True}}),
+    "no checkpointing": (token_documents, {"gradient_checkpointing": False}),
+}
+
+
+@pytest.mark.parametrize("cls", TRAINERS)
+@pytest.mark.parametrize("name", DATA)
+def test_same_training_of_other_kinds(name: str, cls: type, tmp_path: Path, calls: Counter) -> None:
+    make, options = DATA[name]
+    model, documents = smaller("llama"), make()
+    labels = trainer(cls, copy.deepcopy(model), documents, tmp_path, **options).train_dataset["labels"]
+    assert any(-100 in row for row in labels) == any("only" in option for option in options)
+    assert_same_training(*both(cls, model, documents, tmp_path, calls, **options))
+
+
+@pytest.mark.parametrize("cls", TRAINERS)
+@pytest.mark.parametrize("how", ["model", "classes"])
+def test_lora(how: str, cls: type, tmp_path: Path, calls: Counter) -> None:
+    peft = pytest.importorskip("peft")
+    targets = ["gate_proj", "up_proj", "down_proj", "q_proj"]
+    config = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
+    ours, theirs = both(cls, smaller("llama"), token_documents(), tmp_path, calls, how, peft_config=config)
+    assert len(theirs.moved) == 2 * 2 * len(targets)
+    assert_same_training(ours, theirs)
+
+
+@pytest.mark.parametrize("cls", TRAINERS)
+def test_bfloat16_autocast(cls: type, tmp_path: Path, calls: Counter) -> None:
+    """What TRL does unless told otherwise; the training in float32 is the truth."""
+    model, documents = smaller("llama"), token_documents()
+    true = run(trainer(cls, copy.deepcopy(model), documents, tmp_path))
+    ours, theirs = both(cls, model, documents, tmp_path, calls, bf16=None)
+    for name, truth in true.moved.items():
+        error, same = relative_error(ours.moved[name], truth), relative_error(theirs.moved[name], truth)
+        assert same > 1e-4, f"{name}: not in bfloat16"
+        assert error <= 2 * same + FLOOR, f"{name}: relative error {error:.1e}, untiled {same:.1e}"
+
+
+def test_after_the_trainer_the_mlp_alone(tmp_path: Path) -> None:
+    model, documents = smaller("llama"), token_documents()
+    theirs = run(trainer(trl.SFTTrainer, copy.deepcopy(model), documents, tmp_path))
+    late = trainer(trl.SFTTrainer, model, documents, tmp_path)
+    with pytest.raises(ValueError, match="the forward of LlamaForCausalLM is from trl"):
+        seqtile.apply_seqtile(model, chunk_tokens=CHUNK)
+    assert seqtile.status(model).mlp.tiled == 0
+    seqtile.apply_seqtile(model, chunk_tokens=CHUNK, loss=False)
+    assert seqtile.status(model).mlp.tiled == 2
+    assert_same_training(run(late), theirs)
+
+
+@pytest.mark.parametrize("how", ["model", "classes"])
+def test_status_tells_of_both(how: str, tmp_path: Path) -> None:
+    """TRL's forward decides at every call who computes the loss, so `status` names it and seqtile."""
+    model = tiled_copy(smaller("llama"), how)
+    trainer(trl.SFTTrainer, model, token_documents(), tmp_path)
+    status = seqtile.status(model)
+    assert (status.loss.tiled, status.mlp.tiled) == (1, 2)
+    assert "seqtile" in str(status.loss) and "trl" in str(status.loss)
+    assert "apply seqtile to this model" not in str(status.loss)  # that would be refused
+
+
+def test_restore_is_refused_under_trl(tmp_path: Path) -> None:
+    """TRL's forward keeps the one that it found: to take seqtile off inside it is not possible."""
+    model = tiled_copy(smaller("llama"), "model")
+    trainer(trl.SFTTrainer, model, token_documents(), tmp_path)
+    with pytest.raises(ValueError, match="wrapped by another library's"):
+        seqtile.restore(model)
+    assert seqtile.status(model).mlp.tiled == 2

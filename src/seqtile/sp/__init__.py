@@ -1,0 +1,17 @@
+"""Sequence parallelism: one long sequence over many GPUs (Ulysses), for any number of heads."""
+
+from seqtile.sp.attention import apply_ulysses, restore
+from seqtile.sp.collator import DataShardingCollator, shard
+from seqtile.sp.context import SequenceParallel, initialize
+from seqtile.sp.loss import count_items, reduce_loss
+
+__all__ = [
+    "DataShardingCollator",
+    "SequenceParallel",
+    "apply_ulysses",
+    "count_items",
+    "initialize",
+    "reduce_loss",
+    "restore",
+    "shard",
+]

@@ -1,0 +1,79 @@
+"""Cutting a batch into the shards of a group's ranks.
+
+Every rank of the group is given the same samples (sample by `ctx.data_parallel_rank` and `ctx.data_parallel_size`),
+makes the same batch of them, and keeps its own part of the sequence. Labels are shifted before the cut, since the label
+of a shard's last token lies in the next.
+Source: Arctic Long Sequence Training, 4.2 and 4.3.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from seqtile.sp.context import SequenceParallel
+
+IGNORED = -100
+_FILL = {"labels": IGNORED, "shift_labels": IGNORED}  # what pads a tensor's sequence; 0 where it is not named
+
+
+class DataShardingCollator:
+    """Wraps a collator of Hugging Face's: its batch, of which this rank's part of every sequence is kept.
+
+    Sequences are padded to a multiple of the group's size. Added are `shift_labels`, global `position_ids` if there are
+    none, and `num_items_in_batch`, the group's labelled tokens, so that a model's loss is this rank's exact share of
+    the group's. `labels` stay, beside `shift_labels`. What has no sequence dimension is kept whole.
+    """
+
+    def __init__(self, collator: Callable[[list[Any]], dict[str, Any]], ctx: SequenceParallel):
+        self.collator, self.ctx = collator, ctx
+
+    def __call__(self, samples: list[Any]) -> dict[str, Any]:
+        return shard(dict(self.collator(samples)), self.ctx)
+
+
+def shard(batch: dict[str, Any], ctx: SequenceParallel) -> dict[str, Any]:
+    """This rank's part of a whole batch, see `DataShardingCollator`. Raises ValueError for one without tokens."""
+    tokens = batch.get("input_ids", batch.get("inputs_embeds"))
+    if tokens is None:
+        raise ValueError(f"the batch has {', '.join(batch) or 'nothing'}, expected input_ids or inputs_embeds in it")
+    length = tokens.shape[1]
+    if "labels" in batch and "shift_labels" not in batch:
+        batch["shift_labels"] = F.pad(batch["labels"], (0, 1), value=IGNORED)[..., 1:]
+    if "shift_labels" in batch and "num_items_in_batch" not in batch:
+        batch["num_items_in_batch"] = (batch["shift_labels"] != IGNORED).sum()
+    if "position_ids" not in batch:
+        batch["position_ids"] = torch.arange(length, device=tokens.device).expand(tokens.shape[0], -1)
+    local = -(-length // ctx.size)
+    cut = {}
+    for name, value in batch.items():
+        dim = _sequence_dim(name, value, tokens.shape[0], length)
+        if dim is not None:
+            value = _padded(name, value, dim, local * ctx.size - length)
+            value = value.narrow(dim, ctx.rank * local, local).contiguous()
+        cut[name] = value
+    return cut
+
+
+def _sequence_dim(name: str, value: Any, batch: int, length: int) -> int | None:
+    """The dimension along which a value has the sequence; None if it has none."""
+    if not isinstance(value, torch.Tensor) or value.ndim < 2:
+        return None
+    if name == "position_ids":
+        return value.ndim - 1  # [B, S], or [3, B, S] for multimodal rotary embeddings
+    return 1 if tuple(value.shape[:2]) in ((batch, length), (1, length)) else None
+
+
+def _padded(name: str, value: torch.Tensor, dim: int, missing: int) -> torch.Tensor:
+    """`value` with `missing` more tokens: of a document of their own in `position_ids`, which ends none of the batch's,
+    and so seen by no token of it."""
+    if missing == 0:
+        return value
+    shape = list(value.shape)
+    shape[dim] = missing
+    if name == "position_ids":
+        tail = torch.arange(missing, device=value.device, dtype=value.dtype).expand(shape)
+    else:
+        tail = value.new_full(shape, _FILL.get(name, 0))
+    return torch.cat([value, tail], dim)

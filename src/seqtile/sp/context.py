@@ -1,0 +1,74 @@
+"""Which ranks share a sequence, and which of them this one is."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+
+@dataclass(frozen=True)
+class SequenceParallel:
+    """A group of ranks that hold the shards of the same sequences, as seen by one of them."""
+
+    group: dist.ProcessGroup
+    rank: int
+    """This rank's place in the group; it holds the tokens [rank * S, (rank + 1) * S) of a sequence, S to a rank."""
+    size: int
+    data_parallel_rank: int
+    """The group's place among the groups: what a sampler calls the rank."""
+    data_parallel_size: int
+    """How many groups there are: what a sampler calls the number of replicas."""
+
+
+def initialize(
+    sequence_parallel_size: int | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+    mesh: DeviceMesh | None = None,
+) -> SequenceParallel:
+    """The groups of sequence parallelism over an initialised torch.distributed. Every rank calls it.
+
+    Args:
+        sequence_parallel_size: makes groups of so many neighbouring ranks each.
+        group: or the group of this rank, made by someone else.
+        mesh: or a one-dimensional DeviceMesh, such as `mesh["sp"]`, whose group it is.
+
+    Two collectives, here and never again. Raises ValueError if torch.distributed is not initialised, if not exactly one
+    of the three is given, or if the size does not divide the number of ranks.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        raise ValueError("torch.distributed is not initialised: call torch.distributed.init_process_group first")
+    if sum(given is not None for given in (sequence_parallel_size, group, mesh)) != 1:
+        raise ValueError("expected exactly one of sequence_parallel_size, group and mesh")
+    if mesh is not None:
+        if mesh.ndim != 1:
+            raise ValueError(f'expected a DeviceMesh of one dimension, got {mesh.ndim}; pass a part of it, mesh["sp"]')
+        group = mesh.get_group()
+    if sequence_parallel_size is not None:
+        group = _neighbours(sequence_parallel_size)
+    firsts: list = [None] * dist.get_world_size()
+    dist.all_gather_object(firsts, min(dist.get_process_group_ranks(group)))
+    groups = sorted(set(firsts))
+    return SequenceParallel(
+        group=group,
+        rank=dist.get_rank(group),
+        size=dist.get_world_size(group),
+        data_parallel_rank=groups.index(firsts[dist.get_rank()]),
+        data_parallel_size=len(groups),
+    )
+
+
+def _neighbours(size: int) -> dist.ProcessGroup:
+    world = dist.get_world_size()
+    if not isinstance(size, int) or size < 1 or world % size:
+        raise ValueError(f"sequence_parallel_size is {size!r}, expected a divisor of the {world} ranks")
+    groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world, size)]
+    return groups[dist.get_rank() // size]
+
+
+def gather(tensor: torch.Tensor, ctx: SequenceParallel) -> list[torch.Tensor]:
+    """`tensor`, of the same shape on every rank of the group, from each of them. Without gradients."""
+    found = [torch.empty_like(tensor) for _ in range(ctx.size)]
+    dist.all_gather(found, tensor.contiguous(), group=ctx.group)
+    return found

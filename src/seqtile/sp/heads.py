@@ -1,0 +1,58 @@
+"""Which heads, and which of their queries, each rank of a group computes.
+
+Heads are dealt out in order, balanced to within one. With more ranks than heads, the ranks of a head share its queries:
+of 2 n pieces of the sequence, the i-th of n ranks takes the i-th and the i-th from the end, so that under a causal mask
+each has the same work.
+Source: Arctic Long Sequence Training, 3.2.1, without the limits of its 7.1 (heads divisible by ranks, ranks no more
+than heads).
+"""
+
+from typing import NamedTuple
+
+
+class Share(NamedTuple):
+    """The work of one rank."""
+
+    q: slice
+    """Query heads."""
+    kv: slice
+    """The key and value heads that these query heads read."""
+    kv_of_q: tuple[int, ...]
+    """For each of these query heads its place among these kv heads."""
+    rows: tuple[tuple[int, int], ...]
+    """[start, stop) of the queries, in order; all of them unless ranks share a head."""
+
+
+def share_of(rank: int, size: int, q_heads: int, kv_heads: int, length: int) -> Share:
+    """The share of `rank` of `size` in a sequence of `length` tokens. `kv_heads` divides `q_heads`."""
+    if q_heads >= size:
+        first, last = rank * q_heads // size, (rank + 1) * q_heads // size
+        rows: tuple[tuple[int, int], ...] = ((0, length),)
+    else:
+        first = rank * q_heads // size
+        last = first + 1
+        sharers = [other for other in range(size) if other * q_heads // size == first]
+        rows = _pieces(sharers.index(rank), len(sharers), length)
+    per_kv = q_heads // kv_heads
+    kv = slice(first // per_kv, (last - 1) // per_kv + 1)
+    return Share(slice(first, last), kv, tuple(head // per_kv - kv.start for head in range(first, last)), rows)
+
+
+def _pieces(part: int, parts: int, length: int) -> tuple[tuple[int, int], ...]:
+    """The part-th piece and the part-th from the end, of 2 * parts pieces; as one if they touch."""
+    if parts == 1:
+        return ((0, length),)
+    ends = [length * i // (2 * parts) for i in range(2 * parts + 1)]
+    low, high = (ends[part], ends[part + 1]), (ends[-part - 2], ends[-part - 1])
+    pieces = [(low[0], high[1])] if low[1] == high[0] else [low, high]
+    return tuple(piece for piece in pieces if piece[0] < piece[1])
+
+
+def within(rows: tuple[tuple[int, int], ...], start: int, stop: int) -> tuple[tuple[int, int], ...]:
+    """What of `rows` lies in [start, stop)."""
+    cut = ((max(first, start), min(last, stop)) for first, last in rows)
+    return tuple((first, last) for first, last in cut if first < last)
+
+
+def count(rows: tuple[tuple[int, int], ...]) -> int:
+    return sum(last - first for first, last in rows)

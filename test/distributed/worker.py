@@ -71,16 +71,16 @@ def mixed(model: nn.Module):
     return fsdp2(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32))
 
 
-def zero(stage: int, leaf: bool = False, offload: bool = False):
+def zero(stage: int, leaf: bool = False, accumulate: int = 1, **sharding: object):
     def wrap(model: nn.Module):
         import deepspeed
 
         if leaf:
             deepspeed.utils.set_z3_leaf_modules(model, [type(model.model.layers[0].mlp)])
-        sharding = {"stage": stage, "stage3_param_persistence_threshold": 0}
         config = {
             "train_micro_batch_size_per_gpu": 1,
-            "zero_optimization": sharding | ({"offload_optimizer": {"device": "cpu"}} if offload else {}),
+            "gradient_accumulation_steps": accumulate,
+            "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **sharding},
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
         }
@@ -101,10 +101,10 @@ STRATEGIES = {
     "fsdp2_mixed": mixed,
     "zero1": zero(1),
     "zero2": zero(2),
-    "zero2_offload": zero(2, offload=True),
+    "zero2_offload": zero(2, offload_optimizer={"device": "cpu"}),
     "zero3": zero(3),
     "zero3_leaf": zero(3, leaf=True),
-    "zero3_offload": zero(3, offload=True),
+    "zero3_offload": zero(3, offload_optimizer={"device": "cpu"}),
 }
 
 

@@ -1,0 +1,53 @@
+"""What is spread over ranks in the tests: kinds of heads, kinds of sequences, reducers of gradients."""
+
+import torch
+
+from tiny import VOCAB
+
+HEADS = {  # architecture and shape: query heads / kv heads
+    "mha 4/4": ("qwen2", {"num_key_value_heads": 4}),
+    "gqa 4/2": ("qwen3", {"num_key_value_heads": 2}),
+    "mqa 4/1": ("qwen2", {"num_key_value_heads": 1}),
+    "odd 9/3": ("qwen2", {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3}),
+    "few 2/1": (
+        "mistral",
+        {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 12, "sliding_window": None},
+    ),
+    "one 1/1": ("qwen3", {"num_attention_heads": 1, "num_key_value_heads": 1}),
+    "three 3/3": ("gemma3_text", {"num_attention_heads": 3, "num_key_value_heads": 3}),
+}
+_WINDOW = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 0}
+KINDS = {  # changes to the configuration, where the architecture knows them
+    "plain": {},
+    "ragged": {},
+    "packed": {},
+    "window": _WINDOW,
+    "packed, window": _WINDOW,
+    "padded": {},
+    "padded, window": _WINDOW,
+}
+REDUCERS = {
+    "torch": ("ddp", "fsdp2"),
+    "zero": ("zero0", "zero1", "zero2"),
+    "zero3": ("zero3", "zero3_all_reduce"),
+}
+
+
+def batch_of_kind(kind: str) -> dict[str, torch.Tensor]:
+    """A whole batch, with a masked prompt in every row."""
+    rows, length = (3, 96) if "padded" in kind else (1, 101 if kind == "ragged" else 96)
+    ids = torch.randint(3, VOCAB, (rows, length))
+    labels = ids.clone()
+    labels[:, :9] = -100
+    batch = {"input_ids": ids, "labels": labels, "use_cache": False}
+    if "padded" in kind:  # on the left, on the right, and nowhere
+        mask = torch.ones_like(ids)
+        mask[0, :13] = 0
+        mask[1, 70:] = 0
+        labels[mask == 0] = -100
+        labels[0, :20] = -100
+        batch["attention_mask"] = mask
+    if "packed" in kind:
+        batch["position_ids"] = torch.cat([torch.arange(n) for n in (17, 50, 1, 28)])[None]
+        labels[0, [17, 67, 68]] = -100  # no document's first token is another's label
+    return batch

@@ -1,0 +1,155 @@
+"""Training steps of a rank: under every reducer of gradients, and what is refused."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from assertions import relative_error
+from distributed.worker import ddp, fsdp2, full, zero
+from seqtile import sp
+from sp.cases import REDUCERS
+from tiny import batch_of, build
+
+WINDOW = 2  # batches a step
+STRATEGIES: dict[str, Callable] = {
+    "ddp": ddp,
+    "fsdp2": fsdp2,
+    "zero0": zero(0, accumulate=WINDOW),
+    "zero1": zero(1, accumulate=WINDOW),
+    "zero2": zero(2, accumulate=WINDOW),
+    "zero3": zero(3, accumulate=WINDOW),
+    "zero3_all_reduce": zero(3, accumulate=WINDOW, reduce_scatter=False),
+}
+
+
+def window_of(group: int, step: int) -> list[dict[str, torch.Tensor]]:
+    """The batches that a data-parallel group accumulates: of other lengths and numbers of labels, one without any."""
+    torch.manual_seed(10 * step + group)
+    lengths = (61, 90 + 7 * group)
+    batches = [batch_of(1, length) for length in lengths]
+    batches[0]["labels"][0, : 10 + 30 * group] = -100
+    if step == 1 and group == 0:
+        batches[1]["labels"][:] = -100
+    for batch in batches:
+        del batch["attention_mask"]
+    return batches
+
+
+def by_one_process(model: nn.Module, groups: int, step: int) -> float:
+    """A step over the batches of all groups; the loss is the mean over all of their labels."""
+    windows = [window_of(group, step) for group in range(groups)]
+    items = sum((batch["labels"][:, 1:] != -100).sum() for window in windows for batch in window)
+    total = 0.0
+    for batch in (batch for window in windows for batch in window):
+        loss = model(**batch, num_items_in_batch=items).loss
+        loss.backward()
+        total += loss.item()
+    torch.optim.SGD(model.parameters(), lr=1.0).step()
+    model.zero_grad()
+    return total
+
+
+def by_many(model: nn.Module, optimizer: object, step: int, ctx: sp.SequenceParallel) -> float:
+    shards = [sp.shard(batch, ctx) for batch in window_of(ctx.data_parallel_rank, step)]
+    items = sp.count_items(shards, ctx)
+    total = torch.zeros(())
+    for shard in shards:
+        loss = sp.reduce_loss(model(**shard | {"num_items_in_batch": items}).loss, ctx)
+        total += loss.detach()
+        if model is optimizer:  # DeepSpeed's engine
+            model.backward(loss, scale_wrt_gas=False)
+            model.step()
+        else:
+            loss.backward()
+    if model is not optimizer:
+        optimizer.step()
+        optimizer.zero_grad()
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()
+
+
+def reducers(family: str) -> None:
+    """Two groups of two ranks, windows of two batches: after a step every parameter is as one process leaves it."""
+    ctx = sp.initialize(2)
+    for strategy in REDUCERS[family]:
+        torch.manual_seed(0)
+        one = build("llama", tie_word_embeddings=False)
+        with torch.no_grad():
+            for parameter in one.parameters():
+                parameter.mul_(0.5)  # learning rate 1 must not diverge
+        many = copy.deepcopy(one)
+        start = full(one)
+        sp.apply_ulysses(many, ctx)
+        wrapped, optimizer = STRATEGIES[strategy](many)
+        for step, tolerance in enumerate((1e-5, 1e-4)):  # the second step begins where the first one's error left it
+            theirs = by_one_process(one, ctx.data_parallel_size, step)
+            ours = by_many(wrapped, optimizer, step, ctx)
+            assert abs(ours - theirs) <= 1e-5 * theirs, f"{strategy}: loss {ours}, expected {theirs}"
+            weights = full(many)
+            for name, weight in full(one).items():
+                moved = weight - start[name]
+                factor = (weights[name] - start[name]).norm() / moved.norm()
+                error = relative_error(weights[name] - start[name], moved)
+                assert error <= tolerance, f"{strategy}: the update of {name} is {error:.1e} off, times {factor:.3f}"
+        if wrapped is optimizer:
+            wrapped.destroy()
+        print(f"rank {dist.get_rank()}: {strategy} equal", flush=True)
+
+
+def refusals() -> None:
+    """Each on every rank, with nothing changed, and with none that waits for another."""
+    rank = dist.get_rank()
+    for arguments, match in (
+        ({"sequence_parallel_size": 3}, "expected a divisor of the 2 ranks"),
+        ({"sequence_parallel_size": 0}, "expected a divisor of the 2 ranks"),
+        ({}, "expected exactly one of"),
+        ({"sequence_parallel_size": 2, "group": dist.group.WORLD}, "expected exactly one of"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            sp.initialize(**arguments)
+    ctx = sp.initialize(group=dist.group.WORLD)
+    assert (ctx.rank, ctx.size, ctx.data_parallel_rank, ctx.data_parallel_size) == (rank, 2, 0, 1)
+    mesh = dist.init_device_mesh("cpu", (2, 1), mesh_dim_names=("dp", "sp"))
+    alone = sp.initialize(mesh=mesh["sp"])
+    assert (alone.rank, alone.size, alone.data_parallel_rank, alone.data_parallel_size) == (0, 1, rank, 2)
+    with pytest.raises(ValueError, match="DeviceMesh of one dimension"):
+        sp.initialize(mesh=mesh)
+
+    model, batch = build("llama"), batch_of(1, 60)
+    with pytest.raises(TypeError, match="expected a Hugging Face model"):
+        sp.apply_ulysses(nn.Linear(2, 2), ctx)
+    model.set_attn_implementation("eager")
+    with pytest.raises(ValueError, match=r"attention is 'eager', expected one of sdpa"):
+        sp.apply_ulysses(model, ctx)
+    model.set_attn_implementation("sdpa")
+    sp.apply_ulysses(model, ctx)
+    sp.apply_ulysses(model, ctx)
+    with pytest.raises(ValueError, match="over other ranks already"):
+        sp.apply_ulysses(model, alone)
+    shard = sp.shard(dict(batch), ctx)
+    for changes, match in (
+        ({"use_cache": True}, "use_cache=False"),
+        ({"position_ids": torch.arange(60)[None]}, "expected this rank's shard of it"),
+        ({"attention_mask": batch["attention_mask"]}, "expected this rank's shard of it"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            model(**shard | changes)
+    unequal = {
+        name: value[:, : 20 + rank]
+        for name, value in shard.items()
+        if isinstance(value, torch.Tensor) and value.ndim == 2
+    }
+    with pytest.raises(ValueError, match="batches of different shapes"):
+        model(**unequal, use_cache=False)
+    with pytest.raises(ValueError, match="expected input_ids or inputs_embeds in it"):
+        sp.shard({"labels": batch["labels"]}, ctx)
+    with pytest.raises(ValueError, match="before generating"):
+        model.generate(batch["input_ids"], max_new_tokens=3)
+    assert model(**shard).loss.isfinite()
+    sp.restore(model)
+    assert model.config._attn_implementation == "sdpa" and model.generate(batch["input_ids"], max_new_tokens=3).numel()
+    print(f"rank {rank}: refused what it must", flush=True)

@@ -1,0 +1,44 @@
+"""One sequence over several real processes, against one process that has it whole."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from sp.cases import HEADS, KINDS, REDUCERS
+
+
+def torchrun(ranks: int, *arguments: str) -> str:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command += [str(Path(__file__).with_name("worker.py")), *arguments]
+    result = subprocess.run(
+        command, capture_output=True, text=True, timeout=900, env=os.environ | {"OMP_NUM_THREADS": "1"}
+    )
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
+    return result.stdout
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("ranks", [1, 2, 4])
+def test_attention(ranks: int) -> None:
+    """Loss and gradients, of every kind of heads and of sequence; how many all-to-alls there are."""
+    output = torchrun(ranks, "attention")
+    cases = [f"rank {rank}: {heads} {kind} equal" for rank in range(ranks) for heads in HEADS for kind in KINDS]
+    assert [case for case in cases if case not in output] == []
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("family", REDUCERS)
+def test_reducers(family: str) -> None:
+    """Two groups of two ranks, accumulating over batches of unequal labels, under every reducer of gradients."""
+    output = torchrun(4, "reducers", family)
+    cases = [f"rank {rank}: {strategy} equal" for rank in range(4) for strategy in REDUCERS[family]]
+    assert [case for case in cases if case not in output] == []
+
+
+@pytest.mark.dist
+def test_refusals() -> None:
+    output = torchrun(2, "refusals")
+    assert all(f"rank {rank}: refused what it must" in output for rank in range(2))

@@ -1,0 +1,98 @@
+"""One rank of a group: trains spread over the ranks and in one process, and compares.
+
+torchrun --standalone --nproc-per-node N worker.py attention | reducers FAMILY | refusals
+"""
+
+import copy
+import faulthandler
+import os
+import sys
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+os.environ.setdefault("DS_ACCELERATOR", "cpu")
+
+from assertions import relative_error
+from seqtile import sp
+from sp.cases import HEADS, KINDS, batch_of_kind
+from tiny import build, checkpointing, loss_and_gradients
+
+TIME_LIMIT = 120  # seconds a case: ranks that wait for each other end with a traceback of where
+
+
+class Collectives:
+    """Counts the all-to-alls inside."""
+
+    def __enter__(self) -> "Collectives":
+        self.calls, self.function = 0, dist.all_to_all_single
+        dist.all_to_all_single = self.counted
+        return self
+
+    def counted(self, *args: object, **kwargs: object) -> object:
+        self.calls += 1
+        return self.function(*args, **kwargs)
+
+    def __exit__(self, *_: object) -> None:
+        dist.all_to_all_single = self.function
+
+
+def averaged(model: nn.Module) -> dict[str, torch.Tensor]:
+    """The gradients as a reducer leaves them that averages over all ranks."""
+    for parameter in model.parameters():
+        dist.all_reduce(parameter.grad)
+        parameter.grad /= dist.get_world_size()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def attention() -> None:
+    """Loss and gradients of every kind of heads and of sequence; two all-to-alls a layer and direction."""
+    ctx = sp.initialize(dist.get_world_size())
+    for i, (heads, (arch, shape)) in enumerate(HEADS.items()):
+        for j, kind in enumerate(KINDS):
+            faulthandler.dump_traceback_later(TIME_LIMIT, exit=True)
+            torch.manual_seed(100 * i + j)
+            one = build(arch, **shape | KINDS[kind])
+            many = copy.deepcopy(one)
+            batch = batch_of_kind(kind)
+            loss, gradients = loss_and_gradients(one, **batch)
+            sp.apply_ulysses(many, ctx)
+            reentrant = (None, False, True)[(i + j) % 3]
+            checkpointing(many, reentrant)
+            with Collectives() as count:
+                ours = sp.reduce_loss(many(**sp.shard(dict(batch), ctx)).loss, ctx)
+                forward = count.calls
+                ours.backward()
+            layers = many.config.num_hidden_layers
+            assert forward == 2 * layers, f"{forward} all-to-alls in the forward"
+            assert count.calls == (4 if reentrant is None else 6) * layers, f"{count.calls} all-to-alls"
+            assert relative_error(ours.detach(), loss) <= 1e-5, f"{heads}, {kind}: loss"
+            for name, gradient in averaged(many).items():
+                error = relative_error(gradient, gradients[name])
+                assert error <= 1e-5, f"{heads}, {kind}: {name} is {error:.1e} off"
+            print(f"rank {ctx.rank}: {heads} {kind} equal", flush=True)
+
+
+def main(what: str, *arguments: str) -> None:
+    if what == "reducers" and arguments[0].startswith("zero"):
+        import deepspeed
+
+        deepspeed.init_distributed("gloo")
+    else:
+        dist.init_process_group("gloo")
+    if what == "attention":
+        attention()
+    else:
+        from sp import steps
+
+        getattr(steps, what)(*arguments)
+    dist.barrier()
+    dist.destroy_process_group()
+    os._exit(0)  # gloo's threads abort the interpreter's own exit now and then
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

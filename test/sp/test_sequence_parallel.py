@@ -42,3 +42,11 @@ def test_reducers(family: str) -> None:
 def test_refusals() -> None:
     output = torchrun(2, "refusals")
     assert all(f"rank {rank}: refused what it must" in output for rank in range(2))
+
+
+@pytest.mark.dist
+def test_loader() -> None:
+    """Ranks that draw different samples; 2 of them in a group, then 2 groups."""
+    for ranks in (2, 4):
+        output = torchrun(ranks, "loader")
+        assert all(f"rank {rank}: loaded" in output for rank in range(ranks))

@@ -1,6 +1,6 @@
 """One rank of a group: trains spread over the ranks and in one process, and compares.
 
-torchrun --standalone --nproc-per-node N worker.py attention | reducers FAMILY | refusals
+torchrun --standalone --nproc-per-node N worker.py attention | reducers FAMILY | refusals | loader
 """
 
 import copy
@@ -86,9 +86,9 @@ def main(what: str, *arguments: str) -> None:
     if what == "attention":
         attention()
     else:
-        from sp import steps
+        from sp import loading, steps
 
-        getattr(steps, what)(*arguments)
+        getattr(loading if what == "loader" else steps, what)(*arguments)
     dist.barrier()
     dist.destroy_process_group()
     os._exit(0)  # gloo's threads abort the interpreter's own exit now and then

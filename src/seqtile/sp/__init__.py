@@ -3,11 +3,13 @@
 from seqtile.sp.attention import apply_ulysses, restore
 from seqtile.sp.collator import DataShardingCollator, shard
 from seqtile.sp.context import SequenceParallel, initialize
+from seqtile.sp.loader import ShardedDataLoader
 from seqtile.sp.loss import count_items, reduce_loss
 
 __all__ = [
     "DataShardingCollator",
     "SequenceParallel",
+    "ShardedDataLoader",
     "apply_ulysses",
     "count_items",
     "initialize",

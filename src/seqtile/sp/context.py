@@ -72,3 +72,9 @@ def gather(tensor: torch.Tensor, ctx: SequenceParallel) -> list[torch.Tensor]:
     found = [torch.empty_like(tensor) for _ in range(ctx.size)]
     dist.all_gather(found, tensor.contiguous(), group=ctx.group)
     return found
+
+
+def device_of(ctx: SequenceParallel) -> torch.device:
+    """Where tensors must be for the collectives of the group: the CPU if its backend takes them there."""
+    on_cpu = "cpu" in dist.get_backend_config(ctx.group)
+    return torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())

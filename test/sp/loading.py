@@ -1,0 +1,86 @@
+"""Steps of a loader whose ranks draw different samples: all of them, in one order, over epochs, and after a resume."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.utils.data import DataLoader, DistributedSampler
+
+from seqtile import sp
+from seqtile.sp.context import gather
+
+SAMPLES = 11
+Batch = dict[str, torch.Tensor]
+
+
+def samples() -> list[Batch]:
+    """Documents of unequal lengths, told apart by their first token."""
+    found = []
+    for i in range(SAMPLES):
+        ids = torch.cat([torch.tensor([1000 + i]), torch.arange(5 + 3 * i)])
+        found.append({"input_ids": ids, "labels": ids.clone(), "name": torch.tensor(i)})
+    return found
+
+
+def collate(rows: list[Batch]) -> Batch:
+    return {"input_ids": rows[0]["input_ids"][None], "labels": rows[0]["labels"][None], "name": rows[0]["name"]}
+
+
+def made(kind: str, ctx: sp.SequenceParallel) -> sp.ShardedDataLoader:
+    rank, world = dist.get_rank(), dist.get_world_size()
+    if kind == "sampler":
+        options = {"sampler": DistributedSampler(range(SAMPLES), world, rank, shuffle=True, drop_last=True)}
+        return sp.ShardedDataLoader(DataLoader(samples(), collate_fn=collate, **options), ctx)
+    mine = samples()[rank::world]  # 11 of them: unequal numbers
+    generator = torch.Generator().manual_seed(rank) if kind == "generator" else None
+    return sp.ShardedDataLoader(DataLoader(mine, shuffle=True, generator=generator, collate_fn=collate), ctx)
+
+
+def read(loader: sp.ShardedDataLoader, ctx: sp.SequenceParallel) -> Iterator[int]:
+    """Which sample each step holds, put together from its shards and compared with the whole."""
+    for shard in loader:
+        whole = torch.cat(gather(shard["input_ids"], ctx), 1)[0]
+        shifted = torch.cat(gather(shard["shift_labels"], ctx), 1)[0]
+        positions = torch.cat(gather(shard["position_ids"], ctx), 1)[0]
+        i = int(shard["name"])
+        ids = samples()[i]["input_ids"]
+        assert whole[: len(ids)].equal(ids) and shifted[: len(ids) - 1].equal(ids[1:])
+        assert (shifted[len(ids) - 1 :] == -100).all() and shard["num_items_in_batch"] == len(ids) - 1
+        assert positions[: len(ids)].equal(torch.arange(len(ids))) and len(whole) - len(ids) < ctx.size
+        assert len(shard["input_ids"][0]) == -(-len(ids) // ctx.size)
+        yield i
+
+
+def same_everywhere(steps: list[int], ctx: sp.SequenceParallel) -> None:
+    assert all(other.tolist() == steps for other in gather(torch.tensor(steps), ctx))
+
+
+def loader() -> None:
+    ctx = sp.initialize(2)
+    for kind in ("sampler", "generator", "random state"):
+        torch.manual_seed(dist.get_rank())
+        whole, epochs = made(kind, ctx), []
+        states = []
+        for epoch in range(3):
+            whole.set_epoch(epoch)
+            names = []
+            for step, name in enumerate(read(whole, ctx)):
+                names.append(name)
+                if epoch == 1:
+                    states.append((step, whole.state_dict()))
+            assert len(names) == len(whole) and len(set(names)) == len(names)
+            same_everywhere(names, ctx)
+            epochs.append(names)
+        assert epochs[0] != epochs[1] != epochs[2], "shuffled anew"
+        for step, state in states:
+            torch.manual_seed(99)
+            resumed = made(kind, ctx)
+            resumed.load_state_dict(state)
+            resumed.set_epoch(1)
+            assert list(read(resumed, ctx)) == epochs[1][step + 1 :], f"{kind}, resumed after step {step}"
+            assert resumed.epoch == 2
+    failing = sp.ShardedDataLoader([{"labels": torch.ones(1, 4)}] if dist.get_rank() == 1 else [], ctx)
+    with pytest.raises(ValueError, match="a batch of rank 1 of the group cannot be cut"):
+        next(iter(failing))
+    print(f"rank {dist.get_rank()}: loaded", flush=True)

@@ -188,8 +188,9 @@ def made_tiled(case: Case) -> nn.Module:
         seqtile.apply_seqtile(base, **options)
     if case.liger in ("model", "again"):
         apply_liger(case.arch, model=base, mlp=not odd)
-        taken = set(seqtile.status(base).loss.others + seqtile.status(base).mlp.others)
-        assert taken == {"liger_kernel"} or odd, seqtile.status(base)
+        status = seqtile.status(base)
+        assert status.mlp.others == ("liger_kernel",) or odd, status
+        assert status.loss.others == ("liger_kernel",) or case.arch == "granite", status  # Liger has no loss for it
     if case.liger != "class":
         seqtile.apply_seqtile(base, **options)
     status = seqtile.status(base)
@@ -202,14 +203,16 @@ def made_tiled(case: Case) -> nn.Module:
 
 
 def run(case: Case, rank: int) -> None:
-    untiled, tiled = made(case), made_tiled(case)
+    untiled = made(case)
     start = full(untiled)
-    for model in (untiled, tiled):
-        checkpointing(base_of(model), KINDS[case.checkpointing])
+    checkpointing(base_of(untiled), KINDS[case.checkpointing])
     torch.manual_seed(rank + 1)
     batches = [batch_of(1, length) for length in LENGTHS[rank]]
 
+    # To the end before anything is patched: Liger and seqtile on the classes reach models that are there already.
     theirs, their_weights = train(untiled, case.strategy, batches)
+    tiled = made_tiled(case)
+    checkpointing(base_of(tiled), KINDS[case.checkpointing])
     ours, our_weights = train(tiled, case.strategy, batches)
     tolerance = 3e-2 if case.strategy == "fsdp2_mixed" else 1e-4  # bfloat16
     torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=tolerance / 10, atol=tolerance / 10)

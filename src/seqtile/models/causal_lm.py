@@ -32,7 +32,10 @@ def tiled_loss_forward(arch: Arch, original: Callable, chunk_tokens: int | None)
     happens in eval with `skip_logits=True`; `skip_logits=False` asks for logits, and so an untiled loss, in training.
     Everything else, such as eval with logits, generation, a cache or `logits_to_keep`, is `original`'s.
     """
-    takes_skip_logits = "skip_logits" in inspect.signature(original).parameters
+    parameters = inspect.signature(original).parameters.values()
+    names = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    later = names[names.index("use_cache") + 1 :]  # differs between architectures
+    takes_skip_logits = "skip_logits" in names
 
     @stand_in_for(original)
     @can_return_tuple
@@ -45,11 +48,17 @@ def tiled_loss_forward(arch: Arch, original: Callable, chunk_tokens: int | None)
         inputs_embeds=None,
         labels=None,
         use_cache=None,
-        *,
+        *others,
         logits_to_keep=0,
         skip_logits=None,
         **kwargs,
     ):
+        if others:
+            if len(others) > len(later):
+                raise TypeError(f"expected at most {len(names) - 1} positional arguments, got {7 + len(others)}")
+            named = dict(zip(later, others, strict=False))
+            logits_to_keep = named.pop("logits_to_keep", logits_to_keep)
+            kwargs = named | kwargs
         inputs = {
             "input_ids": input_ids,
             "attention_mask": attention_mask,

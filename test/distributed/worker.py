@@ -65,6 +65,18 @@ def fsdp2(model: nn.Module, group: bool = False, head: bool = False, mlp: bool =
     return model, torch.optim.SGD(trainable(model), lr=1.0)
 
 
+def expert_parallel(model: nn.Module):
+    """Hugging Face's: each rank holds half of the experts, and the tokens of a batch that all share go to them."""
+    from transformers.distributed.expert_parallel import apply_expert_parallelism
+
+    mesh = dist.device_mesh.init_device_mesh("cpu", (dist.get_world_size(),))
+    styles = {"": "ep_dispatch_experts", ".gate_up_proj": "grouped_gemm", ".down_proj": "grouped_gemm"}
+    layers = range(len(model.model.layers))
+    plan = {f"model.layers.{i}.mlp.experts{part}": style for i in layers for part, style in styles.items()}
+    apply_expert_parallelism(model, mesh, mesh, plan)
+    return model, torch.optim.SGD(trainable(model), lr=1.0)
+
+
 def mixed(model: nn.Module):
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -99,6 +111,7 @@ STRATEGIES = {
     "fsdp2_mlp": partial(fsdp2, mlp=True),
     "fsdp2_keep": partial(fsdp2, reshard_after_forward=False),
     "fsdp2_mixed": mixed,
+    "expert_parallel": expert_parallel,
     "zero1": zero(1),
     "zero2": zero(2),
     "zero2_offload": zero(2, offload=True),
@@ -206,8 +219,9 @@ def run(case: Case, rank: int) -> None:
     untiled = made(case)
     start = full(untiled)
     checkpointing(base_of(untiled), KINDS[case.checkpointing])
-    torch.manual_seed(rank + 1)
-    batches = [batch_of(1, length) for length in LENGTHS[rank]]
+    drawn = 0 if case.strategy == "expert_parallel" else rank  # there the ranks share a batch
+    torch.manual_seed(drawn + 1)
+    batches = [batch_of(1, length) for length in LENGTHS[drawn]]
 
     # To the end before anything is patched: Liger and seqtile on the classes reach models that are there already.
     theirs, their_weights = train(untiled, case.strategy, batches)

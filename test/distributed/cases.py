@@ -73,7 +73,8 @@ def matrix() -> list[Case]:
 
 def variants() -> list[Case]:
     names = [name for names in VARIANTS.values() for name in names]
-    return [Case("llama", name, ADAPTERS[i % 2], CHECKPOINTING[i % 2], "none") for i, name in enumerate(names)]
+    found = [Case("llama", name, ADAPTERS[i % 2], CHECKPOINTING[i % 2], "none") for i, name in enumerate(names)]
+    return [*found, Case("mixtral", "expert_parallel", "full", "ckpt", "none")]
 
 
 TREES = sorted({case.tree for case in matrix()})

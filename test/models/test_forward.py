@@ -104,6 +104,20 @@ def test_inputs_embeds_and_positional_arguments(pair, device: str) -> None:
     )
 
 
+def test_every_argument_by_position(pair, device: str) -> None:
+    untiled, tiled = pair
+    batch = batch_of(1, 101, device)
+    first = (batch["input_ids"], batch["attention_mask"], None, None, None, batch["labels"], False)
+    later = (*([True] if hasattr(untiled.config, "output_router_logits") else []), 0)
+    expected, output = untiled(*first, *later), tiled(*first, *later)
+    assert output.logits is None and relative_error(output.loss, expected.loss) <= 1e-6
+    kept = (*later[:-1], 3)
+    unlabelled = (*first[:5], None, False)
+    assert relative_error(tiled(*unlabelled, *kept).logits, untiled(*unlabelled, *kept).logits) <= 1e-5
+    with pytest.raises(TypeError, match="positional arguments"):
+        tiled(*first, *later, 0)
+
+
 def test_signature_is_kept(pair) -> None:
     untiled, tiled = pair
     assert inspect.signature(tiled.forward) == inspect.signature(untiled.forward)

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import warnings
 from collections.abc import Iterator
 from types import FunctionType, MethodType
 
@@ -16,8 +17,8 @@ import seqtile.models.experts
 import seqtile.models.mlp
 from seqtile.models.arch import ARCHS
 from seqtile.models.patch import mlps_of
-from seqtile.models.placement import placement_of
-from tiny import CHUNK, CLASSES, apply_liger, batch_of, build, config_of, modeling_restored
+from seqtile.models.placement import placement_at
+from tiny import CHUNK, CLASSES, apply_liger, batch_of, build, config_of, loss_and_gradients, modeling_restored
 
 EARLY_MLP = modeling_llama.LlamaMLP  # what code that imported the class before the patch holds
 APPLY = {arch: getattr(seqtile, f"apply_seqtile_to_{arch}") for arch in CLASSES}
@@ -125,7 +126,7 @@ def test_other_options_replace_the_former() -> None:
         before = snapshot(target)
         seqtile.apply_seqtile_to_llama(target, chunk_tokens=CHUNK)
         seqtile.apply_seqtile_to_llama(target, chunk_tokens=7)
-        assert seqtile.status(target or build("llama")).mlp.chunk_tokens == 7
+        assert seqtile.status(target or build("llama")).mlp.chunk_tokens == (7,)
         seqtile.restore(target or "llama")
         assert snapshot(target) == before
 
@@ -135,9 +136,9 @@ def test_a_model_of_tiled_classes_with_options_of_its_own() -> None:
     model = build("llama")
     before = snapshot(model)
     seqtile.apply_seqtile(model, chunk_tokens=7)
-    assert seqtile.status(model).mlp.chunk_tokens == seqtile.status(model).loss.chunk_tokens == 7
+    assert seqtile.status(model).mlp.chunk_tokens == seqtile.status(model).loss.chunk_tokens == (7,)
     seqtile.restore(model)
-    assert snapshot(model) == before and seqtile.status(model).mlp.chunk_tokens == CHUNK
+    assert snapshot(model) == before and seqtile.status(model).mlp.chunk_tokens == (CHUNK,)
 
 
 def test_a_copy_is_tiled_and_restored_by_itself() -> None:
@@ -282,6 +283,71 @@ def test_classes_behind_a_wrapper_on_the_model() -> None:
         seqtile.restore(model)
     assert snapshot(model) == wrapped
     assert str(seqtile.status(model)).count("seqtile, 50 tokens a tile") == 2, "autocast's wrapper passes everything on"
+    assert "around it" not in str(seqtile.status(model))
+
+
+def test_what_is_applied_to_a_model_stays_when_its_classes_are_restored() -> None:
+    early = build("llama")
+    seqtile.apply_seqtile_to_llama(chunk_tokens=CHUNK, loss=False)
+    with warnings.catch_warnings(action="error"):
+        seqtile.restore(early)
+    model = build("llama")
+    seqtile.apply_seqtile(model, chunk_tokens=CHUNK)
+    with pytest.warns(UserWarning, match="stays tiled by its classes"):
+        seqtile.restore(model)
+    assert runs_tiled(model) == [False, True]
+    seqtile.apply_seqtile(model, chunk_tokens=CHUNK)
+    seqtile.restore("llama")
+    assert runs_tiled(model) == [True, True]
+    seqtile.restore(model)
+    assert runs_tiled(model) == [False, False]
+
+
+def test_a_forward_of_another_models_in_a_wrapper_is_not_this_models() -> None:
+    teacher, student = build("llama"), build("llama")
+    seqtile.apply_seqtile(teacher, chunk_tokens=CHUNK)
+
+    def distilled(theirs: MethodType, own: MethodType) -> FunctionType:
+        def forward(self: nn.Module, *args: object, **kwargs: object) -> object:
+            theirs(*args, **kwargs)
+            return own(*args, **kwargs)
+
+        return forward
+
+    student.forward = MethodType(distilled(teacher.forward, student.forward), student)
+    assert seqtile.status(student).loss.tiled == 0
+    refuse("the forward of LlamaForCausalLM is from", student)
+
+
+def test_a_copy_that_peft_saves() -> None:
+    """PEFT trains a copy of a module to save and leaves the original in its place."""
+    peft = pytest.importorskip("peft")
+    for arch, name in (("llama", "mlp"), ("mixtral", "experts")):
+        model = build(arch)
+        seqtile.apply_seqtile(model, chunk_tokens=CHUNK)
+        config = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=[name])
+        wrapped = peft.get_peft_model(model, config)
+        assert runs_tiled(model) == [True, True], arch
+        with wrapped.disable_adapter():
+            assert runs_tiled(model) == [True, True], arch
+        after = peft.get_peft_model(build(arch), config)
+        seqtile.apply_seqtile(after, chunk_tokens=CHUNK)
+        assert runs_tiled(after.get_base_model()) == [True, True], arch
+
+
+def test_tiles_of_a_mixture_are_longer() -> None:
+    """Each expert is to meet 2048 tokens of a tile; dense layers keep their own tile."""
+    model = build("qwen3_moe")
+    seqtile.apply_seqtile(model)
+    assert "seqtile, 2048 or 5461 tokens a tile, 2 of 2 layers" in str(seqtile.status(model))
+    untiled = build("mixtral", max_position_embeddings=4200)
+    tiled = copy.deepcopy(untiled)
+    seqtile.apply_seqtile(tiled)
+    assert seqtile.status(tiled).mlp.chunk_tokens == (4096,)
+    batch = batch_of(1, 4150)  # a tile of 4 experts, 2 of them a token, and a remainder
+    (loss, theirs), (tiled_loss, ours) = loss_and_gradients(untiled, **batch), loss_and_gradients(tiled, **batch)
+    assert abs(tiled_loss / loss - 1) <= 1e-6
+    assert all((ours[name] - theirs[name]).norm() <= 1e-5 * theirs[name].norm() for name in theirs)
 
 
 def refuse(match: str, target: nn.Module | None, function=None, **options: object) -> None:
@@ -367,4 +433,4 @@ def test_other_heads_take_a_tiled_mlp() -> None:
     seqtile.apply_seqtile(model, loss=False, chunk_tokens=CHUNK)
     status = seqtile.status(model)
     assert status.loss is None and status.mlp.tiled == 2
-    assert placement_of(model.model.layers[0].mlp.forward) is not None
+    assert placement_at(model.model.layers[0].mlp) is not None

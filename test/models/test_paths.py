@@ -10,7 +10,7 @@ from torch.nn.utils import prune
 
 import seqtile
 from assertions import relative_error
-from measure import FlopCount
+from measure import FlopCount, LiveBytes, eager_memory
 from tiny import CHUNK, batch_of, build, checkpointing, loss_and_gradients
 
 PROJECTIONS = ["gate_proj", "up_proj", "down_proj"]
@@ -193,6 +193,22 @@ def test_lora_of_experts(arch: str, when: str, reentrant: bool | None, experts: 
     assert any("experts" in name for name in trained)
     for name in trained:
         assert relative_error(tiled_gradients[name], gradients[name]) <= 1e-5, name
+
+
+@eager_memory
+def test_computed_weights_of_experts_do_not_outlive_their_layer() -> None:
+    """Under checkpointing nothing of a layer is alive after its forward but its input."""
+    add = lora("q_proj", target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
+    alive = []
+    for model in pair(add, "mixtral", "after"):
+        model.enable_input_require_grads()
+        checkpointing(model, False)
+        batch = batch_of(1, 101)
+        with LiveBytes() as memory:
+            loss = model.model(**{name: batch[name] for name in ("input_ids", "use_cache")}).last_hidden_state.sum()
+        alive.append(memory.live)
+        loss.backward()
+    assert 0 < alive[1] <= alive[0]
 
 
 def test_dropout_takes_the_other_way_while_training_only() -> None:

@@ -24,6 +24,8 @@ from seqtile.ops.linear_cross_entropy import linear_cross_entropy
 from seqtile.ops.tiled import tiled
 from seqtile.ops.tiles import resolve_chunk_tokens
 
+_LOSS_ARGUMENTS = ("shift_labels", "num_items_in_batch", "ignore_index")  # of Hugging Face's loss, beside the labels
+
 
 def tiled_loss_forward(arch: Arch, original: Callable, chunk_tokens: int | None) -> Callable:
     """`original`, the forward (a plain function) of a causal LM of `arch`, with the loss tiled.
@@ -32,7 +34,10 @@ def tiled_loss_forward(arch: Arch, original: Callable, chunk_tokens: int | None)
     happens in eval with `skip_logits=True`; `skip_logits=False` asks for logits, and so an untiled loss, in training.
     Everything else, such as eval with logits, generation, a cache or `logits_to_keep`, is `original`'s.
     """
-    takes_skip_logits = "skip_logits" in inspect.signature(original).parameters
+    parameters = inspect.signature(original).parameters.values()
+    names = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    later = names[names.index("use_cache") + 1 :]  # differs between architectures
+    takes_skip_logits = "skip_logits" in names
 
     @stand_in_for(original)
     @can_return_tuple
@@ -45,11 +50,17 @@ def tiled_loss_forward(arch: Arch, original: Callable, chunk_tokens: int | None)
         inputs_embeds=None,
         labels=None,
         use_cache=None,
-        *,
+        *others,
         logits_to_keep=0,
         skip_logits=None,
         **kwargs,
     ):
+        if others:
+            if len(others) > len(later):
+                raise TypeError(f"expected at most {len(names) - 1} positional arguments, got {7 + len(others)}")
+            named = dict(zip(later, others, strict=False))
+            logits_to_keep = named.pop("logits_to_keep", logits_to_keep)
+            kwargs = named | kwargs
         inputs = {
             "input_ids": input_ids,
             "attention_mask": attention_mask,
@@ -72,22 +83,30 @@ def tiled_loss_forward(arch: Arch, original: Callable, chunk_tokens: int | None)
                 inputs["skip_logits"] = False
             return original(self, labels=labels, logits_to_keep=logits_to_keep, **inputs)
 
-        check_loss(self)
-        if arch.routed and inputs.get("output_router_logits") is None:
-            inputs["output_router_logits"] = self.config.output_router_logits
-        outputs = self.model(**inputs)
-        options = {"chunk_tokens": chunk_tokens, **logit_options(arch, self.config)}
-        called = why_generic_head(self) is not None
-        head_loss = partial(_loss, head=self.lm_head, called=called, labels=labels, options=options, **kwargs)
-        output = CausalLMOutputWithPast(
-            loss=call_in_place_of(self.lm_head, head_loss, outputs.last_hidden_state),
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-        )
-        return _balanced(arch, self, inputs, outputs.router_logits, output) if arch.routed else output
+        return _without_logits(arch, self, labels, chunk_tokens, inputs)
 
     return forward
+
+
+def _without_logits(
+    arch: Arch, model: nn.Module, labels: torch.Tensor | None, chunk_tokens: int | None, inputs: dict[str, Any]
+) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast:
+    """What `model` returns, with a tiled loss and no logits."""
+    check_loss(model)
+    if arch.routed and inputs.get("output_router_logits") is None:
+        inputs["output_router_logits"] = model.config.output_router_logits
+    outputs = model.model(**inputs)
+    options = {"chunk_tokens": chunk_tokens, **logit_options(arch, model.config)}
+    called = why_generic_head(model) is not None
+    arguments = {name: inputs[name] for name in _LOSS_ARGUMENTS if name in inputs}
+    head_loss = partial(_loss, head=model.lm_head, called=called, labels=labels, options=options, **arguments)
+    output = CausalLMOutputWithPast(
+        loss=call_in_place_of(model.lm_head, head_loss, outputs.last_hidden_state),
+        past_key_values=outputs.past_key_values,
+        hidden_states=outputs.hidden_states,
+        attentions=outputs.attentions,
+    )
+    return _balanced(arch, model, inputs, outputs.router_logits, output) if arch.routed else output
 
 
 def _balanced(
@@ -143,7 +162,6 @@ def _loss(
     shift_labels: torch.Tensor | None = None,
     num_items_in_batch: torch.Tensor | int | None = None,
     ignore_index: int = -100,
-    **_,
 ) -> torch.Tensor:
     """What Hugging Face's ForCausalLMLoss computes from logits, from hidden states [B, S, D]."""
     if shift_labels is None:

@@ -28,19 +28,23 @@ def tiled_experts_forward(original: Callable, chunk_tokens: int | None) -> Calla
     @stand_in_for(original)
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor):
         check_not_zero3(self, "tokens are routed to experts")
-        computed = {name: getattr(self, name) for name in self.parametrizations} if is_parametrized(self) else {}
+        own = dict(self.named_parameters(recurse=False))
+        given = {name: getattr(self, name) for name in self.parametrizations} if is_parametrized(self) else {}
+        # What may be another tensor once this call is over: computed weights, a shard under expert parallelism.
+        given |= {name: weight for name, weight in own.items() if not (weight.is_leaf and weight.requires_grad)}
+        names = tuple(given)  # of_tile lives until the backward, and must keep no tensor alive
 
-        def of_tile(*tensors: torch.Tensor) -> torch.Tensor:
-            seen = _Instead(self, dict(zip(computed, tensors[3:], strict=True))) if computed else self
-            return original(seen, *tensors[:3])
+        def of_tile(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, *shared: torch.Tensor):
+            seen = _Instead(self, dict(zip(names, shared, strict=True))) if names else self
+            return original(seen, hidden, index, weights)
 
         return tiled(
             of_tile,
             hidden_states,
             top_k_index,
             top_k_weights,
-            params=[parameter for parameter in self.parameters(recurse=False) if parameter.requires_grad],
-            shared=computed.values(),
+            params=[weight for name, weight in own.items() if name not in given],
+            shared=given.values(),
             chunk_tokens=resolve_chunk_tokens(
                 chunk_tokens, hidden_states.shape[-1], self.num_experts / top_k_index.shape[-1]
             ),
@@ -60,17 +64,27 @@ class _Instead:
         return getattr(self._module, name)
 
 
-def experts_in(mlp: nn.Module) -> nn.Module | None:
-    """The module that holds the weights of a mixture's experts, under PEFT's adapters if there are; None of an MLP."""
-    experts = getattr(mlp, "experts", None)
-    while hasattr(experts, "base_layer"):
-        experts = experts.base_layer
-    return experts
+def tiled_part_of(mlp: nn.Module) -> nn.Module:
+    """The module in a layer's MLP whose forward is tiled: itself, or a mixture's experts; in PEFT's wrappers."""
+    mlp = _inside_peft(mlp)
+    return _inside_peft(mlp.experts) if hasattr(mlp, "experts") else mlp
+
+
+def _inside_peft(module: nn.Module) -> nn.Module:
+    """The module that runs within PEFT's adapters of parameters and its copies of modules to save."""
+    while True:
+        if hasattr(module, "modules_to_save"):
+            saved = [module.modules_to_save[name] for name in module.active_adapters if name in module.modules_to_save]
+            module = saved[0] if saved and not module.disable_adapters else module.original_module
+        elif hasattr(module, "base_layer"):
+            module = module.base_layer
+        else:
+            return module
 
 
 def are_experts(module: nn.Module) -> bool:
-    """Whether a module holds the weights of all experts of a mixture: three-dimensional ones."""
-    return getattr(getattr(module, "gate_up_proj", None), "ndim", 0) == 3
+    """Whether a module holds the weights of all experts of a mixture: itself, in no layer of its own."""
+    return isinstance(getattr(module, "gate_up_proj", None), torch.Tensor)
 
 
 def spread_of(module: nn.Module, config: PreTrainedConfig) -> float:

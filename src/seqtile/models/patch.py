@@ -14,9 +14,9 @@ from transformers import PreTrainedModel
 
 from seqtile.models.arch import ARCHS, Arch, find_arch
 from seqtile.models.causal_lm import check_loss, tiled_loss_forward
-from seqtile.models.experts import are_experts, experts_in, tiled_experts_forward
+from seqtile.models.experts import are_experts, tiled_experts_forward, tiled_part_of
 from seqtile.models.mlp import check_mlp, tiled_mlp_forward
-from seqtile.models.placement import Wrap, check_place, check_unplace, place, unplace
+from seqtile.models.placement import Wrap, check_place, check_unplace, place, placement_at, unplace
 from seqtile.ops.tiles import resolve_chunk_tokens
 
 
@@ -90,7 +90,7 @@ def apply_to_model(arch: Arch, model: nn.Module, *, mlp: bool, loss: bool, chunk
 
 def mlps_of(model: nn.Module) -> list[nn.Module]:
     """Every module that is tiled as an MLP: a layer's MLP, or the experts of a mixture."""
-    return [experts_in(layer.mlp) or layer.mlp for layer in model.base_model.layers]
+    return [tiled_part_of(layer.mlp) for layer in model.base_model.layers]
 
 
 def restore(target: nn.Module | str | None = None) -> None:
@@ -118,10 +118,11 @@ def restore(target: nn.Module | str | None = None) -> None:
         model = unwrapped(target)
         find_arch(model_type_of(model))
         _unplace_all([model, *mlps_of(model)])
-        if vars(model).pop(_PARTS, None) is None and applied_parts(model):
+        vars(model).pop(_PARTS, None)
+        if any(placement_at(module) for module in (model, *mlps_of(model))):
             warnings.warn(
-                f"nothing was applied to this model alone, and it stays tiled by its classes: "
-                f"seqtile.restore({model.config.model_type!r}) takes it off these",
+                "this model stays tiled by its classes: "
+                f"seqtile.restore({model.config.model_type!r}) takes seqtile off these",
                 stacklevel=2,
             )
 

@@ -7,6 +7,7 @@ is kept.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 from types import CellType, FunctionType, MethodType
 from typing import Any
@@ -31,23 +32,29 @@ class Placement:
     chunk_tokens: int | None
 
 
-def placement_of(forward: Callable | None) -> Placement | None:
-    """The Placement of a tiled forward, also behind other libraries' wrappers; None for any other function."""
-    return next((placement for function in inwards(forward) if (placement := _carried(function))), None)
+def placement_at(owner: Owner) -> Placement | None:
+    """The Placement of the tiled forward at `owner`, also behind other libraries' wrappers; None if there is none."""
+    return next((found for function in inwards(owner) if (found := placement_of(function))), None)
 
 
-def wrappers_of(forward: Callable | None) -> list[Callable]:
-    """Other libraries' wrappers around a tiled forward, the outermost first."""
-    placement = placement_of(forward)
-    return list(takewhile(lambda function: function is not placement.forward, inwards(forward))) if placement else []
+def placement_of(function: Callable | None) -> Placement | None:
+    """The Placement of a tiled forward; None of any other function."""
+    return vars(function).get("seqtile_placement") if hasattr(function, "__dict__") else None
 
 
-def inwards(forward: Callable | None) -> Iterator[Callable]:
-    """`forward`, then what it wraps: its `__wrapped__`, or a forward that it keeps in its closure, as TRL's does."""
+def wrappers_at(owner: Owner) -> list[Callable]:
+    """Other libraries' wrappers around the tiled forward at `owner`, the outermost first."""
+    placement = placement_at(owner)
+    return list(takewhile(lambda function: function is not placement.forward, inwards(owner))) if placement else []
+
+
+def inwards(owner: Owner, forward: Callable | None = None) -> Iterator[Callable]:
+    """The owner's forward, or the one given, then what it wraps: its `__wrapped__`, or a forward of the owner's that it
+    keeps in its closure, as TRL's does."""
     seen: set[int] = set()
-    waiting = [forward]
+    waiting = [forward or current_forward(owner)]
     while waiting:
-        function = waiting.pop()
+        function = waiting.pop(0)
         function = function.__func__ if isinstance(function, MethodType) else function
         if function is None or id(function) in seen:
             continue
@@ -55,11 +62,8 @@ def inwards(forward: Callable | None) -> Iterator[Callable]:
         yield function
         cells = getattr(function, "__closure__", None) or ()
         kept = (cell.cell_contents for cell in cells if cell != CellType())  # an empty cell has no contents
-        waiting += [getattr(function, "__wrapped__", None), *(value for value in kept if isinstance(value, MethodType))]
-
-
-def _carried(function: Callable) -> Placement | None:
-    return vars(function).get("seqtile_placement") if hasattr(function, "__dict__") else None
+        methods = (value for value in kept if isinstance(value, MethodType) and value.__self__ is owner)
+        waiting += [getattr(function, "__wrapped__", None), *methods]
 
 
 def own_forward(owner: Owner) -> Any:
@@ -77,8 +81,12 @@ def current_forward(owner: Owner) -> Any:
 
 def check_place(owner: Owner, chunk_tokens: int | None) -> None:
     """Raises ValueError if a tiled forward at `owner` would skip what stands there, or could not be put back."""
-    forward = current_forward(owner)
-    placement = placement_of(forward)
+    forward, placement = current_forward(owner), placement_at(owner)
+    if placement is None and isinstance(owner, nn.Module) and isinstance(vars(owner).get("forward"), FunctionType):
+        raise ValueError(
+            f"the forward of {name_of(owner)} is a function from {package_of(forward)} that stands on the module, such "
+            "as expert parallelism puts there; apply seqtile before it, or to the classes"
+        )
     if placement is None and (not isinstance(forward, FunctionType) or package_of(forward) not in KNOWN_PACKAGES):
         kind = f"from {package_of(forward)}" if isinstance(forward, FunctionType) else f"a {type(forward).__name__}"
         raise ValueError(
@@ -93,13 +101,15 @@ def check_place(owner: Owner, chunk_tokens: int | None) -> None:
 
 
 def place(owner: Owner, wrap: Wrap, chunk_tokens: int | None) -> None:
-    """Makes `wrap`'s tiled forward the forward of `owner`, unless the same one is there already."""
-    current = current_forward(owner)
-    there = placement_of(current)
-    if there is not None and there.chunk_tokens == chunk_tokens:
+    """Makes `wrap`'s tiled forward the forward of `owner`, unless the same one is there already.
+
+    The same one of its class does not count: what was applied to a model stays when the classes are restored.
+    """
+    current, before = current_forward(owner), own_forward(owner)
+    there = placement_at(owner)
+    if there is not None and there.chunk_tokens == chunk_tokens and before is not None:
         return
     original = current if there is None else there.original
-    before = own_forward(owner)
     if there is not None and before is there.forward:
         before = there.before  # a tiled forward with other options gives way to this one
     forward = wrap(original, chunk_tokens)
@@ -126,8 +136,11 @@ def unplace(owner: Owner) -> None:
 
 def _placed_at(owner: Owner) -> Placement | None:
     """The Placement at the owner itself, not that of its class behind a wrapper on the model."""
-    placement = placement_of(own_forward(owner))
-    return None if placement is placement_of(getattr(type(owner), "forward", None)) else placement
+    own = own_forward(owner)
+    placement = None if own is None else next((f for g in inwards(owner, own) if (f := placement_of(g))), None)
+    if isinstance(owner, type) or placement is None:
+        return placement
+    return None if placement is placement_at(type(owner)) else placement
 
 
 def _put(owner: Owner, forward: Callable | None) -> None:
@@ -140,6 +153,8 @@ def _put(owner: Owner, forward: Callable | None) -> None:
 
 def package_of(forward: Callable) -> str:
     """The package whose code a forward is; a wrapper is its own author's, whatever name functools.wraps gave it."""
+    while isinstance(forward, partial):
+        forward = forward.func
     namespace = getattr(forward, "__globals__", None) or {"__name__": type(forward).__module__}
     return namespace["__name__"].split(".")[0]
 

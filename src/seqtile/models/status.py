@@ -1,6 +1,5 @@
 """What is tiled, by whom, and what another library took back."""
 
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -11,7 +10,7 @@ from seqtile.models.causal_lm import check_loss, why_generic_head
 from seqtile.models.experts import spread_of
 from seqtile.models.mlp import check_mlp, why_generic
 from seqtile.models.patch import applied_parts, mlps_of, model_type_of, unwrapped
-from seqtile.models.placement import current_forward, package_of, placement_of, wrappers_of
+from seqtile.models.placement import current_forward, package_of, placement_at, wrappers_at
 from seqtile.ops.tiles import resolve_chunk_tokens
 
 _PASS_ON = ("accelerate", "torch")  # whose wrappers call what they wrap whatever they are given
@@ -29,8 +28,8 @@ class PartStatus:
     """How many of its modules run seqtile's forward, of how many."""
     others: tuple[str, ...]
     """The packages whose forwards run on the rest, such as "transformers" or "liger_kernel"."""
-    chunk_tokens: int | None
-    """Tokens a tile; None if nothing is tiled."""
+    chunk_tokens: tuple[int, ...]
+    """Tokens a tile, of each kind of module; empty if nothing is tiled."""
     generic: str | None
     """Why some are called tile by tile (`seqtile.tiled`) instead of having their weights read, if some are."""
     problem: str | None
@@ -40,7 +39,7 @@ class PartStatus:
 
     def __str__(self) -> str:
         if self.tiled:
-            text = f"seqtile, {self.chunk_tokens} tokens a tile"
+            text = f"seqtile, {' or '.join(map(str, self.chunk_tokens))} tokens a tile"
             if self.total > 1:
                 text += f", {self.tiled} of {self.total} layers"
             if self.wrappers:
@@ -92,15 +91,13 @@ def status(model: nn.Module) -> ModelStatus:
 def part_status(
     name: str, model: nn.Module, modules: list[nn.Module], check: Callable, why_generic: Callable
 ) -> PartStatus:
-    forwards = [current_forward(module) for module in modules]
-    placements = [placement for forward in forwards if (placement := placement_of(forward))]
-    others = Counter(package_of(forward) for forward in forwards if placement_of(forward) is None)
-    chunk_tokens = None
-    if placements:
-        chunk_tokens = resolve_chunk_tokens(
-            placements[0].chunk_tokens, model.config.hidden_size, spread_of(modules[0], model.config)
-        )
-    around = Counter(package_of(wrapper) for forward in forwards for wrapper in wrappers_of(forward))
+    placements = {module: placement for module in modules if (placement := placement_at(module))}
+    others = dict.fromkeys(package_of(current_forward(module)) for module in modules if module not in placements)
+    chunk_tokens = {
+        resolve_chunk_tokens(placement.chunk_tokens, model.config.hidden_size, spread_of(module, model.config))
+        for module, placement in placements.items()
+    }
+    around = dict.fromkeys(package_of(wrapper) for module in modules for wrapper in wrappers_at(module))
     generic = problem = None
     if placements:
         reasons = (why_generic(module) for module in modules)
@@ -116,7 +113,7 @@ def part_status(
         tiled=len(placements),
         total=len(modules),
         others=tuple(others),
-        chunk_tokens=chunk_tokens,
+        chunk_tokens=tuple(sorted(chunk_tokens)),
         generic=generic,
         problem=problem,
         wrappers=tuple(package for package in around if package not in _PASS_ON),

@@ -21,13 +21,13 @@ MIN_CHUNK_TOKENS = 2048
 def resolve_chunk_tokens(chunk_tokens: int | None, hidden_size: int, spread: float = 1) -> int:
     """The tokens of a tile: `chunk_tokens` if given, else the rule above.
 
-    `spread` is over how many times the weights that one token meets the tokens are spread: experts / experts a token
-    in a mixture of experts, whose tile is so much longer that an expert meets as many tokens of it as an MLP would.
+    `spread` is experts / experts a token in a mixture, 1 elsewhere. A tile's tokens are spread over all experts, so it
+    has at least 2048 * spread of them: each expert then meets 2048, on average.
 
     Raises TypeError or ValueError if `chunk_tokens` is not a positive int.
     """
     if chunk_tokens is None:
-        return int(max(MIN_CHUNK_TOKENS, hidden_size) * spread)
+        return max(hidden_size, int(MIN_CHUNK_TOKENS * spread))
     if not isinstance(chunk_tokens, Integral) or isinstance(chunk_tokens, bool):
         raise TypeError(f"chunk_tokens: expected an int or None, got {chunk_tokens!r}; pass a number of tokens")
     if chunk_tokens < 1:

@@ -14,6 +14,7 @@ HEADS = {  # architecture and shape: query heads / kv heads
         {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 12, "sliding_window": None},
     ),
     "one 1/1": ("qwen3", {"num_attention_heads": 1, "num_key_value_heads": 1}),
+    "eager, soft cap": ("gemma2", {"attn_implementation": "eager", "attn_logit_softcapping": 2.0}),
     "three 3/3": ("gemma3_text", {"num_attention_heads": 3, "num_key_value_heads": 3}),
 }
 _WINDOW = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 0}

@@ -8,18 +8,17 @@ Source: Arctic Long Sequence Training, 3.2 and 4.2.
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 
+from seqtile.sp.blocks import IMPLEMENTATIONS, How, attend
 from seqtile.sp.context import SequenceParallel
-from seqtile.sp.documents import Layout, blocks, layout_of
+from seqtile.sp.documents import Layout, layout_of
 from seqtile.sp.exchange import to_heads, to_tokens
-from seqtile.sp.heads import count, share_of
+from seqtile.sp.heads import share_of
 
 NAME = "seqtile_ulysses"
 _APPLIED = "_seqtile_ulysses"  # on a model: the attention that was there, and the hook's handle
-_WRAPPED = ("sdpa",)
 
 
 def apply_ulysses(model: PreTrainedModel, ctx: SequenceParallel) -> None:
@@ -38,9 +37,9 @@ def apply_ulysses(model: PreTrainedModel, ctx: SequenceParallel) -> None:
             raise ValueError("this model is spread over other ranks already: sp.restore(model) first")
         return
     implementation = model.config._attn_implementation
-    if implementation not in _WRAPPED:
+    if implementation not in IMPLEMENTATIONS:
         raise ValueError(
-            f"the model's attention is {implementation!r}, expected one of {', '.join(_WRAPPED)}; "
+            f"the model's attention is {implementation!r}, expected one of {', '.join(IMPLEMENTATIONS)}; "
             "model.set_attn_implementation(...) first"
         )
     AttentionInterface.register(NAME, ulysses_attention)
@@ -100,71 +99,15 @@ def ulysses_attention(
     """Hugging Face's attention interface: q [B, H, S, K], k and v [B, KV, S, K] to [B, S, H, K]. Two all-to-alls."""
     if ulysses_layout is None:
         raise ValueError("no layout came with the tokens: call the model that sp.apply_ulysses was given, as a whole")
-    if softcap is not None:
-        raise ValueError("sdpa has no soft cap of attention scores, which this model asks for")
+    if softcap is not None and ulysses_layout.implementation == "sdpa":
+        raise ValueError('sdpa has no soft cap of scores, which this model has; model.set_attn_implementation("eager")')
     ctx, length = ulysses_layout.ctx, ulysses_layout.length
     shares = [share_of(rank, ctx.size, query.shape[1], key.shape[1], length) for rank in range(ctx.size)]
     mine = shares[ctx.rank]
     q, k, v = to_heads(query, key, value, shares, ctx)
-    groups = torch.tensor(mine.kv_of_q, device=q.device)
-    if len(groups) != k.shape[1]:
+    if len(mine.kv_of_q) != k.shape[1]:  # every query head gets a kv head of its own: the groups may be unequal
+        groups = torch.tensor(mine.kv_of_q, device=q.device)
         k, v = k.index_select(1, groups), v.index_select(1, groups)
-    options = {"scale": scaling, "dropout_p": dropout}
-    out = attend(q, k, v, mine.rows, ulysses_layout, sliding_window, options)
+    how = How(sliding_window, scaling, dropout, softcap)
+    out = attend(q, k, v, mine.rows, ulysses_layout, how)
     return to_tokens(out, ulysses_layout.local, shares, ctx).transpose(1, 2).contiguous(), None
-
-
-def attend(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    rows: tuple[tuple[int, int], ...],
-    layout: Layout,
-    window: int | None,
-    options: dict[str, Any],
-) -> torch.Tensor:
-    """The queries q [B, h, rows, K] of the tokens in `rows` against k and v [B, h, length, K], within their documents.
-
-    Queries of padding get zeros.
-    """
-    if layout.is_plain and rows == ((0, layout.length),) and (window is None or layout.length <= window):
-        return F.scaled_dot_product_attention(q, k, v, is_causal=True, **options)
-    if len(layout.documents) == 1:
-        return _attend_row(q, k, v, rows, layout.documents[0], window, options)
-    found = [
-        _attend_row(q[i : i + 1], k[i : i + 1], v[i : i + 1], rows, documents, window, options)
-        for i, documents in enumerate(layout.documents)
-    ]
-    return torch.cat(found)
-
-
-def _attend_row(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    rows: tuple[tuple[int, int], ...],
-    documents: tuple[tuple[int, int], ...],
-    window: int | None,
-    options: dict[str, Any],
-) -> torch.Tensor:
-    places, done = [], 0
-    for first, last in rows:
-        places.append((first, last, done))
-        done += last - first
-    found, filled = [], 0
-    for block in blocks(rows, documents, window):
-        at = next(done + block.q0 - first for first, last, done in places if first <= block.q0 < last)
-        if at > filled:
-            found.append(_nothing(q, v, at - filled))
-        keys = slice(block.k0, block.k1)
-        how = {"is_causal": True} if block.is_square(window) else {"attn_mask": block.mask(window, q.device)}
-        here = slice(at, at + block.q1 - block.q0)
-        found.append(F.scaled_dot_product_attention(q[:, :, here], k[:, :, keys], v[:, :, keys], **how, **options))
-        filled = here.stop
-    if filled < count(rows) or not found:
-        found.append(_nothing(q, v, count(rows) - filled))
-    return torch.cat(found, 2)
-
-
-def _nothing(q: torch.Tensor, v: torch.Tensor, rows: int) -> torch.Tensor:
-    return q.new_zeros(q.shape[0], q.shape[1], rows, v.shape[3])

@@ -10,6 +10,8 @@ from torch import nn
 
 from distributed.worker import ddp, fsdp2, full, zero
 from seqtile import sp
+from seqtile.sp.attention import ulysses_attention
+from seqtile.sp.documents import Layout
 from sp.cases import REDUCERS
 from tiny import batch_of, build
 
@@ -149,6 +151,16 @@ def refusals() -> None:
         sp.shard({"labels": batch["labels"]}, ctx)
     with pytest.raises(ValueError, match="before generating"):
         model.generate(batch["input_ids"], max_new_tokens=3)
+    q, k, v = (torch.randn(1, 2, 30, 8) for _ in range(3))
+    layout = Layout(ctx, 30, (((0, 60),),), "sdpa")
+    for changes, match in (
+        ({"is_causal": False}, "not causal"),
+        ({"s_aux": torch.ones(2)}, "attention with s_aux"),
+        ({"softcap": 3.0}, "no soft cap"),
+        ({"ulysses_layout": None}, "no layout came with the tokens"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            ulysses_attention(model, q, k, v, None, **{"ulysses_layout": layout} | changes)
     assert model(**shard).loss.isfinite()
     sp.restore(model)
     assert model.config._attn_implementation == "sdpa" and model.generate(batch["input_ids"], max_new_tokens=3).numel()

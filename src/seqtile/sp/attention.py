@@ -18,6 +18,7 @@ from seqtile.sp.exchange import to_heads, to_tokens
 from seqtile.sp.heads import share_of
 
 NAME = "seqtile_ulysses"
+_UNKNOWN = ("position_bias", "s_aux", "cache")  # what changes the scores, and is not passed on
 _APPLIED = "_seqtile_ulysses"  # on a model: the attention that was there, and the hook's handle
 
 
@@ -94,13 +95,19 @@ def ulysses_attention(
     sliding_window: int | None = None,
     ulysses_layout: Layout | None = None,
     softcap: float | None = None,
-    **_: Any,
+    is_causal: bool | None = None,
+    **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Hugging Face's attention interface: q [B, H, S, K], k and v [B, KV, S, K] to [B, S, H, K]. Two all-to-alls."""
     if ulysses_layout is None:
         raise ValueError("no layout came with the tokens: call the model that sp.apply_ulysses was given, as a whole")
     if softcap is not None and ulysses_layout.implementation == "sdpa":
         raise ValueError('sdpa has no soft cap of scores, which this model has; model.set_attn_implementation("eager")')
+    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
+        raise ValueError("attention that is not causal is not spread over ranks; leave this model whole")
+    for name in _UNKNOWN:
+        if others.get(name) is not None:
+            raise ValueError(f"attention with {name} is not spread over ranks; leave this model whole")
     ctx, length = ulysses_layout.ctx, ulysses_layout.length
     shares = [share_of(rank, ctx.size, query.shape[1], key.shape[1], length) for rank in range(ctx.size)]
     mine = shares[ctx.rank]

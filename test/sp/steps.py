@@ -1,6 +1,7 @@
 """Training steps of a rank: under every reducer of gradients, and what is refused."""
 
 import copy
+import os
 from collections.abc import Callable
 
 import pytest
@@ -8,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import seqtile
 from distributed.worker import ddp, fsdp2, full, zero
 from seqtile import sp
 from seqtile.sp.attention import ulysses_attention
@@ -74,7 +76,7 @@ def by_many(model: nn.Module, optimizer: object, step: int, ctx: sp.SequencePara
 
 
 def reducers(family: str) -> None:
-    """Two groups of two ranks, windows of two batches: after a step every parameter is as one process leaves it."""
+    """Two groups of two ranks, windows of two batches, tiled: each step leaves all parameters as one process does."""
     ctx = sp.initialize(2)
     for strategy in REDUCERS[family]:
         torch.manual_seed(0)
@@ -85,6 +87,7 @@ def reducers(family: str) -> None:
         many = copy.deepcopy(one)
         start = full(one)
         sp.apply_ulysses(many, ctx)
+        seqtile.apply_seqtile(many, chunk_tokens=20)
         wrapped, optimizer = STRATEGIES[strategy](many)
         for step, tolerance in enumerate((1e-5, 1e-4)):  # the second step begins where the first one's error left it
             theirs = by_one_process(one, ctx.data_parallel_size, step)
@@ -165,3 +168,14 @@ def refusals() -> None:
     sp.restore(model)
     assert model.config._attn_implementation == "sdpa" and model.generate(batch["input_ids"], max_new_tokens=3).numel()
     print(f"rank {rank}: refused what it must", flush=True)
+
+
+def death() -> None:
+    """A step of all ranks, then one without rank 1."""
+    ctx = sp.initialize(3)
+    model = build("llama")
+    sp.apply_ulysses(model, ctx)
+    for step in range(2):
+        if step == 1 and ctx.rank == 1:
+            os._exit(7)
+        sp.reduce_loss(model(**sp.shard(batch_of(1, 60), ctx)).loss, ctx).backward()

@@ -1,6 +1,7 @@
 """One sequence over several real processes, against one process that has it whole."""
 
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -50,3 +51,22 @@ def test_loader() -> None:
     for ranks in (2, 4):
         output = torchrun(ranks, "loader")
         assert all(f"rank {rank}: loaded" in output for rank in range(ranks))
+
+
+@pytest.mark.dist
+def test_a_rank_that_dies() -> None:
+    """The others end with an error within the process group's time limit, and none waits for ever."""
+    with socket.socket() as found:
+        found.bind(("localhost", 0))
+        port = str(found.getsockname()[1])
+    command = [sys.executable, str(Path(__file__).with_name("worker.py")), "death"]
+    ranks = []
+    for rank in range(3):
+        place = {"RANK": str(rank), "WORLD_SIZE": "3", "LOCAL_RANK": str(rank)}
+        place |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
+        ranks.append(subprocess.Popen(command, env=os.environ | place, stderr=subprocess.PIPE, text=True))
+    errors = [process.communicate(timeout=200)[1] for process in ranks]
+    assert ranks[1].returncode == 7, errors[1]
+    for rank in (0, 2):
+        assert ranks[rank].returncode == 1, errors[rank]
+        assert "RuntimeError" in errors[rank] and "all_to_all" in errors[rank], errors[rank]

@@ -1,6 +1,6 @@
 """One rank of a group: trains spread over the ranks and in one process, and compares.
 
-torchrun --standalone --nproc-per-node N worker.py attention | reducers FAMILY | refusals | loader
+torchrun --standalone --nproc-per-node N worker.py attention | reducers FAMILY | refusals | loader | death
 """
 
 import copy

@@ -1,6 +1,7 @@
 """One rank of a group: trains spread over the ranks and in one process, and compares.
 
-torchrun --standalone --nproc-per-node N worker.py attention | reducers FAMILY | refusals | loader | death
+torchrun --standalone --nproc-per-node N worker.py attention | reducers FAMILY | refusals | loader | death |
+    train FILE SIZE
 """
 
 import copy
@@ -86,9 +87,10 @@ def main(what: str, *arguments: str) -> None:
     if what == "attention":
         attention()
     else:
-        from sp import loading, steps
+        from sp import loading, steps, trainer
 
-        getattr(loading if what == "loader" else steps, what)(*arguments)
+        room = {"loader": loading, "train": trainer}.get(what, steps)
+        getattr(room, what)(*arguments)
     dist.barrier()
     dist.destroy_process_group()
     os._exit(0)  # gloo's threads abort the interpreter's own exit now and then

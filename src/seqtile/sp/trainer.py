@@ -1,0 +1,73 @@
+"""Hugging Face's Trainer over ranks that share sequences."""
+
+from typing import Any
+
+import torch
+from torch.utils.data import DataLoader
+
+from seqtile.sp.attention import apply_ulysses
+from seqtile.sp.collator import DataShardingCollator
+from seqtile.sp.context import SequenceParallel
+from seqtile.sp.loss import reduce_loss
+
+
+class SequenceParallelTrainerMixin:
+    """Put before Trainer (or a subclass of it): `class MyTrainer(SequenceParallelTrainerMixin, Trainer)`, and then
+    `MyTrainer(..., sequence_parallel=sp.initialize(4))`.
+
+    The model's attention is spread over the group, its ranks draw the same samples and each keeps its own part of every
+    sequence. Trainer itself counts the labels of an accumulation window over all ranks and scales every rank's loss by
+    their number, which is what a shard's share of the loss needs; so training changes nothing else, and a step is the
+    step of one process with `size` times fewer ranks. Evaluation reports the loss of whole sequences.
+
+    Raises ValueError for what would mix shards up: `average_tokens_across_devices=False`, a loss function or label
+    smoothing of Trainer's, evaluation with logits, and a loader that dispatches batches.
+    """
+
+    def __init__(self, *args: Any, sequence_parallel: SequenceParallel, **kwargs: Any):
+        self.sequence_parallel = sequence_parallel
+        super().__init__(*args, **kwargs)
+        if not self.args.average_tokens_across_devices:
+            raise ValueError("expected average_tokens_across_devices=True: a rank's labels are a part of its group's")
+        if self.compute_loss_func is not None or self.label_smoother is not None:
+            raise ValueError("compute_loss_func and label_smoothing_factor do not know of shards; use the model's loss")
+        if self.accelerator.dispatch_batches:
+            raise ValueError("expected dispatch_batches=False: every rank loads its group's samples itself")
+        model = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+        apply_ulysses(model, sequence_parallel)
+        self.data_collator = DataShardingCollator(self.data_collator, sequence_parallel)
+
+    def get_train_dataloader(self) -> DataLoader:
+        return self._same_samples(super().get_train_dataloader())
+
+    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader:
+        return self._same_samples(super().get_eval_dataloader(*args, **kwargs))
+
+    def _same_samples(self, loader: DataLoader) -> DataLoader:
+        """Accelerate deals batches out to all ranks; here to groups."""
+        sampler = loader.batch_sampler
+        if hasattr(sampler, "num_processes"):
+            sampler.num_processes = self.sequence_parallel.data_parallel_size
+            sampler.process_index = self.sequence_parallel.data_parallel_rank
+        elif self.accelerator.num_processes > 1:
+            raise ValueError(
+                f"expected a dataset with a length and Accelerate's sampler, got a {type(sampler).__name__}"
+            )
+        return loader
+
+    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+        result = super().compute_loss(model, inputs, *args, **kwargs)
+        if self.model.training:
+            return result
+        loss, *others = result if isinstance(result, tuple) else (result,)
+        loss = reduce_loss(loss, self.sequence_parallel) / self.sequence_parallel.size  # Trainer's mean over ranks
+        return (loss, *others) if others else loss
+
+    def prediction_step(
+        self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor | None, None, None]:
+        if not prediction_loss_only:
+            raise ValueError(
+                "logits are of shards: evaluate with prediction_loss_only=True and without compute_metrics"
+            )
+        return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)

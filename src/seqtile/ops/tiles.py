@@ -1,6 +1,6 @@
 """How many tokens a tile holds: one rule, for the loss and the MLP alike.
 
-    chunk_tokens = max(2048, D)
+    chunk_tokens = max(2048, D), in a mixture of experts max(2048 * experts / experts a token, D)
 
 It depends on the model alone: constant in the number of tokens, the same on every rank, never read from free memory.
 

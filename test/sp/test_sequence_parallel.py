@@ -70,3 +70,21 @@ def test_a_rank_that_dies() -> None:
     for rank in (0, 2):
         assert ranks[rank].returncode == 1, errors[rank]
         assert "RuntimeError" in errors[rank] and "all_to_all" in errors[rank], errors[rank]
+
+
+@pytest.fixture(scope="module")
+def one_process(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """What Trainer does in one process."""
+    file = str(tmp_path_factory.mktemp("trainer") / "one_process.pt")
+    command = [sys.executable, str(Path(__file__).with_name("trainer.py")), file]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr[-3000:]
+    return file
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("ranks", "size"), [(2, 2), (4, 2), (4, 4)])
+def test_trainer(ranks: int, size: int, one_process: str) -> None:
+    """Three epochs, accumulating over batches of uneven labels, with PEFT too; resumed in the middle of an epoch."""
+    output = torchrun(ranks, "train", one_process, str(size))
+    assert all(f"rank {rank}: trained, adapter {peft}" in output for rank in range(ranks) for peft in (False, True))

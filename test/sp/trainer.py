@@ -94,6 +94,7 @@ def trainer(output: str, adapter: bool, accumulate: int, ctx: sp.SequenceParalle
         prediction_loss_only=True,
         report_to=[],
         use_cpu=True,
+        ddp_backend="gloo" if ctx else None,
         disable_tqdm=True,
         seed=1,
     )
@@ -138,8 +139,8 @@ def train(file: str, size: str) -> None:
         start = torch.cat([p.detach().flatten() for p in run.model.parameters() if p.requires_grad])
         run.train()
         check(recorded.weights, weights, start, losses_of(run), losses)
-        if ctx.data_parallel_size == 1:
-            assert abs(run.evaluate()["eval_loss"] / evaluated - 1) <= 1e-5
+        if ctx.data_parallel_size == 1:  # with more groups Trainer weights their batches by their labels
+            assert abs(run.evaluate()["eval_loss"] / evaluated - 1) <= 1e-4
         resumed, again = trainer(shared[0], adapter, accumulate, ctx)
         resumed.train(resume_from_checkpoint=f"{shared[0]}/checkpoint-8")  # epochs have six updates
         check(again.weights, weights[8:], start, losses_of(resumed), losses)

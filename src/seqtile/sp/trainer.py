@@ -49,6 +49,7 @@ class SequenceParallelTrainerMixin:
         if hasattr(sampler, "num_processes"):
             sampler.num_processes = self.sequence_parallel.data_parallel_size
             sampler.process_index = self.sequence_parallel.data_parallel_rank
+            sampler.even_batches &= sampler.num_processes > 1  # one group has no other to be even with
         elif self.accelerator.num_processes > 1:
             raise ValueError(
                 f"expected a dataset with a length and Accelerate's sampler, got a {type(sampler).__name__}"
@@ -62,6 +63,17 @@ class SequenceParallelTrainerMixin:
         loss, *others = result if isinstance(result, tuple) else (result,)
         loss = reduce_loss(loss, self.sequence_parallel) / self.sequence_parallel.size  # Trainer's mean over ranks
         return (loss, *others) if others else loss
+
+    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
+        self.gather_function = self._once_a_group  # Trainer puts its own back at the end
+        return super().evaluation_loop(*args, **kwargs)
+
+    def _once_a_group(self, losses: torch.Tensor) -> torch.Tensor:
+        """The samples' losses from all groups, each from one rank of it, without those that fill up the last batch."""
+        ranks = self.accelerator.gather(torch.full_like(losses, self.sequence_parallel.rank))
+        losses = self.accelerator.gather(losses)[ranks == 0]
+        state = self.accelerator.gradient_state
+        return losses[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else losses
 
     def prediction_step(
         self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, *args: Any, **kwargs: Any

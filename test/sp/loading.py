@@ -73,7 +73,7 @@ def loader() -> None:
             same_everywhere(names, ctx)
             epochs.append(names)
         assert len({tuple(names) for names in epochs}) > 1, "shuffled anew"
-        for step, state in states:
+        for step, state in states[::3]:
             torch.manual_seed(99)
             resumed = made(kind, ctx)
             resumed.load_state_dict(state)

@@ -7,7 +7,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from assertions import relative_error
 from measure import LiveBytes
 from seqtile.sp import blocks as room
 from seqtile.sp.blocks import How, attend, blocks
@@ -79,7 +78,8 @@ def test_attention(sequence: tuple[int, Documents], window: int | None, size: in
     ours, theirs = (torch.autograd.grad(y, (q, k, v), upstream, retain_graph=True) for y in (out, truth))
     for a, b in zip((out, *ours), (truth, *theirs), strict=True):
         tolerance = 1e-12 if implementation == "sdpa" else 1e-6  # eager's softmax is in float32
-        assert relative_error(a.detach(), b.nan_to_num().detach()) <= tolerance
+        expected = b.nan_to_num().detach()
+        assert (a.detach() - expected).norm() <= tolerance * max(1, expected.norm())  # one token's scores: no gradient
 
 
 def test_documents_of_positions() -> None:

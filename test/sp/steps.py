@@ -140,6 +140,7 @@ def refusals() -> None:
         ({"use_cache": True}, "use_cache=False"),
         ({"position_ids": torch.arange(60)[None]}, "expected this rank's shard of it"),
         ({"attention_mask": batch["attention_mask"]}, "expected this rank's shard of it"),
+        ({"attention_mask": {"full_attention": None}}, "attention_mask is a dict"),
     ):
         with pytest.raises(ValueError, match=match):
             model(**shard | changes)
@@ -164,7 +165,12 @@ def refusals() -> None:
     ):
         with pytest.raises(ValueError, match=match):
             ulysses_attention(model, q, k, v, None, **{"ulysses_layout": layout} | changes)
-    assert model(**shard).loss.isfinite()
+    loss = model(**shard).loss
+    assert loss.isfinite()
+    copied = copy.deepcopy(model)
+    assert copied(**shard).loss.equal(loss)
+    sp.restore(copied)
+    assert copied.config._attn_implementation == "sdpa" and model(**shard).loss.equal(loss)
     sp.restore(model)
     assert model.config._attn_implementation == "sdpa" and model.generate(batch["input_ids"], max_new_tokens=3).numel()
     print(f"rank {rank}: refused what it must", flush=True)

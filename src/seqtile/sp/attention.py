@@ -78,8 +78,9 @@ def with_layout(args: tuple, kwargs: dict[str, Any], ctx: SequenceParallel, impl
             f"position_ids is {list(positions.shape)} for {local} tokens, expected this rank's shard of it"
         )
     mask = kwargs.get("attention_mask")
-    if mask is not None and mask.shape != (batch, local):
-        raise ValueError(f"attention_mask is {list(mask.shape)}, expected this rank's shard of it, {[batch, local]}")
+    if mask is not None and (not isinstance(mask, torch.Tensor) or mask.shape != (batch, local)):
+        kind = list(mask.shape) if isinstance(mask, torch.Tensor) else f"a {type(mask).__name__}"
+        raise ValueError(f"attention_mask is {kind}, expected this rank's shard of it, {[batch, local]}")
     layout = layout_of((batch, local), positions if positions.ndim == 2 else positions[0], mask, ctx, implementation)
     return kwargs | {"position_ids": positions, "attention_mask": None, "use_cache": False, "ulysses_layout": layout}
 

@@ -20,6 +20,9 @@ class SequenceParallel:
     data_parallel_size: int
     """How many groups there are: what a sampler calls the number of replicas."""
 
+    def __deepcopy__(self, memo: dict) -> "SequenceParallel":
+        return self  # a copy of a model is spread over the same ranks
+
 
 def initialize(
     sequence_parallel_size: int | None = None,

@@ -1,0 +1,64 @@
+"""What a rank keeps of a batch."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from transformers import DataCollatorWithFlattening
+
+from seqtile import sp
+
+
+def shards(batch: dict, size: int) -> list[dict]:
+    return [sp.shard(dict(batch), SimpleNamespace(rank=rank, size=size)) for rank in range(size)]
+
+
+def test_labels_are_shifted_before_the_cut() -> None:
+    """The example of Arctic Long Sequence Training, 4.3."""
+    ids = torch.arange(1, 9)[None]
+    first, second = shards({"input_ids": ids, "labels": ids}, 2)
+    assert first["shift_labels"].tolist() == [[2, 3, 4, 5]] and second["shift_labels"].tolist() == [[6, 7, 8, -100]]
+    assert first["labels"].tolist() == [[1, 2, 3, 4]] and second["position_ids"].tolist() == [[4, 5, 6, 7]]
+    assert first["num_items_in_batch"] == second["num_items_in_batch"] == 7
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_every_token_once(size: int) -> None:
+    """Tensors with a sequence are cut and padded, whatever their other dimensions; the rest is kept whole."""
+    batch = {
+        "input_ids": torch.randint(1, 9, (2, 10)),
+        "labels": torch.randint(1, 9, (2, 10)),
+        "attention_mask": torch.ones(2, 10, dtype=torch.long),
+        "token_type_ids": torch.randint(0, 2, (2, 10)),
+        "position_ids": torch.randint(0, 9, (3, 2, 10)),  # multimodal rotary embeddings
+        "inputs_weights": torch.randn(2, 10, 5),
+        "pixel_values": torch.randn(7, 3, 4),
+        "names": ["a", "b"],
+    }
+    parts = shards(batch, size)
+    missing = -10 % size
+    for name, value in batch.items():
+        if name in ("pixel_values", "names"):
+            assert all(part[name] is value for part in parts)
+            continue
+        whole = torch.cat([part[name] for part in parts], 2 if name == "position_ids" else 1)
+        kept = whole[..., :10] if name == "position_ids" else whole[:, :10]
+        assert kept.equal(value)
+        padding = whole[..., 10:] if name == "position_ids" else whole[:, 10:]
+        expected = torch.arange(missing).expand_as(padding) if name == "position_ids" else None
+        fill = -100 if name == "labels" else 0
+        assert padding.equal(torch.full_like(padding, fill) if expected is None else expected)
+
+
+def test_packed_by_hugging_faces_collator() -> None:
+    rows = [{"input_ids": [5, 6, 7], "labels": [5, 6, 7]}, {"input_ids": [8, 9], "labels": [8, 9]}]
+    ctx = SimpleNamespace(rank=1, size=2)
+    batch = sp.DataShardingCollator(DataCollatorWithFlattening(), ctx)(rows)
+    assert batch["position_ids"].tolist() == [[0, 1, 0]], "the last of two documents, and a token of padding"
+    assert batch["shift_labels"].tolist() == [[9, -100, -100]]
+    assert batch["num_items_in_batch"] == 3, "no document's first token is a label of the one before"
+
+
+def test_a_batch_without_tokens() -> None:
+    with pytest.raises(ValueError, match="the batch has labels, expected input_ids or inputs_embeds in it"):
+        shards({"labels": torch.ones(1, 4)}, 2)

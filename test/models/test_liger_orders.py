@@ -45,37 +45,36 @@ def lifetime(fixture_name: str, config: pytest.Config) -> str:
 
 
 @pytest.fixture(scope=lifetime)
-def run(device: str) -> Iterator[Callable[..., None]]:
-    """Runs a case of the worker: in a fork of one process, which spares the imports, or, on a GPU, in a new one."""
+def run(device: str) -> Iterator[Callable[..., str]]:
+    """Runs a case of the worker, for its traceback, "" if all is right: in a fork of one process or, on a GPU, anew."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | ({"TRITON_INTERPRET": "1"} if device == "cpu" else {})
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, str(WORKER), device], text=True, env=environment, **pipes) as process:
 
-        def run(*case: object) -> None:
+        def run(*case: object) -> str:
             print(json.dumps([*case, torch.initial_seed()]), file=process.stdin, flush=True)
             line = process.stdout.readline()
-            answer = json.loads(line) if line else "the process ended without an answer"
-            assert not answer, answer
+            return json.loads(line) if line else "the process ended without an answer"
 
         yield run
         process.kill()
 
 
 @pytest.mark.parametrize(("arch", "operations"), [*(("llama", order) for order in ORDERS), *OTHERS])
-def test_order(arch: str, operations: str, run: Callable[..., None]) -> None:
-    run("order", arch, operations, *ORDERS[operations])
+def test_order(arch: str, operations: str, run: Callable[..., str]) -> None:
+    assert run("order", arch, operations, *ORDERS[operations]) == ""
 
 
 @pytest.mark.parametrize("target", ["classes", "model"])
-def test_trainer_takes_both_back(target: str, run: Callable[..., None]) -> None:
-    run("train", "llama", target, None, [LIGER, LIGER, LIGER], TOOK)
+def test_trainer_takes_both_back(target: str, run: Callable[..., str]) -> None:
+    assert run("train", "llama", target, None, [LIGER, LIGER, LIGER], TOOK) == ""
 
 
 @pytest.mark.parametrize(("arch", "target"), [("llama", "classes"), ("llama", "model"), ("mistral", "classes")])
-def test_trainer_leaves_both(arch: str, target: str, run: Callable[..., None]) -> None:
+def test_trainer_leaves_both(arch: str, target: str, run: Callable[..., str]) -> None:
     config = {"swiglu": False, "fused_linear_cross_entropy": False}
-    run("train", arch, target, config, [SEQTILE, SEQTILE, LIGER], None)
+    assert run("train", arch, target, config, [SEQTILE, SEQTILE, LIGER], None) == ""
 
 
-def test_two_architectures(run: Callable[..., None]) -> None:
-    run("two", "llama", "mistral")
+def test_two_architectures(run: Callable[..., str]) -> None:
+    assert run("two", "llama", "mistral") == ""

@@ -64,7 +64,7 @@ def attention() -> None:
             reentrant = (None, False, True)[(i + j) % 3]
             checkpointing(many, reentrant)
             with Collectives() as count:
-                ours = sp.reduce_loss(many(**sp.shard(dict(batch), ctx)).loss, ctx)
+                ours = sp.reduce_loss(many(**sp.shard(batch, ctx)).loss, ctx)
                 forward = count.calls
                 ours.backward()
             layers = many.config.num_hidden_layers

@@ -32,9 +32,10 @@ class Placement:
     chunk_tokens: int | None
 
 
-def placement_at(owner: Owner) -> Placement | None:
-    """The Placement of the tiled forward at `owner`, also behind other libraries' wrappers; None if there is none."""
-    return next((found for function in inwards(owner) if (found := placement_of(function))), None)
+def placement_at(owner: Owner, forward: Callable | None = None) -> Placement | None:
+    """The Placement of the tiled forward at `owner` (of its forward, or the one given), also behind other libraries'
+    wrappers; None if there is none."""
+    return next((found for function in inwards(owner, forward) if (found := placement_of(function))), None)
 
 
 def placement_of(function: Callable | None) -> Placement | None:
@@ -137,7 +138,7 @@ def unplace(owner: Owner) -> None:
 def _placed_at(owner: Owner) -> Placement | None:
     """The Placement at the owner itself, not that of its class behind a wrapper on the model."""
     own = own_forward(owner)
-    placement = None if own is None else next((f for g in inwards(owner, own) if (f := placement_of(g))), None)
+    placement = None if own is None else placement_at(owner, own)
     if isinstance(owner, type) or placement is None:
         return placement
     return None if placement is placement_at(type(owner)) else placement

@@ -114,8 +114,7 @@ def ulysses_attention(
     mine = shares[ctx.rank]
     q, k, v = to_heads(query, key, value, shares, ctx)
     if len(mine.kv_of_q) != k.shape[1]:  # every query head gets a kv head of its own: the groups may be unequal
-        groups = torch.tensor(mine.kv_of_q, device=q.device)
-        k, v = k.index_select(1, groups), v.index_select(1, groups)
+        k, v = (torch.stack([kv[:, head] for head in mine.kv_of_q], 1) for kv in (k, v))
     how = How(sliding_window, scaling, dropout, softcap)
     out = attend(q, k, v, mine.rows, ulysses_layout, how)
     return to_tokens(out, ulysses_layout.local, shares, ctx).transpose(1, 2).contiguous(), None

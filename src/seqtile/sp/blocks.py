@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 
 from seqtile.sp.documents import Layout
-from seqtile.sp.heads import count
 
 MASK_ELEMENTS = 2**24  # of the largest mask: 16 MiB of bools
 
@@ -135,14 +134,14 @@ def _attend_alike(
         done += last - first
     found, filled = [], 0
     for block in blocks(rows, documents, how.window, squares=compute is sdpa):
-        at = next(done + block.q0 - first for first, last, done in places if first <= block.q0 < last)
+        at = next(place + block.q0 - first for first, last, place in places if first <= block.q0 < last)
         if at > filled:
             found.append(_nothing(q, v, at - filled))
         keys, here = slice(block.k0, block.k1), slice(at, at + block.q1 - block.q0)
         found.append(compute(q[:, :, here], k[:, :, keys], v[:, :, keys], block, how))
         filled = here.stop
-    if filled < count(rows) or not found:
-        found.append(_nothing(q, v, count(rows) - filled))
+    if filled < done or not found:
+        found.append(_nothing(q, v, done - filled))
     return found[0] if len(found) == 1 else torch.cat(found, 2)
 
 

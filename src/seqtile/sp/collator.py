@@ -30,7 +30,7 @@ class DataShardingCollator:
         self.collator, self.ctx = collator, ctx
 
     def __call__(self, samples: list[Any]) -> dict[str, Any]:
-        return shard(dict(self.collator(samples)), self.ctx)
+        return shard(self.collator(samples), self.ctx)
 
 
 def shard(batch: dict[str, Any], ctx: SequenceParallel) -> dict[str, Any]:
@@ -38,7 +38,7 @@ def shard(batch: dict[str, Any], ctx: SequenceParallel) -> dict[str, Any]:
     tokens = batch.get("input_ids", batch.get("inputs_embeds"))
     if tokens is None:
         raise ValueError(f"the batch has {', '.join(batch) or 'nothing'}, expected input_ids or inputs_embeds in it")
-    length = tokens.shape[1]
+    batch, length = dict(batch), tokens.shape[1]
     if "labels" in batch and "shift_labels" not in batch:
         batch["shift_labels"] = F.pad(batch["labels"], (0, 1), value=IGNORED)[..., 1:]
     if "shift_labels" in batch and "num_items_in_batch" not in batch:

@@ -27,11 +27,6 @@ class Layout:
     def length(self) -> int:
         return self.local * self.ctx.size
 
-    @property
-    def is_plain(self) -> bool:
-        """Whether every row is one document without padding."""
-        return self.documents == (((0, self.length),),)
-
 
 def layout_of(
     shape: tuple[int, int],

@@ -20,14 +20,15 @@ class AllToAllFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, buffer: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup):
         ctx.sent, ctx.received, ctx.group = sent, received, group
-        return _all_to_all(buffer, sent, received, group)
+        return all_to_all(buffer, sent, received, group)
 
     @staticmethod
     def backward(ctx, d_buffer: torch.Tensor):
-        return _all_to_all(d_buffer.contiguous(), ctx.received, ctx.sent, ctx.group), None, None, None
+        return all_to_all(d_buffer.contiguous(), ctx.received, ctx.sent, ctx.group), None, None, None
 
 
-def _all_to_all(buffer: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+def all_to_all(buffer: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
+    """Sends each rank of the group its part of `buffer`, so many elements each, and returns theirs in order."""
     out = buffer.new_empty(sum(received))
     dist.all_to_all_single(out, buffer, received, sent, group=group)
     return out

@@ -16,6 +16,7 @@ import torch.distributed as dist
 
 from seqtile.sp.collator import shard
 from seqtile.sp.context import SequenceParallel, device_of
+from seqtile.sp.exchange import all_to_all
 
 _NOTHING, _FAILED = 0, -1  # in place of a size: the rank's loader is at its end; its batch could not be cut
 
@@ -98,10 +99,11 @@ def rounds(
 
     Raises ValueError on every rank if a batch of one of them cannot be cut.
     """
+    ones = [1] * ctx.size
     while True:
         parcels, error = _parcels(next(batches, None), ctx)
         sent = torch.tensor([len(parcel) for parcel in parcels] if error is None else [_FAILED] * ctx.size)
-        received = _swapped(sent.to(device_of(ctx)), [1] * ctx.size, [1] * ctx.size, ctx).tolist()
+        received = all_to_all(sent.to(device_of(ctx)), ones, ones, ctx.group).tolist()
         if error is not None or _FAILED in received:
             raise ValueError(f"a batch of rank {received.index(_FAILED)} of the group cannot be cut") from error
         held = sum(size != _NOTHING for size in received)
@@ -111,7 +113,7 @@ def rounds(
             skip -= held
             continue
         buffer = torch.cat(parcels).to(device_of(ctx))
-        found = _swapped(buffer, received, sent.tolist(), ctx).split(received)
+        found = all_to_all(buffer, sent.tolist(), received, ctx.group).split(received)
         for parcel in found:
             if len(parcel) == _NOTHING:
                 continue
@@ -129,14 +131,8 @@ def _parcels(batch: dict[str, Any] | None, ctx: SequenceParallel) -> tuple[list[
     try:
         for rank in range(ctx.size):
             parcel = io.BytesIO()
-            torch.save(shard(dict(batch), replace(ctx, rank=rank)), parcel)
+            torch.save(shard(batch, replace(ctx, rank=rank)), parcel)
             parcels.append(torch.frombuffer(parcel.getbuffer(), dtype=torch.uint8))
     except Exception as error:  # raised on every rank, once all know of it
         return [], error
     return parcels, None
-
-
-def _swapped(buffer: torch.Tensor, received: list[int], sent: list[int], ctx: SequenceParallel) -> torch.Tensor:
-    out = buffer.new_empty(sum(received))
-    dist.all_to_all_single(out, buffer, received, sent, group=ctx.group)
-    return out

@@ -81,6 +81,13 @@ def two_adapters(model: nn.Module) -> nn.Module:
     return model.train()
 
 
+def nested(model: nn.Module) -> nn.Module:
+    model = lora(*PROJECTIONS)(model)
+    for layer in model.model.layers:
+        layer.mlp.up_proj.base_layer = copy.deepcopy(layer.mlp.up_proj)
+    return model
+
+
 def of_the_mlp(change: Callable[[nn.Module], None]) -> Callable[[nn.Module], nn.Module]:
     """`change` of every adapter in the MLPs; one in the attention stays to be trained."""
 
@@ -109,6 +116,7 @@ PATHS: dict[str, tuple[Callable[[nn.Module], nn.Module], str | None, str | None]
     ),
     "lora with a bias": (lora(*PROJECTIONS, lora_bias=True), "gate_proj has a LoRA adapter with a bias", None),
     "two adapters": (two_adapters, "gate_proj has 2 active LoRA adapters", None),
+    "lora over lora": (nested, "up_proj is a LoRA adapter over another", None),
     "lora of the head": (lora("lm_head", "up_proj"), None, "lm_head has an adapter"),
     "quantised": (quantised, f"down_proj is a {__name__}.Rounded", None),
     "a hook": (hooked, "gate_proj has hooks", None),

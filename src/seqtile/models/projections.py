@@ -85,6 +85,8 @@ def _lora_layers(module: Any) -> Layers | str:
     base = _layers_of(module.base_layer)
     if isinstance(base, str):
         return f"is a LoRA adapter whose base layer {base}"
+    if base.a is not None:
+        return "is a LoRA adapter over another"
     if module.merged and module.disable_adapters:
         return "is a LoRA adapter that is merged and disabled"
     active = [name for name in module.active_adapters if name in module.lora_A]

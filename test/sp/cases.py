@@ -16,7 +16,11 @@ HEADS = {  # architecture and shape: query heads / kv heads
     "one 1/1": ("qwen3", {"num_attention_heads": 1, "num_key_value_heads": 1}),
     "eager, soft cap": ("gemma2", {"attn_implementation": "eager", "attn_logit_softcapping": 2.0}),
     "three 3/3": ("gemma3_text", {"num_attention_heads": 3, "num_key_value_heads": 3}),
+    "flash 4/2": ("mistral", {"num_key_value_heads": 2, "sliding_window": None}),
+    "flash 2/1": ("qwen2", {"num_attention_heads": 2, "num_key_value_heads": 1}),
+    "flex 6/3": ("qwen3", {"num_attention_heads": 6, "num_key_value_heads": 3}),
 }
+WRAPPED = {"flash": "flash_attention_3", "flex": "flex_attention"}
 _WINDOW = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 0}
 KINDS = {  # changes to the configuration, where the architecture knows them
     "plain": {},
@@ -26,6 +30,7 @@ KINDS = {  # changes to the configuration, where the architecture knows them
     "packed, window": _WINDOW,
     "padded": {},
     "padded, window": _WINDOW,
+    "mostly padding": {},
 }
 REDUCERS = {
     "torch": ("ddp", "fsdp2"),
@@ -48,6 +53,9 @@ def batch_of_kind(kind: str) -> dict[str, torch.Tensor]:
         labels[mask == 0] = -100
         labels[0, :20] = -100
         batch["attention_mask"] = mask
+    if kind == "mostly padding":  # a share of one head's queries may be all padding
+        batch["attention_mask"] = (torch.arange(length) < 11).long()[None]
+        labels[0, 11:] = -100
     if "packed" in kind:
         batch["position_ids"] = torch.cat([torch.arange(n) for n in (17, 50, 1, 28)])[None]
         labels[0, [17, 67, 68]] = -100  # no document's first token is another's label

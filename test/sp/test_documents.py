@@ -1,6 +1,6 @@
 """Blocks of queries with slices of keys and small masks, against one dense mask; no tensor of length x length."""
 
-from types import SimpleNamespace
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -9,15 +9,23 @@ from hypothesis import strategies as st
 
 from measure import LiveBytes
 from seqtile.sp import blocks as room
-from seqtile.sp.blocks import How, attend, blocks
-from seqtile.sp.documents import Layout, _documents
-from seqtile.sp.heads import share_of
+from seqtile.sp.backends import attend, check
+from seqtile.sp.block_mask import _block_mask
+from seqtile.sp.blocks import blocks
+from seqtile.sp.documents import _documents
+from seqtile.sp.heads import Rows, Share, share_of
+from sp.attentions import INSTALLED, asked, install
 
-Documents = tuple[tuple[int, int], ...]
+
+@pytest.fixture(autouse=True)
+def attentions() -> Iterator[None]:
+    install()
+    yield
+    torch.compiler.set_stance("default")
 
 
 @st.composite
-def sequences(draw: st.DrawFn) -> tuple[int, Documents]:
+def sequences(draw: st.DrawFn) -> tuple[int, Rows]:
     """A length and documents in it, with padding before, between and behind them."""
     lengths = draw(st.lists(st.tuples(st.integers(0, 5), st.integers(1, 40)), min_size=1, max_size=5))
     found, at = [], 0
@@ -27,7 +35,7 @@ def sequences(draw: st.DrawFn) -> tuple[int, Documents]:
     return at + draw(st.integers(0, 5)), tuple(found)
 
 
-def dense(length: int, documents: Documents, window: int | None) -> torch.Tensor:
+def dense(length: int, documents: Rows, window: int | None) -> torch.Tensor:
     """[length, length]: True where a query sees a key."""
     row = torch.full((length,), -1)
     for i, (start, stop) in enumerate(documents):
@@ -40,7 +48,7 @@ def dense(length: int, documents: Documents, window: int | None) -> torch.Tensor
 @given(sequences(), st.one_of(st.none(), st.integers(1, 50)), st.integers(1, 3), st.sampled_from([4, 60, 2**24]))
 @settings(deadline=None)
 def test_blocks_are_the_dense_mask(
-    sequence: tuple[int, Documents], window: int | None, size: int, mask_elements: int
+    sequence: tuple[int, Rows], window: int | None, size: int, mask_elements: int
 ) -> None:
     length, found = sequence
     expected, seen = dense(length, found, window), torch.zeros(length, length, dtype=torch.bool)
@@ -57,29 +65,67 @@ def test_blocks_are_the_dense_mask(
     assert seen.equal(expected)
 
 
-@given(sequences(), st.one_of(st.none(), st.integers(1, 50)), st.integers(1, 3), st.sampled_from(["sdpa", "eager"]))
-@settings(deadline=None, max_examples=60)
-def test_attention(sequence: tuple[int, Documents], window: int | None, size: int, implementation: str) -> None:
+@given(
+    sequences(),
+    st.one_of(st.none(), st.integers(1, 50)),
+    st.integers(1, 3),
+    st.sampled_from([(1, 1), (3, 3), (4, 2), (3, 2)]),
+    st.sampled_from([*INSTALLED, "of booleans", "of addends"]),
+    st.sampled_from([60, 2**24]),
+)
+@settings(deadline=None, max_examples=150)
+def test_attention(
+    sequence: tuple[int, Rows],
+    window: int | None,
+    size: int,
+    heads: tuple[int, int],
+    implementation: str,
+    mask_elements: int,
+) -> None:
     """Outputs and gradients, of every rank's rows, of two sequences in a batch with other documents each."""
     length, found = sequence
     rows_of_batch = (found, ((0, length),))
-    q, k, v = (torch.randn(2, 3, length, 8, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    q_heads, kv_heads = heads
+    kv_of_q = tuple(i * kv_heads // q_heads for i in range(q_heads))
+    q = torch.randn(2, q_heads, length, 8, dtype=torch.float64, requires_grad=True)
+    k, v = (torch.randn(2, kv_heads, length, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
     mask = torch.stack([dense(length, row, window) for row in rows_of_batch])[:, None]
-    truth = torch.where(
-        mask.any(-1, keepdim=True), torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask), 0.0
-    )
-    layout = Layout(SimpleNamespace(size=1), length, rows_of_batch, implementation)
+    each = (x[:, list(kv_of_q)] for x in (k, v))
+    truth = torch.nn.functional.scaled_dot_product_attention(q, *each, attn_mask=mask, scale=0.3)
+    truth = torch.where(mask.any(-1, keepdim=True), truth, 0.0).transpose(1, 2)
     out = torch.full_like(truth, torch.nan)
-    for rank in range(size):
-        rows = share_of(rank, size, 1, 1, length).rows
-        index = torch.cat([torch.arange(first, last) for first, last in rows] or [torch.arange(0)])
-        out = out.index_copy(2, index, attend(q[:, :, index], k, v, rows, layout, How(window)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(room, "MASK_ELEMENTS", mask_elements)
+        for rank in range(size):
+            rows = share_of(rank, size, 1, 1, length).rows
+            share = Share(slice(0, q_heads), slice(0, kv_heads), kv_of_q, rows)
+            index = torch.cat([torch.arange(first, last) for first, last in rows] or [torch.arange(0)])
+            asking = asked(implementation, rows_of_batch, length, share, window, scaling=0.3, dropout=0.0)
+            if len(index):
+                out = out.index_copy(1, index, attend(asking, q[:, :, index], k, v))
     upstream = torch.randn_like(truth)
     ours, theirs = (torch.autograd.grad(y, (q, k, v), upstream, retain_graph=True) for y in (out, truth))
     for a, b in zip((out, *ours), (truth, *theirs), strict=True):
-        tolerance = 1e-12 if implementation == "sdpa" else 1e-6  # eager's softmax is in float32
+        tolerance = 1e-6 if implementation in ("eager", "flex_attention") else 1e-12  # their softmax is in float32
         expected = b.nan_to_num().detach()
         assert (a.detach() - expected).norm() <= tolerance * max(1, expected.norm())  # one token's scores: no gradient
+
+
+def test_an_attention_without_masks_is_asked_for_squares_only() -> None:
+    documents, length = ((0, 30), (30, 70)), 80
+    q, k, v = (torch.randn(1, 2, length, 8) for _ in range(3))
+    share = share_of(0, 1, 2, 2, length)
+    ours, theirs = (
+        attend(asked(name, (documents,), length, share, None, scaling=None, dropout=0.0), q, k, v)
+        for name in ("of squares", "sdpa")
+    )
+    torch.testing.assert_close(ours, theirs)
+    asking = asked("of squares", (documents,), length, share, 39)
+    with pytest.raises(ValueError, match=r"asked for whole causal documents only, not for a sliding window; register"):
+        check(asking, 1, 2)
+    with pytest.raises(ValueError, match=r"not for 2 heads over 3 ranks; register"):
+        check(asking._replace(window=None), 3, 2)
+    check(asking._replace(window=40), 2, 2)
 
 
 def test_documents_of_positions() -> None:
@@ -92,11 +138,35 @@ def test_documents_of_positions() -> None:
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("window", [None, 300])
 @pytest.mark.parametrize("found", [((0, 8192),), ((0, 3000), (3000, 8192)), ((700, 8000),)], ids=str)
-def test_nothing_has_the_square_of_the_length(found: Documents, window: int | None, implementation: str) -> None:
+def test_nothing_has_the_square_of_the_length(found: Rows, window: int | None, implementation: str) -> None:
     length = 8192
     q, k, v = (torch.randn(1, 1, length, 4, requires_grad=True) for _ in range(3))
-    layout = Layout(SimpleNamespace(size=1), length, (found,), implementation)
+    asking = asked(implementation, (found,), length, share_of(0, 1, 1, 1, length), window)
     with pytest.MonkeyPatch.context() as patch, LiveBytes() as memory:
         patch.setattr(room, "MASK_ELEMENTS", 2**20)
-        attend(q, k, v, ((0, length),), layout, How(window)).sum().backward()
+        attend(asking, q, k, v).sum().backward()
     assert 0 < memory.largest <= 2**23 < length**2
+
+
+@pytest.mark.parametrize("window", [None, 1, 300])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_block_mask(rank: int, window: int | None) -> None:
+    """Its blocks cover the dense mask, those it calls full are full, and no tensor is as large as that mask."""
+    length, side = 4096 + 50, 128
+    documents = ((0, 1000), (1000, length - 9))
+    share = share_of(rank, 2, 1, 1, length)
+    with LiveBytes() as memory:
+        made = _block_mask(asked("flex_attention", (documents,), length, share, window), 1, torch.device("cpu"))
+    assert memory.largest <= 8 * (length + side)
+    rows = torch.cat([torch.arange(first, last) for first, last in share.rows])
+    seen = dense(length, documents, window)[rows]
+    blocks_of = torch.nn.functional.pad(seen, (0, -length % side, 0, -len(rows) % side))
+    blocks_of = blocks_of.view(-(-len(rows) // side), side, -(-length // side), side).transpose(1, 2)
+    full, listed = (torch.zeros(blocks_of.shape[:2], dtype=torch.bool) for _ in range(2))
+    for i in range(len(full)):
+        full[i, made.full_kv_indices[0, 0, i, : made.full_kv_num_blocks[0, 0, i]].long()] = True
+        listed[i, made.kv_indices[0, 0, i, : made.kv_num_blocks[0, 0, i]].long()] = True
+    assert full.equal(blocks_of.all(-1).all(-1)) and full.any() == (window != 1)
+    some = blocks_of.any(-1).any(-1)
+    assert not (full & listed).any() and (full | listed | ~some).all()
+    assert (listed & ~some).sum() <= 2 * len(full[0]), "of a block of queries from two pieces all between"

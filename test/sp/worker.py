@@ -19,7 +19,8 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 from assertions import relative_error
 from seqtile import sp
-from sp.cases import HEADS, KINDS, batch_of_kind
+from sp.attentions import install
+from sp.cases import HEADS, KINDS, WRAPPED, batch_of_kind
 from tiny import build, checkpointing, loss_and_gradients
 
 TIME_LIMIT = 120  # seconds a case: ranks that wait for each other end with a traceback of where
@@ -51,6 +52,7 @@ def averaged(model: nn.Module) -> dict[str, torch.Tensor]:
 
 def attention() -> None:
     """Loss and gradients of every kind of heads and of sequence; two all-to-alls a layer and direction."""
+    install()
     ctx = sp.initialize(dist.get_world_size())
     for i, (heads, (arch, shape)) in enumerate(HEADS.items()):
         for j, kind in enumerate(KINDS):
@@ -58,6 +60,7 @@ def attention() -> None:
             torch.manual_seed(100 * i + j)
             one = build(arch, **shape | KINDS[kind])
             many = copy.deepcopy(one)
+            many.config._attn_implementation = WRAPPED.get(heads.split()[0], one.config._attn_implementation)
             batch = batch_of_kind(kind)
             loss, gradients = loss_and_gradients(one, **batch)
             sp.apply_ulysses(many, ctx)

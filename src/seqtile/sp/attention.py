@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from seqtile.sp.blocks import IMPLEMENTATIONS, How, attend
+from seqtile.sp.backends import Attention, attend, check
 from seqtile.sp.context import SequenceParallel
 from seqtile.sp.documents import Layout, layout_of
-from seqtile.sp.exchange import to_heads, to_tokens
-from seqtile.sp.heads import share_of
+from seqtile.sp.exchange import Trade
 
 NAME = "seqtile_ulysses"
 _UNKNOWN = ("position_bias", "s_aux", "cache")  # what changes the scores, and is not passed on
@@ -38,9 +38,10 @@ def apply_ulysses(model: PreTrainedModel, ctx: SequenceParallel) -> None:
             raise ValueError("this model is spread over other ranks already: sp.restore(model) first")
         return
     implementation = model.config._attn_implementation
-    if implementation not in IMPLEMENTATIONS:
+    known = ("eager", *ALL_ATTENTION_FUNCTIONS.valid_keys())
+    if implementation not in known or implementation.startswith("paged|"):
         raise ValueError(
-            f"the model's attention is {implementation!r}, expected one of {', '.join(IMPLEMENTATIONS)}; "
+            f"the model's attention is {implementation!r}, expected one of {', '.join(known)}; "
             "model.set_attn_implementation(...) first"
         )
     AttentionInterface.register(NAME, ulysses_attention)
@@ -102,19 +103,16 @@ def ulysses_attention(
     """Hugging Face's attention interface: q [B, H, S, K], k and v [B, KV, S, K] to [B, S, H, K]. Two all-to-alls."""
     if ulysses_layout is None:
         raise ValueError("no layout came with the tokens: call the model that sp.apply_ulysses was given, as a whole")
-    if softcap is not None and ulysses_layout.implementation == "sdpa":
-        raise ValueError('sdpa has no soft cap of scores, which this model has; model.set_attn_implementation("eager")')
     if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
         raise ValueError("attention that is not causal is not spread over ranks; leave this model whole")
     for name in _UNKNOWN:
         if others.get(name) is not None:
             raise ValueError(f"attention with {name} is not spread over ranks; leave this model whole")
-    ctx, length = ulysses_layout.ctx, ulysses_layout.length
-    shares = [share_of(rank, ctx.size, query.shape[1], key.shape[1], length) for rank in range(ctx.size)]
-    mine = shares[ctx.rank]
-    q, k, v = to_heads(query, key, value, shares, ctx)
-    if len(mine.kv_of_q) != k.shape[1]:  # every query head gets a kv head of its own: the groups may be unequal
-        k, v = (torch.stack([kv[:, head] for head in mine.kv_of_q], 1) for kv in (k, v))
-    how = How(sliding_window, scaling, dropout, softcap)
-    out = attend(q, k, v, mine.rows, ulysses_layout, how)
-    return to_tokens(out, ulysses_layout.local, shares, ctx).transpose(1, 2).contiguous(), None
+    ctx = ulysses_layout.ctx
+    heads = (query.shape[1], key.shape[1])
+    trade = ulysses_layout.once(heads, lambda: Trade.of(*heads, ulysses_layout.local, ctx))
+    options = {"scaling": scaling, "dropout": dropout} | ({} if softcap is None else {"softcap": softcap})
+    attention = Attention(module, ulysses_layout, trade.share, sliding_window, options)
+    check(attention, ctx.size, query.shape[1])
+    q, k, v = trade.to_heads(query, key, value)
+    return trade.to_tokens(attend(attention, q, k, v)), None

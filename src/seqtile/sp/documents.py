@@ -4,11 +4,14 @@ Known once per forward, on every rank of the group, and passed to every layer.
 Source: Arctic Long Sequence Training, 3.4.
 """
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
 from seqtile.sp.context import SequenceParallel, gather
+from seqtile.sp.heads import Rows
 
 
 @dataclass(frozen=True)
@@ -18,14 +21,27 @@ class Layout:
     ctx: SequenceParallel
     local: int
     """Tokens of a sequence on each rank."""
-    documents: tuple[tuple[tuple[int, int], ...], ...]
+    documents: tuple[Rows, ...]
     """For each row of the batch the [start, stop) of its documents; padding is in none. One entry if all are alike."""
     implementation: str
     """The attention that is wrapped."""
 
+    made: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    """What is made once for all layers, see `once`."""
+
     @property
     def length(self) -> int:
         return self.local * self.ctx.size
+
+    def of(self, row: int) -> Rows:
+        """The documents of a row of the batch."""
+        return self.documents[row if len(self.documents) > 1 else 0]
+
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """What `make` returns, which every layer that asks by this key shares."""
+        if key not in self.made:
+            self.made[key] = make()
+        return self.made[key]
 
 
 def layout_of(
@@ -63,7 +79,7 @@ def _rows(positions: torch.Tensor, valid: torch.Tensor) -> tuple[torch.Tensor, t
     return positions.expand(rows, -1), valid.expand(rows, -1)
 
 
-def _documents(positions: torch.Tensor, valid: torch.Tensor) -> tuple[tuple[int, int], ...]:
+def _documents(positions: torch.Tensor, valid: torch.Tensor) -> Rows:
     """Runs of tokens that are no padding and whose positions follow one another."""
     follows = (positions[1:] == positions[:-1] + 1) & valid[1:] & valid[:-1]
     starts = torch.cat([valid[:1], valid[1:] & ~follows]).nonzero().flatten()

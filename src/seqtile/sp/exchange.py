@@ -1,30 +1,140 @@
 """The two all-to-alls of a layer: shards of the sequence become shares of the heads, and back.
 
 q, k and v travel in one; a rank is sent the kv heads that its query heads read and no others, and of the queries those
-that it computes. Splits are as uneven as the shares. The gradient of an all-to-all is the all-to-all back.
+that it computes. Splits are as uneven as the shares. The way back is the queries' route, backwards; so is the gradient
+of either. Tensors here are [B, tokens, heads, K]. Every element is copied once on either side of an all-to-all.
 Source: Arctic Long Sequence Training, 3.2.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from seqtile.sp.context import SequenceParallel
-from seqtile.sp.heads import Share, count, within
+from seqtile.sp.heads import Share, count, share_of, within
+
+_Q, _K, _V = range(3)
 
 
-class AllToAllFunction(torch.autograd.Function):
-    """A flat buffer, of which each rank of the group gets its split."""
+class Piece(NamedTuple):
+    """A part of one of the tensors that travel."""
+
+    tensor: int
+    tokens: slice
+    heads: slice
+
+    def of(self, tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+        return tensors[self.tensor][:, self.tokens, self.heads]
+
+
+class Route(NamedTuple):
+    sent: list[list[Piece]]
+    """For each rank of the group, what of this rank's tensors it is sent."""
+    received: list[list[Piece]]
+    """For each rank of the group, where what it sends goes in the tensors that this rank makes of it."""
+
+    def reversed(self) -> "Route":
+        return Route(self.received, self.sent)
+
+
+class Trade(NamedTuple):
+    """Tokens for heads, and back, of the attentions of a model that have so many heads: made once a forward."""
+
+    ctx: SequenceParallel
+    share: Share
+    """Of this rank."""
+    local: int
+    q_heads: int
+    out: Route
+    back: Route
+
+    @classmethod
+    def of(cls, q_heads: int, kv_heads: int, local: int, ctx: SequenceParallel) -> "Trade":
+        shares = [share_of(rank, ctx.size, q_heads, kv_heads, local * ctx.size) for rank in range(ctx.size)]
+        mine = shares[ctx.rank]
+        sent = [[here for here, _ in _between(ctx.rank, share, local)] for share in shares]
+        received = [[there for _, there in _between(rank, mine, local)] for rank in range(ctx.size)]
+        queries = ([[piece for piece in there if piece.tensor == _Q] for there in side] for side in (sent, received))
+        return cls(ctx, mine, local, q_heads, Route(sent, received), Route(*queries).reversed())
+
+    def to_heads(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
+        """q [B, H, S, K], k and v [B, KV, S, K] of this rank's S tokens, to this rank's share of the whole sequence:
+        q [B, h, rows, K], k and v [B, kv, S * size, K], in the dtype that attention computes in."""
+        dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
+        if dtype == torch.float32 and torch.is_autocast_enabled(q.device.type):
+            dtype = torch.get_autocast_dtype(q.device.type)
+        rows, kv_heads, length = (
+            count(self.share.rows),
+            self.share.kv.stop - self.share.kv.start,
+            k.shape[2] * self.ctx.size,
+        )
+        sizes = ((rows, len(self.share.kv_of_q)), (length, kv_heads), (length, kv_heads))
+        tensors = [x.to(dtype).transpose(1, 2) for x in (q, k, v)]
+        shapes = [(len(x), *size, x.shape[3]) for x, size in zip(tensors, sizes, strict=True)]
+        return [x.transpose(1, 2) for x in ExchangeFunction.apply(self.out, shapes, self.ctx.group, *tensors)]
+
+    def to_tokens(self, out: torch.Tensor) -> torch.Tensor:
+        """out [B, rows, h, K] of this rank's share, to all heads of this rank's tokens [B, S, H, K]."""
+        shape = (len(out), self.local, self.q_heads, out.shape[3])
+        return ExchangeFunction.apply(self.back, [shape], self.ctx.group, out)[0]
+
+
+def _between(rank: int, share: Share, local: int) -> Iterator[tuple[Piece, Piece]]:
+    """What of the tokens of `rank` goes to a share: where it lies with the one, and where with the other."""
+    start = rank * local
+    everything = slice(None)
+    for first, last in within(share.rows, start, start + local):
+        at = share.place(first)
+        there = slice(at, at + last - first)
+        yield Piece(_Q, slice(first - start, last - start), share.q), Piece(_Q, there, everything)
+    for tensor in (_K, _V):
+        yield Piece(tensor, slice(0, local), share.kv), Piece(tensor, slice(start, start + local), everything)
+
+
+class ExchangeFunction(torch.autograd.Function):
+    """Tensors along a route, to tensors of these shapes."""
 
     @staticmethod
-    def forward(ctx, buffer: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup):
-        ctx.sent, ctx.received, ctx.group = sent, received, group
-        return all_to_all(buffer, sent, received, group)
+    def forward(ctx, route: Route, shapes: list[torch.Size], group: dist.ProcessGroup, *tensors: torch.Tensor):
+        ctx.route, ctx.group, ctx.shapes = route, group, [tensor.shape for tensor in tensors]
+        return tuple(exchange(tensors, route, shapes, group))
 
     @staticmethod
-    def backward(ctx, d_buffer: torch.Tensor):
-        return all_to_all(d_buffer.contiguous(), ctx.received, ctx.sent, ctx.group), None, None, None
+    def backward(ctx, *gradients: torch.Tensor):
+        return None, None, None, *exchange(gradients, ctx.route.reversed(), ctx.shapes, ctx.group)
+
+
+def exchange(
+    tensors: Sequence[torch.Tensor], route: Route, shapes: Sequence[Sequence[int]], group: dist.ProcessGroup
+) -> list[torch.Tensor]:
+    """One all-to-all. What several ranks send for one place, gradients of a kv head they share, is added in float32."""
+    pieces = [[piece.of(tensors) for piece in there] for there in route.sent]
+    sent = [sum(piece.numel() for piece in there) for there in pieces]
+    buffer = tensors[0].new_empty(sum(sent))
+    flat = [piece for there in pieces for piece in there]
+    for piece, place in zip(flat, buffer.split([piece.numel() for piece in flat]), strict=True):
+        place.view(piece.shape).copy_(piece)
+
+    blank = [torch.empty(shape, device="meta") for shape in shapes]
+    received = [sum(piece.of(blank).numel() for piece in there) for there in route.received]
+    places = [piece for there in route.received for piece in there]
+    sizes = [place.of(blank).numel() for place in places]
+    arrived = all_to_all(buffer, sent, received, group).split(sizes)
+
+    made, added = [], []
+    for i, whole in enumerate(blank):
+        covered = sum(size for place, size in zip(places, sizes, strict=True) if place.tensor == i)
+        added.append(covered > whole.numel())
+        dtype = torch.promote_types(buffer.dtype, torch.float32) if added[i] else buffer.dtype
+        make = buffer.new_zeros if added[i] else buffer.new_empty
+        made.append(make(whole.shape, dtype=dtype))
+    for place, values in zip(places, arrived, strict=True):
+        part = place.of(made)
+        put = part.add_ if added[place.tensor] else part.copy_
+        put(values.view(part.shape))
+    return [tensor.to(buffer.dtype) for tensor in made]
 
 
 def all_to_all(buffer: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:
@@ -32,72 +142,3 @@ def all_to_all(buffer: torch.Tensor, sent: list[int], received: list[int], group
     out = buffer.new_empty(sum(received))
     dist.all_to_all_single(out, buffer, received, sent, group=group)
     return out
-
-
-def to_heads(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shares: Sequence[Share], ctx: SequenceParallel
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """q [B, H, S, K], k and v [B, KV, S, K] of this rank's S tokens, to this rank's share of the whole sequence:
-    q [B, h, rows, K], k and v [B, kv, S * size, K]. One all-to-all."""
-    local = q.shape[2]
-    start = ctx.rank * local
-    pieces = []
-    for share in shares:
-        rows = [slice(a - start, b - start) for a, b in within(share.rows, start, start + local)]
-        pieces.append([*(q[:, share.q, row] for row in rows), k[:, share.kv], v[:, share.kv]])
-    mine = shares[ctx.rank]
-    batch, heads, kv_heads = q.shape[0], mine.q.stop - mine.q.start, mine.kv.stop - mine.kv.start
-    shapes = []
-    for source in range(ctx.size):
-        rows_there = within(mine.rows, source * local, (source + 1) * local)
-        shapes.append(
-            [
-                *((batch, heads, b - a, q.shape[3]) for a, b in rows_there),
-                (batch, kv_heads, local, k.shape[3]),
-                (batch, kv_heads, local, v.shape[3]),
-            ]
-        )
-    received = _exchange(pieces, shapes, ctx)
-    queries = [tensor for tensors in received for tensor in tensors[:-2]]
-    keys, values = [tensors[-2] for tensors in received], [tensors[-1] for tensors in received]
-    q_out = torch.cat(queries, 2) if queries else q.new_empty(batch, heads, 0, q.shape[3])
-    return q_out, torch.cat(keys, 2), torch.cat(values, 2)
-
-
-def to_tokens(out: torch.Tensor, local: int, shares: Sequence[Share], ctx: SequenceParallel) -> torch.Tensor:
-    """out [B, h, rows, K] of this rank's share, to all heads of this rank's tokens [B, H, S, K]. One all-to-all."""
-    mine = shares[ctx.rank]
-    pieces: list[list[torch.Tensor]] = []
-    done = 0
-    for target in range(ctx.size):
-        rows = count(within(mine.rows, target * local, (target + 1) * local))
-        pieces.append([out[:, :, done : done + rows]])
-        done += rows
-    start = ctx.rank * local
-    batch, width = out.shape[0], out.shape[3]
-    here = [within(share.rows, start, start + local) for share in shares]
-    shapes = [
-        [(batch, share.q.stop - share.q.start, count(rows), width)] for share, rows in zip(shares, here, strict=True)
-    ]
-    received = [tensors[0] for tensors in _exchange(pieces, shapes, ctx)]
-    heads: dict[int, list[tuple[tuple[int, int], torch.Tensor]]] = {}
-    for share, rows, tensor in zip(shares, here, received, strict=True):
-        done = 0
-        found = heads.setdefault(share.q.start, [])
-        for row in rows:
-            found.append((row, tensor[:, :, done : done + row[1] - row[0]]))
-            done += row[1] - row[0]
-    in_order = [[piece for _, piece in sorted(found, key=lambda x: x[0])] for _, found in sorted(heads.items())]
-    return torch.cat([torch.cat(pieces, 2) for pieces in in_order], 1)
-
-
-def _exchange(
-    pieces: list[list[torch.Tensor]], shapes: list[list[tuple[int, ...]]], ctx: SequenceParallel
-) -> list[list[torch.Tensor]]:
-    """Sends each rank its pieces, and takes from each what has these shapes."""
-    sent = [sum(piece.numel() for piece in there) for there in pieces]
-    sizes = [[torch.Size(shape).numel() for shape in there] for there in shapes]
-    buffer = torch.cat([piece.reshape(-1) for there in pieces for piece in there])
-    flat = AllToAllFunction.apply(buffer, sent, [sum(there) for there in sizes], ctx.group)
-    parts = iter(flat.split([size for there in sizes for size in there]))
-    return [[next(parts).view(shape) for shape in there] for there in shapes]

@@ -9,6 +9,9 @@ than heads).
 
 from typing import NamedTuple
 
+Rows = tuple[tuple[int, int], ...]
+"""[start, stop) of tokens of a sequence, in order."""
+
 
 class Share(NamedTuple):
     """The work of one rank."""
@@ -19,15 +22,25 @@ class Share(NamedTuple):
     """The key and value heads that these query heads read."""
     kv_of_q: tuple[int, ...]
     """For each of these query heads its place among these kv heads."""
-    rows: tuple[tuple[int, int], ...]
-    """[start, stop) of the queries, in order; all of them unless ranks share a head."""
+    rows: Rows
+    """The queries: all of them unless ranks share a head."""
+
+    @property
+    def per_kv(self) -> int | None:
+        """How many query heads read each kv head, if all are read by as many; None otherwise."""
+        per_kv = len(self.kv_of_q) // (self.kv.stop - self.kv.start)
+        return per_kv if self.kv_of_q == tuple(i // per_kv for i in range(len(self.kv_of_q))) else None
+
+    def place(self, token: int) -> int:
+        """How many of the queries come before that of `token`, which is among them."""
+        return count(within(self.rows, 0, token))
 
 
 def share_of(rank: int, size: int, q_heads: int, kv_heads: int, length: int) -> Share:
     """The share of `rank` of `size` in a sequence of `length` tokens. `kv_heads` divides `q_heads`."""
     if q_heads >= size:
         first, last = rank * q_heads // size, (rank + 1) * q_heads // size
-        rows: tuple[tuple[int, int], ...] = ((0, length),)
+        rows: Rows = ((0, length),)
     else:
         first = rank * q_heads // size
         last = first + 1
@@ -38,7 +51,7 @@ def share_of(rank: int, size: int, q_heads: int, kv_heads: int, length: int) -> 
     return Share(slice(first, last), kv, tuple(head // per_kv - kv.start for head in range(first, last)), rows)
 
 
-def _pieces(part: int, parts: int, length: int) -> tuple[tuple[int, int], ...]:
+def _pieces(part: int, parts: int, length: int) -> Rows:
     """The part-th piece and the part-th from the end, of 2 * parts pieces; as one if they touch."""
     if parts == 1:
         return ((0, length),)
@@ -48,11 +61,11 @@ def _pieces(part: int, parts: int, length: int) -> tuple[tuple[int, int], ...]:
     return tuple(piece for piece in pieces if piece[0] < piece[1])
 
 
-def within(rows: tuple[tuple[int, int], ...], start: int, stop: int) -> tuple[tuple[int, int], ...]:
+def within(rows: Rows, start: int, stop: int) -> Rows:
     """What of `rows` lies in [start, stop)."""
     cut = ((max(first, start), min(last, stop)) for first, last in rows)
     return tuple((first, last) for first, last in cut if first < last)
 
 
-def count(rows: tuple[tuple[int, int], ...]) -> int:
+def count(rows: Rows) -> int:
     return sum(last - first for first, last in rows)

@@ -23,6 +23,7 @@ ROOMS = {  # room -> the rooms that it may import
 FOREIGN = {  # package -> the rooms that may import it; a package that is not here may be imported nowhere
     "torch": set(ROOMS),
     "triton": {"kernels"},
+    "deepspeed": {"recipes"},
     "transformers": {"models", "sp", "memory", "recipes", "cli", "offload"},
     "matplotlib": {"recipes"},
     "rich": {"recipes", "cli"},

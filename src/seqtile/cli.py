@@ -35,15 +35,26 @@ def finetune(
     learning_rate: Annotated[float, typer.Option(help="Of AdamW.")] = 1e-5,
     seed: Annotated[int, typer.Option(help="Of torch's generators.")] = 0,
     output: Annotated[Path, typer.Option(help="Directory for the model and the report.")] = Path("runs/finetune"),
+    sequence_parallel: Annotated[
+        int,
+        typer.Option(help="GPUs that share a sequence, under torchrun; the others train on sequences of their own."),
+    ] = 1,
+    shard: Annotated[
+        str, typer.Option(help="Under torchrun, what spreads weights and optimizer: fsdp2, or zero3 (DeepSpeed).")
+    ] = "fsdp2",
 ) -> None:
-    """Full-parameter fine-tuning of a causal LM on long documents."""
-    console = Console(soft_wrap=True)
+    """Full-parameter fine-tuning of a causal LM on long documents.
+
+    On several GPUs: torchrun --nproc-per-node 4 -m seqtile.cli finetune --sequence-parallel 4 ...
+    """
     try:
+        from seqtile.recipes.alone import RunOutOfMemory
         from seqtile.recipes.documents import standard_library
         from seqtile.recipes.finetune import finetune as run
         from seqtile.recipes.job import Job
-        from seqtile.recipes.train import RunOutOfMemory
+        from seqtile.recipes.ranks import leave, speaks
     except ModuleNotFoundError as error:
+        console = Console(soft_wrap=True)
         console.print(f"[red]error:[/red] {error}: pip install 'seqtile\\[demo]'", highlight=False)
         raise typer.Exit(1) from error
     job = Job(
@@ -57,9 +68,13 @@ def finetune(
         learning_rate=learning_rate,
         seed=seed,
         output=output,
+        sequence_parallel=sequence_parallel,
+        shard=shard,
     )
+    console = Console(soft_wrap=True, quiet=not speaks())
     try:
-        run(job, Console())
+        run(job, Console(quiet=not speaks()))
+        leave()
     except (ValueError, OSError, RunOutOfMemory) as error:
         console.print("[red]error:[/red]", end=" ")
         console.print(str(error), markup=False, highlight=False)

@@ -2,14 +2,12 @@
 than a tile; README's table of what is trained."""
 
 import itertools
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from distributed.cases import ADAPTERS, CHECKPOINTING, LIGER, STRATEGIES, TREES, excluded, matrix, table, variants
+from launch import torchrun
 from seqtile.models.arch import ARCHS
 
 
@@ -18,13 +16,10 @@ from seqtile.models.arch import ARCHS
 def test_same_training_as_untiled(tree: str) -> None:
     if tree.endswith("liger"):
         pytest.importorskip("liger_kernel")
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command += [str(Path(__file__).with_name("worker.py")), tree]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "TRITON_INTERPRET": "1" if tree.endswith("liger") else "0"}
-    result = subprocess.run(command, capture_output=True, text=True, timeout=900, env=environment)
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
+    worker = Path(__file__).with_name("worker.py")
+    printed = torchrun(2, worker, tree, TRITON_INTERPRET="1" if tree.endswith("liger") else "0")
     cases = [case for case in matrix() + variants() if case.tree == tree]
-    missing = [case for case in cases for rank in (0, 1) if f"rank {rank}: {case} equal" not in result.stdout]
+    missing = [case for case in cases for rank in (0, 1) if f"rank {rank}: {case} equal" not in printed]
     assert cases and not missing
 
 

@@ -95,6 +95,7 @@ def zero(stage: int, leaf: bool = False, accumulate: int = 1, **sharding: object
             "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **sharding},
             "zero_allow_untested_optimizer": True,
             "zero_force_ds_cpu_optimizer": False,
+            "gradient_clipping": 0.0,  # DeepSpeed's default is 1
         }
         optimizer = torch.optim.SGD(trainable(model), lr=1.0)
         engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config)

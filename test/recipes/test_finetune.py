@@ -11,16 +11,17 @@ from pathlib import Path
 import pytest
 import torch
 from rich.console import Console
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
 from assertions import relative_error
+from recipes.tiny_pretrained import save_tiny
 from seqtile.cli import app
+from seqtile.recipes.alone import is_out_of_memory
 from seqtile.recipes.documents import read_texts, sequences, standard_library
 from seqtile.recipes.job import Job
 from seqtile.recipes.report import picture, print_table
-from seqtile.recipes.train import is_out_of_memory, train
+from seqtile.recipes.train import train
 from tiny import build
 
 TEXT = "a long document, of words and words and words; "
@@ -28,13 +29,8 @@ TEXT = "a long document, of words and words and words; "
 
 @pytest.fixture(scope="module")
 def pretrained(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A tiny Llama and a character tokenizer, as save_pretrained writes them."""
     directory = tmp_path_factory.mktemp("pretrained")
-    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2} | {chr(c): c - 29 for c in range(32, 127)}
-    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
-    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>").save_pretrained(directory)
-    build("llama").save_pretrained(directory)
+    save_tiny(directory)
     return directory
 
 
@@ -80,7 +76,7 @@ def test_bfloat16_trains_float32_weights(
     """A learning rate whose updates bfloat16 weights would round away moves all that has a gradient."""
     monkeypatch.setattr("seqtile.recipes.train.return_freed_memory", lambda: None)  # it is for good
     job = Job(str(pretrained), (), 300, 3, False, "cpu", "bfloat16", 1e-5, 0, tmp_path)
-    rows = torch.randint(3, 90, (3, 300))
+    rows = torch.randint(3, 90, (3, 1, 300))
     losses = train(job, rows, tiled=tiled, save_to=tmp_path).losses
     in_float32 = train(replace(job, dtype="float32"), rows, tiled=tiled, save_to=None).losses
     assert losses != in_float32 and losses == pytest.approx(in_float32, rel=0.02), "computed in bfloat16"
@@ -142,6 +138,8 @@ def test_bad_input(pretrained: Path, document: Path, tmp_path: Path) -> None:
     common = ("--model", pretrained, "--output", output, "--seq-len", 50, "--steps", 1)
     assert "does not exist" in refused(*common, "--data", tmp_path / "nowhere")
     assert "--seq-len is 1, expected at least 2" in refused(*common, "--seq-len", 1)
+    alone = "--sequence-parallel is 4, but this is one process; start one on each GPU: torchrun --nproc-per-node 4"
+    assert alone in refused(*common, "--sequence-parallel", 4)
     assert "--steps is 0" in refused(*common, "--steps", 0)
     assert "--dtype is 'int4', expected one of float32, bfloat16" in refused(*common, "--dtype", "int4")
     assert "--device is 'tpu'" in refused(*common, "--device", "tpu")

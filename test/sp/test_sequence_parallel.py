@@ -8,24 +8,17 @@ from pathlib import Path
 
 import pytest
 
+from launch import torchrun
 from sp.cases import HEADS, KINDS, REDUCERS
 
-
-def torchrun(ranks: int, *arguments: str) -> str:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command += [str(Path(__file__).with_name("worker.py")), *arguments]
-    result = subprocess.run(
-        command, capture_output=True, text=True, timeout=900, env=os.environ | {"OMP_NUM_THREADS": "1"}
-    )
-    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
-    return result.stdout
+WORKER = Path(__file__).with_name("worker.py")
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 def test_attention(ranks: int) -> None:
     """Loss and gradients, of every kind of heads and of sequence; how many all-to-alls there are."""
-    output = torchrun(ranks, "attention")
+    output = torchrun(ranks, WORKER, "attention")
     cases = [f"rank {rank}: {heads} {kind} equal" for rank in range(ranks) for heads in HEADS for kind in KINDS]
     assert [case for case in cases if case not in output] == []
 
@@ -34,21 +27,21 @@ def test_attention(ranks: int) -> None:
 @pytest.mark.parametrize("family", REDUCERS)
 def test_reducers(family: str) -> None:
     """Two groups of two ranks, accumulating over batches of unequal labels, under every reducer of gradients."""
-    output = torchrun(4, "reducers", family)
+    output = torchrun(4, WORKER, "reducers", family)
     cases = [f"rank {rank}: {strategy} equal" for rank in range(4) for strategy in REDUCERS[family]]
     assert [case for case in cases if case not in output] == []
 
 
 @pytest.mark.dist
 def test_refusals() -> None:
-    output = torchrun(2, "refusals")
+    output = torchrun(2, WORKER, "refusals")
     assert all(f"rank {rank}: refused what it must" in output for rank in range(2))
 
 
 @pytest.mark.dist
 def test_loader() -> None:
     """Ranks that draw different samples, two groups of two."""
-    output = torchrun(4, "loader")
+    output = torchrun(4, WORKER, "loader")
     assert all(f"rank {rank}: loaded" in output for rank in range(4))
 
 
@@ -58,7 +51,7 @@ def test_a_rank_that_dies() -> None:
     with socket.socket() as found:
         found.bind(("localhost", 0))
         port = str(found.getsockname()[1])
-    command = [sys.executable, str(Path(__file__).with_name("worker.py")), "death"]
+    command = [sys.executable, str(WORKER), "death"]
     ranks = []
     for rank in range(3):
         place = {"RANK": str(rank), "WORLD_SIZE": "3", "LOCAL_RANK": str(rank)}
@@ -84,5 +77,5 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.mark.parametrize(("ranks", "size"), [(2, 2), (4, 2)])
 def test_trainer(ranks: int, size: int, one_process: str) -> None:
     """Three epochs, accumulating over batches of uneven labels, with PEFT too; resumed in the middle of an epoch."""
-    output = torchrun(ranks, "train", one_process, str(size))
+    output = torchrun(ranks, WORKER, "train", one_process, str(size))
     assert all(f"rank {rank}: trained, adapter {peft}" in output for rank in range(ranks) for peft in (False, True))

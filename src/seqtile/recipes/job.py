@@ -6,7 +6,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 
+SHARDS = ("fsdp2", "zero3")
 DTYPES = ("float32", "bfloat16")  # of the computation; weights, gradients and optimizer state are float32
 
 
@@ -24,6 +26,8 @@ class Job:
     learning_rate: float
     seed: int
     output: Path
+    sequence_parallel: int = 1
+    shard: str = "fsdp2"
 
     def check(self) -> None:
         """Raises ValueError for what cannot work."""
@@ -39,6 +43,15 @@ class Job:
             raise ValueError(f"--device is {self.device!r}, expected cpu or cuda")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("--device is cuda, but torch sees no GPU; use --device cpu")
+        if self.shard not in SHARDS:
+            raise ValueError(f"--shard is {self.shard!r}, expected one of {', '.join(SHARDS)}")
+        if self.sequence_parallel != 1 and not dist.is_torchelastic_launched():
+            raise ValueError(
+                f"--sequence-parallel is {self.sequence_parallel}, but this is one process; start one on each GPU: "
+                f"torchrun --nproc-per-node {max(2, self.sequence_parallel)} -m seqtile.cli finetune ..."
+            )
+        if self.compare and dist.is_torchelastic_launched():
+            raise ValueError("--compare is for one process: leave it out, or torchrun")
         for path in self.data:
             if not path.exists():
                 raise ValueError(f"--data: {path} does not exist; pass text files or directories of them")

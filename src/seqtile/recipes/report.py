@@ -20,7 +20,7 @@ from matplotlib.ticker import MaxNLocator
 SHOWN = 10  # steps: of more, the table shows this many, evenly spaced, and the picture no markers
 
 
-def figures(job: Job, baseline: RunResult | None, tiled: RunResult) -> dict[str, Any]:
+def figures(job: Job, baseline: RunResult | None, tiled: RunResult, ranks: int = 1) -> dict[str, Any]:
     """The contents of report.json. `baseline` and `max_loss_difference` are None without a comparison."""
     difference = None
     if baseline is not None:
@@ -30,6 +30,9 @@ def figures(job: Job, baseline: RunResult | None, tiled: RunResult) -> dict[str,
         "seq_len": job.seq_len,
         "steps": job.steps,
         "device": job.device,
+        "ranks": ranks,
+        "sequence_parallel": job.sequence_parallel,
+        "shard": job.shard if ranks > 1 else None,
         "dtype": job.dtype,
         "learning_rate": job.learning_rate,
         "seed": job.seed,

@@ -1,34 +1,26 @@
-"""One training run, alone in its process, so that its peak memory is its own."""
+"""One training run, in one process or spread over ranks."""
 
 import ctypes
 import io
-import os
 import re
-import signal
 import sys
 import time
-from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, redirect_stderr
+from contextlib import redirect_stderr
 from dataclasses import dataclass
-from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
-from threading import Thread
 
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 import seqtile
+from seqtile import sp
 from seqtile.recipes.job import Job
 from seqtile.recipes.pretrained import load_model
+from seqtile.recipes.spread import SPREADS
 
 MIB = 2**20
-
-
-class RunOutOfMemory(Exception):
-    """A run had too little memory, or its process was killed, which is what too little host memory looks like."""
 
 
 @dataclass(frozen=True)
@@ -42,58 +34,19 @@ class RunResult:
     status: str
 
 
-def run_alone(job: Job, sequences: torch.Tensor, *, tiled: bool, save_to: Path | None) -> RunResult:
-    """`train` in a process of its own, which ends when this one is interrupted or ends."""
-    others = set(active_children())
-    context = get_context("spawn")
-    with ProcessPoolExecutor(max_workers=1, mp_context=context, initializer=end_with_parent) as pool:
-        try:
-            with interrupts_blocked():
-                running = pool.submit(train, job, sequences, tiled=tiled, save_to=save_to)
-            return running.result()
-        except KeyboardInterrupt:
-            for worker in set(active_children()) - others:
-                worker.kill()
-            raise
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            name = "tiled" if tiled else "untiled"
-            raise RunOutOfMemory(f"the {name} run had too little memory; a shorter --seq-len needs less") from error
-        finally:
-            Console().show_cursor()  # a killed process leaves it hidden
+def train(
+    job: Job,
+    sequences: torch.Tensor,
+    *,
+    tiled: bool,
+    save_to: Path | None,
+    ctx: sp.SequenceParallel | None = None,
+) -> RunResult:
+    """Full-parameter AdamW over `sequences` [steps, groups, seq_len] under activation checkpointing.
 
-
-def end_with_parent() -> None:
-    """Ends this process at once when the one that started it has ended, however that came about."""
-
-    def wait() -> None:
-        parent_process().join()
-        os._exit(1)
-
-    Thread(target=wait, daemon=True).start()
-
-
-@contextmanager
-def interrupts_blocked() -> Iterator[None]:
-    """A process started inside never sees Ctrl-C, which a terminal sends to it too; this one sees it afterwards."""
-    if not hasattr(signal, "pthread_sigmask"):  # Windows
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """Whether memory was short: a killed process, torch's exception for a GPU, its message for the host."""
-    return isinstance(error, BrokenProcessPool | torch.OutOfMemoryError) or "can't allocate memory" in str(error)
-
-
-def train(job: Job, sequences: torch.Tensor, *, tiled: bool, save_to: Path | None) -> RunResult:
-    """Full-parameter AdamW over `sequences` [steps, seq_len], one a step, under activation checkpointing.
+    In one process there is one group; with `ctx` each data-parallel group of ranks trains on its sequence of a step and
+    each rank on its part of that, and weights, gradients and optimizer state are spread over all ranks. Losses are
+    means over the groups, peaks those of the rank that needs most.
 
     In bfloat16 the model and its loss run under autocast; weights, gradients and optimizer state are float32.
     Saves the trained model to `save_to` as safetensors, if given.
@@ -103,43 +56,69 @@ def train(job: Job, sequences: torch.Tensor, *, tiled: bool, save_to: Path | Non
         return_freed_memory()
     name = "seqtile" if tiled else "untiled"
     losses, seconds = [], []
-    console = Console()
+    console = Console(quiet=ctx is not None and dist.get_rank() > 0)
     with progress_bars(console) as progress:
         loading = progress.add_task(f"{name}: loading", total=1, figures="")
         with redirect_stderr(io.StringIO()):  # Hugging Face's own bars
-            model = load_model(job.model).to(job.device).train()
+            model = load_model(job.model).train()
         enable_checkpointing(model)
         if tiled:
             seqtile.apply_seqtile(model)
+        if ctx is not None:
+            sp.apply_ulysses(model, ctx)
+        spread = SPREADS["none" if ctx is None else job.shard](model, job)
         progress.advance(loading)
 
-        optimizer = torch.optim.AdamW(model.parameters(), lr=job.learning_rate, weight_decay=0.0)
         training = progress.add_task(f"{name}: training", total=job.steps, figures="")
-        for ids in sequences.unsqueeze(1).to(job.device):
+        for batch in sequences:
             start = time.perf_counter()
-            with torch.autocast(job.device, torch.bfloat16, enabled=job.dtype == "bfloat16"):
-                loss = model(input_ids=ids, labels=ids, use_cache=False).loss
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-            losses.append(loss.item())
+            loss = loss_of(spread.model, batch, job, ctx)
+            spread.update(loss)
+            losses.append(mean_over_groups(loss.detach(), ctx))
             seconds.append(time.perf_counter() - start)
-            rate = f"{job.seq_len / seconds[-1]:,.0f} tokens/s"
+            rate = f"{batch.numel() / seconds[-1]:,.0f} tokens/s"
             figures = f"loss {losses[-1]:.4f}  {rate}  peak {peak_mib(job.device):,.0f} MiB"
             progress.update(training, advance=1, figures=figures)
             if not console.is_terminal:
-                print(f"{name}: step {len(losses)}/{job.steps}  {figures}", flush=True)
+                console.print(f"{name}: step {len(losses)}/{job.steps}  {figures}", highlight=False, soft_wrap=True)
     result = RunResult(
         losses=losses,
         step_seconds=seconds,
-        tokens_per_second=job.steps * job.seq_len / sum(seconds),
-        peak_mib=peak_mib(job.device),
+        tokens_per_second=sequences.numel() / sum(seconds),
+        peak_mib=largest(peak_mib(job.device), ctx),
         status=str(seqtile.status(model)) if tiled else "untiled",
     )
     if save_to is not None:
         with redirect_stderr(io.StringIO()):
-            model.save_pretrained(save_to)
+            spread.save(save_to)
     return result
+
+
+def loss_of(model: torch.nn.Module, batch: torch.Tensor, job: Job, ctx: sp.SequenceParallel | None) -> torch.Tensor:
+    """The loss of one sequence of `batch` [groups, seq_len]: of this rank's group."""
+    with torch.autocast(job.device, torch.bfloat16, enabled=job.dtype == "bfloat16"):
+        if ctx is None:
+            ids = batch.to(job.device)
+            return model(input_ids=ids, labels=ids, use_cache=False).loss
+        ids = batch[ctx.data_parallel_rank, None]
+        shard = {name: value.to(job.device) for name, value in sp.shard({"input_ids": ids, "labels": ids}, ctx).items()}
+        return sp.reduce_loss(model(**shard, use_cache=False).loss, ctx)
+
+
+def mean_over_groups(loss: torch.Tensor, ctx: sp.SequenceParallel | None) -> float:
+    if ctx is not None:
+        dist.all_reduce(loss)  # alike on every rank of a group
+        loss /= dist.get_world_size()
+    return loss.item()
+
+
+def largest(value: float, ctx: sp.SequenceParallel | None) -> float:
+    """Of all ranks' values."""
+    values = [value]
+    if ctx is not None:
+        values = [value] * dist.get_world_size()
+        dist.all_gather_object(values, value)
+    return max(values)
 
 
 def progress_bars(console: Console) -> Progress:

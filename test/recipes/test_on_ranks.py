@@ -1,0 +1,71 @@
+"""`seqtile finetune` on several processes, each with a part of a sequence, beside one process that has all of it."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from launch import torchrun
+from recipes.tiny_pretrained import save_tiny
+from seqtile.recipes.documents import sequences, standard_library
+
+FINETUNE = ("-m", "seqtile.cli", "finetune", "--device", "cpu")
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("shard", ["fsdp2", "zero3"])
+def test_two_groups_of_two(shard: str, tmp_path: Path) -> None:
+    """Losses and weights are those of one process that trains on both groups' sequences in a step."""
+    save_tiny(tmp_path / "start")
+    job = ("--model", tmp_path / "start", "--seq-len", "301", "--steps", "3", "--learning-rate", "1e-3")
+    output = tmp_path / "run"
+    printed = torchrun(4, *FINETUNE, *job, "--output", output, "--sequence-parallel", "2", "--shard", shard)
+    assert printed.count("seqtile: step 3/3") == 1, "one rank prints"
+    report = json.loads((output / "report.json").read_text())
+    assert (report["ranks"], report["sequence_parallel"], report["shard"]) == (4, 2, shard)
+
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "start").train()
+    start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    rows = sequences(standard_library(), AutoTokenizer.from_pretrained(tmp_path / "start"), 301, 6).rows.view(3, 2, 301)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0.0)
+    for step, batch in enumerate(rows):
+        loss = model(input_ids=batch, labels=batch, use_cache=False).loss
+        assert abs(report["seqtile"]["losses"][step] - loss.item()) <= 1e-5 * loss.item()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    trained = dict(AutoModelForCausalLM.from_pretrained(output / "model").named_parameters())
+    for name, parameter in model.named_parameters():
+        error = (trained[name] - parameter).norm() / (parameter - start[name]).norm()
+        assert error <= 0.02, f"{name} is {error:.1e} off"  # Adam divides gradients near zero by themselves
+
+
+@pytest.mark.dist
+def test_a_real_model_follows_one_process(tmp_path: Path) -> None:
+    """SmolLM2-135M: nine heads over two ranks."""
+    job = ("--seq-len", "301", "--steps", "3", "--learning-rate", "1e-4")
+    alone = [sys.executable, *FINETUNE, *job, "--output", str(tmp_path / "one")]
+    subprocess.run(alone, check=True, capture_output=True, timeout=600)
+    torchrun(2, *FINETUNE, *job, "--output", tmp_path / "two", "--sequence-parallel", "2")
+    one, two = (json.loads((tmp_path / name / "report.json").read_text())["seqtile"] for name in ("one", "two"))
+    assert len(set(one["losses"])) == 3
+    assert all(abs(a - b) <= 1e-4 * a for a, b in zip(one["losses"], two["losses"], strict=True)), (one, two)
+
+
+@pytest.mark.dist
+def test_bad_input(tmp_path: Path) -> None:
+    """A clear error, printed once, and no rank that waits for another."""
+    save_tiny(tmp_path / "start")
+    job = ("--model", tmp_path / "start", "--seq-len", "301", "--steps", "1", "--output", tmp_path / "run")
+    for arguments, message in (
+        (("--sequence-parallel", "3"), "--sequence-parallel: sequence_parallel_size is 3, expected a divisor of the 2"),
+        (("--shard", "zero9"), "--shard is 'zero9', expected one of fsdp2, zero3"),
+        (("--compare",), "--compare is for one process"),
+    ):
+        printed = " ".join(torchrun(2, *FINETUNE, *job, *arguments, check=False).split())
+        assert printed.count(message) == 1, printed
+    assert not (tmp_path / "run").exists()

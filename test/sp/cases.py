@@ -2,6 +2,7 @@
 
 import torch
 
+from seqtile.models.arch import ARCHS
 from tiny import VOCAB
 
 HEADS = {  # architecture and shape: query heads / kv heads
@@ -20,6 +21,17 @@ HEADS = {  # architecture and shape: query heads / kv heads
     "flash 2/1": ("qwen2", {"num_attention_heads": 2, "num_key_value_heads": 1}),
     "flex 6/3": ("qwen3", {"num_attention_heads": 6, "num_key_value_heads": 3}),
 }
+_ROPE = {"rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 40}
+LONG_ROPE = _ROPE | {
+    "rope_type": "longrope",
+    "original_max_position_embeddings": 60,
+    "short_factor": [1.0] * 6,
+    "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 6.0],
+}
+ROTARY = {  # whose angles depend on the length of the whole sequence, which is past the original one on the last rank
+    "long": ("phi3", {"rope_parameters": LONG_ROPE, "max_position_embeddings": 160}),
+    "dynamic": ("llama", {"rope_parameters": _ROPE | {"rope_type": "dynamic"}, "max_position_embeddings": 40}),
+}
 WRAPPED = {"flash": "flash_attention_3", "flex": "flex_attention"}
 _WINDOW = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 0}
 KINDS = {  # changes to the configuration, where the architecture knows them
@@ -37,6 +49,14 @@ REDUCERS = {
     "zero": ("zero0", "zero1", "zero2"),
     "zero3": ("zero3", "zero3_all_reduce"),
 }
+
+
+def attention_cases() -> list[tuple[str, str, str, dict]]:
+    """Name, kind of sequence, architecture and its configuration: every kind of heads with every kind of sequence, and
+    every architecture."""
+    found = [(heads, kind, arch, shape | KINDS[kind]) for heads, (arch, shape) in HEADS.items() for kind in KINDS]
+    found += [(name, "plain", arch, shape) for name, (arch, shape) in ROTARY.items()]
+    return found + [(arch, "packed", arch, {}) for arch in ARCHS]
 
 
 def batch_of_kind(kind: str) -> dict[str, torch.Tensor]:

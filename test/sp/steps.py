@@ -8,6 +8,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import (
+    Lfm2Config,
+    Lfm2ForCausalLM,
+    MambaConfig,
+    MambaForCausalLM,
+    T5Config,
+    T5ForConditionalGeneration,
+)
 
 import seqtile
 from distributed.worker import ddp, fsdp2, full, zero
@@ -18,6 +26,20 @@ from sp.cases import REDUCERS
 from tiny import batch_of, build
 
 WINDOW = 2  # batches a step
+_TINY = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+NOT_SPREAD = (  # what mixes tokens in other ways
+    (
+        Lfm2ForCausalLM,
+        Lfm2Config(**_TINY, num_key_value_heads=2, intermediate_size=16, layer_types=["conv", "full_attention"]),
+        "Lfm2ForCausalLM has conv, expected causal attention",
+    ),
+    (MambaForCausalLM, MambaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1), "expected"),
+    (
+        T5ForConditionalGeneration,
+        T5Config(vocab_size=50, d_model=16, d_ff=16, num_layers=1, num_heads=2),
+        "T5ForConditionalGeneration has an encoder",
+    ),
+)
 STRATEGIES: dict[str, Callable] = {
     "ddp": ddp,
     "fsdp2": fsdp2,
@@ -127,6 +149,12 @@ def refusals() -> None:
     model, batch = build("llama"), batch_of(1, 60)
     with pytest.raises(TypeError, match="expected a Hugging Face model"):
         sp.apply_ulysses(nn.Linear(2, 2), ctx)
+    for kind, config, match in NOT_SPREAD:
+        other = kind(config)
+        before = other.config._attn_implementation
+        with pytest.raises(ValueError, match=match):
+            sp.apply_ulysses(other, ctx)
+        assert other.config._attn_implementation == before
     model.config._attn_implementation = "not_registered"
     with pytest.raises(ValueError, match=r"attention is 'not_registered', expected one of eager, .*sdpa"):
         sp.apply_ulysses(model, ctx)
@@ -138,6 +166,7 @@ def refusals() -> None:
     shard = sp.shard(dict(batch), ctx)
     for changes, match in (
         ({"use_cache": True}, "use_cache=False"),
+        ({"output_router_logits": True}, "output_router_logits=False"),
         ({"position_ids": torch.arange(60)[None]}, "expected this rank's shard of it"),
         ({"attention_mask": batch["attention_mask"]}, "expected this rank's shard of it"),
         ({"attention_mask": {"full_attention": None}}, "attention_mask is a dict"),
@@ -161,19 +190,30 @@ def refusals() -> None:
         ({"is_causal": False}, "not causal"),
         ({"s_aux": torch.ones(2)}, "attention with s_aux"),
         ({"softcap": 3.0}, "no soft cap"),
+        ({"attention_mask": torch.ones(1, 1, 30, 30)}, "a mask of its layer's own"),
         ({"ulysses_layout": None}, "no layout came with the tokens"),
     ):
         with pytest.raises(ValueError, match=match):
-            ulysses_attention(model, q, k, v, None, **{"ulysses_layout": layout} | changes)
+            ulysses_attention(model, q, k, v, **{"attention_mask": None, "ulysses_layout": layout} | changes)
     loss = model(**shard).loss
     assert loss.isfinite()
+    attend, model.model.layers[1].self_attn.forward = model.model.layers[1].self_attn.forward, keep
+    with pytest.raises(ValueError, match="1 of 2 layers attended over the whole sequence"):
+        model(**shard)
+    model.model.layers[1].self_attn.forward = attend
     copied = copy.deepcopy(model)
     assert copied(**shard).loss.equal(loss)
     sp.restore(copied)
     assert copied.config._attn_implementation == "sdpa" and model(**shard).loss.equal(loss)
+    assert copied(**batch).loss.isfinite(), "whole again"
     sp.restore(model)
     assert model.config._attn_implementation == "sdpa" and model.generate(batch["input_ids"], max_new_tokens=3).numel()
     print(f"rank {rank}: refused what it must", flush=True)
+
+
+def keep(hidden_states: torch.Tensor, **_: object) -> tuple[torch.Tensor, None]:
+    """Of an attention that does not ask Hugging Face's interface, the shape."""
+    return hidden_states, None
 
 
 def death() -> None:

@@ -20,7 +20,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 from assertions import relative_error
 from seqtile import sp
 from sp.attentions import install
-from sp.cases import HEADS, KINDS, WRAPPED, batch_of_kind
+from sp.cases import WRAPPED, attention_cases, batch_of_kind
 from tiny import build, checkpointing, loss_and_gradients
 
 TIME_LIMIT = 120  # seconds a case: ranks that wait for each other end with a traceback of where
@@ -54,30 +54,29 @@ def attention() -> None:
     """Loss and gradients of every kind of heads and of sequence; two all-to-alls a layer and direction."""
     install()
     ctx = sp.initialize(dist.get_world_size())
-    for i, (heads, (arch, shape)) in enumerate(HEADS.items()):
-        for j, kind in enumerate(KINDS):
-            faulthandler.dump_traceback_later(TIME_LIMIT, exit=True)
-            torch.manual_seed(100 * i + j)
-            one = build(arch, **shape | KINDS[kind])
-            many = copy.deepcopy(one)
-            many.config._attn_implementation = WRAPPED.get(heads.split()[0], one.config._attn_implementation)
-            batch = batch_of_kind(kind)
-            loss, gradients = loss_and_gradients(one, **batch)
-            sp.apply_ulysses(many, ctx)
-            reentrant = (None, False, True)[(i + j) % 3]
-            checkpointing(many, reentrant)
-            with Collectives() as count:
-                ours = sp.reduce_loss(many(**sp.shard(batch, ctx)).loss, ctx)
-                forward = count.calls
-                ours.backward()
-            layers = many.config.num_hidden_layers
-            assert forward == 2 * layers, f"{forward} all-to-alls in the forward"
-            assert count.calls == (4 if reentrant is None else 6) * layers, f"{count.calls} all-to-alls"
-            assert relative_error(ours.detach(), loss) <= 1e-5, f"{heads}, {kind}: loss"
-            for name, gradient in averaged(many).items():
-                error = relative_error(gradient, gradients[name])
-                assert error <= 1e-5, f"{heads}, {kind}: {name} is {error:.1e} off"
-            print(f"rank {ctx.rank}: {heads} {kind} equal", flush=True)
+    for i, (case, kind, arch, shape) in enumerate(attention_cases()):
+        faulthandler.dump_traceback_later(TIME_LIMIT, exit=True)
+        torch.manual_seed(i)
+        one = build(arch, **shape)
+        many = copy.deepcopy(one)
+        many.config._attn_implementation = WRAPPED.get(case.split()[0], one.config._attn_implementation)
+        batch = batch_of_kind(kind)
+        loss, gradients = loss_and_gradients(one, **batch)
+        sp.apply_ulysses(many, ctx)
+        reentrant = (None, False, True)[i % 3]
+        checkpointing(many, reentrant)
+        with Collectives() as count:
+            ours = sp.reduce_loss(many(**sp.shard(batch, ctx)).loss, ctx)
+            forward = count.calls
+            ours.backward()
+        layers = many.config.num_hidden_layers
+        assert forward == 2 * layers, f"{forward} all-to-alls in the forward"
+        assert count.calls == (4 if reentrant is None else 6) * layers, f"{count.calls} all-to-alls"
+        assert relative_error(ours.detach(), loss) <= 1e-5, f"{case}, {kind}: loss"
+        for name, gradient in averaged(many).items():
+            error = relative_error(gradient, gradients[name])
+            assert error <= 1e-5, f"{case}, {kind}: {name} is {error:.1e} off"
+        print(f"rank {ctx.rank}: {case} {kind} equal", flush=True)
 
 
 def main(what: str, *arguments: str) -> None:

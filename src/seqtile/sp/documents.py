@@ -26,6 +26,10 @@ class Layout:
     implementation: str
     """The attention that is wrapped."""
 
+    last_position: int = 0
+    """The largest of all position_ids."""
+    asked: set[int] = field(default_factory=set, compare=False, repr=False)
+    """The modules that have attended, by id."""
     made: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
     """What is made once for all layers, see `once`."""
 
@@ -53,8 +57,8 @@ def layout_of(
 ) -> Layout:
     """What the ranks of a group hold together. `position_ids` [B or 1, S], `attention_mask` [B, S], local both.
 
-    Three small collectives and one wait for the device, once per forward. Raises ValueError on every rank if the ranks
-    hold batches of different shapes.
+    Two or three small collectives and a few waits for the device, once per forward. Raises ValueError on every rank if
+    the ranks hold batches of different shapes.
     """
     batch, local = shape
     device = position_ids.device
@@ -71,7 +75,8 @@ def layout_of(
     if valid is None:
         valid = torch.ones_like(positions, dtype=torch.bool)
     rows = tuple(_documents(*row) for row in zip(*_rows(positions, valid), strict=True))
-    return Layout(ctx, local, rows if any(row != rows[0] for row in rows) else rows[:1], implementation)
+    documents = rows if any(row != rows[0] for row in rows) else rows[:1]
+    return Layout(ctx, local, documents, implementation, int(positions.max()))
 
 
 def _rows(positions: torch.Tensor, valid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,10 +5,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from seqtile.sp.attention import apply_ulysses
 from seqtile.sp.collator import DataShardingCollator
 from seqtile.sp.context import SequenceParallel
 from seqtile.sp.loss import reduce_loss
+from seqtile.sp.spread import apply_ulysses
 
 
 class SequenceParallelTrainerMixin:

@@ -1,0 +1,136 @@
+"""One model's attention spread over ranks, and put back.
+
+`apply_ulysses` gives the model an attention by name, through Hugging Face's registry. Before its forward a hook adds
+the `Layout` to the keyword arguments, which Hugging Face passes to every attention, also in a checkpoint's replay.
+Others tell rotary embeddings that depend on the length what it is, and check that every layer has attended.
+Source: Arctic Long Sequence Training, 3.2 and 4.2.
+"""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from seqtile.sp.attention import NAME, ulysses_attention
+from seqtile.sp.context import SequenceParallel
+from seqtile.sp.documents import layout_of
+
+_APPLIED = "_seqtile_ulysses"  # on a model: what was applied to it
+_SPREAD = ("full_attention", "sliding_attention")  # kinds of layers that mix tokens in attention alone
+
+
+class Applied(NamedTuple):
+    ctx: SequenceParallel
+    implementation: str
+    """The attention that was there."""
+    handles: list[RemovableHandle]
+
+
+def apply_ulysses(model: PreTrainedModel, ctx: SequenceParallel) -> None:
+    """Spreads the attention of this model over the ranks of `ctx`. Applying twice changes nothing.
+
+    Every forward then takes shards: `input_ids` [B, S / size] and, where documents are packed or rows are padded, the
+    shards of `position_ids` and `attention_mask`, as `DataShardingCollator` cuts them.
+
+    Raises ValueError, and changes nothing, for a model that mixes tokens in another way than by an attention of Hugging
+    Face's interface, and TypeError for anything but a Hugging Face model.
+    """
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"expected a Hugging Face model, got a {type(model).__name__}; pass the model itself")
+    if (applied := getattr(model, _APPLIED, None)) is not None:
+        if applied.ctx is not ctx:
+            raise ValueError("this model is spread over other ranks already: sp.restore(model) first")
+        return
+    implementation = model.config._attn_implementation
+    _check(model, implementation)
+    AttentionInterface.register(NAME, ulysses_attention)
+    model.set_attn_implementation(NAME)
+    setattr(model, _APPLIED, Applied(ctx, implementation, _hooks(model, ctx, implementation)))
+
+
+def restore(model: PreTrainedModel) -> None:
+    """Takes `apply_ulysses` back."""
+    if (applied := vars(model).pop(_APPLIED, None)) is not None:
+        for handle in applied.handles:
+            handle.remove()
+        model.set_attn_implementation(applied.implementation)
+
+
+def _check(model: PreTrainedModel, implementation: str) -> None:
+    """Raises ValueError for a model that is not to be spread."""
+    name, config = type(model).__name__, model.config.get_text_config()
+    known = ("eager", *(name for name in ALL_ATTENTION_FUNCTIONS if not name.startswith("paged|")))
+    if implementation not in known:
+        raise ValueError(
+            f"the model's attention is {implementation!r}, expected one of {', '.join(known)}; "
+            "model.set_attn_implementation(...) first"
+        )
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - set(_SPREAD))
+    if others or getattr(model, "_is_stateful", False) or config.is_encoder_decoder:
+        what = ", ".join(others) or ("an encoder" if config.is_encoder_decoder else "a state along the sequence")
+        raise ValueError(f"{name} has {what}, expected causal attention, full or with a window, in every layer")
+    if not model._can_set_attn_implementation():
+        raise ValueError(f"{name} does not take its attention from Hugging Face's AttentionInterface, which is needed")
+
+
+def _hooks(model: PreTrainedModel, ctx: SequenceParallel, implementation: str) -> list[RemovableHandle]:
+    layers = model.config.get_text_config().num_hidden_layers
+    last = torch.zeros((), dtype=torch.int64)
+
+    def add_layout(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        kwargs = with_layout(args, kwargs, ctx, implementation)
+        last.fill_(kwargs["ulysses_layout"].last_position)
+        return args, kwargs
+
+    def check_layers(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        if (asked := len(kwargs["ulysses_layout"].asked)) < layers:
+            raise ValueError(f"{asked} of {layers} layers attended over the whole sequence; leave this model whole")
+
+    def add_last_position(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        positions = kwargs.get("position_ids", args[1] if len(args) > 1 else None)
+        extended = torch.cat([positions, last.to(positions).expand(*positions.shape[:-1], 1)], -1)
+        return args[:1], kwargs | {"position_ids": extended}
+
+    def drop_last_position(module: nn.Module, args: tuple, output: tuple) -> tuple:
+        return tuple(values[..., :-1, :] for values in output)
+
+    base = model.base_model
+    handles = [
+        base.register_forward_pre_hook(add_layout, with_kwargs=True),
+        base.register_forward_hook(check_layers, with_kwargs=True),
+    ]
+    for module in base.modules():
+        kinds = str(getattr(module, "rope_type", ""))  # a name, or one for each kind of layers
+        if "dynamic" in kinds or "longrope" in kinds:
+            handles.append(module.register_forward_pre_hook(add_last_position, with_kwargs=True))
+            handles.append(module.register_forward_hook(drop_last_position))
+    return handles
+
+
+def with_layout(args: tuple, kwargs: dict[str, Any], ctx: SequenceParallel, implementation: str) -> dict[str, Any]:
+    """The keyword arguments of a base model's forward with the whole sequences' layout, and global position_ids."""
+    ids = kwargs.get("input_ids", args[0] if args else None)
+    tokens = ids if ids is not None else kwargs.get("inputs_embeds")
+    if tokens is None or len(args) > 1:
+        raise ValueError("under sequence parallelism pass input_ids or inputs_embeds, and the rest by keyword")
+    if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
+        raise ValueError("a cache is not spread over ranks: use_cache=False, or sp.restore(model) before generating")
+    if kwargs.get("output_router_logits"):
+        raise ValueError("the router's balancing loss is not spread over ranks: output_router_logits=False")
+    batch, local = tokens.shape[:2]
+    positions = kwargs.get("position_ids")
+    if positions is None:
+        positions = torch.arange(ctx.rank * local, (ctx.rank + 1) * local, device=tokens.device)[None]
+    if positions.shape[-1] != local:
+        raise ValueError(
+            f"position_ids is {list(positions.shape)} for {local} tokens, expected this rank's shard of it"
+        )
+    mask = kwargs.get("attention_mask")
+    if mask is not None and (not isinstance(mask, torch.Tensor) or mask.shape != (batch, local)):
+        kind = list(mask.shape) if isinstance(mask, torch.Tensor) else f"a {type(mask).__name__}"
+        raise ValueError(f"attention_mask is {kind}, expected this rank's shard of it, {[batch, local]}")
+    layout = layout_of((batch, local), positions if positions.ndim == 2 else positions[0], mask, ctx, implementation)
+    return kwargs | {"position_ids": positions, "attention_mask": None, "use_cache": False, "ulysses_layout": layout}

@@ -41,7 +41,7 @@ def cases(size: str) -> list[tuple[str, int]]:
 
 
 PACKAGES = {"liger": "liger_kernel", "liger_tiled": "liger_kernel", "cce": "cut_cross_entropy", "quack": "quack"}
-PACKAGES["deepspeed_tiled"] = "deepspeed"
+PACKAGES |= {"deepspeed": "deepspeed", "deepspeed_tiled": "deepspeed"}
 
 
 def available(contestant: str) -> str | None:

@@ -19,6 +19,8 @@ def test_smoke() -> None:
         "gated_mlp": "seqtile",
         "tile_of_mlp": "x 1/4",
         "tile_of_loss": "x 2",
+        "8/2 packed": "seqtile",
+        "9/3 plain": "seqtile",
     }
     for subject, ours in subjects.items():
         for contestant in ("huggingface", ours):

@@ -24,12 +24,14 @@ HEADS = {  # architecture and shape: query heads / kv heads
 _ROPE = {"rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 40}
 LONG_ROPE = _ROPE | {
     "rope_type": "longrope",
-    "original_max_position_embeddings": 60,
     "short_factor": [1.0] * 6,
     "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 6.0],
 }
 ROTARY = {  # whose angles depend on the length of the whole sequence, which is past the original one on the last rank
-    "long": ("phi3", {"rope_parameters": LONG_ROPE, "max_position_embeddings": 160}),
+    "long": (
+        "phi3",
+        {"rope_parameters": LONG_ROPE, "max_position_embeddings": 160, "original_max_position_embeddings": 60},
+    ),
     "dynamic": ("llama", {"rope_parameters": _ROPE | {"rope_type": "dynamic"}, "max_position_embeddings": 40}),
 }
 WRAPPED = {"flash": "flash_attention_3", "flex": "flex_attention"}

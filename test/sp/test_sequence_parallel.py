@@ -79,3 +79,9 @@ def test_trainer(ranks: int, size: int, one_process: str) -> None:
     """Three epochs, accumulating over batches of uneven labels, with PEFT too; resumed in the middle of an epoch."""
     output = torchrun(ranks, WORKER, "train", one_process, str(size))
     assert all(f"rank {rank}: trained, adapter {peft}" in output for rank in range(ranks) for peft in (False, True))
+
+
+@pytest.mark.dist
+def test_trainer_with_deepspeed(one_process: str) -> None:
+    output = torchrun(4, WORKER, "train_zero3", one_process, "2")
+    assert all(f"rank {rank}: trained under ZeRO-3" in output for rank in range(4))

@@ -3,6 +3,7 @@
 import json
 import sys
 import tempfile
+from contextlib import nullcontext
 from pathlib import Path
 
 import torch
@@ -57,7 +58,19 @@ class Recorded(TrainerCallback):
         self.weights: list[torch.Tensor] = []
 
     def on_step_end(self, args: object, state: object, control: object, model: nn.Module, **_: object) -> None:
-        self.weights.append(torch.cat([p.detach().flatten() for p in model.parameters() if p.requires_grad]))
+        self.weights.append(weights_of(model))
+
+
+def weights_of(model: nn.Module) -> torch.Tensor:
+    """All that are trained, also of a model that ZeRO-3 holds in parts."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    gathered = nullcontext()
+    if any(hasattr(parameter, "ds_id") for parameter in trained):
+        import deepspeed
+
+        gathered = deepspeed.zero.GatheredParameters(trained)
+    with gathered:
+        return torch.cat([parameter.detach().flatten() for parameter in trained])
 
 
 def model_of(adapter: bool) -> nn.Module:
@@ -77,11 +90,12 @@ def model_of(adapter: bool) -> nn.Module:
     return model
 
 
-def trainer(output: str, adapter: bool, accumulate: int, ctx: sp.SequenceParallel | None) -> tuple[Trainer, Recorded]:
+def trainer(
+    output: str, adapter: bool, accumulate: int, ctx: sp.SequenceParallel | None, **options: object
+) -> tuple[Trainer, Recorded]:
     arguments = TrainingArguments(
         output_dir=output,
         per_device_train_batch_size=1,
-        per_device_eval_batch_size=5,
         gradient_accumulation_steps=accumulate,
         gradient_checkpointing=True,
         num_train_epochs=EPOCHS,
@@ -94,12 +108,13 @@ def trainer(output: str, adapter: bool, accumulate: int, ctx: sp.SequenceParalle
         prediction_loss_only=True,
         report_to=[],
         use_cpu=True,
-        ddp_backend="gloo" if ctx else None,
         disable_tqdm=True,
         seed=1,
+        data_seed=7,
+        **options,
     )
     recorded = Recorded()
-    options = {
+    data = {
         "train_dataset": Documents(),
         "eval_dataset": Documents(),
         "data_collator": collate,
@@ -107,13 +122,18 @@ def trainer(output: str, adapter: bool, accumulate: int, ctx: sp.SequenceParalle
     }
     model = model_of(adapter)
     if ctx is None:
-        return Trainer(model, arguments, **options), recorded
+        return Trainer(model, arguments, **data), recorded
     apply_seqtile(model, chunk_tokens=10)
-    return SequenceParallelTrainer(model, arguments, sequence_parallel=ctx, **options), recorded
+    return SequenceParallelTrainer(model, arguments, sequence_parallel=ctx, **data), recorded
 
 
 def losses_of(run: Trainer) -> list[float]:
     return [entry["loss"] for entry in run.state.log_history if "loss" in entry]
+
+
+def evaluate(run: Trainer, batch_size: int) -> float:
+    run.args.per_device_eval_batch_size = batch_size
+    return run.evaluate()["eval_loss"]
 
 
 def one_process(file: str) -> None:
@@ -123,7 +143,8 @@ def one_process(file: str) -> None:
         with tempfile.TemporaryDirectory() as output:
             run, recorded = trainer(output, adapter, ACCUMULATE, None)
             run.train()
-            found[adapter] = (losses_of(run), run.evaluate()["eval_loss"], torch.stack(recorded.weights))
+            evaluated = {batch_size: evaluate(run, batch_size) for batch_size in (4, 5)}
+            found[adapter] = (losses_of(run), evaluated, torch.stack(recorded.weights))
     torch.save(found, file)
 
 
@@ -135,16 +156,39 @@ def train(file: str, size: str) -> None:
         shared = [tempfile.mkdtemp()]
         dist.broadcast_object_list(shared)
         accumulate = ACCUMULATE // ctx.data_parallel_size
-        run, recorded = trainer(shared[0], adapter, accumulate, ctx)
-        start = torch.cat([p.detach().flatten() for p in run.model.parameters() if p.requires_grad])
+        run, recorded = trainer(shared[0], adapter, accumulate, ctx, ddp_backend="gloo")
+        start = weights_of(run.model)
         run.train()
         check(recorded.weights, weights, start, losses_of(run), losses)
-        if ctx.data_parallel_size == 1:  # with more groups Trainer weights their batches by their labels
-            assert abs(run.evaluate()["eval_loss"] / evaluated - 1) <= 1e-4
-        resumed, again = trainer(shared[0], adapter, accumulate, ctx)
+        for batch_size, loss in evaluated.items():
+            if SAMPLES % (batch_size * ctx.data_parallel_size) == 0 or ctx.data_parallel_size == 1:
+                assert abs(evaluate(run, batch_size) / loss - 1) <= 1e-5, f"evaluated by {batch_size}"
+        resumed, again = trainer(shared[0], adapter, accumulate, ctx, ddp_backend="gloo")
         resumed.train(resume_from_checkpoint=f"{shared[0]}/checkpoint-8")  # epochs have six updates
         check(again.weights, weights[8:], start, losses_of(resumed), losses)
         print(f"rank {dist.get_rank()}: trained, adapter {adapter}", flush=True)
+
+
+def train_zero3(file: str, size: str) -> None:
+    """Under DeepSpeed, as Trainer starts it."""
+    ctx = sp.initialize(int(size))
+    losses, _, weights = torch.load(file)[False]
+    config = {
+        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
+        "train_micro_batch_size_per_gpu": "auto",
+        "gradient_accumulation_steps": "auto",
+        "gradient_clipping": "auto",
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+    }
+    with tempfile.TemporaryDirectory() as output:
+        run, recorded = trainer(
+            output, False, ACCUMULATE // ctx.data_parallel_size, ctx, deepspeed=config, save_strategy="no"
+        )
+        start = weights_of(run.model)
+        run.train()
+    check(recorded.weights, weights, start, losses_of(run), losses)
+    print(f"rank {dist.get_rank()}: trained under ZeRO-3", flush=True)
 
 
 def check(

@@ -1,7 +1,7 @@
 """One rank of a group: trains spread over the ranks and in one process, and compares.
 
 torchrun --standalone --nproc-per-node N worker.py attention | reducers FAMILY | refusals | loader | death |
-    train FILE SIZE
+    train FILE SIZE | train_zero3 FILE SIZE
 """
 
 import copy
@@ -80,7 +80,7 @@ def attention() -> None:
 
 
 def main(what: str, *arguments: str) -> None:
-    if what == "reducers" and arguments[0].startswith("zero"):
+    if what == "train_zero3" or (what == "reducers" and arguments[0].startswith("zero")):
         import deepspeed
 
         deepspeed.init_distributed("gloo")
@@ -91,7 +91,7 @@ def main(what: str, *arguments: str) -> None:
     else:
         from sp import loading, steps, trainer
 
-        room = {"loader": loading, "train": trainer}.get(what, steps)
+        room = {"loader": loading, "train": trainer, "train_zero3": trainer}.get(what, steps)
         getattr(room, what)(*arguments)
     dist.barrier()
     dist.destroy_process_group()

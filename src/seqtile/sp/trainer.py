@@ -18,7 +18,8 @@ class SequenceParallelTrainerMixin:
     The model's attention is spread over the group, its ranks draw the same samples and each keeps its own part of every
     sequence. Trainer itself counts the labels of an accumulation window over all ranks and scales every rank's loss by
     their number, which is what a shard's share of the loss needs; so training changes nothing else, and a step is the
-    step of one process with `size` times fewer ranks. Evaluation reports the loss of whole sequences.
+    step of one process with `size` times fewer ranks. Evaluation reports the mean over samples of the losses of their
+    batches, as one process does (samples that even out the groups' last batches are in those).
 
     Raises ValueError for what would mix shards up: `average_tokens_across_devices=False`, a loss function or label
     smoothing of Trainer's, evaluation with logits, and a loader that dispatches batches.
@@ -57,11 +58,12 @@ class SequenceParallelTrainerMixin:
         return loader
 
     def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        result = super().compute_loss(model, inputs, *args, **kwargs)
         if self.model.training:
-            return result
+            return super().compute_loss(model, inputs, *args, **kwargs)
+        kwargs["num_items_in_batch"] = None  # the labels of all groups; the batch has its own group's
+        result = super().compute_loss(model, inputs, *args, **kwargs)
         loss, *others = result if isinstance(result, tuple) else (result,)
-        loss = reduce_loss(loss, self.sequence_parallel) / self.sequence_parallel.size  # Trainer's mean over ranks
+        loss = reduce_loss(loss, self.sequence_parallel)
         return (loss, *others) if others else loss
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:

@@ -25,6 +25,11 @@ def test_each_query_once(shape: tuple[int, int, int, int]) -> None:
             done += [(head, row) for first, last in share.rows for row in range(first, last)]
         assert {*share.kv_of_q} == {*range(share.kv.stop - share.kv.start)}, "a kv head was sent that no query reads"
         assert list(share.rows) == sorted(share.rows)
+        for queries, kv_group in share.groups:
+            together, kvs = share.kv_of_q[queries], range(share.kv.stop - share.kv.start)[kv_group]
+            each = len(together) // len(kvs)
+            assert together == tuple(kv for kv in kvs for _ in range(each)), "kernels read it otherwise"
+        assert [kv for queries, _ in share.groups for kv in share.kv_of_q[queries]] == list(share.kv_of_q)
     assert sorted(done) == [(head, row) for head in range(q_heads) for row in range(length)]
 
 

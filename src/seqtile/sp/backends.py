@@ -29,9 +29,9 @@ def attend(attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tens
 
     Queries of padding get zeros.
     """
-    if attention.share.per_kv is None:  # every query head gets a kv head of its own
-        k, v = (x[:, list(attention.share.kv_of_q)] for x in (k, v))
-    out = _form(attention.layout.implementation)(attention, q, k, v)
+    compute, groups = _form(attention.layout.implementation), attention.share.groups
+    parts = [compute(attention, q[:, queries], k[:, kv], v[:, kv]) for queries, kv in groups]
+    out = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
     if q.requires_grad and not out.requires_grad:  # nothing but padding here; the backward's collectives must still run
         out = torch.cat([out, q.transpose(1, 2)[:, :0].expand(-1, -1, -1, v.shape[3])], 1)
     return out

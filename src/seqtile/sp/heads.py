@@ -26,10 +26,14 @@ class Share(NamedTuple):
     """The queries: all of them unless ranks share a head."""
 
     @property
-    def per_kv(self) -> int | None:
-        """How many query heads read each kv head, if all are read by as many; None otherwise."""
-        per_kv = len(self.kv_of_q) // (self.kv.stop - self.kv.start)
-        return per_kv if self.kv_of_q == tuple(i // per_kv for i in range(len(self.kv_of_q))) else None
+    def groups(self) -> list[tuple[slice, slice]]:
+        """Of these query heads and these kv heads, which to compute together: all if each kv head is read by as many,
+        as kernels expect; or those of each kv head."""
+        read = [self.kv_of_q.count(kv) for kv in range(self.kv.stop - self.kv.start)]
+        if len(set(read)) == 1:
+            return [(slice(None), slice(None))]
+        ends = [sum(read[:kv]) for kv in range(len(read) + 1)]
+        return [(slice(ends[kv], ends[kv + 1]), slice(kv, kv + 1)) for kv in range(len(read))]
 
     def place(self, token: int) -> int:
         """How many of the queries come before that of `token`, which is among them."""

@@ -25,7 +25,8 @@ def reduce_loss(loss: torch.Tensor, ctx: SequenceParallel) -> torch.Tensor:
     A share is what a rank's tokens add to the loss: their sum divided by the group's number of labelled tokens, as a
     model computes it that is given `num_items_in_batch` by `DataShardingCollator`. Its gradient is multiplied by the
     size of the group, so that a reducer that averages over all ranks (DDP, FSDP2, ZeRO) ends with the gradient that
-    one process would have: the average over data-parallel groups of their groups' gradients.
+    one process would have: the average over data-parallel groups of their groups' gradients. A DeepSpeed engine is told
+    `backward(loss, scale_wrt_gas=False)`. Hugging Face's Trainer scales by itself: with its mixin, this is not called.
     """
     return ReduceLossFunction.apply(loss, ctx.group, ctx.size)
 

@@ -36,8 +36,8 @@ test: $(STAMP)  ## all tests that need no GPU: plain, in Triton's interpreter, o
 test-dist: $(STAMP)  ## the tests that start several processes
 	$(BIN)/python -m pytest -q -m dist
 
-test-gpu:  ## kernels, ops and models on a GPU, with the python at hand (PYTHON=...)
-	PYTHONPATH=src $(PYTHON) -m pytest -q -p no:cacheprovider --device cuda -m "not dist" test/kernels test/ops test/models
+test-gpu:  ## kernels, ops, models and sp on a GPU, with the python at hand (PYTHON=...)
+	PYTHONPATH=src $(PYTHON) -m pytest -q -p no:cacheprovider --device cuda -m "not dist" test/kernels test/ops test/models test/sp
 
 lint: $(STAMP)  ## check style and format
 	$(BIN)/ruff check .
@@ -47,7 +47,7 @@ format: $(STAMP)  ## mend style and format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(STAMP)  ## time and memory of the loss and the MLP, side by side; BENCH=smoke for tiny sizes
+bench: $(STAMP)  ## the loss, the MLP and sequence parallelism, side by side: time, memory, bytes sent; BENCH=smoke for tiny sizes
 	$(BIN)/python -m benchmark.run
 
 table: $(STAMP)  ## the newest benchmark results as a table

@@ -27,6 +27,7 @@ class ShardedDataLoader:
     Args:
         dataloader: yields batches (dicts), different ones on different ranks; ranks may have different numbers of them.
         ctx: the group.
+        device: where its shards are put; by default where the group's collectives run.
 
     An epoch has as many steps as the group's loaders have batches together. `state_dict` tells how far it is; a run
     that loads it goes on with the step that would have come next, if the loader's order follows from torch's random
@@ -35,8 +36,10 @@ class ShardedDataLoader:
     Raises ValueError on every rank, and none waits, if a batch of one of them cannot be cut.
     """
 
-    def __init__(self, dataloader: Iterable[dict[str, Any]], ctx: SequenceParallel):
-        self.dataloader, self.ctx = dataloader, ctx
+    def __init__(
+        self, dataloader: Iterable[dict[str, Any]], ctx: SequenceParallel, device: torch.device | str | None = None
+    ):
+        self.dataloader, self.ctx, self.device = dataloader, ctx, device or device_of(ctx)
         self.epoch = self.steps = 0
         """The epoch that runs or comes next, and how many of its steps are done."""
         self._start: dict[str, Any] = {}
@@ -67,7 +70,7 @@ class ShardedDataLoader:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         batches, self.steps = self._batches(), self.steps if self._resume else 0
-        for found in rounds(batches, self.ctx, skip=self.steps):
+        for found in rounds(batches, self.ctx, self.device, skip=self.steps):
             self.steps += 1
             yield found
         self.epoch, self.steps = self.epoch + 1, 0
@@ -93,7 +96,7 @@ class ShardedDataLoader:
 
 
 def rounds(
-    batches: Iterator[dict[str, Any]], ctx: SequenceParallel, skip: int = 0
+    batches: Iterator[dict[str, Any]], ctx: SequenceParallel, device: torch.device | str, skip: int = 0
 ) -> Iterator[dict[str, torch.Tensor]]:
     """This rank's shards of what the ranks of the group draw, round by round, rank by rank; the first `skip` left out.
 
@@ -120,7 +123,7 @@ def rounds(
             if skip > 0:
                 skip -= 1
                 continue
-            yield torch.load(io.BytesIO(parcel.cpu().numpy().tobytes()), weights_only=True)
+            yield torch.load(io.BytesIO(parcel.cpu().numpy().tobytes()), map_location=device, weights_only=True)
 
 
 def _parcels(batch: dict[str, Any] | None, ctx: SequenceParallel) -> tuple[list[torch.Tensor], Exception | None]:

@@ -30,7 +30,8 @@ class Applied(NamedTuple):
 
 
 def apply_ulysses(model: PreTrainedModel, ctx: SequenceParallel) -> None:
-    """Spreads the attention of this model over the ranks of `ctx`. Applying twice changes nothing.
+    """Spreads the attention of this model, which may be in PEFT's wrapper, over the ranks of `ctx`. Applying twice
+    changes nothing.
 
     Every forward then takes shards: `input_ids` [B, S / size] and, where documents are packed or rows are padded, the
     shards of `position_ids` and `attention_mask`, as `DataShardingCollator` cuts them.
@@ -38,6 +39,7 @@ def apply_ulysses(model: PreTrainedModel, ctx: SequenceParallel) -> None:
     Raises ValueError, and changes nothing, for a model that mixes tokens in another way than by an attention of Hugging
     Face's interface, and TypeError for anything but a Hugging Face model.
     """
+    model = _without_adapter(model)
     if not isinstance(model, PreTrainedModel):
         raise TypeError(f"expected a Hugging Face model, got a {type(model).__name__}; pass the model itself")
     if (applied := getattr(model, _APPLIED, None)) is not None:
@@ -53,10 +55,16 @@ def apply_ulysses(model: PreTrainedModel, ctx: SequenceParallel) -> None:
 
 def restore(model: PreTrainedModel) -> None:
     """Takes `apply_ulysses` back."""
+    model = _without_adapter(model)
     if (applied := vars(model).pop(_APPLIED, None)) is not None:
         for handle in applied.handles:
             handle.remove()
         model.set_attn_implementation(applied.implementation)
+
+
+def _without_adapter(model: nn.Module) -> nn.Module:
+    """The model in PEFT's wrapper."""
+    return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
 def _check(model: PreTrainedModel, implementation: str) -> None:

@@ -34,8 +34,7 @@ class SequenceParallelTrainerMixin:
             raise ValueError("compute_loss_func and label_smoothing_factor do not know of shards; use the model's loss")
         if self.accelerator.dispatch_batches:
             raise ValueError("expected dispatch_batches=False: every rank loads its group's samples itself")
-        model = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
-        apply_ulysses(model, sequence_parallel)
+        apply_ulysses(self.model, sequence_parallel)
         self.data_collator = DataShardingCollator(self.data_collator, sequence_parallel)
 
     def get_train_dataloader(self) -> DataLoader:

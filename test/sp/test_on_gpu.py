@@ -1,0 +1,73 @@
+"""On a GPU: the kernels that a CPU lacks, flash and flex attention, and collectives of nccl, on one rank."""
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from assertions import assert_as_exact, relative_error
+from seqtile import sp
+from seqtile.sp.backends import attend
+from seqtile.sp.heads import Share, share_of
+from sp.attentions import asked, dense
+from sp.cases import attention_cases, batch_of_kind
+from tiny import build, loss_and_gradients
+
+pytestmark = pytest.mark.gpu
+LENGTH, DOCUMENTS = 1000, ((0, 300), (300, 910))
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"])
+@pytest.mark.parametrize("window", [None, 130])
+@pytest.mark.parametrize(("rank", "size"), [(0, 1), (0, 2), (1, 2)])
+def test_attention(implementation: str, window: int | None, rank: int, size: int) -> None:
+    """bfloat16, against dense attention in the same dtype and in float64; queries of padding get zeros."""
+    package = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}.get(implementation)
+    if package:
+        pytest.importorskip(package)
+    rows = share_of(rank, size, 1, 1, LENGTH).rows
+    share = Share(slice(0, 4), slice(0, 2), (0, 0, 1, 1), rows)
+    index = torch.cat([torch.arange(first, last) for first, last in rows])
+    tokens = torch.arange(LENGTH)
+    document = sum((tokens >= start).long() for start, _ in DOCUMENTS)
+    distance = index[:, None] - tokens
+    seen = (distance >= 0) & (document[index][:, None] == document) & (distance < (window or LENGTH))
+    seen &= (tokens < DOCUMENTS[-1][1])[index][:, None]
+    operands = [torch.randn(1, heads, LENGTH, 64, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2)]
+    upstream = torch.randn(1, 4, len(index), 64, device="cuda", dtype=torch.bfloat16)
+
+    def run(dtype: torch.dtype, ours: bool) -> list[torch.Tensor]:
+        q, k, v = (x.to(dtype).requires_grad_() for x in operands)
+        if ours:
+            asking = asked(implementation, (DOCUMENTS,), LENGTH, share, window, scaling=None, dropout=0.0)
+            out = attend(asking, q[:, :, index], k, v).transpose(1, 2)
+        else:
+            hidden = ~seen.any(-1, keepdim=True).cuda()
+            out = dense(q[:, :, index], k, v, seen.cuda() | hidden, None).masked_fill(hidden, 0)
+        return [out, *torch.autograd.grad(out, (q, k, v), upstream.to(dtype))]
+
+    found = zip(run(torch.bfloat16, True), run(torch.bfloat16, False), run(torch.float64, False), strict=True)
+    for ours, same_dtype, truth in found:
+        assert_as_exact(ours, same_dtype, truth)
+
+
+def test_one_rank_of_nccl(tmp_path) -> None:
+    """Loss and gradients of every kind of heads and of sequence, in float32."""
+    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
+    try:
+        ctx = sp.initialize(1)
+        for case, kind, arch, shape in attention_cases():
+            model = build(arch, device="cuda", **shape)
+            batch = {
+                name: value.cuda() if isinstance(value, torch.Tensor) else value
+                for name, value in batch_of_kind(kind).items()
+            }
+            loss, gradients = loss_and_gradients(model, **batch)
+            model.zero_grad()
+            sp.apply_ulysses(model, ctx)
+            ours = sp.reduce_loss(model(**sp.shard(batch, ctx)).loss, ctx)
+            ours.backward()
+            assert relative_error(ours, loss) <= 1e-5, f"{case}, {kind}"
+            for name, parameter in model.named_parameters():
+                assert relative_error(parameter.grad, gradients[name]) <= 1e-4, f"{case}, {kind}: {name}"
+    finally:
+        dist.destroy_process_group()

@@ -16,7 +16,9 @@ pytestmark = pytest.mark.gpu
 LENGTH, DOCUMENTS = 1000, ((0, 300), (300, 910))
 
 
-@pytest.mark.parametrize("implementation", ["sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"])
+@pytest.mark.parametrize(
+    "implementation", ["sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"]
+)
 @pytest.mark.parametrize("window", [None, 130])
 @pytest.mark.parametrize(("rank", "size"), [(0, 1), (0, 2), (1, 2)])
 def test_attention(implementation: str, window: int | None, rank: int, size: int) -> None:

@@ -109,32 +109,39 @@ class ExchangeFunction(torch.autograd.Function):
 def exchange(
     tensors: Sequence[torch.Tensor], route: Route, shapes: Sequence[Sequence[int]], group: dist.ProcessGroup
 ) -> list[torch.Tensor]:
-    """One all-to-all. What several ranks send for one place, gradients of a kv head they share, is added in float32."""
-    pieces = [[piece.of(tensors) for piece in there] for there in route.sent]
-    sent = [sum(piece.numel() for piece in there) for there in pieces]
-    buffer = tensors[0].new_empty(sum(sent))
-    flat = [piece for there in pieces for piece in there]
-    for piece, place in zip(flat, buffer.split([piece.numel() for piece in flat]), strict=True):
-        place.view(piece.shape).copy_(piece)
+    """One all-to-all. What several ranks send for one place, gradients of a kv head they share, is added in float32.
 
+    Allocates what is sent, then what is received, then the results; never all three.
+    """
     blank = [torch.empty(shape, device="meta") for shape in shapes]
+    sent = [sum(piece.of(tensors).numel() for piece in there) for there in route.sent]
     received = [sum(piece.of(blank).numel() for piece in there) for there in route.received]
+    arrived = all_to_all(_packed(tensors, route), sent, received, group)
+
     places = [piece for there in route.received for piece in there]
     sizes = [place.of(blank).numel() for place in places]
-    arrived = all_to_all(buffer, sent, received, group).split(sizes)
-
     made, added = [], []
     for i, whole in enumerate(blank):
         covered = sum(size for place, size in zip(places, sizes, strict=True) if place.tensor == i)
         added.append(covered > whole.numel())
-        dtype = torch.promote_types(buffer.dtype, torch.float32) if added[i] else buffer.dtype
-        make = buffer.new_zeros if added[i] else buffer.new_empty
+        dtype = torch.promote_types(arrived.dtype, torch.float32) if added[i] else arrived.dtype
+        make = arrived.new_zeros if added[i] else arrived.new_empty
         made.append(make(whole.shape, dtype=dtype))
-    for place, values in zip(places, arrived, strict=True):
+    for place, values in zip(places, arrived.split(sizes), strict=True):
         part = place.of(made)
         put = part.add_ if added[place.tensor] else part.copy_
         put(values.view(part.shape))
-    return [tensor.to(buffer.dtype) for tensor in made]
+    return [tensor.to(arrived.dtype) for tensor in made]
+
+
+def _packed(tensors: Sequence[torch.Tensor], route: Route) -> torch.Tensor:
+    """What is sent, rank by rank, in one buffer."""
+    pieces = [piece.of(tensors) for there in route.sent for piece in there]
+    sizes = [piece.numel() for piece in pieces]
+    buffer = tensors[0].new_empty(sum(sizes))
+    for piece, place in zip(pieces, buffer.split(sizes), strict=True):
+        place.view(piece.shape).copy_(piece)
+    return buffer
 
 
 def all_to_all(buffer: torch.Tensor, sent: list[int], received: list[int], group: dist.ProcessGroup) -> torch.Tensor:

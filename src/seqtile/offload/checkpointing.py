@@ -1,0 +1,159 @@
+"""Activation checkpointing whose saved inputs wait in host memory.
+
+Non-reentrant checkpointing saves a region's inputs as autograd saves any tensor, through hooks; here the hooks put them
+into a `Store` and take them back. Copies out run while the region computes, copies back while the next one does.
+Source: Arctic Long Sequence Training, 3.3 (there with copies that wait).
+"""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from transformers import PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from seqtile.offload.copies import OnSideStream
+from seqtile.offload.host import HostMemoryFull, Pool
+from seqtile.offload.store import Held, Store
+
+SMALL = 2**20  # bytes: what is smaller stays where it is
+_ENABLED = "_seqtile_offload"  # on a model: its Checkpoints
+
+
+@dataclass
+class Checkpoints:
+    """Checkpointed regions that put their inputs into one store."""
+
+    store: Store
+    strict: bool = False
+    """Whether host memory that is full is an error."""
+    small: int = SMALL
+    warned: bool = False
+
+    def __call__(self, function: Callable[..., Any], *args: Any, kept: bool = False) -> Any:
+        """`function(*args)`, to be computed again in the backward. `kept`: its inputs stay where they are."""
+        pack = self._keep if kept else self._put
+        with torch.autograd.graph.saved_tensors_hooks(pack, self._take):
+            return torch_checkpoint(function, *args, use_reentrant=False)
+
+    def _put(self, tensor: torch.Tensor) -> torch.Tensor | Held:
+        small = tensor.numel() * tensor.element_size() < self.small
+        if small or not tensor.is_floating_point() or isinstance(tensor, nn.Parameter):
+            return tensor
+        try:
+            return self.store.put(tensor)
+        except HostMemoryFull as error:
+            if self.strict:
+                raise
+            if not self.warned:
+                warnings.warn(f"the inputs of the other layers stay on the GPU: {error}", stacklevel=2)
+                self.warned = True
+            return self._keep(tensor)
+
+    def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
+        self.store.settle()
+        return tensor
+
+    def _take(self, saved: torch.Tensor | Held) -> torch.Tensor:
+        return self.store.take(saved) if isinstance(saved, Held) else saved
+
+
+def enable(
+    model: PreTrainedModel,
+    *,
+    keep_last: int = 1,
+    host_memory_limit: int | None = None,
+    tokens: int | None = None,
+    strict: bool = False,
+) -> None:
+    """Activation checkpointing of every layer, with the layers' inputs in host memory until the backward.
+
+    Args:
+        model: any Hugging Face model whose layers can be checkpointed, on its GPU.
+        keep_last: how many of the last layers keep their inputs on the GPU, where the backward needs them at once.
+        host_memory_limit: bytes; by default what the machine, or its control group, has left but for 1 GiB.
+        tokens: of a step on this GPU. Given, host memory for them is registered now; else in the first step.
+        strict: raise HostMemoryFull when host memory is full; by default the inputs of the other layers stay on the
+            GPU, with a warning.
+
+    Host memory: one layer input (tokens x hidden x bytes an element) for every layer but the last, pinned, reused in
+    every step, returned by `disable`. On the GPU: one layer input on its way out or back. Without a GPU it is plain
+    checkpointing, with a warning. A call replaces the one before.
+
+    Raises ValueError, and changes nothing, for a model without such layers, for keep_last < 0 and for tokens < 1.
+    """
+    layers = layers_of(model)
+    if not layers or not getattr(model, "supports_gradient_checkpointing", False):
+        raise ValueError(f"{type(model).__name__} has no layers that can be checkpointed so; use offload.checkpoint")
+    if keep_last < 0:
+        raise ValueError(f"keep_last is {keep_last}, expected 0 or more layers")
+    if tokens is not None and tokens < 1:
+        raise ValueError(f"tokens is {tokens}, expected at least 1")
+    disable(model)
+    switch = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    switch({"use_reentrant": False})
+    weight = next(model.parameters())
+    if weight.device.type != "cuda":
+        warnings.warn(f"the model is on {weight.device}: what its checkpoints save stays there", stacklevel=2)
+        return
+    checkpoints = Checkpoints(store_on(weight.device, host_memory_limit), strict)
+    if tokens is not None:
+        size = tokens * model.config.get_text_config().hidden_size * weight.element_size()
+        checkpoints.store.pool.reserve(max(0, len(layers) - keep_last), size)
+    hand_out(checkpoints, model, keep_last)
+
+
+def hand_out(checkpoints: Checkpoints, model: PreTrainedModel, keep_last: int) -> None:
+    """Gives every layer of a model that checkpoints its function."""
+    layers = layers_of(model)
+    for i, layer in enumerate(layers):
+        layer._gradient_checkpointing_func = partial(checkpoints, kept=i >= len(layers) - keep_last)
+    setattr(model, _ENABLED, checkpoints)
+
+
+def layers_of(model: nn.Module) -> list[GradientCheckpointingLayer]:
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
+def disable(model: PreTrainedModel | None = None) -> None:
+    """Takes `enable` back, checkpointing included, and returns its host memory to the system; without a model, the host
+    memory of `checkpoint`. What a graph still holds is returned when it is freed."""
+    if model is None:
+        _shared.cache_clear()
+    elif (checkpoints := vars(model).pop(_ENABLED, None)) is not None:
+        switch = getattr(model, "activation_checkpointing_disable", None) or model.gradient_checkpointing_disable
+        switch()
+        checkpoints.store.pool.close()
+
+
+def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
+    """Non-reentrant `torch.utils.checkpoint.checkpoint(function, *args)` with its saved arguments in host memory, for
+    models that are not Hugging Face's. All calls on a GPU share a store. What is not on a GPU stays where it is."""
+    devices = {arg.device for arg in args if isinstance(arg, torch.Tensor) and arg.is_cuda}
+    if len(devices) != 1:
+        return torch_checkpoint(function, *args, use_reentrant=False)
+    return _shared(devices.pop())(function, *args)
+
+
+@cache
+def _shared(device: torch.device) -> Checkpoints:
+    return Checkpoints(store_on(device, None))
+
+
+def store_on(device: torch.device, limit: int | None) -> Store:
+    """A store for tensors of a GPU, in registered (pinned) memory."""
+    runtime = torch.cuda.cudart()
+
+    def register(address: int, size: int) -> None:
+        torch.cuda.check_error(int(runtime.cudaHostRegister(address, size, 0)))
+
+    def unregister(address: int) -> None:
+        torch.cuda.synchronize(device)
+        torch.cuda.check_error(int(runtime.cudaHostUnregister(address)))
+
+    return Store(Pool(limit, register, unregister), OnSideStream(device))

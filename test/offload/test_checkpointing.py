@@ -1,0 +1,144 @@
+"""Checkpointed models whose layer inputs are in a store: the same bits, in memory that does not grow with layers."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from measure import LiveBytes
+from seqtile import apply_seqtile, offload
+from seqtile.models.arch import ARCHS
+from seqtile.offload.checkpointing import Checkpoints, hand_out
+from seqtile.offload.copies import AtOnce
+from seqtile.offload.host import HostMemoryFull, Pool
+from seqtile.offload.store import Store
+from tiny import batch_of, build, checkpointing, loss_and_gradients
+
+
+def spread(model: nn.Module, keep_last: int = 1, limit: int | None = None, **options: bool) -> Pool:
+    """`offload.enable` on a store that needs no GPU."""
+    checkpointing(model, False)
+    pool = Pool(limit)
+    hand_out(Checkpoints(Store(pool, AtOnce()), small=0, **options), model, keep_last)
+    return pool
+
+
+@pytest.mark.parametrize("tiled", [False, True], ids=["untiled", "tiled"])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_the_same_bits(arch: str, tiled: bool) -> None:
+    model, batch = build(arch, num_hidden_layers=4), batch_of(2, 70)
+    if tiled:
+        apply_seqtile(model, chunk_tokens=50)
+    checkpointing(model, False)
+    expected = loss_and_gradients(model, **batch)
+    pool = spread(model)
+    for _ in range(2):
+        ours = loss_and_gradients(model, **batch)
+        assert ours[0].equal(expected[0])
+        assert all(gradient.equal(expected[1][name]) for name, gradient in ours[1].items())
+    assert pool.total == 3 * 2 * 70 * 48 * 4, "one input for each layer but the last"
+
+
+def test_flat_in_the_number_of_layers() -> None:
+    """Live bytes but for weights and their gradients, of 2 to 32 layers, within two layer inputs."""
+    tokens, peaks = 300, {}
+    for layers in (2, 8, 32):
+        model = build("llama", num_hidden_layers=layers)
+        for parameter in model.parameters():
+            parameter.requires_grad_(False)
+        spread(model)
+        embedded = torch.randn(1, tokens, 48, requires_grad=True)
+        gc.collect()
+        with LiveBytes() as memory:
+            model(inputs_embeds=embedded, use_cache=False).logits.sum().backward()
+        peaks[layers] = memory.peak
+    one = tokens * 48 * 4
+    assert max(peaks.values()) - min(peaks.values()) <= 2 * one, peaks
+
+
+@pytest.mark.parametrize("keep_last", [0, 1, 3, 9])
+def test_the_last_layers_are_kept(keep_last: int) -> None:
+    model, batch = build("llama", num_hidden_layers=4), batch_of(1, 40)
+    pool = spread(model, keep_last)
+    loss_and_gradients(model, **batch)
+    assert pool.total == max(0, 4 - keep_last) * 40 * 48 * 4
+
+
+def test_accumulation_and_several_models() -> None:
+    """Two models and two batches, forward by forward, then backward by backward."""
+    models, batches = [build("llama"), build("qwen3")], [batch_of(1, 40), batch_of(2, 70)]
+    expected = []
+    for model in models:
+        checkpointing(model, False)
+        model.zero_grad()
+        for batch in batches:
+            model(**batch).loss.backward()
+        expected.append([parameter.grad.clone() for parameter in model.parameters()])
+    for model in models:
+        spread(model, keep_last=0)
+        model.zero_grad()
+    losses = [model(**batch).loss for batch in batches for model in models]
+    for loss in losses:
+        loss.backward()
+    for model, gradients in zip(models, expected, strict=True):
+        for parameter, gradient in zip(model.parameters(), gradients, strict=True):
+            torch.testing.assert_close(parameter.grad, gradient, rtol=1e-5, atol=1e-6)
+
+
+def test_host_memory_that_is_full() -> None:
+    """The other layers' inputs stay, with one warning, in every step alike; or it is an error."""
+    model, batch = build("llama", num_hidden_layers=4), batch_of(1, 40)
+    checkpointing(model, False)
+    expected = loss_and_gradients(model, **batch)
+    pool = spread(model, limit=2 * 40 * 48 * 4)
+    with pytest.warns(UserWarning, match="inputs of the other layers stay on the GPU") as warned:
+        for _ in range(3):
+            ours = loss_and_gradients(model, **batch)
+            assert all(gradient.equal(expected[1][name]) for name, gradient in ours[1].items())
+    assert len(warned) == 1 and pool.total == 2 * 40 * 48 * 4
+    spread(model, limit=2 * 40 * 48 * 4, strict=True)
+    with pytest.raises(HostMemoryFull, match="would exceed the limit"):
+        model(**batch)
+
+
+def test_an_exception_leaks_nothing() -> None:
+    model, batch = build("llama", num_hidden_layers=4), batch_of(1, 40)
+    pool = spread(model)
+    store = weakref.ref(model._seqtile_offload.store)
+    loss = model(**batch).loss
+    handle = model.model.layers[1].register_full_backward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(**batch).loss.backward()
+    handle.remove()
+    del loss
+    gc.collect()
+    assert len(pool._free) * 40 * 48 * 4 == pool.total, "every block is back"
+    offload.disable(model)
+    gc.collect()
+    assert pool.total == 0 and store() is None
+    assert not any(layer.gradient_checkpointing for layer in model.model.layers)
+
+
+def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch = build("llama"), batch_of(1, 40)
+    expected = loss_and_gradients(model, **batch)
+    with pytest.warns(UserWarning, match="the model is on cpu"):
+        offload.enable(model)
+    assert all(layer.gradient_checkpointing for layer in model.model.layers)
+    ours = loss_and_gradients(model, **batch)
+    assert all(gradient.equal(expected[1][name]) for name, gradient in ours[1].items())
+    x = torch.randn(3, requires_grad=True)
+    offload.checkpoint(torch.sin, x).sum().backward()
+    assert x.grad.equal(torch.cos(x))
+
+
+def test_bad_input() -> None:
+    model = build("llama")
+    for arguments, message in (({"keep_last": -1}, "keep_last is -1"), ({"tokens": 0}, "tokens is 0")):
+        with pytest.raises(ValueError, match=message):
+            offload.enable(model, **arguments)
+    with pytest.raises(ValueError, match=r"Linear has no layers that can be checkpointed so; use offload\.checkpoint"):
+        offload.enable(nn.Linear(2, 2))
+    assert not any(layer.gradient_checkpointing for layer in model.model.layers)

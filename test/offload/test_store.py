@@ -1,0 +1,163 @@
+"""A store without a device: what is put is taken, blocks are reused, nothing is copied twice, nothing is lost."""
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from seqtile.offload.copies import AtOnce
+from seqtile.offload.host import KEPT_FREE, HostMemoryFull, Pool, available
+from seqtile.offload.store import Store
+
+
+class Counted(AtOnce):
+    """Copies that tell what was done, in order."""
+
+    def __init__(self) -> None:
+        self.done: list[tuple[str, int]] = []
+
+    def out(self, tensor: torch.Tensor, block: torch.Tensor) -> int:
+        self.done.append(("out", tensor.numel()))
+        super().out(tensor, block)
+        return tensor.numel()
+
+    def back(self, block: torch.Tensor) -> tuple[torch.Tensor, int]:
+        self.done.append(("back", block.numel()))
+        return super().back(block)[0], block.numel()
+
+    def wait(self, copied: int) -> None:
+        self.done.append(("wait", copied))
+
+
+def made(limit: int | None = None) -> tuple[Store, Counted]:
+    copies = Counted()
+    return Store(Pool(limit), copies), copies
+
+
+@given(st.lists(st.integers(1, 400), min_size=1, max_size=12), st.randoms())
+@settings(deadline=None)
+def test_what_is_put_is_taken(sizes: list[int], order) -> None:
+    """In any order, twice, views and half precision among them; the sources are overwritten meanwhile."""
+    store, _ = made()
+    tensors = [torch.randn(size, 3).to(torch.bfloat16 if size % 2 else torch.float32) for size in sizes]
+    tensors = [tensor.t() if len(tensor) % 3 else tensor[::2] for tensor in tensors]
+    expected = [tensor.clone() for tensor in tensors]
+    held = [store.put(tensor) for tensor in tensors]
+    store.settle()
+    for tensor in tensors:
+        tensor.fill_(torch.nan)
+    for i in [*range(len(held)), *order.sample(range(len(held)), len(held))][::-1]:
+        taken = store.take(held[i])
+        assert taken.equal(expected[i]) and taken.dtype == expected[i].dtype
+
+
+def test_one_is_on_its_way_while_the_next_is_computed() -> None:
+    """Copies out are awaited when the next is put, copies back are begun one before they are needed."""
+    store, copies = made()
+    held = [store.put(torch.randn(size)) for size in (1, 2, 3, 4)]
+    store.settle()
+    assert copies.done == [
+        ("out", 1),
+        ("wait", 1),
+        ("out", 2),
+        ("wait", 2),
+        ("out", 3),
+        ("wait", 3),
+        ("out", 4),
+        ("wait", 4),
+    ]
+    copies.done.clear()
+    for one in held[::-1]:
+        store.take(one)
+    back = [("back", 4), ("wait", 4), ("back", 3), ("wait", 3), ("back", 2), ("wait", 2), ("back", 1), ("wait", 1)]
+    assert copies.done == back
+
+
+def test_what_is_still_here_is_not_fetched() -> None:
+    store, copies = made()
+    tensor = torch.randn(5)
+    assert store.take(store.put(tensor)).data_ptr() == tensor.data_ptr()
+    assert copies.done[0] == ("out", 5) and ("back", 5) not in copies.done
+
+
+def test_the_same_tensor_is_copied_once() -> None:
+    store, copies = made()
+    tensor, other = torch.randn(4, 5), torch.randn(4, 5)
+    first, between = store.put(tensor), store.put(other)
+    assert store.put(tensor) is first and store.put(other) is between
+    part = store.put(tensor[1:])
+    assert part is not first and store.take(part).equal(tensor[1:])
+    tensor.add_(1)
+    changed = store.put(tensor)
+    assert changed is not first and store.take(changed).equal(tensor)
+    assert sum(kind == "out" for kind, _ in copies.done) == 4
+    where = tensor.data_ptr()
+    del tensor, part, changed, first
+    again = torch.randn(4, 5)  # perhaps in the memory of the one that is gone
+    assert store.take(store.put(again)).equal(again), where
+
+
+def test_blocks_are_of_the_exact_size_and_reused() -> None:
+    registered, returned = {}, []
+    pool = Pool(None, registered.__setitem__, returned.append)
+    store = Store(pool, AtOnce())
+    for size in (1000, 1000, 900, 1000):
+        held = [store.put(torch.randn(size)) for _ in range(3)]
+        assert all(len(one.memory) == 4000 for one in held)
+        del held
+    assert pool.total == 3 * 4000 and len(registered) == 3 and not returned
+    held = [store.put(torch.randn(2000))]
+    assert pool.total == 3 * 4000 + 8000, "there is room"
+    pool.close()
+    assert sorted(returned) == sorted(registered)[:0] + sorted(returned) and len(returned) == 3
+    del held
+    gc.collect()
+    assert pool.total == 0 and sorted(returned) == sorted(registered)
+
+
+def test_a_limit() -> None:
+    """At the limit free blocks that are too small make room; then it is an error, and nothing that is held is lost."""
+    pool = Pool(10_000)
+    store = Store(pool, AtOnce())
+    tensors = [torch.randn(1000), torch.randn(1000)]
+    first, second = (store.put(tensor) for tensor in tensors)
+    with pytest.raises(HostMemoryFull, match="would exceed the limit of"):
+        store.put(torch.randn(1000))
+    assert store.take(first).equal(tensors[0]) and store.take(second).equal(tensors[1])
+    del first
+    larger = torch.randn(1250)
+    assert store.take(store.put(larger)).equal(larger)
+    assert pool.total <= 10_000
+
+
+def test_reserve() -> None:
+    pool = Pool(10_000)
+    pool.reserve(4, 3000)
+    assert pool.total == 9000
+    assert len(pool.take(2500)) == 3000 and pool.total == 9000
+
+
+def test_available(tmp_path: Path) -> None:
+    """The least of the machine's memory and of the control group's, v2 or v1; reclaimable cache counts as free."""
+    gib = 2**30
+    proc, groups = tmp_path / "proc", tmp_path / "cgroup"
+    assert available(proc, groups) == 2**62, "nothing is known"
+    proc.mkdir()
+    (proc / "meminfo").write_text(f"MemTotal: 1 kB\nMemAvailable:   {8 * gib // 1024} kB\n")
+    assert available(proc, groups) == 8 * gib - KEPT_FREE
+    groups.mkdir()
+    (groups / "memory.max").write_text("max\n")
+    assert available(proc, groups) == 8 * gib - KEPT_FREE
+    (groups / "memory.max").write_text(f"{5 * gib}\n")
+    (groups / "memory.current").write_text(f"{3 * gib}\n")
+    (groups / "memory.stat").write_text(f"anon {2 * gib}\ninactive_file {gib}\n")
+    assert available(proc, groups) == 3 * gib - KEPT_FREE
+    (groups / "memory").mkdir()
+    for name, value in (("limit", 4), ("usage", 3)):
+        (groups / "memory" / f"memory.{name}_in_bytes").write_text(str(value * gib))
+    (groups / "memory" / "memory.stat").write_text("total_inactive_file 0\n")
+    assert available(proc, groups) == 0
+    assert available() < 2**62

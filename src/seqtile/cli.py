@@ -76,6 +76,7 @@ def finetune(
         run(job, Console(quiet=not speaks()))
         leave()
     except (ValueError, OSError, RunOutOfMemory) as error:
+        console.quiet &= isinstance(error, ValueError)  # which all ranks raise alike
         console.print("[red]error:[/red]", end=" ")
         console.print(str(error), markup=False, highlight=False)
         raise typer.Exit(1) from error

@@ -9,6 +9,7 @@ from torch.utils.data import DataLoader, DistributedSampler
 
 from seqtile import sp
 from seqtile.sp.context import gather
+from seqtile.sp.loader import _parcels
 
 SAMPLES = 23
 Batch = dict[str, torch.Tensor]
@@ -52,6 +53,11 @@ def read(loader: sp.ShardedDataLoader, ctx: sp.SequenceParallel) -> Iterator[int
         yield i
 
 
+def broken() -> Iterator[Batch]:
+    raise OSError("no such file")
+    yield {}
+
+
 def same_everywhere(steps: list[int], ctx: sp.SequenceParallel) -> None:
     assert all(other.tolist() == steps for other in gather(torch.tensor(steps), ctx))
 
@@ -63,7 +69,10 @@ def loader() -> None:
         whole, epochs = made(kind, ctx), []
         states = []
         for epoch in range(3):
-            whole.set_epoch(epoch)
+            if kind == "sampler":
+                whole.set_epoch(epoch)
+            if epoch == 1:
+                states.append((-1, whole.state_dict()))  # between two epochs
             names = []
             for step, name in enumerate(read(whole, ctx)):
                 names.append(name)
@@ -73,14 +82,21 @@ def loader() -> None:
             same_everywhere(names, ctx)
             epochs.append(names)
         assert len({tuple(names) for names in epochs}) > 1, "shuffled anew"
-        for step, state in states[::3]:
+        for step, state in [states[0], *states[1::3]]:
             torch.manual_seed(99)
             resumed = made(kind, ctx)
             resumed.load_state_dict(state)
-            resumed.set_epoch(1)
             assert list(read(resumed, ctx)) == epochs[1][step + 1 :], f"{kind}, resumed after step {step}"
             assert resumed.epoch == 2
-    failing = sp.ShardedDataLoader([{"labels": torch.ones(1, 4)}] if ctx.rank == 1 else [], ctx)
-    with pytest.raises(ValueError, match="a batch of rank 1 of the group cannot be cut"):
-        next(iter(failing))
+    for batches in ([{"labels": torch.ones(1, 4)}], broken()):
+        failing = sp.ShardedDataLoader(batches if ctx.rank == 1 else [], ctx)
+        with pytest.raises(ValueError, match="rank 1 of the group has no batch that can be cut"):
+            next(iter(failing))
+    before = made("random state", ctx).state_dict()
+    made("random state", ctx).load_state_dict(before)
+    for rows in (1, 2):
+        whole = {"input_ids": torch.zeros(rows, 100_000, dtype=torch.int64)}
+        parcels, error = _parcels(iter([whole]), ctx)
+        local = rows * 100_000 // ctx.size
+        assert error is None and all(len(parcel) < 2.1 * 8 * local for parcel in parcels), "each its shard alone"
     print(f"rank {dist.get_rank()}: loaded", flush=True)

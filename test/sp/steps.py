@@ -4,6 +4,7 @@ import copy
 import os
 from collections.abc import Callable
 
+import peft
 import pytest
 import torch
 import torch.distributed as dist
@@ -13,6 +14,10 @@ from transformers import (
     Lfm2ForCausalLM,
     MambaConfig,
     MambaForCausalLM,
+    Qwen2MoeConfig,
+    Qwen2MoeForCausalLM,
+    RobertaConfig,
+    RobertaForCausalLM,
     T5Config,
     T5ForConditionalGeneration,
 )
@@ -39,6 +44,11 @@ NOT_SPREAD = (  # what mixes tokens in other ways
         T5Config(vocab_size=50, d_model=16, d_ff=16, num_layers=1, num_heads=2),
         "T5ForConditionalGeneration has an encoder",
     ),
+    (
+        RobertaForCausalLM,
+        RobertaConfig(**_TINY, intermediate_size=16, is_decoder=True),
+        "RobertaForCausalLM makes its own position_ids",
+    ),
 )
 STRATEGIES: dict[str, Callable] = {
     "ddp": ddp,
@@ -48,6 +58,19 @@ STRATEGIES: dict[str, Callable] = {
     "zero2": zero(2, accumulate=WINDOW),
     "zero3": zero(3, accumulate=WINDOW),
     "zero3_all_reduce": zero(3, accumulate=WINDOW, reduce_scatter=False),
+}
+
+
+QWEN2_MOE = _TINY | {
+    "num_key_value_heads": 2,
+    "intermediate_size": 16,
+    "moe_intermediate_size": 8,
+    "shared_expert_intermediate_size": 8,
+    "num_experts": 2,
+    "num_experts_per_tok": 1,
+    "use_sliding_window": True,
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention"] * 2,
 }
 
 
@@ -167,6 +190,10 @@ def refusals() -> None:
     for changes, match in (
         ({"use_cache": True}, "use_cache=False"),
         ({"output_router_logits": True}, "output_router_logits=False"),
+        ({"shift_labels": None}, "labels came without shift_labels, which a shard's loss needs"),
+        ({"num_items_in_batch": None}, "labels came without num_items_in_batch"),
+        ({"cu_seq_lens_q": torch.tensor([0, 20, 60])}, "cu_seq_lens_q tells other documents"),
+        ({"attention_mask": torch.arange(30)[None] != 7}, "attention_mask has a hole"),
         ({"position_ids": torch.arange(60)[None]}, "expected this rank's shard of it"),
         ({"attention_mask": batch["attention_mask"]}, "expected this rank's shard of it"),
         ({"attention_mask": {"full_attention": None}}, "attention_mask is a dict"),
@@ -174,9 +201,9 @@ def refusals() -> None:
         with pytest.raises(ValueError, match=match):
             model(**shard | changes)
     unequal = {
-        name: value[:, : 20 + rank]
+        name: value[:, : 20 + rank] if value.ndim == 2 else value
         for name, value in shard.items()
-        if isinstance(value, torch.Tensor) and value.ndim == 2
+        if isinstance(value, torch.Tensor)
     }
     with pytest.raises(ValueError, match="batches of different shapes"):
         model(**unequal, use_cache=False)
@@ -189,6 +216,7 @@ def refusals() -> None:
     for changes, match in (
         ({"is_causal": False}, "not causal"),
         ({"s_aux": torch.ones(2)}, "attention with s_aux"),
+        ({"anything": torch.ones(2)}, "attention with anything"),
         ({"softcap": 3.0}, "no soft cap"),
         ({"attention_mask": torch.ones(1, 1, 30, 30)}, "a mask of its layer's own"),
         ({"ulysses_layout": None}, "no layout came with the tokens"),
@@ -197,10 +225,18 @@ def refusals() -> None:
             ulysses_attention(model, q, k, v, **{"attention_mask": None, "ulysses_layout": layout} | changes)
     loss = model(**shard).loss
     assert loss.isfinite()
+    assert model(**shard, cu_seq_lens_q=torch.tensor([0, 60])).loss.equal(loss)
     attend, model.model.layers[1].self_attn.forward = model.model.layers[1].self_attn.forward, keep
     with pytest.raises(ValueError, match="1 of 2 layers attended over the whole sequence"):
         model(**shard)
     model.model.layers[1].self_attn.forward = attend
+    qwen2_moe = Qwen2MoeForCausalLM(Qwen2MoeConfig(**QWEN2_MOE))
+    sp.apply_ulysses(qwen2_moe, ctx)
+    with pytest.raises(ValueError, match="a window of 8 is not passed on to attention by this model"):
+        qwen2_moe(input_ids=torch.ones(1, 30, dtype=torch.int64), use_cache=False)
+    prompted = peft.get_peft_model(build("llama"), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    with pytest.raises(ValueError, match="puts tokens before a sequence"):
+        sp.apply_ulysses(prompted, ctx)
     copied = copy.deepcopy(model)
     assert copied(**shard).loss.equal(loss)
     sp.restore(copied)

@@ -1,5 +1,6 @@
 """What a rank keeps of a batch."""
 
+import pickle
 from types import SimpleNamespace
 
 import pytest
@@ -62,3 +63,10 @@ def test_packed_by_hugging_faces_collator() -> None:
 def test_a_batch_without_tokens() -> None:
     with pytest.raises(ValueError, match="the batch has labels, expected input_ids or inputs_embeds in it"):
         shards({"labels": torch.ones(1, 4)}, 2)
+
+
+def test_a_collator_goes_to_workers() -> None:
+    """A process group cannot be pickled, which spawned workers of a loader need."""
+    ctx = sp.SequenceParallel(lambda: None, 1, 2, 0, 1)
+    collator = pickle.loads(pickle.dumps(sp.DataShardingCollator(DataCollatorWithFlattening(), ctx)))
+    assert collator([{"input_ids": [5, 6, 7, 8]}])["input_ids"].tolist() == [[7, 8]]

@@ -120,11 +120,16 @@ def trainer(
         "data_collator": collate,
         "callbacks": [recorded],
     }
-    model = model_of(adapter)
     if ctx is None:
-        return Trainer(model, arguments, **data), recorded
-    apply_seqtile(model, chunk_tokens=10)
-    return SequenceParallelTrainer(model, arguments, sequence_parallel=ctx, **data), recorded
+        return Trainer(model_of(adapter), arguments, **data), recorded
+
+    def tiled() -> nn.Module:
+        model = model_of(adapter)
+        apply_seqtile(model, chunk_tokens=10)
+        return model
+
+    model = {"model_init": tiled} if adapter else {"model": tiled()}
+    return SequenceParallelTrainer(**model, args=arguments, sequence_parallel=ctx, **data), recorded
 
 
 def losses_of(run: Trainer) -> list[float]:
@@ -133,7 +138,9 @@ def losses_of(run: Trainer) -> list[float]:
 
 def evaluate(run: Trainer, batch_size: int) -> float:
     run.args.per_device_eval_batch_size = batch_size
-    return run.evaluate()["eval_loss"]
+    loss = run.evaluate()["eval_loss"]
+    assert abs(run.predict(Documents()).metrics["test_loss"] / loss - 1) <= 1e-5
+    return loss
 
 
 def one_process(file: str) -> None:

@@ -74,6 +74,7 @@ class Zero3(Whole):
             "gradient_clipping": 0.0,  # DeepSpeed clips to a norm of 1 unless told not to
             "torch_autocast": {"enabled": job.dtype == "bfloat16", "dtype": "bfloat16"},
         }
+        deepspeed.zero.Init(module=model, config_dict_or_path=config)  # else all of it goes to every GPU first
         self.unwrapped = model
         self.model, *_ = deepspeed.initialize(model=model, optimizer=adamw(model, job), config=config)
 

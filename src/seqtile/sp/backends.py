@@ -9,6 +9,7 @@ padding.
 from collections.abc import Callable
 
 import torch
+from torch.utils.checkpoint import checkpoint
 from transformers.masking_utils import (
     ALL_MASK_ATTENTION_FUNCTIONS,
     eager_mask,
@@ -18,10 +19,13 @@ from transformers.masking_utils import (
 )
 
 from seqtile.sp.block_mask import by_block_mask
-from seqtile.sp.blocks import blocks
+from seqtile.sp.blocks import Block, blocks
 from seqtile.sp.heads import count
 from seqtile.sp.lengths import by_lengths
 from seqtile.sp.wrapped import Attention, nothing
+
+Mask = Callable[[torch.Tensor], torch.Tensor]
+"""What an attention takes for booleans that tell which key a query sees."""
 
 
 def attend(attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -47,6 +51,12 @@ def by_addends(attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.
     return _by_blocks(attention, q, k, v, lambda seen: hidden.new_zeros(()).where(seen, hidden), squares=False)
 
 
+def _masked(
+    attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, mask: Mask
+) -> torch.Tensor:
+    return attention.compute(q, k, v, mask(block.mask(attention.window, q.device))[None, None])
+
+
 def by_squares(attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
     return _by_blocks(attention, q, k, v, None, squares=True)
 
@@ -56,7 +66,7 @@ def _by_blocks(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
-    mask: Callable[[torch.Tensor], torch.Tensor] | None,
+    mask: Mask | None,
     squares: bool,
 ) -> torch.Tensor:
     """Block by block; rows of the batch together if they have the same documents."""
@@ -71,11 +81,12 @@ def _by_blocks(
         at = share.place(block.q0)
         if at > filled:
             found.append(nothing(q, v, at - filled))
-        needed = None
-        if not (squares and block.is_square(window)):
-            needed = mask(block.mask(window, q.device))[None, None]
         filled, keys = at + block.q1 - block.q0, slice(block.k0, block.k1)
-        found.append(attention.compute(q[:, :, at:filled], k[:, :, keys], v[:, :, keys], needed))
+        parts = (q[:, :, at:filled], k[:, :, keys], v[:, :, keys])
+        if squares and block.is_square(window):
+            found.append(attention.compute(*parts))
+        else:  # a mask kept for the backward, block after block, would grow with the square of the length
+            found.append(checkpoint(_masked, attention, *parts, block, mask, use_reentrant=False))
     if (missing := count(share.rows) - filled) or not found:
         found.append(nothing(q, v, missing))
     return found[0] if len(found) == 1 else torch.cat(found, 1)

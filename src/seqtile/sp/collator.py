@@ -27,14 +27,19 @@ class DataShardingCollator:
     """
 
     def __init__(self, collator: Callable[[list[Any]], dict[str, Any]], ctx: SequenceParallel):
-        self.collator, self.ctx = collator, ctx
+        self.collator = collator
+        self.rank, self.size = ctx.rank, ctx.size  # not the group, which cannot be sent to a loader's workers
 
     def __call__(self, samples: list[Any]) -> dict[str, Any]:
-        return shard(self.collator(samples), self.ctx)
+        return shard_of(self.collator(samples), self.rank, self.size)
 
 
 def shard(batch: dict[str, Any], ctx: SequenceParallel) -> dict[str, Any]:
     """This rank's part of a whole batch, see `DataShardingCollator`. Raises ValueError for one without tokens."""
+    return shard_of(batch, ctx.rank, ctx.size)
+
+
+def shard_of(batch: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
     tokens = batch.get("input_ids", batch.get("inputs_embeds"))
     if tokens is None:
         raise ValueError(f"the batch has {', '.join(batch) or 'nothing'}, expected input_ids or inputs_embeds in it")
@@ -45,13 +50,13 @@ def shard(batch: dict[str, Any], ctx: SequenceParallel) -> dict[str, Any]:
         batch["num_items_in_batch"] = (batch["shift_labels"] != IGNORED).sum()
     if "position_ids" not in batch:
         batch["position_ids"] = torch.arange(length, device=tokens.device).expand(tokens.shape[0], -1)
-    local = -(-length // ctx.size)
+    local = -(-length // size)
     cut = {}
     for name, value in batch.items():
         dim = _sequence_dim(name, value, tokens.shape[0], length)
         if dim is not None:
-            value = _padded(name, value, dim, local * ctx.size - length)
-            value = value.narrow(dim, ctx.rank * local, local).contiguous()
+            value = _padded(name, value, dim, local * size - length).narrow(dim, rank * local, local)
+            value = value.clone(memory_format=torch.contiguous_format)  # of its own, not a view of the whole
         cut[name] = value
     return cut
 

@@ -55,28 +55,48 @@ def layout_of(
     ctx: SequenceParallel,
     implementation: str,
 ) -> Layout:
-    """What the ranks of a group hold together. `position_ids` [B or 1, S], `attention_mask` [B, S], local both.
+    """What the ranks of a group hold together. `position_ids` [B or 1, S], or of several axes [3 or 4, B, S], and
+    `attention_mask` [B, S] are local.
+
+    As for Hugging Face, documents are told by positions that restart, where there is no mask; of several axes by the
+    first of four, that of the text.
 
     Two or three small collectives and a few waits for the device, once per forward. Raises ValueError on every rank if
-    the ranks hold batches of different shapes.
+    the ranks hold batches of different shapes, and for a mask with a hole or over documents.
     """
     batch, local = shape
     device = position_ids.device
-    masked = int(attention_mask is not None)
-    shapes = gather(torch.tensor([batch, local, masked, len(position_ids)], device=device), ctx)
-    shapes = torch.stack(shapes).tolist()
+    masked = attention_mask is not None
+    positions = _of_text(position_ids, local, ctx)
+    mine = torch.tensor([batch, local, int(masked), len(positions), int(position_ids.max())], device=device)
+    *shapes, last = torch.stack(gather(mine, ctx)).T.tolist()
+    shapes = [list(shape) for shape in zip(*shapes, strict=True)]
     if any(other != shapes[0] for other in shapes):
         raise ValueError(
             f"the ranks of a group hold batches of different shapes, [batch, tokens, has a mask, rows of position_ids] "
             f"= {shapes}; expected shards of the same batch, as sp.DataShardingCollator cuts them"
         )
-    positions = torch.cat(gather(position_ids, ctx), 1)
-    valid = torch.cat(gather(attention_mask.to(torch.uint8), ctx), 1).bool() if attention_mask is not None else None
-    if valid is None:
-        valid = torch.ones_like(positions, dtype=torch.bool)
+    positions = torch.cat(gather(positions, ctx), 1)
+    valid = torch.ones_like(positions, dtype=torch.bool)
+    if masked:
+        valid = torch.cat(gather(attention_mask.to(torch.uint8), ctx), 1).bool()
     rows = tuple(_documents(*row) for row in zip(*_rows(positions, valid), strict=True))
+    if masked and any(len(row) > 1 for row in rows):
+        raise ValueError(
+            "attention_mask has a hole, or position_ids restart under it, where Hugging Face would let all tokens of a "
+            "row see each other; expected padding at the ends of rows, or packed documents without an attention_mask"
+        )
     documents = rows if any(row != rows[0] for row in rows) else rows[:1]
-    return Layout(ctx, local, documents, implementation, int(positions.max()))
+    return Layout(ctx, local, documents, implementation, max(last))
+
+
+def _of_text(position_ids: torch.Tensor, local: int, ctx: SequenceParallel) -> torch.Tensor:
+    """The positions that tell documents, [B or 1, S]."""
+    if position_ids.ndim == 2:
+        return position_ids
+    if len(position_ids) == 4:
+        return position_ids[0]
+    return torch.arange(ctx.rank * local, (ctx.rank + 1) * local, device=position_ids.device)[None]
 
 
 def _rows(positions: torch.Tensor, valid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

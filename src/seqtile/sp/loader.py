@@ -8,13 +8,12 @@ Source: Arctic Long Sequence Training, 4.2 (sequence parallelism over data paral
 
 import io
 from collections.abc import Iterable, Iterator
-from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from seqtile.sp.collator import shard
+from seqtile.sp.collator import shard_of
 from seqtile.sp.context import SequenceParallel, device_of
 from seqtile.sp.exchange import all_to_all
 
@@ -29,11 +28,12 @@ class ShardedDataLoader:
         ctx: the group.
         device: where its shards are put; by default where the group's collectives run.
 
-    An epoch has as many steps as the group's loaders have batches together. `state_dict` tells how far it is; a run
-    that loads it goes on with the step that would have come next, if the loader's order follows from torch's random
-    state at the start of the epoch, its generator's, or its sampler's epoch.
+    An epoch has as many steps as the group's loaders have batches together, which data-parallel groups must have alike,
+    as a DistributedSampler with drop_last gives them where their number divides the batches. `state_dict` tells how far
+    it is; a run that loads it goes on with the step that would have come next, if the loader's order follows from
+    torch's random state at the start of the epoch, its generator's, or its sampler's epoch.
 
-    Raises ValueError on every rank, and none waits, if a batch of one of them cannot be cut.
+    Raises ValueError on every rank, and none waits, if one of them fails to load a batch or to cut it.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class ShardedDataLoader:
         self.dataloader, self.ctx, self.device = dataloader, ctx, device or device_of(ctx)
         self.epoch = self.steps = 0
         """The epoch that runs or comes next, and how many of its steps are done."""
-        self._start: dict[str, Any] = {}
+        self._start: dict[str, Any] | None = None
         self._resume = False
 
     def __len__(self) -> int:
@@ -61,7 +61,7 @@ class ShardedDataLoader:
                 holder.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"epoch": self.epoch, "steps": self.steps, "start": self._start}
+        return {"epoch": self.epoch, "steps": self.steps, "start": self._start or self._random_state()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.epoch, self.steps, self._start = state["epoch"], state["steps"], state["start"]
@@ -73,14 +73,18 @@ class ShardedDataLoader:
         for found in rounds(batches, self.ctx, self.device, skip=self.steps):
             self.steps += 1
             yield found
-        self.epoch, self.steps = self.epoch + 1, 0
+        self.epoch, self.steps, self._start = self.epoch + 1, 0, None
+
+    def _random_state(self) -> dict[str, Any]:
+        generator = getattr(self.dataloader, "generator", None)
+        return {"torch": torch.get_rng_state(), "loader": generator.get_state() if generator else None}
 
     def _batches(self) -> Iterator[dict[str, Any]]:
         """The loader's, drawn from the random state that this epoch began with."""
         generator = getattr(self.dataloader, "generator", None)
         resume, self._resume = self._resume, False
         if not resume:
-            self._start = {"torch": torch.get_rng_state(), "loader": generator.get_state() if generator else None}
+            self._start = self._random_state()
             yield from self.dataloader
             return
         now = torch.get_rng_state()
@@ -100,15 +104,15 @@ def rounds(
 ) -> Iterator[dict[str, torch.Tensor]]:
     """This rank's shards of what the ranks of the group draw, round by round, rank by rank; the first `skip` left out.
 
-    Raises ValueError on every rank if a batch of one of them cannot be cut.
+    Raises ValueError on every rank if one of them has no batch that can be cut.
     """
     ones = [1] * ctx.size
     while True:
-        parcels, error = _parcels(next(batches, None), ctx)
+        parcels, error = _parcels(batches, ctx)
         sent = torch.tensor([len(parcel) for parcel in parcels] if error is None else [_FAILED] * ctx.size)
         received = all_to_all(sent.to(device_of(ctx)), ones, ones, ctx.group).tolist()
         if error is not None or _FAILED in received:
-            raise ValueError(f"a batch of rank {received.index(_FAILED)} of the group cannot be cut") from error
+            raise ValueError(f"rank {received.index(_FAILED)} of the group has no batch that can be cut") from error
         held = sum(size != _NOTHING for size in received)
         if held == 0:
             return
@@ -126,15 +130,15 @@ def rounds(
             yield torch.load(io.BytesIO(parcel.cpu().numpy().tobytes()), map_location=device, weights_only=True)
 
 
-def _parcels(batch: dict[str, Any] | None, ctx: SequenceParallel) -> tuple[list[torch.Tensor], Exception | None]:
-    """For each rank of the group its shard of a batch, as bytes; none without a batch. Or why it cannot be cut."""
-    if batch is None:
-        return [torch.empty(0, dtype=torch.uint8)] * ctx.size, None
+def _parcels(batches: Iterator[dict[str, Any]], ctx: SequenceParallel) -> tuple[list[torch.Tensor], Exception | None]:
+    """For each rank of the group its shard of the next batch, as bytes; none at the end. Or why there are none."""
     parcels = []
     try:
+        if (batch := next(batches, None)) is None:
+            return [torch.empty(0, dtype=torch.uint8)] * ctx.size, None
         for rank in range(ctx.size):
             parcel = io.BytesIO()
-            torch.save(shard(batch, replace(ctx, rank=rank)), parcel)
+            torch.save(shard_of(batch, rank, ctx.size), parcel)
             parcels.append(torch.frombuffer(parcel.getbuffer(), dtype=torch.uint8))
     except Exception as error:  # raised on every rank, once all know of it
         return [], error

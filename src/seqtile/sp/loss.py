@@ -3,7 +3,8 @@
 import torch
 import torch.distributed as dist
 
-from seqtile.sp.context import SequenceParallel
+from seqtile.sp.collator import IGNORED
+from seqtile.sp.context import SequenceParallel, device_of
 
 
 class ReduceLossFunction(torch.autograd.Function):
@@ -37,7 +38,7 @@ def count_items(batches: list[dict[str, torch.Tensor]], ctx: SequenceParallel) -
 
     `batches` are this rank's shards, with `shift_labels`. One all-reduce.
     """
-    counts = [(batch["shift_labels"] != -100).sum() for batch in batches]
-    total = torch.stack(counts).sum()
+    counts = torch.stack([(batch["shift_labels"] != IGNORED).sum() for batch in batches])
+    total = counts.sum().to(device_of(ctx))
     dist.all_reduce(total)
-    return total / ctx.data_parallel_size
+    return (total / ctx.data_parallel_size).to(counts.device)

@@ -16,7 +16,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from seqtile.sp.attention import NAME, ulysses_attention
 from seqtile.sp.context import SequenceParallel
-from seqtile.sp.documents import layout_of
+from seqtile.sp.documents import Layout, layout_of
 
 _APPLIED = "_seqtile_ulysses"  # on a model: what was applied to it
 _SPREAD = ("full_attention", "sliding_attention")  # kinds of layers that mix tokens in attention alone
@@ -63,7 +63,9 @@ def restore(model: PreTrainedModel) -> None:
 
 
 def _without_adapter(model: nn.Module) -> nn.Module:
-    """The model in PEFT's wrapper."""
+    """The model in PEFT's wrapper. Raises ValueError for an adapter that adds tokens."""
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        raise ValueError("an adapter that puts tokens before a sequence would put them before every shard")
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
@@ -80,6 +82,8 @@ def _check(model: PreTrainedModel, implementation: str) -> None:
     if others or getattr(model, "_is_stateful", False) or config.is_encoder_decoder:
         what = ", ".join(others) or ("an encoder" if config.is_encoder_decoder else "a state along the sequence")
         raise ValueError(f"{name} has {what}, expected causal attention, full or with a window, in every layer")
+    if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
+        raise ValueError(f"{name} makes its own position_ids, of a shard's tokens; leave this model whole")
     if not model._can_set_attn_implementation():
         raise ValueError(f"{name} does not take its attention from Hugging Face's AttentionInterface, which is needed")
 
@@ -92,6 +96,14 @@ def _hooks(model: PreTrainedModel, ctx: SequenceParallel, implementation: str) -
         kwargs = with_layout(args, kwargs, ctx, implementation)
         last.fill_(kwargs["ulysses_layout"].last_position)
         return args, kwargs
+
+    def check_labels(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        needed = [name for name in ("shift_labels", "num_items_in_batch") if kwargs.get(name) is None]
+        if needed and ctx.size > 1 and (kwargs.get("labels") is not None or kwargs.get("shift_labels") is not None):
+            raise ValueError(
+                f"labels came without {' and '.join(needed)}, which a shard's loss needs; cut batches by sp.shard, "
+                "sp.DataShardingCollator or sp.ShardedDataLoader, and drop none of their entries"
+            )
 
     def check_layers(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         if (asked := len(kwargs["ulysses_layout"].asked)) < layers:
@@ -107,6 +119,7 @@ def _hooks(model: PreTrainedModel, ctx: SequenceParallel, implementation: str) -
 
     base = model.base_model
     handles = [
+        model.register_forward_pre_hook(check_labels, with_kwargs=True),
         base.register_forward_pre_hook(add_layout, with_kwargs=True),
         base.register_forward_hook(check_layers, with_kwargs=True),
     ]
@@ -140,5 +153,14 @@ def with_layout(args: tuple, kwargs: dict[str, Any], ctx: SequenceParallel, impl
     if mask is not None and (not isinstance(mask, torch.Tensor) or mask.shape != (batch, local)):
         kind = list(mask.shape) if isinstance(mask, torch.Tensor) else f"a {type(mask).__name__}"
         raise ValueError(f"attention_mask is {kind}, expected this rank's shard of it, {[batch, local]}")
-    layout = layout_of((batch, local), positions if positions.ndim == 2 else positions[0], mask, ctx, implementation)
-    return kwargs | {"position_ids": positions, "attention_mask": None, "use_cache": False, "ulysses_layout": layout}
+    layout = layout_of((batch, local), positions, mask, ctx, implementation)
+    if (lengths := kwargs.get("cu_seq_lens_q")) is not None and lengths.tolist() != _ends(layout, int(lengths[-1])):
+        raise ValueError("cu_seq_lens_q tells other documents than position_ids, which have to tell them here")
+    told = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"))  # of the whole sequence
+    told |= {"position_ids": positions, "attention_mask": None, "use_cache": False, "ulysses_layout": layout}
+    return kwargs | {name: value for name, value in told.items() if value is not None or name in kwargs}
+
+
+def _ends(layout: Layout, length: int) -> list[int]:
+    """Where the documents of the one row end that begin before `length`; what follows pads to a multiple of ranks."""
+    return [0, *(stop for start, stop in layout.of(0) if start < length)]

@@ -21,8 +21,8 @@ class SequenceParallelTrainerMixin:
     step of one process with `size` times fewer ranks. Evaluation reports the mean over samples of the losses of their
     batches, as one process does (samples that even out the groups' last batches are in those).
 
-    Raises ValueError for what would mix shards up: `average_tokens_across_devices=False`, a loss function or label
-    smoothing of Trainer's, evaluation with logits, and a loader that dispatches batches.
+    Raises ValueError for what would mix shards up: `average_tokens_across_devices=False`, a loss function, label
+    smoothing or NEFTune noise of Trainer's, evaluation with logits, and a loader that dispatches batches.
     """
 
     def __init__(self, *args: Any, sequence_parallel: SequenceParallel, **kwargs: Any):
@@ -32,16 +32,26 @@ class SequenceParallelTrainerMixin:
             raise ValueError("expected average_tokens_across_devices=True: a rank's labels are a part of its group's")
         if self.compute_loss_func is not None or self.label_smoother is not None:
             raise ValueError("compute_loss_func and label_smoothing_factor do not know of shards; use the model's loss")
+        if self.args.neftune_noise_alpha is not None:
+            raise ValueError("neftune_noise_alpha scales its noise by the length of a shard; leave it out")
         if self.accelerator.dispatch_batches:
             raise ValueError("expected dispatch_batches=False: every rank loads its group's samples itself")
         apply_ulysses(self.model, sequence_parallel)
         self.data_collator = DataShardingCollator(self.data_collator, sequence_parallel)
+
+    def call_model_init(self, *args: Any, **kwargs: Any) -> Any:
+        model = super().call_model_init(*args, **kwargs)
+        apply_ulysses(model, self.sequence_parallel)
+        return model
 
     def get_train_dataloader(self) -> DataLoader:
         return self._same_samples(super().get_train_dataloader())
 
     def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader:
         return self._same_samples(super().get_eval_dataloader(*args, **kwargs))
+
+    def get_test_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader:
+        return self._same_samples(super().get_test_dataloader(*args, **kwargs))
 
     def _same_samples(self, loader: DataLoader) -> DataLoader:
         """Accelerate deals batches out to all ranks; here to groups."""

@@ -95,5 +95,5 @@ def _sent(collectives: dict[str, list[int]]) -> str:
 if __name__ == "__main__":
     results = sorted(RESULTS.glob("*.json"), key=lambda path: path.stat().st_mtime)
     if not results:
-        sys.exit(f"no results in {RESULTS}: run make bench first")
+        sys.exit(f"no results in {RESULTS}: run make bench first (BENCH=smoke keeps none)")
     print_table(results[-1])

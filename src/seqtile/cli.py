@@ -24,7 +24,7 @@ def finetune(
         typer.Option(help="Text files or directories (default: Python's standard library); repeat it for more."),
     ] = None,
     seq_len: Annotated[int, typer.Option(help="Tokens a sequence.")] = 4096,
-    steps: Annotated[int, typer.Option(help="Training steps, one sequence each.")] = 4,
+    steps: Annotated[int, typer.Option(help="Training steps, one sequence each, or one for each group.")] = 4,
     compare: Annotated[
         bool, typer.Option("--compare", help="Run the untiled model first, from the same seed.")
     ] = False,

@@ -10,6 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from transformers import (
+    BertConfig,
+    BertForMaskedLM,
     Lfm2Config,
     Lfm2ForCausalLM,
     MambaConfig,
@@ -44,6 +46,7 @@ NOT_SPREAD = (  # what mixes tokens in other ways
         T5Config(vocab_size=50, d_model=16, d_ff=16, num_layers=1, num_heads=2),
         "T5ForConditionalGeneration has an encoder",
     ),
+    (BertForMaskedLM, BertConfig(**_TINY, intermediate_size=16), "the attention of BertForMaskedLM is not causal"),
     (
         RobertaForCausalLM,
         RobertaConfig(**_TINY, intermediate_size=16, is_decoder=True),
@@ -191,6 +194,7 @@ def refusals() -> None:
         ({"use_cache": True}, "use_cache=False"),
         ({"output_router_logits": True}, "output_router_logits=False"),
         ({"shift_labels": None}, "labels came without shift_labels, which a shard's loss needs"),
+        ({"num_items_in_batch": torch.tensor(30 + rank)}, "batches of different shapes"),
         ({"num_items_in_batch": None}, "labels came without num_items_in_batch"),
         ({"cu_seq_lens_q": torch.tensor([0, 20, 60])}, "cu_seq_lens_q tells other documents"),
         ({"attention_mask": torch.arange(30)[None] != 7}, "attention_mask has a hole"),
@@ -207,6 +211,10 @@ def refusals() -> None:
     }
     with pytest.raises(ValueError, match="batches of different shapes"):
         model(**unequal, use_cache=False)
+    with pytest.raises(ValueError, match="the batch has no labels"):
+        sp.reduce_loss(None, ctx)
+    with pytest.raises(TypeError, match="expected a dict of tensors as batch, got a tuple"):
+        sp.shard((batch["input_ids"],), ctx)
     with pytest.raises(ValueError, match="expected input_ids or inputs_embeds in it"):
         sp.shard({"labels": batch["labels"]}, ctx)
     with pytest.raises(ValueError, match="before generating"):

@@ -46,7 +46,7 @@ def print_table(report: dict[str, Any], console: Console) -> None:
     """The figures of report.json as a table; of many losses some, the first and the last among them."""
     tiled, baseline = report["seqtile"], report["baseline"]
     runs = [tiled] if baseline is None else [baseline, tiled]
-    table = Table(title=f"{report['model']}, {report['seq_len']:,} tokens, {report['dtype']} on {report['device']}")
+    table = Table(title=title_of(report))
     table.add_column("")
     for name in ("seqtile",) if baseline is None else ("untiled", "seqtile"):
         table.add_column(name, justify="right")
@@ -62,6 +62,13 @@ def print_table(report: dict[str, Any], console: Console) -> None:
             f"largest loss difference {report['max_loss_difference']:.1e}; "
             f"peak memory {tiled['peak_mib'] / baseline['peak_mib']:.0%} of the untiled model's"
         )
+
+
+def title_of(report: dict[str, Any]) -> str:
+    title = f"{report['model']}, {report['seq_len']:,} tokens, {report['dtype']} on {report['device']}"
+    if report.get("ranks", 1) > 1:
+        title += f", {report['ranks']} ranks, {report['sequence_parallel']} to a sequence, the largest peak of a rank"
+    return title
 
 
 def write_report(report: dict[str, Any], directory: Path) -> None:
@@ -90,5 +97,5 @@ def picture(report: dict[str, Any]) -> Figure:
     memory.bar_label(bars, fmt="{:,.0f}")
     memory.margins(y=0.12)
     memory.set(title="peak memory, MiB")
-    figure.suptitle(f"{report['model']}, {report['seq_len']:,} tokens, {report['dtype']} on {report['device']}")
+    figure.suptitle(title_of(report))
     return figure

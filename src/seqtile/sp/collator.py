@@ -6,7 +6,7 @@ of a shard's last token lies in the next.
 Source: Arctic Long Sequence Training, 4.2 and 4.3.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -40,6 +40,8 @@ def shard(batch: dict[str, Any], ctx: SequenceParallel) -> dict[str, Any]:
 
 
 def shard_of(batch: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
+    if not isinstance(batch, Mapping):
+        raise TypeError(f"expected a dict of tensors as batch, got a {type(batch).__name__}")
     tokens = batch.get("input_ids", batch.get("inputs_embeds"))
     if tokens is None:
         raise ValueError(f"the batch has {', '.join(batch) or 'nothing'}, expected input_ids or inputs_embeds in it")

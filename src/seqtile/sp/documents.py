@@ -54,12 +54,13 @@ def layout_of(
     attention_mask: torch.Tensor | None,
     ctx: SequenceParallel,
     implementation: str,
+    items: int = 0,
 ) -> Layout:
     """What the ranks of a group hold together. `position_ids` [B or 1, S], or of several axes [3 or 4, B, S], and
     `attention_mask` [B, S] are local.
 
     As for Hugging Face, documents are told by positions that restart, where there is no mask; of several axes by the
-    first of four, that of the text.
+    first of four, that of the text. `items` are the group's labelled tokens, by which other samples are found out.
 
     Two or three small collectives and a few waits for the device, once per forward. Raises ValueError on every rank if
     the ranks hold batches of different shapes, and for a mask with a hole or over documents.
@@ -68,13 +69,14 @@ def layout_of(
     device = position_ids.device
     masked = attention_mask is not None
     positions = _of_text(position_ids, local, ctx)
-    mine = torch.tensor([batch, local, int(masked), len(positions), int(position_ids.max())], device=device)
+    mine = torch.tensor([batch, local, int(masked), len(positions), items, int(position_ids.max())], device=device)
     *shapes, last = torch.stack(gather(mine, ctx)).T.tolist()
     shapes = [list(shape) for shape in zip(*shapes, strict=True)]
     if any(other != shapes[0] for other in shapes):
         raise ValueError(
-            f"the ranks of a group hold batches of different shapes, [batch, tokens, has a mask, rows of position_ids] "
-            f"= {shapes}; expected shards of the same batch, as sp.DataShardingCollator cuts them"
+            f"the ranks of a group hold batches of different shapes, [batch, tokens, has a mask, rows of position_ids, "
+            f"labelled tokens] = {shapes}; expected shards of the same batch, as sp.DataShardingCollator cuts them if "
+            "the ranks of a group draw the same samples"
         )
     positions = torch.cat(gather(positions, ctx), 1)
     valid = torch.ones_like(positions, dtype=torch.bool)

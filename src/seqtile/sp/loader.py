@@ -112,7 +112,8 @@ def rounds(
         sent = torch.tensor([len(parcel) for parcel in parcels] if error is None else [_FAILED] * ctx.size)
         received = all_to_all(sent.to(device_of(ctx)), ones, ones, ctx.group).tolist()
         if error is not None or _FAILED in received:
-            raise ValueError(f"rank {received.index(_FAILED)} of the group has no batch that can be cut") from error
+            failed = f"rank {received.index(_FAILED)} of the group has no batch that can be cut"
+            raise ValueError(f"{failed}: {error}" if error is not None else f"{failed}, see there") from error
         held = sum(size != _NOTHING for size in received)
         if held == 0:
             return

@@ -29,6 +29,8 @@ def reduce_loss(loss: torch.Tensor, ctx: SequenceParallel) -> torch.Tensor:
     one process would have: the average over data-parallel groups of their groups' gradients. A DeepSpeed engine is told
     `backward(loss, scale_wrt_gas=False)`. Hugging Face's Trainer scales by itself: with its mixin, this is not called.
     """
+    if loss is None:
+        raise ValueError("the model returned no loss: the batch has no labels")
     return ReduceLossFunction.apply(loss, ctx.group, ctx.size)
 
 

@@ -84,6 +84,8 @@ def _check(model: PreTrainedModel, implementation: str) -> None:
         raise ValueError(f"{name} has {what}, expected causal attention, full or with a window, in every layer")
     if any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
         raise ValueError(f"{name} makes its own position_ids, of a shard's tokens; leave this model whole")
+    if {getattr(module, "is_causal", None) for module in model.modules()} - {None} == {False}:
+        raise ValueError(f"the attention of {name} is not causal, which is needed")
     if not model._can_set_attn_implementation():
         raise ValueError(f"{name} does not take its attention from Hugging Face's AttentionInterface, which is needed")
 
@@ -153,7 +155,8 @@ def with_layout(args: tuple, kwargs: dict[str, Any], ctx: SequenceParallel, impl
     if mask is not None and (not isinstance(mask, torch.Tensor) or mask.shape != (batch, local)):
         kind = list(mask.shape) if isinstance(mask, torch.Tensor) else f"a {type(mask).__name__}"
         raise ValueError(f"attention_mask is {kind}, expected this rank's shard of it, {[batch, local]}")
-    layout = layout_of((batch, local), positions, mask, ctx, implementation)
+    items = int(kwargs.get("num_items_in_batch") or 0)
+    layout = layout_of((batch, local), positions, mask, ctx, implementation, items)
     if (lengths := kwargs.get("cu_seq_lens_q")) is not None and lengths.tolist() != _ends(layout, int(lengths[-1])):
         raise ValueError("cu_seq_lens_q tells other documents than position_ids, which have to tell them here")
     told = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"))  # of the whole sequence

@@ -32,6 +32,8 @@ class SequenceParallelTrainerMixin:
             raise ValueError("expected average_tokens_across_devices=True: a rank's labels are a part of its group's")
         if self.compute_loss_func is not None or self.label_smoother is not None:
             raise ValueError("compute_loss_func and label_smoothing_factor do not know of shards; use the model's loss")
+        if self.compute_metrics is not None:
+            raise ValueError("compute_metrics needs logits, of which a rank has its shard's; evaluate by the loss")
         if self.args.neftune_noise_alpha is not None:
             raise ValueError("neftune_noise_alpha scales its noise by the length of a shard; leave it out")
         if self.accelerator.dispatch_batches:

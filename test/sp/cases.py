@@ -53,6 +53,19 @@ REDUCERS = {
 }
 
 
+QWEN2_VL = {
+    "vocab_size": VOCAB,
+    "hidden_size": 48,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2]},
+    "max_position_embeddings": 256,
+    "pad_token_id": 0,
+}
+
+
 def attention_cases() -> list[tuple[str, str, str, dict]]:
     """Name, kind of sequence, architecture and its configuration: every kind of heads with every kind of sequence, and
     every architecture."""

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
@@ -20,7 +21,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 from assertions import relative_error
 from seqtile import sp
 from sp.attentions import install
-from sp.cases import WRAPPED, attention_cases, batch_of_kind
+from sp.cases import QWEN2_VL, WRAPPED, attention_cases, batch_of_kind
 from tiny import build, checkpointing, loss_and_gradients
 
 TIME_LIMIT = 120  # seconds a case: ranks that wait for each other end with a traceback of where
@@ -77,6 +78,31 @@ def attention() -> None:
             error = relative_error(gradient, gradients[name])
             assert error <= 1e-5, f"{case}, {kind}: {name} is {error:.1e} off"
         print(f"rank {ctx.rank}: {case} {kind} equal", flush=True)
+    axes(ctx)
+
+
+def axes(ctx: sp.SequenceParallel) -> None:
+    """Multimodal positions [3, B, S]: an image of 16 tokens in the text, its embeddings merged already."""
+    torch.manual_seed(0)
+    one = Qwen2VLForConditionalGeneration(Qwen2VLConfig(text_config=QWEN2_VL, vision_config={"depth": 1})).train()
+    batch = batch_of_kind("plain")
+    embedded = 4 * torch.randn(1, batch.pop("input_ids").shape[1], QWEN2_VL["hidden_size"])
+    positions = torch.arange(embedded.shape[1]).expand(3, 1, -1).clone()
+    image = torch.arange(16)
+    positions[:, 0, 40:56] = 40 + torch.stack([torch.zeros_like(image), image // 4, image % 4])
+    positions[:, :, 56:] = 44 + torch.arange(embedded.shape[1] - 56)
+    batch |= {"inputs_embeds": embedded, "position_ids": positions}
+    loss, gradients = loss_and_gradients(one, **batch)
+    sp.apply_ulysses(one, ctx)
+    one.zero_grad()
+    ours = sp.reduce_loss(one(**sp.shard(batch, ctx)).loss, ctx)
+    ours.backward()
+    assert relative_error(ours.detach(), loss) <= 1e-5
+    for name, parameter in one.named_parameters():
+        if parameter.grad is not None:
+            dist.all_reduce(parameter.grad)
+            error = relative_error(parameter.grad / ctx.size, gradients[name])
+            assert error <= 1e-5, f"three axes: {name} is {error:.1e} off"
 
 
 def main(what: str, *arguments: str) -> None:

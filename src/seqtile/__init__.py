@@ -1,6 +1,6 @@
 """seqtile: the loss and the MLP of Hugging Face models, in memory that does not grow with sequence length."""
 
-from seqtile import models, modules, sp
+from seqtile import models, modules, offload, sp
 from seqtile.models import apply_seqtile, restore, status
 from seqtile.ops.gated_mlp import gated_mlp
 from seqtile.ops.linear_cross_entropy import LossMetrics, linear_cross_entropy
@@ -18,6 +18,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_log_probs",
     "modules",
+    "offload",
     "restore",
     "sp",
     "status",

@@ -42,6 +42,9 @@ def finetune(
     shard: Annotated[
         str, typer.Option(help="Under torchrun, what spreads weights and optimizer: fsdp2, or zero3 (DeepSpeed).")
     ] = "fsdp2",
+    offload: Annotated[
+        bool, typer.Option("--offload", help="Keep the inputs of checkpointed layers in host memory, not on the GPU.")
+    ] = False,
 ) -> None:
     """Full-parameter fine-tuning of a causal LM on long documents.
 
@@ -70,6 +73,7 @@ def finetune(
         output=output,
         sequence_parallel=sequence_parallel,
         shard=shard,
+        offload=offload,
     )
     console = Console(soft_wrap=True, quiet=not speaks())
     try:

@@ -140,6 +140,7 @@ def test_bad_input(pretrained: Path, document: Path, tmp_path: Path) -> None:
     assert "--seq-len is 1, expected at least 2" in refused(*common, "--seq-len", 1)
     alone = "--sequence-parallel is 4, but this is one process; start one on each GPU: torchrun --nproc-per-node 4"
     assert alone in refused(*common, "--sequence-parallel", 4)
+    assert "--offload moves what checkpointing keeps off a GPU" in refused(*common, "--offload", "--device", "cpu")
     assert "--steps is 0" in refused(*common, "--steps", 0)
     assert "--dtype is 'int4', expected one of float32, bfloat16" in refused(*common, "--dtype", "int4")
     assert "--device is 'tpu'" in refused(*common, "--device", "tpu")

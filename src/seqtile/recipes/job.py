@@ -28,6 +28,7 @@ class Job:
     output: Path
     sequence_parallel: int = 1
     shard: str = "fsdp2"
+    offload: bool = False
 
     def check(self) -> None:
         """Raises ValueError for what cannot work."""
@@ -43,6 +44,8 @@ class Job:
             raise ValueError(f"--device is {self.device!r}, expected cpu or cuda")
         if self.device == "cuda" and not torch.cuda.is_available():
             raise ValueError("--device is cuda, but torch sees no GPU; use --device cpu")
+        if self.offload and self.device == "cpu":
+            raise ValueError("--offload moves what checkpointing keeps off a GPU, but --device is cpu; leave it out")
         if self.shard not in SHARDS:
             raise ValueError(f"--shard is {self.shard!r}, expected one of {', '.join(SHARDS)}")
         if self.sequence_parallel != 1 and not dist.is_torchelastic_launched():

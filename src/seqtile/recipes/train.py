@@ -2,6 +2,7 @@
 
 import ctypes
 import io
+import math
 import re
 import sys
 import time
@@ -15,7 +16,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 import seqtile
-from seqtile import sp
+from seqtile import offload, sp
 from seqtile.recipes.job import Job
 from seqtile.recipes.pretrained import load_model
 from seqtile.recipes.spread import SPREADS
@@ -67,6 +68,8 @@ def train(
         if ctx is not None:
             sp.apply_ulysses(model, ctx)
         spread = SPREADS["none" if ctx is None else job.shard](model, job)
+        if job.offload:
+            offload.enable(model, tokens=math.ceil(job.seq_len / (1 if ctx is None else ctx.size)))
         progress.advance(loading)
 
         training = progress.add_task(f"{name}: training", total=job.steps, figures="")

@@ -1,7 +1,6 @@
 """The main job: full-parameter fine-tuning of a causal LM on long documents, and how it compares with not tiling."""
 
 import io
-import os
 from contextlib import redirect_stderr
 from typing import Any
 
@@ -29,7 +28,6 @@ def finetune(job: Job, console: Console) -> dict[str, Any]:
 
     Raises ValueError for bad input, before anything is trained; RunOutOfMemory if the tiled run does not fit.
     """
-    os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # read when CUDA starts, here or in a run
     job.check()
     with groups_of(job) as ctx:
         batches = prepared(job, console, 1 if ctx is None else ctx.data_parallel_size)

@@ -55,8 +55,8 @@ def train(
     torch.manual_seed(job.seed)
     if job.device == "cpu":
         return_freed_memory()
-    else:  # sequences of other lengths do not leave the memory in pieces
-        torch.cuda.memory._set_allocator_settings("expandable_segments:True")
+    else:  # tensors of other sizes a layer, a tile and a step do not leave the memory in pieces
+        torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     name = "seqtile" if tiled else "untiled"
     losses, seconds = [], []
     console = Console(quiet=ctx is not None and dist.get_rank() > 0)

@@ -1,5 +1,6 @@
 """The command line: seqtile finetune | env."""
 
+import platform
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated
@@ -7,6 +8,9 @@ from typing import Annotated
 import torch
 import typer
 from rich.console import Console
+
+PACKAGES = ("seqtile", "torch", "triton", "transformers", "accelerate", "peft", "trl", "deepspeed", "liger-kernel")
+PACKAGES += ("flash-attn", "datasets", "safetensors")
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_show_locals=False)
 
@@ -93,13 +97,18 @@ def finetune(
 def env() -> None:
     """The versions of everything that seqtile meets, for a bug report."""
     console = Console()
-    for package in ("seqtile", "torch", "triton", "transformers", "accelerate", "peft", "deepspeed", "liger-kernel"):
+    console.print(f"{'python':<14}{platform.python_version()} on {platform.platform()}", highlight=False)
+    for package in PACKAGES:
         try:
             console.print(f"{package:<14}{version(package)}", highlight=False)
         except PackageNotFoundError:
             console.print(f"{package:<14}not installed", highlight=False)
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none"
-    console.print(f"{'gpu':<14}{gpu}", highlight=False)
+    for i in range(torch.cuda.device_count()):
+        gpu = torch.cuda.get_device_properties(i)
+        about = f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, sm_{gpu.major}{gpu.minor}, CUDA {torch.version.cuda}"
+        console.print(f"{f'gpu {i}':<14}{about}", highlight=False)
+    if not torch.cuda.is_available():
+        console.print(f"{'gpu':<14}none", highlight=False)
 
 
 def main() -> None:

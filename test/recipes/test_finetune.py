@@ -205,3 +205,6 @@ def test_the_default_document_is_long() -> None:
 def test_env_lists_versions() -> None:
     result = CliRunner().invoke(app, ["env"])
     assert result.exit_code == 0 and f"torch         {torch.__version__}" in result.output
+    assert "flash-attn    not installed" in result.output or "flash-attn    2" in result.output
+    assert ("gpu           none" in result.output) != torch.cuda.is_available()
+    assert f"python        {sys.version.split()[0]} on " in result.output

@@ -21,6 +21,7 @@ from seqtile.offload.checkpointing import Checkpoints, hand_out, layers_of
 from seqtile.offload.copies import AtOnce
 from seqtile.offload.host import Pool
 from seqtile.offload.store import Store
+from seqtile.recipes.train import enable_checkpointing
 
 LAYERS = 6
 RESULTS = Path(__file__).parent / "results"
@@ -48,8 +49,7 @@ def built(hidden: int, mlp: int, dtype: torch.dtype) -> nn.Module:
 
 
 def on_gpu(model: nn.Module) -> None:
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
+    enable_checkpointing(model)
 
 
 def save_on_cpu(model: nn.Module) -> None:

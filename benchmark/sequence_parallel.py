@@ -28,6 +28,7 @@ from benchmark.spread import Batch, Case, batch_of, build, shape_of
 from benchmark.wire import Wire
 
 from assertions import relative_error
+from seqtile.recipes.train import enable_checkpointing
 
 BACKEND = "nccl" if DEVICE == "cuda" else "gloo"
 ROUNDS = 10 if DEVICE == "cuda" else 2
@@ -130,8 +131,7 @@ def prepared(case: Case, dtype: torch.dtype, small: int = 0, layers: int | None 
         shape = replace(shape, hidden=8 * int(case.heads.split("/")[0]), mlp=128, layers=2, vocab=211)
     model = build(replace(shape, layers=layers or shape.layers), case.heads, dtype)
     if case.checkpointed:
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
+        enable_checkpointing(model)
     return model, batch_of(case.kind, small or case.tokens, shape.vocab)
 
 

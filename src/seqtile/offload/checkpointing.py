@@ -82,8 +82,8 @@ def enable(
             GPU, with a warning.
 
     Host memory: one layer input (tokens x hidden x bytes an element) for every layer but the last, pinned, reused in
-    every step, returned by `disable`. On the GPU: one layer input on its way out or back. Without a GPU it is plain
-    checkpointing, with a warning. A call replaces the one before.
+    every step, returned by `disable`. On the GPU, besides those kept: one input on its way out or back. Without a GPU
+    it is plain checkpointing, with a warning. A call replaces the one before.
 
     Raises ValueError, and changes nothing, for a model without such layers, for keep_last < 0 and for tokens < 1.
     """

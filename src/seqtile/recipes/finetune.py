@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from transformers import PreTrainedTokenizerBase
 
 import seqtile
 from seqtile import sp
@@ -30,23 +31,25 @@ def finetune(job: Job, console: Console) -> dict[str, Any]:
     """
     job.check()
     with groups_of(job) as ctx:
-        batches = prepared(job, console, 1 if ctx is None else ctx.data_parallel_size)
+        batches, tokenizer = prepared(job, console, 1 if ctx is None else ctx.data_parallel_size)
         baseline, tiled = runs_alone(job, batches, console) if ctx is None else (None, run_on_ranks(job, batches, ctx))
         report = figures(job, baseline, tiled, ranks=1 if ctx is None else dist.get_world_size())
         if ctx is None or dist.get_rank() == 0:
-            load_tokenizer(job.model).save_pretrained(job.output / "model")
+            tokenizer.save_pretrained(job.output / "model")
             write_report(report, job.output)
             print_table(report, console)
             console.print(f"model, report.json and report.png are in {job.output}")
     return report
 
 
-def prepared(job: Job, console: Console, groups: int) -> torch.Tensor:
-    """What to train on, [steps, groups, seq_len], once all is known to work that can be known before training."""
+def prepared(job: Job, console: Console, groups: int) -> tuple[torch.Tensor, PreTrainedTokenizerBase]:
+    """What to train on, [steps, groups, seq_len], and the tokenizer it is from, once all is known to work that can be
+    known before training."""
     with redirect_stderr(io.StringIO()), console.status("reading documents"):  # Hugging Face has bars of its own
         config = load_config(job.model)
         seqtile.apply_seqtile(skeleton(config))  # what it cannot tile it refuses here, before anything is trained
-        data = sequences(job.data, load_tokenizer(job.model), job.seq_len, job.steps * groups)
+        tokenizer = load_tokenizer(job.model)
+        data = sequences(job.data, tokenizer, job.seq_len, job.steps * groups)
     if data.rows.max() >= config.vocab_size:
         raise ValueError(
             f"--model: the tokenizer gave token {data.rows.max()}, but config.vocab_size is {config.vocab_size}; "
@@ -56,7 +59,7 @@ def prepared(job: Job, console: Console, groups: int) -> torch.Tensor:
     console.print(str(data), soft_wrap=True, highlight=False)
     if job.seq_len > config.max_position_embeddings:
         console.print(f"note: {job.model} is configured for {config.max_position_embeddings:,} positions at most")
-    return data.rows.view(job.steps, groups, job.seq_len)
+    return data.rows.view(job.steps, groups, job.seq_len), tokenizer
 
 
 def runs_alone(job: Job, batches: torch.Tensor, console: Console) -> tuple[RunResult | None, RunResult]:

@@ -9,8 +9,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
+from seqtile.offload.checkpointing import layers_of
 from seqtile.recipes.job import Job
 
 
@@ -50,9 +50,8 @@ class FullyShard(Whole):
 
     def __init__(self, model: PreTrainedModel, job: Job):
         mesh = init_device_mesh(job.device, (dist.get_world_size(),))
-        for layer in model.modules():
-            if isinstance(layer, GradientCheckpointingLayer):
-                fully_shard(layer, mesh=mesh)
+        for layer in layers_of(model):
+            fully_shard(layer, mesh=mesh)
         fully_shard(model, mesh=mesh)
         super().__init__(model, job)
 

@@ -19,7 +19,7 @@ import seqtile
 from seqtile import offload, sp
 from seqtile.recipes.job import Job
 from seqtile.recipes.pretrained import load_model
-from seqtile.recipes.spread import SPREADS
+from seqtile.recipes.spread import SPREADS, Whole
 
 MIB = 2**20
 
@@ -62,16 +62,7 @@ def train(
     console = Console(quiet=ctx is not None and dist.get_rank() > 0)
     with progress_bars(console) as progress:
         loading = progress.add_task(f"{name}: loading", total=1, figures="")
-        with redirect_stderr(io.StringIO()):  # Hugging Face's own bars
-            model = load_model(job.model).train()
-        enable_checkpointing(model)
-        if tiled:
-            seqtile.apply_seqtile(model)
-        if ctx is not None:
-            sp.apply_ulysses(model, ctx)
-        spread = SPREADS["none" if ctx is None else job.shard](model, job)
-        if job.offload:
-            offload.enable(model, tokens=math.ceil(job.seq_len / (1 if ctx is None else ctx.size)))
+        spread = loaded(job, tiled, ctx)
         progress.advance(loading)
 
         training = progress.add_task(f"{name}: training", total=job.steps, figures="")
@@ -91,12 +82,28 @@ def train(
         step_seconds=seconds,
         tokens_per_second=sequences.numel() / sum(seconds),
         peak_mib=largest(peak_mib(job.device), ctx),
-        status=str(seqtile.status(model)) if tiled else "untiled",
+        status=str(seqtile.status(spread.unwrapped)) if tiled else "untiled",
     )
     if save_to is not None:
         with redirect_stderr(io.StringIO()):
             spread.save(save_to)
     return result
+
+
+def loaded(job: Job, tiled: bool, ctx: sp.SequenceParallel | None) -> Whole:
+    """The model and its optimizer, ready to be trained."""
+    with redirect_stderr(io.StringIO()):  # Hugging Face's own bars
+        model = load_model(job.model).train()
+    if tiled:
+        seqtile.apply_seqtile(model)
+    if ctx is not None:
+        sp.apply_ulysses(model, ctx)
+    spread = SPREADS["none" if ctx is None else job.shard](model, job)
+    if job.offload:
+        offload.enable(model, tokens=math.ceil(job.seq_len / (1 if ctx is None else ctx.size)))
+    else:
+        enable_checkpointing(model)
+    return spread
 
 
 def loss_of(model: torch.nn.Module, batch: torch.Tensor, job: Job, ctx: sp.SequenceParallel | None) -> torch.Tensor:

@@ -115,11 +115,11 @@ def exchange(
     """
     blank = [torch.empty(shape, device="meta") for shape in shapes]
     sent = [sum(piece.of(tensors).numel() for piece in there) for there in route.sent]
-    received = [sum(piece.of(blank).numel() for piece in there) for there in route.received]
-    arrived = all_to_all(_packed(tensors, route), sent, received, group)
+    received = [[piece.of(blank).numel() for piece in there] for there in route.received]
+    arrived = all_to_all(_packed(tensors, route), sent, [sum(there) for there in received], group)
 
     places = [piece for there in route.received for piece in there]
-    sizes = [place.of(blank).numel() for place in places]
+    sizes = [size for there in received for size in there]
     made, added = [], []
     for i, whole in enumerate(blank):
         covered = sum(size for place, size in zip(places, sizes, strict=True) if place.tensor == i)

@@ -92,7 +92,7 @@ def _check(model: PreTrainedModel, implementation: str) -> None:
 
 def _hooks(model: PreTrainedModel, ctx: SequenceParallel, implementation: str) -> list[RemovableHandle]:
     layers = model.config.get_text_config().num_hidden_layers
-    last = torch.zeros((), dtype=torch.int64)
+    last = torch.zeros((), dtype=torch.int64, device="cpu")  # of this forward; on the host, where reading it is free
 
     def add_layout(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         kwargs = with_layout(args, kwargs, ctx, implementation)
@@ -113,7 +113,7 @@ def _hooks(model: PreTrainedModel, ctx: SequenceParallel, implementation: str) -
 
     def add_last_position(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         positions = kwargs.get("position_ids", args[1] if len(args) > 1 else None)
-        extended = torch.cat([positions, last.to(positions).expand(*positions.shape[:-1], 1)], -1)
+        extended = torch.cat([positions, positions.new_full((*positions.shape[:-1], 1), int(last))], -1)
         return args[:1], kwargs | {"position_ids": extended}
 
     def drop_last_position(module: nn.Module, args: tuple, output: tuple) -> tuple:
@@ -159,9 +159,9 @@ def with_layout(args: tuple, kwargs: dict[str, Any], ctx: SequenceParallel, impl
     layout = layout_of((batch, local), positions, mask, ctx, implementation, items)
     if (lengths := kwargs.get("cu_seq_lens_q")) is not None and lengths.tolist() != _ends(layout, int(lengths[-1])):
         raise ValueError("cu_seq_lens_q tells other documents than position_ids, which have to tell them here")
-    told = dict.fromkeys(("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"))  # of the whole sequence
-    told |= {"position_ids": positions, "attention_mask": None, "use_cache": False, "ulysses_layout": layout}
-    return kwargs | {name: value for name, value in told.items() if value is not None or name in kwargs}
+    whole = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")  # of whole sequences, as the layout is
+    kwargs = {name: value for name, value in kwargs.items() if name not in whole}
+    return kwargs | {"position_ids": positions, "attention_mask": None, "use_cache": False, "ulysses_layout": layout}
 
 
 def _ends(layout: Layout, length: int) -> list[int]:

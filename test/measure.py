@@ -38,7 +38,7 @@ class FlopCount(TorchDispatchMode):
 
 
 class LiveBytes(TorchDispatchMode):
-    """Peak bytes of the storages that operations create inside, while they are alive."""
+    """Peak bytes of the storages that operations create inside, while they are alive; none of the meta device."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class LiveBytes(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for tensor in _tensors(result):
             storage = tensor.untyped_storage()
-            if storage._cdata not in known and storage._cdata not in self._seen:
+            if storage._cdata not in known | self._seen.keys() and tensor.device.type != "meta":
                 self._seen[storage._cdata] = storage.nbytes()
                 self.live += storage.nbytes()
                 self.largest = max(self.largest, storage.nbytes())

@@ -9,11 +9,14 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from seqtile.ops.checks import DTYPES
 from seqtile.ops.projection import LowRank
+
+_PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)  # the last: a simulation of the first two
 
 
 class Layers(NamedTuple):
@@ -50,7 +53,7 @@ def unreadable(name: str, module: nn.Module | None) -> str | None:
             return f"{name} has hooks"
     for layer in layers[:3]:
         weight = None if layer is None else layer.weight
-        if weight is not None and type(weight) not in (torch.Tensor, nn.Parameter) and not isinstance(weight, DTensor):
+        if weight is not None and type(weight) not in _PLAIN and not isinstance(weight, DTensor):
             return f"{name}.weight is a {_full_name(type(weight))}"
         if weight is not None and weight.dtype not in DTYPES:
             return f"{name}.weight is {weight.dtype}"

@@ -190,21 +190,23 @@ class TiledFunction(torch.autograd.Function):
                 (*shared, *ctx.params), needs[plan.inputs :], ctx.main_grads, strict=True
             )
         ]
+
+        def add_tile(tile: slice) -> None:  # a function, so that the gradients of a tile are gone before the next
+            with torch.enable_grad():
+                leaves = _leaves((*(plan.cut(x, tile) for x in inputs), *shared))
+                results = plan.run(*leaves)
+            gradients = _gradients(results, [plan.cut(d, tile) for d in d_outputs], [*leaves, *ctx.params], list(needs))
+            for d_input, gradient in zip(d_inputs, gradients, strict=False):
+                if d_input is not None:
+                    piece = plan.cut(d_input, tile)
+                    piece.zero_() if gradient is None else piece.copy_(gradient)
+            for total, gradient in zip(sums, gradients[plan.inputs :], strict=True):
+                if total is not None and gradient is not None:
+                    total.add_whole(gradient)
+
         with plan.replayed_random():
             for tile in tiles(inputs[0].shape[plan.dim], plan.step):
-                with torch.enable_grad():
-                    leaves = _leaves((*(plan.cut(x, tile) for x in inputs), *shared))
-                    results = plan.run(*leaves)
-                gradients = _gradients(
-                    results, [plan.cut(d, tile) for d in d_outputs], [*leaves, *ctx.params], list(needs)
-                )
-                for d_input, gradient in zip(d_inputs, gradients, strict=False):
-                    if d_input is not None:
-                        piece = plan.cut(d_input, tile)
-                        piece.zero_() if gradient is None else piece.copy_(gradient)
-                for total, gradient in zip(sums, gradients[plan.inputs :], strict=True):
-                    if total is not None and gradient is not None:
-                        total.add_whole(gradient)
+                add_tile(tile)
         return None, None, None, None, None, *d_inputs, *(None if total is None else total.result() for total in sums)
 
 

@@ -1,0 +1,10 @@
+"""The memory model: what a training step will need, and how long a sequence may be, before it runs.
+
+No torch and no transformers in this room: it answers at once.
+"""
+
+from seqtile.memory.plan import Longest, Plan, ladder, longest, plan
+from seqtile.memory.setup import Setup
+from seqtile.memory.shape import KNOWN, Shape, shape_of
+
+__all__ = ["KNOWN", "Longest", "Plan", "Setup", "Shape", "ladder", "longest", "plan", "shape_of"]

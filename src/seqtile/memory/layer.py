@@ -1,0 +1,164 @@
+"""What is alive while a layer is computed again and differentiated: a list for each moment at which it may peak.
+
+The lists follow Hugging Face's code line by line, `seqtile.ops`, `seqtile.sp`, and FlashAttention-2's workspace: dq in
+float32, and dk and dv for every query head where heads share keys. What waits outside of the layer is in `step`. All in
+bytes of one GPU, for its `tokens`.
+"""
+
+from dataclasses import dataclass
+
+from seqtile.memory.setup import Setup
+from seqtile.memory.shape import Shape
+
+MIN_CHUNK_TOKENS = 2048  # as in seqtile.ops.tiles
+FLOAT = 4
+
+Parts = dict[str, int]
+"""Bytes by what they are for."""
+
+
+@dataclass(frozen=True)
+class Norm:
+    """A norm over `width` elements a token, in bytes a token."""
+
+    kind: str
+    """As in `shape.Norms`, or "light", which is Liger's: it keeps its input and no float32."""
+    width: int
+    element: int
+    trained: bool
+
+    @property
+    def kept(self) -> int:
+        """From its forward to its backward, besides its output (and its input, if that is light's)."""
+        if self.kind == "light":
+            return self.width * self.element
+        if self.kind == "rms":  # the input in float32; what the weight multiplies
+            return self.width * (FLOAT + self.element * self.trained)
+        return self.width * FLOAT * ({"olmo": 1, "gemma": 1, "layer": 2}[self.kind] + self.trained)
+
+    @property
+    def backward(self) -> int:
+        """At the peak of its backward, gradient and what was kept included."""
+        if self.kind == "light":
+            return 2 * self.width * self.element
+        return self.width * FLOAT * (7 if self.kind == "layer" else 6)  # its input, gradients of it, of its square
+
+
+class Layer:
+    """A decoder layer, `tokens` of it on this GPU."""
+
+    def __init__(self, shape: Shape, setup: Setup, tokens: int):
+        self.shape, self.setup, self.tokens = shape, setup, tokens
+        self.trained = setup.lora_rank is None
+        self.tiled = "mlp" in setup.tiles and tokens > mlp_chunk_tokens(shape, setup)
+        self.hidden = tokens * shape.hidden * setup.bytes
+        """Bytes of a tensor of hidden states."""
+        self.kind = "light" if setup.liger else shape.norms.kind
+        self.norm = self.norm_over(shape.hidden)
+
+    def norm_over(self, width: int) -> Norm:
+        return Norm(self.kind, width, self.setup.bytes, self.trained)
+
+    def moments(self) -> list[tuple[str, Parts]]:
+        """In the order of the backward. The gradient of what a branch is added to is alive throughout."""
+        norms = self.shape.norms
+        gradient, norm = self.hidden, self.tokens * self.norm.backward
+        inside = self._into_attention() + self._attended()
+        after = self.tokens * self.norm.kept if norms.after else 0
+        attention = inside + self._into_output() + after
+        into_mlp = 0 if norms.parallel else self._before() or self.hidden
+        moments = [("MLP", {"mlp": self._mlp(), "attention": attention, "norms": into_mlp + gradient + after})]
+        if norms.after:
+            kept = {"mlp": 0 if self.tiled else self._kept_by_mlp(), "attention": attention}
+            moments.append(("norm after the MLP", {**kept, "norms": into_mlp + gradient + norm}))
+            moments.append(("norm after attention", {"attention": attention - after, "norms": gradient + norm}))
+        if norms.before and not norms.parallel:
+            moments.append(("norm before the MLP", {"attention": attention, "norms": gradient + norm}))
+        gradients = gradient * (2 if norms.parallel else 1)
+        moments.append(("attention", {"attention": inside + self._attention(), "norms": gradients}))
+        if norms.before:
+            moments.append(("norm before attention", {"norms": gradient + norm}))
+        return moments
+
+    # What is kept between forward and backward.
+
+    def _before(self) -> int:
+        """By a norm before a branch, and its output."""
+        return self.tokens * self.norm.kept + self.hidden if self.shape.norms.before else 0
+
+    def _into_attention(self) -> int:
+        """By the norms before it and of its heads. The layer's input is counted where it waits."""
+        before = self._before()
+        if before and (self.kind == "light" or self.setup.bytes == FLOAT):  # else the norm keeps a copy in float32
+            before -= self.hidden
+        of_heads = self.norm_over(self.shape.q + self.shape.kv).kept if self.shape.norms.of_heads else 0
+        return before + self.tokens * of_heads
+
+    def _attended(self) -> int:
+        """Queries, keys, values, output and log-sum-exp of attention."""
+        q, kv = self._shares()
+        whole = q + kv if self.shape.fused_qkv and not self.setup.liger else 0  # which the values are a slice of
+        return 2 * q + 2 * kv + whole + self._lse()
+
+    def _into_output(self) -> int:
+        """By the output projection, where that is not attention's own output."""
+        return self.tokens * self.shape.q * self.setup.bytes if self.setup.sequence_parallel > 1 else 0
+
+    def _lse(self) -> int:
+        return self.tokens * self.shape.heads * FLOAT
+
+    def _shares(self) -> tuple[int, int]:
+        """Bytes of the queries and of the keys that attention reads on the GPU with most of them."""
+        shape, size = self.shape, self.setup.sequence_parallel
+        if size <= shape.heads:
+            ends = [rank * shape.heads // size for rank in range(size + 1)]
+        else:  # GPUs that share a head's queries
+            ends = [rank * shape.heads / size for rank in range(size + 1)]
+        a_head = self.tokens * size * shape.head_dim * self.setup.bytes
+        group = shape.heads // shape.kv_heads
+        spans = list(zip(ends, ends[1:], strict=False))
+        heads = max(last - first for first, last in spans)
+        kv_heads = max(-int(-last // group) - int(first // group) for first, last in spans)
+        return round(a_head * heads), a_head * kv_heads
+
+    def _kept_by_mlp(self) -> int:
+        """Untiled: gate, up, their product, and the activation unless Liger computes it again."""
+        return self.tokens * self.shape.mlp * self.setup.bytes * (3 if self.setup.liger else 4)
+
+    # What their backwards need.
+
+    def _attention(self) -> int:
+        """Gradients of the output and of q, k and v; the workspace."""
+        q, kv = self._shares()
+        expanded = 2 * q if self.shape.heads != self.shape.kv_heads else 0
+        return q + (q + 2 * kv) + q * FLOAT // self.setup.bytes + expanded + self._lse()
+
+    def _mlp(self) -> int:
+        """Tiled, with the sums of weight gradients in float32 and their roundings, the gradients of input and output."""
+        shape, setup = self.shape, self.setup
+        rows = min(self.tokens, mlp_chunk_tokens(shape, setup)) if self.tiled else self.tokens
+        weights = 3 * shape.hidden * shape.mlp * max(shape.experts, 1) if self.trained else 0
+        sums = weights * FLOAT if self.tiled else 0
+        if shape.experts:
+            return sums + self._experts(rows * shape.experts_per_token, weights) + self.hidden
+        if not self.tiled:
+            return self._kept_by_mlp() + rows * shape.mlp * setup.bytes * (1 if setup.liger else 2)
+        rounded = weights * setup.bytes if setup.bytes < FLOAT else 0
+        d_output = self.hidden if shape.norms.after else 0
+        return 3 * rows * shape.mlp * setup.bytes + sums + rounded + self.hidden + d_output
+
+    def _experts(self, rows: int, weights: int) -> int:
+        """Of so many pairs of a token and an expert: the most of three moments of Hugging Face's grouped products."""
+        d, m, size = self.shape.hidden, self.shape.mlp, self.setup.bytes
+        weighted = size if self.shape.model_type == "qwen3_moe" else FLOAT  # the dtype in which outputs are weighted
+        return max(
+            rows * (4 * m * size + d * (2 * size + 3 * weighted)),
+            rows * (5 * m + 3 * d) * size + weights // 3 * size,
+            rows * (2 * m + 2 * d) * size + weights * size,
+        )
+
+
+def mlp_chunk_tokens(shape: Shape, setup: Setup) -> int:
+    """Tokens of a tile of the MLP."""
+    spread = shape.experts / shape.experts_per_token if shape.experts else 1
+    return setup.chunk_tokens or max(shape.hidden, int(MIN_CHUNK_TOKENS * spread))

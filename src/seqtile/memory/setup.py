@@ -1,0 +1,81 @@
+"""How a model is trained: everything its memory depends on but its shape and the length."""
+
+from collections.abc import Collection
+from dataclasses import dataclass
+
+GIB = 2**30
+DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
+OPTIMIZERS = {"adamw": 8, "adamw_8bit": 2, "sgd": 0}
+"""Bytes of state for each trained parameter, besides float32 weights where `dtype` is a half precision."""
+TILES = ("loss", "mlp")
+OFFLOAD = ("activations", "optimizer", "weights")
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A training setup, activation checkpointing of every layer included. Raises ValueError for what cannot be."""
+
+    gpus: int = 1
+    sequence_parallel: int = 1
+    """GPUs that share a sequence."""
+    zero_stage: int = 3
+    """What is spread over all GPUs: 1 the optimizer's state, 2 gradients too, 3 weights too (FSDP2); 0 nothing."""
+    optimizer: str = "adamw"
+    """adamw (in half precision with float32 weights), adamw_8bit or sgd."""
+    dtype: str = "bfloat16"
+    """Of weights, gradients and activations."""
+    tiles: Collection[str] = TILES
+    """What is computed tile by tile: loss, mlp."""
+    chunk_tokens: int | None = None
+    """Tokens a tile; None for the rule of `seqtile.ops.tiles`."""
+    liger: bool = False
+    """Liger's RMSNorm, RoPE and, where the MLP is not tiled, SwiGLU: they keep less."""
+    offload: Collection[str] = ()
+    """What is in host memory: activations (`seqtile.offload`), optimizer (with the gradients), weights."""
+    keep_last: int = 1
+    """Layers whose inputs stay on the GPU all the same."""
+    lora_rank: int | None = None
+    """Of adapters over every projection of attention and MLP, all else frozen; None trains every parameter."""
+    gpu_memory_gib: float = 80
+    host_memory_gib: float = 1900
+    """Of a node."""
+    gpus_per_node: int = 8
+
+    def __post_init__(self) -> None:
+        for name in ("gpus", "sequence_parallel", "gpus_per_node"):
+            _positive(name, getattr(self, name))
+        for name in ("chunk_tokens", "lora_rank"):
+            if getattr(self, name) is not None:
+                _positive(name, getattr(self, name))
+        for name, known in (("dtype", DTYPES), ("optimizer", OPTIMIZERS)):
+            if getattr(self, name) not in known:
+                raise ValueError(f"{name}: expected one of {', '.join(known)}, got {getattr(self, name)!r}")
+        for name, known in (("tiles", TILES), ("offload", OFFLOAD)):
+            if isinstance(getattr(self, name), str) or not set(getattr(self, name)) <= set(known):
+                raise ValueError(f"{name}: expected some of {known}, got {getattr(self, name)!r}")
+        for name in ("gpu_memory_gib", "host_memory_gib"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}: expected more than 0 GiB, got {getattr(self, name)!r}")
+        if self.zero_stage not in range(4):
+            raise ValueError(f"zero_stage: expected 0, 1, 2 or 3, got {self.zero_stage!r}")
+        if not isinstance(self.keep_last, int) or self.keep_last < 0:
+            raise ValueError(f"keep_last: expected 0 or more layers, got {self.keep_last!r}")
+        if self.gpus % self.sequence_parallel:
+            raise ValueError(
+                f"sequence_parallel is {self.sequence_parallel}, expected a divisor of the {self.gpus} GPUs; "
+                "a sequence is shared by equal groups of them"
+            )
+
+    @property
+    def bytes(self) -> int:
+        """Of an element."""
+        return DTYPES[self.dtype]
+
+    def ranks(self, stage: int) -> int:
+        """Over how many GPUs something is spread that is spread from this ZeRO stage on."""
+        return self.gpus if self.zero_stage >= stage else 1
+
+
+def _positive(name: str, value: object) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ValueError(f"{name}: expected a positive int, got {value!r}")

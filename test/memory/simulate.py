@@ -1,0 +1,219 @@
+"""A training step of a whole model at full size on tensors without data, and the bytes of one GPU that were alive in it."""
+
+import sys
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp._fully_shard import _fsdp_param
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig
+
+import seqtile
+from measure import LiveBytes
+from seqtile.memory.setup import Setup
+from seqtile.offload.checkpointing import Checkpoints, hand_out
+from seqtile.offload.store import Store
+from seqtile.sp.exchange import Trade
+
+LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+OUT_OF_PLACE = ("gemma2", "gemma3_text", "glm4", "olmo2")  # where Liger's norm may not write over its gradient
+
+
+class FlashFunction(torch.autograd.Function):
+    """FlashAttention-2's allocations: in the backward dq in float32, and dk and dv for every query head (mha_bwd)."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+        out = torch.empty(q.shape, dtype=q.dtype)
+        lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
+        ctx.save_for_backward(q, k, v, out, lse)
+        return out
+
+    @staticmethod
+    def backward(ctx, d_out):
+        q, k, v, _, lse = ctx.saved_tensors
+        gradients = [torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v)]
+        workspace = [torch.empty(q.shape, dtype=torch.float32), torch.empty_like(lse)]
+        if q.shape[2] != k.shape[2]:
+            workspace += [torch.empty(*x.shape[:2], q.shape[2], x.shape[3], dtype=x.dtype) for x in (k, v)]
+        return tuple(x.transpose(1, 2) for x in gradients)
+
+
+class NormFunction(torch.autograd.Function):
+    """Liger's RMSNorm: it keeps its input."""
+
+    @staticmethod
+    def forward(ctx, x, weight, in_place):
+        ctx.in_place = in_place
+        ctx.save_for_backward(x, weight, torch.empty(x.shape[:-1], dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx, d_y):
+        return d_y.view_as(d_y) if ctx.in_place else torch.empty_like(d_y), torch.empty_like(ctx.saved_tensors[1]), None
+
+
+class RopeFunction(torch.autograd.Function):
+    """Liger's RoPE: in place, both ways."""
+
+    @staticmethod
+    def forward(ctx, q, k, *positions):
+        return q.view_as(q), k.view_as(k)
+
+    @staticmethod
+    def backward(ctx, dq, dk):
+        return dq.view_as(dq), dk.view_as(dk), None, None
+
+
+class SwiGLUFunction(torch.autograd.Function):
+    """Liger's: gate and up are kept, and written over by their gradients."""
+
+    @staticmethod
+    def forward(ctx, gate, up):
+        ctx.save_for_backward(gate, up)
+        return torch.empty_like(gate)
+
+    @staticmethod
+    def backward(ctx, d_product):
+        return ctx.saved_tensors
+
+
+class HostMemory:
+    """In the place of a pool: blocks on the meta device, which are not counted."""
+
+    def __init__(self) -> None:
+        self.total = self.free = 0
+
+    def take(self, size: int) -> torch.Tensor:
+        self.total += max(0, size - self.free)
+        self.free = max(0, self.free - size)
+        return torch.empty(size, dtype=torch.uint8, device="meta")
+
+    def give(self, memory: torch.Tensor) -> None:
+        self.free += memory.numel()
+
+
+class Copies:
+    """Between it and the GPU."""
+
+    def out(self, tensor: torch.Tensor, block: torch.Tensor) -> None: ...
+
+    def back(self, block: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return torch.empty(block.shape, dtype=block.dtype), None
+
+    def wait(self, copied: object) -> None: ...
+
+
+class Sharded(LiveBytes):
+    """Counts what FSDP2 frees and takes by resizing storages, too."""
+
+    def resize(self, tensor: torch.Tensor, size: int) -> None:
+        key = tensor.untyped_storage()._cdata
+        if key in self._seen:
+            self.live += size - self._seen[key]
+            self._seen[key] = size
+            self.peak = max(self.peak, self.live)
+
+
+def attention(setup: Setup) -> Callable:
+    def whole(module, q, k, v, mask, **kwargs):
+        return FlashFunction.apply(q, k, v), None
+
+    if setup.sequence_parallel == 1:
+        return whole
+    ctx = seqtile.sp.initialize(setup.sequence_parallel)
+
+    def exchanged(module, q, k, v, mask, **kwargs):
+        trade = Trade.of(q.shape[1], k.shape[1], q.shape[2], ctx)
+        return trade.to_tokens(FlashFunction.apply(*trade.to_heads(q, k, v))), None
+
+    return exchanged
+
+
+def apply_liger(model: nn.Module, tiled: bool) -> None:
+    in_place = model.config.model_type not in OUT_OF_PLACE
+    for module in model.modules():
+        if type(module).__name__.endswith(("RMSNorm", "LayerNorm")):
+            module.forward = lambda x, module=module: NormFunction.apply(x, module.weight, in_place)
+        elif not tiled and hasattr(module, "gate_proj"):
+            module.forward = lambda x, module=module: module.down_proj(
+                SwiGLUFunction.apply(module.gate_proj(x), module.up_proj(x))
+            )
+
+
+def materialise(model: nn.Module, dtype: torch.dtype) -> None:
+    """Tensors without data for those of the meta device, so that they count as the GPU's."""
+    made: dict[int, torch.Tensor] = {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, old in tensors.items():
+                if old is None:
+                    continue
+                if id(old) not in made:
+                    is_weight = isinstance(old, nn.Parameter)
+                    new = torch.empty(old.shape, dtype=dtype if is_weight else old.dtype)
+                    made[id(old)] = nn.Parameter(new, requires_grad=old.requires_grad) if is_weight else new
+                tensors[name] = made[id(old)]
+
+
+def build(config: PreTrainedConfig, setup: Setup, modes: ExitStack) -> nn.Module:
+    """The model as it would be on each of the GPUs of `setup`."""
+    if setup.gpus > 1:
+        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=setup.gpus)
+        modes.callback(dist.destroy_process_group)
+        mesh = init_device_mesh("cpu", (setup.gpus,))
+    AttentionInterface.register("no_scores", attention(setup))
+    with torch.device("meta"):
+        model = causal_lm = AutoModelForCausalLM.from_config(
+            config, attn_implementation="no_scores", dtype=getattr(torch, setup.dtype)
+        )
+        if setup.lora_rank is not None:
+            model = get_peft_model(model, LoraConfig(r=setup.lora_rank, target_modules=LINEAR))
+            causal_lm.enable_input_require_grads()
+    modes.enter_context(FakeTensorMode())
+    materialise(model.train(), getattr(torch, setup.dtype))
+    tiled = {part: part in setup.tiles for part in ("mlp", "loss")}
+    if any(tiled.values()):
+        seqtile.apply_seqtile(model, **tiled, chunk_tokens=setup.chunk_tokens)
+    if setup.liger:
+        apply_liger(causal_lm, tiled["mlp"])
+        rope = patch.object(sys.modules[type(causal_lm).__module__], "apply_rotary_pos_emb", RopeFunction.apply)
+        modes.enter_context(rope)
+    causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
+    if "activations" in setup.offload:
+        hand_out(Checkpoints(Store(HostMemory(), Copies())), causal_lm, setup.keep_last)
+    if setup.gpus > 1 and setup.zero_stage == 3:
+        for layer in causal_lm.model.layers:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(model, mesh=mesh)
+    return model
+
+
+def peak_of(config: PreTrainedConfig, setup: Setup, *, seq_len: int, batch_size: int = 1, count: type = Sharded) -> Any:
+    """The most bytes that a step allocates on a GPU besides weights and optimizer: forward, loss, backward."""
+    with ExitStack() as modes:
+        model = build(config, setup, modes)
+        ids = torch.zeros(batch_size, seq_len // setup.sequence_parallel, dtype=torch.long)
+        labels = {"shift_labels": ids, "ignore_index": None} if "loss" in setup.tiles else {"labels": ids}
+        memory = count()
+        for name in ("alloc_storage", "free_storage"):
+            real, full = getattr(_fsdp_param, name), name == "alloc_storage"
+
+            def resize(tensor, real=real, full=full):
+                real(tensor)
+                memory.resize(tensor, tensor.numel() * tensor.itemsize if full else 0)
+
+            modes.enter_context(patch.object(_fsdp_param, name, resize))
+        with memory:
+            model(input_ids=ids, use_cache=False, **labels).loss.backward()
+    return memory

@@ -1,29 +1,43 @@
-"""seqtile: the loss and the MLP of Hugging Face models, in memory that does not grow with sequence length."""
+"""seqtile: the loss and the MLP of Hugging Face models, in memory that does not grow with sequence length.
 
-from seqtile import models, modules, offload, sp
-from seqtile.models import apply_seqtile, restore, status
-from seqtile.ops.gated_mlp import gated_mlp
-from seqtile.ops.linear_cross_entropy import LossMetrics, linear_cross_entropy
-from seqtile.ops.linear_log_probs import linear_log_probs
-from seqtile.ops.projection import LowRank
-from seqtile.ops.tiled import tiled
+Names are imported when they are first used: `import seqtile` loads neither torch nor transformers.
+"""
+
+from importlib import import_module
+from typing import Any
 
 __version__ = "0.1.0"
 
-__all__ = [
-    "LossMetrics",
-    "LowRank",
-    "apply_seqtile",
-    "gated_mlp",
-    "linear_cross_entropy",
-    "linear_log_probs",
-    "modules",
-    "offload",
-    "restore",
-    "sp",
-    "status",
-    "tiled",
-    *models.ENTRIES,
-]
+_ROOMS = ("memory", "models", "modules", "offload", "sp")
+_NAMES = {
+    "LossMetrics": "seqtile.ops.linear_cross_entropy",
+    "LowRank": "seqtile.ops.projection",
+    "apply_seqtile": "seqtile.models",
+    "gated_mlp": "seqtile.ops.gated_mlp",
+    "linear_cross_entropy": "seqtile.ops.linear_cross_entropy",
+    "linear_log_probs": "seqtile.ops.linear_log_probs",
+    "restore": "seqtile.models",
+    "status": "seqtile.models",
+    "tiled": "seqtile.ops.tiled",
+}
 
-globals().update(models.ENTRIES)  # apply_seqtile_to_llama and so on: one for each entry of the table in models/arch.py
+
+def __getattr__(name: str) -> Any:
+    if name in _ROOMS:
+        return import_module(f"seqtile.{name}")
+    if name in _NAMES:
+        return getattr(import_module(_NAMES[name]), name)
+    if name == "__all__":
+        return [*_NAMES, *_ROOMS, *_entries()]
+    if name.startswith("apply_seqtile_to_") and name in _entries():
+        return _entries()[name]
+    raise AttributeError(f"module 'seqtile' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return [*globals(), *__getattr__("__all__")]
+
+
+def _entries() -> dict[str, Any]:
+    """apply_seqtile_to_llama and so on: one for each entry of the table in models/arch.py."""
+    return import_module("seqtile.models").ENTRIES

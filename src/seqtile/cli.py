@@ -1,13 +1,17 @@
-"""The command line: seqtile finetune | env."""
+"""The command line: seqtile finetune | plan | env."""
 
+import json
 import platform
+from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated
 
-import torch
 import typer
 from rich.console import Console
+
+from seqtile import memory
+from seqtile.recipes.forecast import figures, print_forecast
 
 PACKAGES = ("seqtile", "torch", "triton", "transformers", "accelerate", "peft", "trl", "deepspeed", "liger-kernel")
 PACKAGES += ("flash-attn", "datasets", "safetensors")
@@ -55,6 +59,8 @@ def finetune(
     On several GPUs: torchrun --nproc-per-node 4 -m seqtile.cli finetune --sequence-parallel 4 ...
     """
     try:
+        import torch
+
         from seqtile.recipes.alone import RunOutOfMemory
         from seqtile.recipes.documents import standard_library
         from seqtile.recipes.finetune import finetune as run
@@ -94,8 +100,62 @@ def finetune(
 
 
 @app.command()
+def plan(
+    model: Annotated[str, typer.Argument(help=f"A config.json, its directory, or {', '.join(memory.KNOWN)}.")],
+    seq_len: Annotated[int | None, typer.Option(help="Tokens a sequence (default: the longest that fits).")] = None,
+    batch_size: Annotated[int, typer.Option(help="Sequences at a time.")] = 1,
+    gpus: Annotated[int, typer.Option(help="GPUs in all.")] = 1,
+    sequence_parallel: Annotated[int | None, typer.Option(help="GPUs that share a sequence (default: all).")] = None,
+    gpu_memory: Annotated[float, typer.Option(help="GiB of a GPU.")] = 80,
+    host_memory: Annotated[float, typer.Option(help="GiB of a node.")] = 1900,
+    gpus_per_node: Annotated[int, typer.Option(help="GPUs of a node.")] = 8,
+    zero_stage: Annotated[int, typer.Option(help="Spread over all GPUs: 1 optimizer, 2 gradients, 3 weights too.")] = 3,
+    optimizer: Annotated[str, typer.Option(help="adamw, adamw_8bit or sgd.")] = "adamw",
+    dtype: Annotated[str, typer.Option(help="Of weights and activations: bfloat16, float16 or float32.")] = "bfloat16",
+    lora_rank: Annotated[
+        int | None, typer.Option(help="Of adapters over every projection; all else is frozen.")
+    ] = None,
+    offload: Annotated[
+        list[str] | None, typer.Option(help="To host memory in any case: optimizer, weights; repeat it for more.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="The same as JSON.")] = False,
+) -> None:
+    """What fits before it runs: the longest sequence with each feature turned on, and what a step then holds."""
+    console = Console(soft_wrap=True)
+    setup = {
+        "gpus": gpus,
+        "sequence_parallel": gpus if sequence_parallel is None else sequence_parallel,
+        "gpu_memory_gib": gpu_memory,
+        "host_memory_gib": host_memory,
+        "gpus_per_node": gpus_per_node,
+        "zero_stage": zero_stage,
+        "optimizer": optimizer,
+        "dtype": dtype,
+        "lora_rank": lora_rank,
+        "offload": tuple(offload or ()),
+    }
+    try:
+        rungs = list(memory.ladder(model, batch_size=batch_size, **setup))
+        chosen = next((rung for rung, longest in rungs if longest.tokens >= (seq_len or 1)), rungs[-1][0])
+        if seq_len is None:
+            chosen, longest = max(rungs, key=lambda rung: rung[1].tokens)
+            seq_len = max(longest.tokens, chosen.sequence_parallel)
+        planned = memory.plan(model, seq_len=seq_len, batch_size=batch_size, **asdict(chosen))
+    except ValueError as error:
+        console.print("[red]error:[/red]", end=" ")
+        console.print(str(error), markup=False, highlight=False)
+        raise typer.Exit(1) from error
+    if as_json:
+        print(json.dumps(figures(model, rungs, planned), indent=2))
+    else:
+        print_forecast(console, model, rungs, planned)
+
+
+@app.command()
 def env() -> None:
     """The versions of everything that seqtile meets, for a bug report."""
+    import torch
+
     console = Console()
     console.print(f"{'python':<14}{platform.python_version()} on {platform.platform()}", highlight=False)
     for package in PACKAGES:

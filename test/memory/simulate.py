@@ -1,9 +1,9 @@
-"""A training step of a whole model at full size on tensors without data, and the bytes of one GPU that were alive in it."""
+"""A training step of a whole model at full size on tensors without data, and the bytes of a GPU alive in it."""
 
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from typing import Any
+from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
@@ -88,6 +88,13 @@ class SwiGLUFunction(torch.autograd.Function):
         return ctx.saved_tensors
 
 
+class Simulated(NamedTuple):
+    peak: int
+    """Bytes on a GPU besides weights and optimizer."""
+    pinned: int
+    """Bytes of host memory."""
+
+
 class HostMemory:
     """In the place of a pool: blocks on the meta device, which are not counted."""
 
@@ -117,12 +124,18 @@ class Copies:
 class Sharded(LiveBytes):
     """Counts what FSDP2 frees and takes by resizing storages, too."""
 
-    def resize(self, tensor: torch.Tensor, size: int) -> None:
-        key = tensor.untyped_storage()._cdata
-        if key in self._seen:
-            self.live += size - self._seen[key]
-            self._seen[key] = size
-            self.peak = max(self.peak, self.live)
+    def resizing(self, real: Callable[[torch.Tensor], None], full: bool) -> Callable[[torch.Tensor], None]:
+        """`real`, which makes a tensor's storage full or empty, counted."""
+
+        def resize(tensor: torch.Tensor) -> None:
+            real(tensor)
+            key, size = tensor.untyped_storage()._cdata, tensor.numel() * tensor.itemsize if full else 0
+            if key in self._seen:
+                self.live += size - self._seen[key]
+                self._seen[key] = size
+                self.peak = max(self.peak, self.live)
+
+        return resize
 
 
 def attention(setup: Setup) -> Callable:
@@ -166,10 +179,10 @@ def materialise(model: nn.Module, dtype: torch.dtype) -> None:
                 tensors[name] = made[id(old)]
 
 
-def build(config: PreTrainedConfig, setup: Setup, modes: ExitStack) -> nn.Module:
-    """The model as it would be on each of the GPUs of `setup`."""
+def build(config: PreTrainedConfig, setup: Setup, modes: ExitStack, host: HostMemory, rank: int) -> nn.Module:
+    """The model as it would be on one of the GPUs of `setup`."""
     if setup.gpus > 1:
-        dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=setup.gpus)
+        dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=setup.gpus)
         modes.callback(dist.destroy_process_group)
         mesh = init_device_mesh("cpu", (setup.gpus,))
     AttentionInterface.register("no_scores", attention(setup))
@@ -191,7 +204,7 @@ def build(config: PreTrainedConfig, setup: Setup, modes: ExitStack) -> nn.Module
         modes.enter_context(rope)
     causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
     if "activations" in setup.offload:
-        hand_out(Checkpoints(Store(HostMemory(), Copies())), causal_lm, setup.keep_last)
+        hand_out(Checkpoints(Store(host, Copies())), causal_lm, setup.keep_last)
     if setup.gpus > 1 and setup.zero_stage == 3:
         for layer in causal_lm.model.layers:
             fully_shard(layer, mesh=mesh)
@@ -199,21 +212,18 @@ def build(config: PreTrainedConfig, setup: Setup, modes: ExitStack) -> nn.Module
     return model
 
 
-def peak_of(config: PreTrainedConfig, setup: Setup, *, seq_len: int, batch_size: int = 1, count: type = Sharded) -> Any:
-    """The most bytes that a step allocates on a GPU besides weights and optimizer: forward, loss, backward."""
+def simulate(
+    config: PreTrainedConfig, setup: Setup, *, seq_len: int, batch_size: int = 1, rank: int = 0
+) -> "Simulated":
+    """A step, forward, loss and backward: the most bytes that it allocates, and those it pins."""
     with ExitStack() as modes:
-        model = build(config, setup, modes)
+        host = HostMemory()
+        model = build(config, setup, modes, host, rank)
         ids = torch.zeros(batch_size, seq_len // setup.sequence_parallel, dtype=torch.long)
         labels = {"shift_labels": ids, "ignore_index": None} if "loss" in setup.tiles else {"labels": ids}
-        memory = count()
-        for name in ("alloc_storage", "free_storage"):
-            real, full = getattr(_fsdp_param, name), name == "alloc_storage"
-
-            def resize(tensor, real=real, full=full):
-                real(tensor)
-                memory.resize(tensor, tensor.numel() * tensor.itemsize if full else 0)
-
-            modes.enter_context(patch.object(_fsdp_param, name, resize))
+        memory = Sharded()
+        for name, full in (("alloc_storage", True), ("free_storage", False)):
+            modes.enter_context(patch.object(_fsdp_param, name, memory.resizing(getattr(_fsdp_param, name), full)))
         with memory:
             model(input_ids=ids, use_cache=False, **labels).loss.backward()
-    return memory
+    return Simulated(memory.peak, host.total)

@@ -6,6 +6,7 @@ bytes of one GPU, for its `tokens`.
 """
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from seqtile.memory.setup import Setup
 from seqtile.memory.shape import Shape
@@ -67,7 +68,7 @@ class Layer:
         after = self.tokens * self.norm.kept if norms.after else 0
         attention = inside + self._into_output() + after
         into_mlp = 0 if norms.parallel else self._before() or self.hidden
-        moments = [("MLP", {"mlp": self._mlp(), "attention": attention, "norms": into_mlp + gradient + after})]
+        moments = [("MLP", {"mlp": self._mlp(), "attention": attention, "norms": into_mlp + gradient})]
         if norms.after:
             kept = {"mlp": 0 if self.tiled else self._kept_by_mlp(), "attention": attention}
             moments.append(("norm after the MLP", {**kept, "norms": into_mlp + gradient + norm}))
@@ -96,7 +97,7 @@ class Layer:
 
     def _attended(self) -> int:
         """Queries, keys, values, output and log-sum-exp of attention."""
-        q, kv = self._shares()
+        q, kv, _ = self._shares()
         whole = q + kv if self.shape.fused_qkv and not self.setup.liger else 0  # which the values are a slice of
         return 2 * q + 2 * kv + whole + self._lse()
 
@@ -107,19 +108,17 @@ class Layer:
     def _lse(self) -> int:
         return self.tokens * self.shape.heads * FLOAT
 
-    def _shares(self) -> tuple[int, int]:
-        """Bytes of the queries and of the keys that attention reads on the GPU with most of them."""
+    def _shares(self) -> tuple[int, int, bool]:
+        """Bytes of the queries and of the keys that attention reads on the GPU with most of them; whether heads share
+        keys there."""
         shape, size = self.shape, self.setup.sequence_parallel
-        if size <= shape.heads:
-            ends = [rank * shape.heads // size for rank in range(size + 1)]
-        else:  # GPUs that share a head's queries
-            ends = [rank * shape.heads / size for rank in range(size + 1)]
         a_head = self.tokens * size * shape.head_dim * self.setup.bytes
+        if size > shape.heads:  # GPUs share the queries of a head
+            return a_head // (size // shape.heads), a_head, False
         group = shape.heads // shape.kv_heads
-        spans = list(zip(ends, ends[1:], strict=False))
-        heads = max(last - first for first, last in spans)
-        kv_heads = max(-int(-last // group) - int(first // group) for first, last in spans)
-        return round(a_head * heads), a_head * kv_heads
+        spans = pairwise(rank * shape.heads // size for rank in range(size + 1))
+        heads, kv_heads = max((last - first, (last - 1) // group + 1 - first // group) for first, last in spans)
+        return a_head * heads, a_head * kv_heads, heads > kv_heads
 
     def _kept_by_mlp(self) -> int:
         """Untiled: gate, up, their product, and the activation unless Liger computes it again."""
@@ -129,12 +128,12 @@ class Layer:
 
     def _attention(self) -> int:
         """Gradients of the output and of q, k and v; the workspace."""
-        q, kv = self._shares()
-        expanded = 2 * q if self.shape.heads != self.shape.kv_heads else 0
+        q, kv, grouped = self._shares()
+        expanded = 2 * q if grouped else 0
         return q + (q + 2 * kv) + q * FLOAT // self.setup.bytes + expanded + self._lse()
 
     def _mlp(self) -> int:
-        """Tiled, with the sums of weight gradients in float32 and their roundings, the gradients of input and output."""
+        """Tiled: with the sums of weight gradients in float32, their roundings, the gradients of input and output."""
         shape, setup = self.shape, self.setup
         rows = min(self.tokens, mlp_chunk_tokens(shape, setup)) if self.tiled else self.tokens
         weights = 3 * shape.hidden * shape.mlp * max(shape.experts, 1) if self.trained else 0

@@ -132,4 +132,4 @@ def _longest(shape: Shape, setup: Setup, batch_size: int) -> Longest:
             fits = tokens
         else:
             too_long = tokens
-    return Longest(fits * size, _plan(shape, setup, too_long * size, batch_size).bound)
+    return Longest(fits * size, _plan(shape, setup, too_long * size, batch_size).bound or "nothing")

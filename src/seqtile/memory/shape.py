@@ -55,6 +55,8 @@ class Shape:
     attention_biases: int = 0
     """Elements, of a layer."""
     mlp_biases: int = 0
+    softcap: bool = False
+    """Whether logits have a soft cap."""
     experts: int = 0
     """Of a layer; 0 if it is no mixture."""
     experts_per_token: int = 1
@@ -123,7 +125,7 @@ KNOWN = {
     "Qwen/Qwen3-8B": Shape(4096, 12288, 36, 32, 8, 128, 151936, "qwen3"),
     "Qwen/Qwen3-32B": Shape(5120, 25600, 64, 64, 8, 128, 151936, "qwen3"),
     "mistralai/Mistral-7B-v0.3": Shape(4096, 14336, 32, 32, 8, 128, 32768, "mistral"),
-    "google/gemma-2-9b": Shape(3584, 14336, 42, 16, 8, 256, 256000, "gemma2", tied=True),
+    "google/gemma-2-9b": Shape(3584, 14336, 42, 16, 8, 256, 256000, "gemma2", tied=True, softcap=True),
     "HuggingFaceTB/SmolLM2-135M": Shape(576, 1536, 30, 9, 3, 64, 49152, tied=True),
 }
 """By their names on the hub, from their config.json."""
@@ -193,6 +195,7 @@ def _shape_of_fields(fields: Mapping[str, Any]) -> Shape:
         tied=fields.get("tie_word_embeddings", model_type in _TIED),
         attention_biases=q_and_kv + output_bias if biased else 0,
         mlp_biases=2 * mlp + hidden if fields.get("mlp_bias") else 0,
+        softcap=fields.get("final_logit_softcapping", 30.0 if model_type == "gemma2" else None) is not None,
         experts=experts if mixture else 0,
         experts_per_token=width("num_experts_per_tok", default=1),
     )

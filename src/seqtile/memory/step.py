@@ -48,7 +48,10 @@ class Step:
         shape, layers = self.shape, self.shape.layers
         norm = self.tokens * self.layer.norm.backward
         head = shape.head_parameters + shape.hidden
-        moments = [self._moment("loss", self._loss(), layers), self._moment("final norm", {"norms": norm}, layers, head)]
+        moments = [
+            self._moment("loss", self._loss(), layers),
+            self._moment("final norm", {"norms": norm}, layers, head),
+        ]
         for which, waiting, done in (
             ("last", layers, head),
             ("first", 1, head + (layers - 1) * shape.layer_parameters),
@@ -120,8 +123,8 @@ class Step:
         return parameters * self.setup.bytes // self.setup.ranks(2)
 
     def _communication(self, here: int) -> int:
-        """FSDP2 keeps what is outside of the layers gathered, and its gradients whole until the end; of the layers, this
-        one and the next that is on its way."""
+        """FSDP2 keeps what is outside of the layers gathered, and its gradients whole until the end; of the layers it
+        has this one and the next that is on its way."""
         setup, shape = self.setup, self.shape
         away = "optimizer" in setup.offload
         if setup.ranks(3) == 1 and "weights" not in setup.offload:
@@ -132,19 +135,20 @@ class Step:
         return (gathered + whole - counted) * setup.bytes
 
     def _inputs(self, waiting: int) -> int:
-        """Of the first so many layers, those on the GPU: of offloaded ones, the one on its way."""
+        """Of the first so many layers, those on the GPU: of offloaded ones, the one on its way. Under adapters autograd
+        holds on to the first, a leaf then."""
         if "activations" in self.setup.offload:
             kept = max(0, waiting - (self.shape.layers - self.setup.keep_last))
-            waiting = min(waiting, kept + 1)
+            waiting = min(waiting, kept + 1 + (not self.full))
         return waiting * self.layer.hidden
 
     def _loss(self) -> Parts:
         """Tiled: hidden states and their gradient; a tile of logits, then the sum of weight gradients rounded. Untiled:
-        logits, and three times in float32."""
+        the size of the logits three times in float32."""
         shape, setup, hidden = self.shape, self.setup, self.layer.hidden
         kept = {"norms": self.tokens * self.layer.norm.kept}
         if "loss" not in setup.tiles:
-            return {"loss": hidden + self.tokens * shape.vocab * (setup.bytes + 3 * FLOAT), **kept}
+            return {"loss": hidden + self.tokens * shape.vocab * (3 * FLOAT + shape.softcap * setup.bytes), **kept}
         rows = min(self.tokens, setup.chunk_tokens or max(shape.hidden, MIN_CHUNK_TOKENS))
         tile = rows * shape.vocab * setup.bytes
         if self.full:

@@ -57,7 +57,7 @@ class Store:
         is not copied again. Raises HostMemoryFull."""
         self._same = {key: (alive, held) for key, (alive, held) in self._same.items() if alive() and held()}
         storage = tensor.untyped_storage()
-        key = (id(storage), tensor.data_ptr(), tensor.dtype, tensor.shape, tensor.stride(), tensor._version)
+        key = (id(storage), tensor.storage_offset(), tensor.dtype, tensor.shape, tensor.stride(), tensor._version)
         if key in self._same:
             return self._same[key][1]()
         self.settle()

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
+from transformers import PreTrainedConfig
 
 from seqtile import sp
 from seqtile.recipes.job import Job
@@ -32,7 +33,7 @@ def groups_of(job: Job) -> Iterator[sp.SequenceParallel | None]:
         return
     if job.device == "cuda":
         torch.cuda.set_device(dist.get_node_local_rank())
-    dist.init_process_group("nccl" if job.device == "cuda" else "gloo")
+    dist.init_process_group(_backend(job))
     try:
         ctx = sp.initialize(job.sequence_parallel)
     except ValueError as error:
@@ -40,6 +41,21 @@ def groups_of(job: Job) -> Iterator[sp.SequenceParallel | None]:
     yield ctx
     dist.barrier()
     dist.destroy_process_group()
+
+
+def group_of_one(job: Job, config: PreTrainedConfig) -> sp.SequenceParallel | None:
+    """This process as a group, where Hugging Face would build a mask of length x length, for windows shorter than the
+    sequence: sequence parallelism attends by blocks. None elsewhere."""
+    window = getattr(config, "sliding_window", None)
+    kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
+    if window is None or window >= job.seq_len or "sliding_attention" not in kinds:
+        return None
+    dist.init_process_group(_backend(job), store=dist.HashStore(), rank=0, world_size=1)
+    return sp.initialize(1)
+
+
+def _backend(job: Job) -> str:
+    return "nccl" if job.device == "cuda" else "gloo"
 
 
 def leave() -> None:

@@ -18,7 +18,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 import seqtile
 from seqtile import offload, sp
 from seqtile.recipes.job import Job
-from seqtile.recipes.pretrained import load_model
+from seqtile.recipes.pretrained import load_config, load_model
+from seqtile.recipes.ranks import group_of_one
 from seqtile.recipes.spread import SPREADS, Whole
 
 MIB = 2**20
@@ -57,6 +58,8 @@ def train(
         return_freed_memory()
     else:  # tensors of other sizes a layer, a tile and a step do not leave the memory in pieces
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    if tiled and ctx is None:
+        ctx = group_of_one(job, load_config(job.model).get_text_config())
     name = "seqtile" if tiled else "untiled"
     losses, seconds = [], []
     console = Console(quiet=ctx is not None and dist.get_rank() > 0)
@@ -98,7 +101,8 @@ def loaded(job: Job, tiled: bool, ctx: sp.SequenceParallel | None) -> Whole:
         seqtile.apply_seqtile(model)
     if ctx is not None:
         sp.apply_ulysses(model, ctx)
-    spread = SPREADS["none" if ctx is None else job.shard](model, job)
+    alone = ctx is None or dist.get_world_size() == 1
+    spread = SPREADS["none" if alone else job.shard](model, job)
     if job.offload:
         offload.enable(model, tokens=math.ceil(job.seq_len / (1 if ctx is None else ctx.size)))
     else:

@@ -1,0 +1,112 @@
+"""Plans against simulated steps of whole models at full width: the peaks of live bytes agree to 5 %."""
+
+import pytest
+from transformers import AutoConfig
+
+from measure import eager_memory
+from memory.simulate import simulate
+from seqtile import memory
+from seqtile.memory.step import BUCKET
+from seqtile.models.arch import ARCHS
+
+pytestmark = eager_memory
+K = 1024
+LLAMA_8B = {
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128256,
+    "pad_token_id": 0,
+}
+WIDTHS = {  # where an architecture's own differ from Llama-8B's
+    "gemma2": {"hidden_size": 3584, "num_attention_heads": 16, "head_dim": 256, "tie_word_embeddings": True},
+    "mixtral": {"num_hidden_layers": 2},
+    "qwen3_moe": {"hidden_size": 2048, "intermediate_size": 6144, "head_dim": 128, "num_key_value_heads": 4}
+    | {"num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "num_hidden_layers": 2},
+}
+SMOLLM2 = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
+SMOLLM2 |= {"num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": True}
+
+
+def compare(arch: str, seq_len: int, widths: dict, batch_size: int = 1, uneven: bool = False, **setup) -> memory.Plan:
+    """Plans a step, simulates it, and compares what both allocate besides weights and optimizer."""
+    config = AutoConfig.for_model(arch, **LLAMA_8B | WIDTHS.get(arch, {}) | widths)
+    planned = memory.plan(config, seq_len=seq_len, batch_size=batch_size, **setup)
+    ranks = range(planned.setup.sequence_parallel) if uneven else [0]
+    simulated = max(
+        simulate(config, planned.setup, seq_len=seq_len, batch_size=batch_size, rank=rank).peak for rank in ranks
+    )
+    parts = planned.peak.parts
+    ours = planned.gpu_bytes - parts["weights"] - parts["optimizer"] - parts["reserved"]
+    assert abs(ours / simulated - 1) <= 0.05, f"{ours / 2**30:.2f} GiB, simulated {simulated / 2**30:.2f}, {parts}"
+    return planned
+
+
+@pytest.mark.parametrize("liger", [False, True], ids=["plain", "liger"])
+@pytest.mark.parametrize("arch", ARCHS)
+def test_every_architecture(arch: str, liger: bool) -> None:
+    compare(arch, 40 * K, {}, liger=liger)
+
+
+@pytest.mark.parametrize("tiles", [(), ("loss",), ("mlp",)], ids="-".join)
+@pytest.mark.parametrize("arch", ["llama", "gemma2", "qwen3_moe"])
+def test_untiled_parts(arch: str, tiles: tuple[str, ...]) -> None:
+    compare(arch, 20 * K, {}, tiles=tiles, liger=arch == "gemma2")
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "setup"),
+    [
+        (2 * K, {}),
+        (5 * K, {"chunk_tokens": 1000}),
+        (1024 * K, {"chunk_tokens": 64 * K, "liger": True}),
+        (64 * K, {"offload": ("activations",), "liger": True}),
+        (64 * K, {"offload": ("activations",), "keep_last": 2}),
+        (64 * K, {"lora_rank": 16}),
+        (64 * K, {"lora_rank": 16, "liger": True, "offload": ("activations",)}),
+        (32 * K, {"dtype": "float32"}),
+        (64 * K, {"gpus": 8}),
+        (512 * K, {"gpus": 8, "sequence_parallel": 8}),
+        (512 * K, {"gpus": 8, "sequence_parallel": 8, "liger": True, "offload": ("activations",)}),
+        (512 * K, {"gpus": 16, "sequence_parallel": 16, "liger": True}),
+        (128 * K, {"gpus": 8, "sequence_parallel": 4, "lora_rank": 16}),
+    ],
+    ids=lambda value: str(value // K) if isinstance(value, int) else "-".join(map(str, value)) or "plain",
+)
+def test_every_feature(seq_len: int, setup: dict) -> None:
+    compare("llama", seq_len, {}, **setup)
+
+
+def test_a_batch_of_sequences() -> None:
+    compare("llama", 8 * K, {}, batch_size=4)
+
+
+@pytest.mark.parametrize("liger", [False, True], ids=["plain", "liger"])
+@pytest.mark.parametrize("offload", [(), ("activations",)], ids=["on the GPU", "offloaded"])
+def test_a_whole_model(offload: tuple[str, ...], liger: bool) -> None:
+    """SmolLM2-135M, all of its 30 layers."""
+    compare("llama", 32 * K, SMOLLM2, offload=offload, liger=liger)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 12])
+def test_heads_that_do_not_divide(ranks: int) -> None:
+    """9 heads and 3 of keys, over 2 and 4 GPUs, and over 12, which share heads."""
+    widths = SMOLLM2 | {"num_hidden_layers": 3, "hidden_size": 1152, "head_dim": 128}
+    compare("llama", 24 * K * ranks, widths, gpus=ranks, sequence_parallel=ranks, liger=True, uneven=True)
+
+
+def test_a_bucket_is_all_that_is_added_where_nothing_is_spread() -> None:
+    """A simulation has no reducer: ZeRO-0 is one GPU's step, and the bucket of gradients that are reduced."""
+    one = memory.plan("meta-llama/Llama-3.1-8B", seq_len=64 * K)
+    many = memory.plan("meta-llama/Llama-3.1-8B", seq_len=64 * K, gpus=8, zero_stage=0)
+    assert many.gpu_bytes - one.gpu_bytes == BUCKET * 2 + 2**30
+
+
+def test_host_memory() -> None:
+    """The pinned bytes of a simulated step are those of the plan."""
+    config = AutoConfig.for_model("llama", **LLAMA_8B | {"num_hidden_layers": 6})
+    planned = memory.plan(config, seq_len=16 * K, offload=("activations",))
+    assert planned.host == {"inputs": 5 * 16 * K * 4096 * 2}
+    assert simulate(config, planned.setup, seq_len=16 * K).pinned == planned.host["inputs"]

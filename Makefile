@@ -36,8 +36,8 @@ test: $(STAMP)  ## all tests that need no GPU: plain, in Triton's interpreter, o
 test-dist: $(STAMP)  ## the tests that start several processes
 	$(BIN)/python -m pytest -q -m dist
 
-test-gpu:  ## kernels, ops, models and sp on a GPU, with the python at hand (PYTHON=...)
-	PYTHONPATH=src $(PYTHON) -m pytest -q -p no:cacheprovider --device cuda -m "not dist" test/kernels test/ops test/models test/sp
+test-gpu:  ## kernels, ops, models, sp, offload and plans on a GPU, with the python at hand (PYTHON=...)
+	PYTHONPATH=src $(PYTHON) -m pytest -q -p no:cacheprovider --device cuda -m "not dist" test/kernels test/ops test/models test/sp test/offload test/memory/test_on_gpu.py
 
 lint: $(STAMP)  ## check style and format
 	$(BIN)/ruff check .

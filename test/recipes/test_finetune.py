@@ -4,25 +4,30 @@ import shutil
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config, GPT2LMHeadModel
 from typer.testing import CliRunner
 
 from assertions import relative_error
+from measure import LiveBytes
 from recipes.tiny_pretrained import save_tiny
 from seqtile.cli import app
 from seqtile.recipes.alone import is_out_of_memory
 from seqtile.recipes.documents import read_texts, sequences, standard_library
 from seqtile.recipes.job import Job
+from seqtile.recipes.pretrained import load_config
+from seqtile.recipes.ranks import group_of_one
 from seqtile.recipes.report import picture, print_table
-from seqtile.recipes.train import train
-from tiny import build
+from seqtile.recipes.train import loaded, loss_of, train
+from tiny import build, config_of
 
 TEXT = "a long document, of words and words and words; "
 
@@ -67,6 +72,36 @@ def test_compare(pretrained: Path, document: Path, tmp_path: Path) -> None:
     after = AutoModelForCausalLM.from_pretrained(output / "model")
     assert all(relative_error(b, a) > 0 for a, b in zip(before.parameters(), after.parameters(), strict=True))
     assert AutoTokenizer.from_pretrained(output / "model")("word")["input_ids"]
+
+
+@pytest.fixture
+def no_group_left() -> Iterator[None]:
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("arch", ["mistral", "gemma2", "gemma3_text"])
+def test_no_mask_of_length_x_length(arch: str, tmp_path: Path, no_group_left: None) -> None:
+    """Of models with sliding windows in one process: nothing so large is made, and the loss is that of the model."""
+    save_tiny(tmp_path, arch)
+    job = Job(str(tmp_path), (), 9000, 1, False, "cpu", "float32", 1e-5, 0, tmp_path)
+    batch = torch.randint(3, 90, (1, job.seq_len))
+    ctx = group_of_one(job, load_config(job.model))
+    spread = loaded(job, True, ctx)
+    with LiveBytes() as memory:
+        loss = loss_of(spread.model, batch, job, ctx)
+        loss.backward()
+    mask = job.seq_len**2 * (4 if spread.model.config._attn_implementation == "eager" else 1)  # float32, or bool
+    assert memory.largest < mask
+    expected = loss_of(loaded(job, False, None).model, batch, job, None)
+    assert abs(loss.item() - expected.item()) < 1e-5
+
+
+@pytest.mark.parametrize("windowed", [{"layer_types": ["full_attention"] * 2}, {"sliding_window": 9000}, {}], ids=str)
+def test_masks_are_avoided_only_where_they_would_be_made(windowed: dict, tmp_path: Path) -> None:
+    config = config_of("gemma2" if windowed else "llama", **windowed)
+    job = Job("", (), 9000, 1, False, "cpu", "float32", 1e-5, 0, tmp_path)
+    assert group_of_one(job, config) is None
 
 
 @pytest.mark.parametrize("tiled", [False, True], ids=["untiled", "tiled"])

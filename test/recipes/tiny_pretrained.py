@@ -1,4 +1,4 @@
-"""A tiny Llama and a character tokenizer, as save_pretrained writes them."""
+"""A tiny model, a Llama by default, and a character tokenizer, as save_pretrained writes them."""
 
 from pathlib import Path
 
@@ -8,9 +8,9 @@ from transformers import PreTrainedTokenizerFast
 from tiny import build
 
 
-def save_tiny(directory: Path) -> None:
+def save_tiny(directory: Path, arch: str = "llama") -> None:
     vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2} | {chr(c): c - 29 for c in range(32, 127)}
     tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>").save_pretrained(directory)
-    build("llama").save_pretrained(directory)
+    build(arch).save_pretrained(directory)

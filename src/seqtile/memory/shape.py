@@ -35,6 +35,7 @@ NORMS = {
 }
 """Of the model types whose layers are not Llama's."""
 _TIED = ("cohere", "gemma2", "gemma3_text")  # where config.json does not say
+_UNBIASED = ("mistral", "mixtral", "phi3")  # whatever config.json says
 _MIXTURES = ("mixtral", "qwen3_moe")
 
 
@@ -182,7 +183,7 @@ def _shape_of_fields(fields: Mapping[str, Any]) -> Shape:
     mlp = width(*(("moe_intermediate_size",) if mixture else ()), "intermediate_size", default=4 * hidden)
     q_and_kv = (heads + 2 * kv_heads) * head_dim
     output_bias = 0 if model_type in ("qwen2", "glm4") else hidden
-    biased = fields.get("attention_bias", model_type == "qwen2")
+    biased = model_type not in _UNBIASED and fields.get("attention_bias", model_type == "qwen2")
     return Shape(
         hidden,
         mlp,

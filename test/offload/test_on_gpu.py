@@ -1,0 +1,91 @@
+"""On a GPU: the same bits, exact pinned memory, flat peaks, and no wait of the host."""
+
+import gc
+
+import pytest
+import torch
+from torch import nn
+
+from seqtile import apply_seqtile, offload
+from seqtile.recipes.train import enable_checkpointing
+from tiny import batch_of, build, loss_and_gradients
+
+pytestmark = pytest.mark.gpu
+TOKENS, WIDTH = 4000, 1024
+INPUT = TOKENS * WIDTH * 4  # bytes of a layer's input, above what is left where it is
+
+
+def wide(layers: int) -> nn.Module:
+    return build("llama", "cuda", num_hidden_layers=layers, hidden_size=WIDTH, max_position_embeddings=TOKENS)
+
+
+@pytest.mark.parametrize("tiled", [False, True], ids=["untiled", "tiled"])
+@pytest.mark.parametrize("keep_last", [0, 1, 3])
+def test_the_same_bits(keep_last: int, tiled: bool) -> None:
+    """In three steps, each block pinned once."""
+    model, batch = wide(6), batch_of(1, TOKENS, "cuda")
+    if tiled:
+        apply_seqtile(model)
+    enable_checkpointing(model)
+    expected = loss_and_gradients(model, **batch)
+    offload.enable(model, keep_last=keep_last)
+    pool = model._seqtile_offload.store.pool
+    for _ in range(3):
+        ours = loss_and_gradients(model, **batch)
+        assert ours[0].equal(expected[0])
+        assert all(gradient.equal(expected[1][name]) for name, gradient in ours[1].items())
+    payload = (6 - keep_last) * INPUT
+    assert payload <= pool.total <= 1.05 * payload
+    offload.disable(model)
+    assert pool.total == 0
+
+
+def test_flat_in_the_number_of_layers() -> None:
+    """Beyond weights and gradients, of 4 and 12 layers, within two layer inputs."""
+    peaks = []
+    for layers in (4, 12):
+        model, batch = wide(layers), batch_of(1, TOKENS, "cuda")
+        apply_seqtile(model)
+        for parameter in model.model.layers.parameters():
+            parameter.requires_grad_(False)
+        offload.enable(model, tokens=TOKENS)
+        gc.collect()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        model(**batch).loss.backward()
+        peaks.append(torch.cuda.max_memory_allocated() - before)
+        offload.disable(model)
+        del model
+    assert abs(peaks[1] - peaks[0]) <= 2 * INPUT, peaks
+
+
+def test_the_host_never_waits() -> None:
+    model = wide(4)
+    offload.enable(model, tokens=TOKENS)
+    embedded = torch.randn(1, TOKENS, WIDTH, device="cuda", requires_grad=True)
+    model.model(inputs_embeds=embedded, use_cache=False).last_hidden_state.sum().backward()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        model.model(inputs_embeds=embedded, use_cache=False).last_hidden_state.sum().backward()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    offload.disable(model)
+
+
+def test_an_exception_leaks_nothing() -> None:
+    model, batch = wide(4), batch_of(1, TOKENS, "cuda")
+    offload.enable(model)
+    loss_and_gradients(model, **batch)
+    pool = model._seqtile_offload.store.pool
+    pinned, before = pool.total, torch.cuda.memory_allocated()
+    hook = model.model.layers[1].register_full_backward_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(**batch).loss.backward()
+    hook.remove()
+    model.zero_grad(set_to_none=True)
+    gc.collect()
+    loss_and_gradients(model, **batch)
+    model.zero_grad(set_to_none=True)
+    gc.collect()
+    assert pool.total == pinned and torch.cuda.memory_allocated() <= before + INPUT
+    offload.disable(model)

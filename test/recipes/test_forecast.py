@@ -1,0 +1,91 @@
+"""`seqtile plan`: what it says, and that it needs neither torch nor a network to say it."""
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from seqtile import memory
+from seqtile.cli import app
+
+LLAMA = "meta-llama/Llama-3.1-8B"
+
+
+def said(*arguments: str, exit_code: int = 0) -> str:
+    result = CliRunner().invoke(app, ["plan", *arguments], terminal_width=120)
+    assert result.exit_code == exit_code, result.output
+    return result.output
+
+
+def test_tables() -> None:
+    text = said(LLAMA, "--gpus", "8", "--offload", "optimizer")
+    for _, longest in memory.ladder(LLAMA, gpus=8, sequence_parallel=8, offload=("optimizer",)):
+        assert f"{longest.tokens:,}" in text
+    assert "8.03 billion parameters" in text and "8 x 80 GiB" in text
+    for line in (
+        "seqtile.apply_seqtile(model)",
+        "sp.initialize(8)",
+        "offload.enable(model)",
+        "apply_liger_kernel_to_llama",
+    ):
+        assert line in text
+
+
+def test_least_is_turned_on_that_a_length_needs() -> None:
+    options = ("--gpus", "8", "--offload", "optimizer", "--seq-len")
+    text = said(LLAMA, *options, "1000000")
+    assert "apply_seqtile(model, mlp=False)" in text and "sp.initialize(8)" in text and "offload.enable" not in text
+    assert "1 x 1,000,000 tokens" in text
+    text = said(LLAMA, *options, "20000")
+    assert "apply_seqtile" not in text and "gradient_checkpointing_enable" in text
+
+
+def test_what_does_not_fit() -> None:
+    text = said(LLAMA)
+    assert "This does not fit in GPU memory" in text
+    longest = memory.longest(LLAMA, offload=("activations", "optimizer"), liger=True)
+    assert re.search(rf"--offload optimizer: {longest.tokens:,} tokens", text)
+
+
+def test_json() -> None:
+    found = json.loads(
+        said("google/gemma-2-9b", "--gpus", "4", "--sequence-parallel", "2", "--seq-len", "300000", "--json")
+    )
+    assert [rung["sequence_parallel"] for rung in found["longest"]] == [1, 1, 2, 2, 2, 2, 2]
+    plan = found["plan"]
+    assert plan["seq_len"] == 300_000 and plan["fits"] is True and plan["setup"]["gpus"] == 4
+    assert max(plan["moments_gib"].values()) == pytest.approx(sum(plan["gpu_gib"].values()), abs=0.01)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["no/such"], "model 'no/such': expected a directory with a config.json"),
+        ([LLAMA, "--seq-len", "0"], "seq_len: expected a positive int, got 0"),
+        ([LLAMA, "--gpus", "2", "--sequence-parallel", "4"], "expected a divisor of the 2 GPUs"),
+        ([LLAMA, "--offload", "nothing"], "offload: expected some of"),
+    ],
+)
+def test_errors(arguments: list[str], message: str) -> None:
+    assert message in said(*arguments, exit_code=1)
+
+
+def test_it_loads_nothing(tmp_path: Path) -> None:
+    """So that it answers at once: neither torch nor transformers, for a name and for a config.json."""
+    fields = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"num_attention_heads": 4, "vocab_size": 100}))
+    script = f"""
+import sys
+from typer.testing import CliRunner
+from seqtile.cli import app
+for model in ("{LLAMA}", {str(tmp_path)!r}):
+    result = CliRunner().invoke(app, ["plan", model, "--gpus", "8"])
+    assert result.exit_code == 0, result.output
+print(sorted({{"torch", "transformers", "numpy"}} & set(sys.modules)))
+"""
+    result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert result.stdout == "[]\n", result.stdout + result.stderr

@@ -4,7 +4,16 @@ Names are imported when they are first used: `import seqtile` loads neither torc
 """
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from seqtile import memory, models, modules, offload, sp
+    from seqtile.models import apply_seqtile, restore, status
+    from seqtile.ops.gated_mlp import gated_mlp
+    from seqtile.ops.linear_cross_entropy import LossMetrics, linear_cross_entropy
+    from seqtile.ops.linear_log_probs import linear_log_probs
+    from seqtile.ops.projection import LowRank
+    from seqtile.ops.tiled import tiled
 
 __version__ = "0.1.0"
 
@@ -35,7 +44,7 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return [*globals(), *__getattr__("__all__")]
+    return sorted({*globals(), *__getattr__("__all__")})
 
 
 def _entries() -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 import json
 import platform
-from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated
@@ -11,7 +10,7 @@ import typer
 from rich.console import Console
 
 from seqtile import memory
-from seqtile.recipes.forecast import figures, print_forecast
+from seqtile.recipes.forecast import figures, forecast, print_forecast
 
 PACKAGES = ("seqtile", "torch", "triton", "transformers", "accelerate", "peft", "trl", "deepspeed", "liger-kernel")
 PACKAGES += ("flash-attn", "datasets", "safetensors")
@@ -135,20 +134,15 @@ def plan(
         "offload": tuple(offload or ()),
     }
     try:
-        rungs = list(memory.ladder(model, batch_size=batch_size, **setup))
-        chosen = next((rung for rung, longest in rungs if longest.tokens >= (seq_len or 1)), rungs[-1][0])
-        if seq_len is None:
-            chosen, longest = max(rungs, key=lambda rung: rung[1].tokens)
-            seq_len = max(longest.tokens, chosen.sequence_parallel)
-        planned = memory.plan(model, seq_len=seq_len, batch_size=batch_size, **asdict(chosen))
+        found = forecast(model, seq_len, batch_size, **setup)
     except ValueError as error:
         console.print("[red]error:[/red]", end=" ")
         console.print(str(error), markup=False, highlight=False)
         raise typer.Exit(1) from error
     if as_json:
-        print(json.dumps(figures(model, rungs, planned), indent=2))
+        print(json.dumps(figures(found), indent=2))
     else:
-        print_forecast(console, model, rungs, planned)
+        print_forecast(found, console)
 
 
 @app.command()

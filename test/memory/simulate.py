@@ -162,9 +162,13 @@ def apply_liger(model: nn.Module, tiled: bool) -> None:
             module.forward = lambda x, module=module: module.down_proj(
                 SwiGLUFunction.apply(module.gate_proj(x), module.up_proj(x))
             )
+        elif not tiled and hasattr(module, "gate_up_proj") and hasattr(module, "down_proj"):
+            module.forward = lambda x, module=module: module.down_proj(
+                SwiGLUFunction.apply(*module.gate_up_proj(x).chunk(2, dim=-1))
+            )
 
 
-def materialise(model: nn.Module, dtype: torch.dtype) -> None:
+def materialise(model: nn.Module) -> None:
     """Tensors without data for those of the meta device, so that they count as the GPU's."""
     made: dict[int, torch.Tensor] = {}
     for module in model.modules():
@@ -174,7 +178,7 @@ def materialise(model: nn.Module, dtype: torch.dtype) -> None:
                     continue
                 if id(old) not in made:
                     is_weight = isinstance(old, nn.Parameter)
-                    new = torch.empty(old.shape, dtype=dtype if is_weight else old.dtype)
+                    new = torch.empty(old.shape, dtype=old.dtype)
                     made[id(old)] = nn.Parameter(new, requires_grad=old.requires_grad) if is_weight else new
                 tensors[name] = made[id(old)]
 
@@ -194,7 +198,7 @@ def build(config: PreTrainedConfig, setup: Setup, modes: ExitStack, host: HostMe
             model = get_peft_model(model, LoraConfig(r=setup.lora_rank, target_modules=LINEAR))
             causal_lm.enable_input_require_grads()
     modes.enter_context(FakeTensorMode())
-    materialise(model.train(), getattr(torch, setup.dtype))
+    materialise(model.train())
     tiled = {part: part in setup.tiles for part in ("mlp", "loss")}
     if any(tiled.values()):
         seqtile.apply_seqtile(model, **tiled, chunk_tokens=setup.chunk_tokens)

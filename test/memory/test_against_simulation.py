@@ -64,10 +64,17 @@ def test_untiled_parts(arch: str, tiles: tuple[str, ...]) -> None:
         (1024 * K, {"chunk_tokens": 64 * K, "liger": True}),
         (64 * K, {"offload": ("activations",), "liger": True}),
         (64 * K, {"offload": ("activations",), "keep_last": 2}),
+        (64 * K, {"offload": ("activations",), "keep_last": 0}),
+        (64 * K, {"offload": ("activations",), "keep_last": 9, "liger": True}),
         (64 * K, {"lora_rank": 16}),
+        (20 * K, {"lora_rank": 16, "tiles": ("loss",), "liger": True}),
         (64 * K, {"lora_rank": 16, "liger": True, "offload": ("activations",)}),
         (32 * K, {"dtype": "float32"}),
         (64 * K, {"gpus": 8}),
+        (8 * K, {"gpus": 8}),
+        (100, {"gpus": 8}),
+        (100, {"gpus": 8, "lora_rank": 16}),
+        (32 * K, {"gpus": 8, "sequence_parallel": 8, "tiles": ()}),
         (512 * K, {"gpus": 8, "sequence_parallel": 8}),
         (512 * K, {"gpus": 8, "sequence_parallel": 8, "liger": True, "offload": ("activations",)}),
         (512 * K, {"gpus": 16, "sequence_parallel": 16, "liger": True}),
@@ -77,6 +84,25 @@ def test_untiled_parts(arch: str, tiles: tuple[str, ...]) -> None:
 )
 def test_every_feature(seq_len: int, setup: dict) -> None:
     compare("llama", seq_len, {}, **setup)
+
+
+@pytest.mark.parametrize("arch", ["cohere", "gemma2", "glm4", "olmo2", "phi3", "qwen3", "qwen3_moe"])
+def test_over_gpus(arch: str) -> None:
+    """Sequence parallelism, FSDP2 and offloaded inputs together, in other architectures than Llama."""
+    compare(arch, 80 * K, {}, gpus=4, sequence_parallel=4, offload=("activations",), liger=arch in ("gemma2", "phi3"))
+
+
+@pytest.mark.parametrize("arch", ["gemma2", "granite", "qwen3"])
+def test_adapters(arch: str) -> None:
+    compare(arch, 40 * K, {}, lora_rank=16, liger=arch == "granite")
+
+
+@pytest.mark.parametrize("lora_rank", [None, 16])
+def test_many_layers_over_gpus(lora_rank: int | None) -> None:
+    """24 of them, of short shards: what is gathered and what gradients wait for outweighs the activations."""
+    widths = {"num_hidden_layers": 24}
+    setup = {"gpus": 8, "sequence_parallel": 8, "offload": ("activations",), "liger": True, "lora_rank": lora_rank}
+    compare("llama", 64 * K, widths, **setup)
 
 
 def test_a_batch_of_sequences() -> None:

@@ -25,7 +25,7 @@ def test_tables() -> None:
     text = said(LLAMA, "--gpus", "8", "--offload", "optimizer")
     for _, longest in memory.ladder(LLAMA, gpus=8, sequence_parallel=8, offload=("optimizer",)):
         assert f"{longest.tokens:,}" in text
-    assert "8.03 billion parameters" in text and "8 x 80 GiB" in text
+    assert "8.03 billion parameters" in text and "8 GPUs, ZeRO-3, each of 80 GiB" in text
     for line in (
         "seqtile.apply_seqtile(model)",
         "sp.initialize(8)",
@@ -47,8 +47,37 @@ def test_least_is_turned_on_that_a_length_needs() -> None:
 def test_what_does_not_fit() -> None:
     text = said(LLAMA)
     assert "This does not fit in GPU memory" in text
-    longest = memory.longest(LLAMA, offload=("activations", "optimizer"), liger=True)
-    assert re.search(rf"--offload optimizer: {longest.tokens:,} tokens", text)
+    for options in (("optimizer",), ("optimizer", "weights")):
+        longest = memory.longest(LLAMA, offload=("activations", *options), liger=True)
+        assert re.search(rf"With {' '.join(f'--offload {part}' for part in options)}: {longest.tokens:,} tokens", text)
+    text = said("Qwen/Qwen3-32B", "--gpus", "8", "--seq-len", "5000000")
+    assert "--offload optimizer:" in text and "weights:" not in text, "only what makes it longer"
+
+
+@pytest.mark.parametrize(
+    ("options", "line"),
+    [
+        (("--gpus", "4", "--zero-stage", "0", "--lora-rank", "8"), "DistributedDataParallel(model)"),
+        (("--gpus", "4", "--zero-stage", "2", "--lora-rank", "8"), "DeepSpeed's ZeRO-2"),
+        (("--gpus", "4"), "fully_shard(layer) of every layer, fully_shard(model)"),
+        (("--gpus", "4", "--offload", "optimizer"), "DeepSpeed's ZeRO-3 with optimizer offloaded to the CPU"),
+        (("--offload", "optimizer", "--offload", "weights"), 'offload.enable(model, device="cuda")'),
+        (("--lora-rank", "8"), "get_peft_model(model, LoraConfig(r=8, ...))"),
+    ],
+    ids=str,
+)
+def test_what_to_turn_on(options: tuple[str, ...], line: str) -> None:
+    assert line in said(LLAMA, *options)
+    assert line in json.loads(said(LLAMA, *options, "--json"))["turn_on"][1:] or options[0] == "--lora-rank"
+
+
+def test_an_unknown_type_is_named(tmp_path: Path) -> None:
+    fields = {"model_type": "new", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(fields | {"num_attention_heads": 4, "vocab_size": 100}))
+    text = said(str(tmp_path))
+    assert "note: new is not known; planned as a Llama of its widths" in text
+    assert "apply_seqtile(" not in text and "apply_liger" not in text
+    assert json.loads(said(str(tmp_path), "--json"))["assumed_llama"] is True
 
 
 def test_json() -> None:
@@ -68,6 +97,8 @@ def test_json() -> None:
         ([LLAMA, "--seq-len", "0"], "seq_len: expected a positive int, got 0"),
         ([LLAMA, "--gpus", "2", "--sequence-parallel", "4"], "expected a divisor of the 2 GPUs"),
         ([LLAMA, "--offload", "nothing"], "offload: expected some of"),
+        ([LLAMA, "--offload", "activations"], "expected neither, since all are tried"),
+        (["/proc/1/root"], "Permission denied") if Path("/proc/1").exists() else (["x" * 5000], "File name too long"),
     ],
 )
 def test_errors(arguments: list[str], message: str) -> None:

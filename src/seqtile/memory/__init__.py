@@ -4,7 +4,20 @@ No torch and no transformers in this room: it answers at once.
 """
 
 from seqtile.memory.plan import Longest, Plan, ladder, longest, plan
-from seqtile.memory.setup import Setup
+from seqtile.memory.setup import OFFLOAD, OPTIMIZERS, TILES, Setup
 from seqtile.memory.shape import KNOWN, Shape, shape_of
 
-__all__ = ["KNOWN", "Longest", "Plan", "Setup", "Shape", "ladder", "longest", "plan", "shape_of"]
+__all__ = [
+    "KNOWN",
+    "OFFLOAD",
+    "OPTIMIZERS",
+    "TILES",
+    "Longest",
+    "Plan",
+    "Setup",
+    "Shape",
+    "ladder",
+    "longest",
+    "plan",
+    "shape_of",
+]

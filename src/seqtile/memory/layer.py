@@ -7,6 +7,7 @@ bytes of one GPU, for its `tokens`.
 
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import NamedTuple
 
 from seqtile.memory.setup import Setup
 from seqtile.memory.shape import Shape
@@ -18,6 +19,15 @@ Parts = dict[str, int]
 """Bytes by what they are for."""
 
 
+class Working(NamedTuple):
+    """A moment of a layer's backward."""
+
+    name: str
+    parts: Parts
+    done: int
+    """Parameters of the layer that have their gradients."""
+
+
 @dataclass(frozen=True)
 class Norm:
     """A norm over `width` elements a token, in bytes a token."""
@@ -27,6 +37,8 @@ class Norm:
     width: int
     element: int
     trained: bool
+    in_place: bool
+    """Whether Liger's writes over its gradient."""
 
     @property
     def kept(self) -> int:
@@ -41,7 +53,7 @@ class Norm:
     def backward(self) -> int:
         """At the peak of its backward, gradient and what was kept included."""
         if self.kind == "light":
-            return 2 * self.width * self.element
+            return self.width * self.element * (2 if self.in_place else 3)
         return self.width * FLOAT * (7 if self.kind == "layer" else 6)  # its input, gradients of it, of its square
 
 
@@ -58,27 +70,35 @@ class Layer:
         self.norm = self.norm_over(shape.hidden)
 
     def norm_over(self, width: int) -> Norm:
-        return Norm(self.kind, width, self.setup.bytes, self.trained)
+        return Norm(self.kind, width, self.setup.bytes, self.trained, in_place=not self.shape.norms.after)
 
-    def moments(self) -> list[tuple[str, Parts]]:
+    def moments(self) -> list[Working]:
         """In the order of the backward. The gradient of what a branch is added to is alive throughout."""
-        norms = self.shape.norms
+        norms, shape = self.shape.norms, self.shape
         gradient, norm = self.hidden, self.tokens * self.norm.backward
         inside = self._into_attention() + self._attended()
         after = self.tokens * self.norm.kept if norms.after else 0
         attention = inside + self._into_output() + after
         into_mlp = 0 if norms.parallel else self._before() or self.hidden
-        moments = [("MLP", {"mlp": self._mlp(), "attention": attention, "norms": into_mlp + gradient})]
+        down = 0 if self.tiled or shape.experts else shape.mlp_parameters // 3
+        moments = []
+        if not self.trained:  # what it adds, twice in float32, before that is added
+            added = self.tokens * shape.hidden * (self.setup.bytes + 2 * FLOAT)
+            parts = {"attention": inside + self._into_output() + added, "norms": gradient}
+            moments.append(Working("adapter after attention", parts, 0))
+        moments += [Working("MLP", {"mlp": self._mlp(), "attention": attention, "norms": into_mlp + gradient}, down)]
+        mlp = shape.mlp_parameters
         if norms.after:
             kept = {"mlp": 0 if self.tiled else self._kept_by_mlp(), "attention": attention}
-            moments.append(("norm after the MLP", {**kept, "norms": into_mlp + gradient + norm}))
-            moments.append(("norm after attention", {"attention": attention - after, "norms": gradient + norm}))
+            moments.append(Working("norm after the MLP", {**kept, "norms": into_mlp + gradient + norm}, 0))
+            parts = {"attention": attention - after, "norms": gradient + norm}
+            moments.append(Working("norm after attention", parts, mlp))
         if norms.before and not norms.parallel:
-            moments.append(("norm before the MLP", {"attention": attention, "norms": gradient + norm}))
+            moments.append(Working("norm before the MLP", {"attention": attention, "norms": gradient + norm}, mlp))
         gradients = gradient * (2 if norms.parallel else 1)
-        moments.append(("attention", {"attention": inside + self._attention(), "norms": gradients}))
+        moments.append(Working("attention", {"attention": inside + self._attention(), "norms": gradients}, mlp))
         if norms.before:
-            moments.append(("norm before attention", {"norms": gradient + norm}))
+            moments.append(Working("norm before attention", {"norms": gradient + norm}, shape.layer_parameters))
         return moments
 
     # What is kept between forward and backward.
@@ -93,7 +113,8 @@ class Layer:
         if before and (self.kind == "light" or self.setup.bytes == FLOAT):  # else the norm keeps a copy in float32
             before -= self.hidden
         of_heads = self.norm_over(self.shape.q + self.shape.kv).kept if self.shape.norms.of_heads else 0
-        return before + self.tokens * of_heads
+        projections = 1 if self.shape.fused_qkv else 3
+        return before + self.tokens * of_heads + projections * self._for_adapters(self.shape.hidden)
 
     def _attended(self) -> int:
         """Queries, keys, values, output and log-sum-exp of attention."""
@@ -103,7 +124,12 @@ class Layer:
 
     def _into_output(self) -> int:
         """By the output projection, where that is not attention's own output."""
-        return self.tokens * self.shape.q * self.setup.bytes if self.setup.sequence_parallel > 1 else 0
+        here = self.tokens * self.shape.q * self.setup.bytes if self.setup.sequence_parallel > 1 else 0
+        return here + self._for_adapters(self.shape.q)
+
+    def _for_adapters(self, width: int) -> int:
+        """By the adapter of a projection of so wide an input: a copy of it in float32."""
+        return 0 if self.trained or self.setup.bytes == FLOAT else self.tokens * width * FLOAT
 
     def _lse(self) -> int:
         return self.tokens * self.shape.heads * FLOAT
@@ -122,7 +148,10 @@ class Layer:
 
     def _kept_by_mlp(self) -> int:
         """Untiled: gate, up, their product, and the activation unless Liger computes it again."""
-        return self.tokens * self.shape.mlp * self.setup.bytes * (3 if self.setup.liger else 4)
+        shape, kept = self.shape, self.tokens * self.shape.mlp * self.setup.bytes * (3 if self.setup.liger else 4)
+        return (
+            kept + (1 if shape.fused_gate_up else 2) * self._for_adapters(shape.hidden) + self._for_adapters(shape.mlp)
+        )
 
     # What their backwards need.
 
@@ -141,7 +170,10 @@ class Layer:
         if shape.experts:
             return sums + self._experts(rows * shape.experts_per_token, weights) + self.hidden
         if not self.tiled:
-            return self._kept_by_mlp() + rows * shape.mlp * setup.bytes * (1 if setup.liger else 2)
+            gradients = (
+                1 + (not self.trained) if setup.liger else 2
+            )  # the product's, or an adapter's before it is added
+            return self._kept_by_mlp() + rows * shape.mlp * setup.bytes * gradients
         rounded = weights * setup.bytes if setup.bytes < FLOAT else 0
         d_output = self.hidden if shape.norms.after else 0
         return 3 * rows * shape.mlp * setup.bytes + sums + rounded + self.hidden + d_output

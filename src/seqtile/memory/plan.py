@@ -9,6 +9,8 @@ from seqtile.memory.setup import GIB, Setup
 from seqtile.memory.shape import Shape, shape_of
 from seqtile.memory.step import Moment, Step
 
+LIGER = ("gemma2", "gemma3_text", "glm4", "granite", "llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen3")
+LIGER += ("qwen3_moe", "smollm3")  # the model types that it has norms for
 LIMIT = 2**40  # tokens: nobody's length
 
 
@@ -42,7 +44,7 @@ class Plan:
     def bound(self) -> str | None:
         """What does not fit; None if all does."""
         if self.gpu_bytes > self.setup.gpu_memory_gib * GIB:
-            return f"GPU memory ({self.peak.name})"
+            return f"GPU memory ({self.peak.name.split(', ')[0]})"
         if self.host_bytes > self.setup.host_memory_gib * GIB:
             return "host memory"
         return None
@@ -79,9 +81,9 @@ def plan(config: Any, *, seq_len: int, batch_size: int = 1, **setup: Any) -> Pla
         setup: the fields of `memory.Setup`: gpus, sequence_parallel, zero_stage, tiles, offload, ...
 
     Counted are tensors, as torch allocates them, with 1 GiB for CUDA and 1 GiB for NCCL; not what the allocator loses
-    to fragmentation, nor temporaries of an optimizer that is not fused. Every layer is checkpointed and attention is
-    FlashAttention-2. Within 5 % of simulated peaks for every architecture that seqtile tiles; another one is taken for
-    a Llama. Source: Arctic Long Sequence Training, 2.1 and 2.2, and a simulation of every allocation.
+    to fragmentation, nor temporaries of an optimizer that is not fused, nor (up to a tenth) what FSDP2 pads on GPUs
+    whose number does not divide the widths. Every layer is checkpointed and attention is FlashAttention-2. Source:
+    Arctic Long Sequence Training, 2.1 and 2.2, and simulations of every allocation, test/memory.
 
     Raises ValueError for lengths, sizes and names that cannot be; TypeError for a name that is no field of Setup.
     """
@@ -96,9 +98,13 @@ def longest(config: Any, *, batch_size: int = 1, **setup: Any) -> Longest:
 def ladder(config: Any, *, batch_size: int = 1, **setup: Any) -> Iterator[tuple[Setup, Longest]]:
     """The longest sequence with more and more turned on: nothing but checkpointing, then the tiled loss, sequence
     parallelism, the tiled MLP or offloaded activations, both, and Liger's norms. Source of this order: Arctic Long
-    Sequence Training, table 1."""
+    Sequence Training, table 1.
+
+    `setup` is what all have: neither tiles nor liger nor offloaded activations, for which it raises ValueError."""
+    if {"tiles", "liger"} & setup.keys() or "activations" in setup.get("offload", ()):
+        raise ValueError("tiles, liger and offload of activations: expected neither, since all are tried; use longest")
     shape, last = shape_of(config), Setup(**setup)
-    others = tuple(part for part in last.offload if part != "activations")
+    others = tuple(last.offload)
     first = replace(last, tiles=(), sequence_parallel=1, liger=False, offload=others)
     shared = replace(first, tiles=("loss",), sequence_parallel=last.sequence_parallel)
     steps = [
@@ -110,11 +116,13 @@ def ladder(config: Any, *, batch_size: int = 1, **setup: Any) -> Iterator[tuple[
         replace(shared, tiles=("loss", "mlp"), offload=("activations", *others)),
         replace(shared, tiles=("loss", "mlp"), offload=("activations", *others), liger=True),
     ]
-    for step in dict.fromkeys(steps):
+    for step in dict.fromkeys(steps if shape.model_type in LIGER else steps[:-1]):
         yield step, _longest(shape, step, batch_size)
 
 
 def _plan(shape: Shape, setup: Setup, seq_len: int, batch_size: int) -> Plan:
+    if setup.lora_rank is not None and shape.experts:
+        raise ValueError("lora_rank: adapters of a mixture of experts are not planned; expected None")
     for name, value in (("seq_len", seq_len), ("batch_size", batch_size)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name}: expected a positive int, got {value!r}")

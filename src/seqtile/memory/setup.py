@@ -1,12 +1,13 @@
 """How a model is trained: everything its memory depends on but its shape and the length."""
 
+import math
 from collections.abc import Collection
 from dataclasses import dataclass
 
 GIB = 2**30
 DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
 OPTIMIZERS = {"adamw": 8, "adamw_8bit": 2, "sgd": 0}
-"""Bytes of state for each trained parameter, besides float32 weights where `dtype` is a half precision."""
+"""Bytes of state for each trained parameter; of adamw besides float32 weights, where those trained are in a half."""
 TILES = ("loss", "mlp")
 OFFLOAD = ("activations", "optimizer", "weights")
 
@@ -29,42 +30,50 @@ class Setup:
     chunk_tokens: int | None = None
     """Tokens a tile; None for the rule of `seqtile.ops.tiles`."""
     liger: bool = False
-    """Liger's RMSNorm, RoPE and, where the MLP is not tiled, SwiGLU: they keep less."""
+    """Liger's norms, RoPE and, where the MLP is not tiled, its product of gate and up: they keep less."""
     offload: Collection[str] = ()
     """What is in host memory: activations (`seqtile.offload`), optimizer (with the gradients), weights."""
     keep_last: int = 1
     """Layers whose inputs stay on the GPU all the same."""
     lora_rank: int | None = None
-    """Of adapters over every projection of attention and MLP, all else frozen; None trains every parameter."""
+    """Of adapters in float32, as PEFT makes them, over every projection of attention and MLP, all else frozen; None
+    trains every parameter."""
     gpu_memory_gib: float = 80
     host_memory_gib: float = 1900
     """Of a node."""
     gpus_per_node: int = 8
 
     def __post_init__(self) -> None:
+        if not isinstance(self.liger, bool):
+            raise ValueError(f"liger: expected True or False, got {self.liger!r}")
         for name in ("gpus", "sequence_parallel", "gpus_per_node"):
             _positive(name, getattr(self, name))
         for name in ("chunk_tokens", "lora_rank"):
             if getattr(self, name) is not None:
                 _positive(name, getattr(self, name))
         for name, known in (("dtype", DTYPES), ("optimizer", OPTIMIZERS)):
-            if getattr(self, name) not in known:
+            if not isinstance(getattr(self, name), str) or getattr(self, name) not in known:
                 raise ValueError(f"{name}: expected one of {', '.join(known)}, got {getattr(self, name)!r}")
         for name, known in (("tiles", TILES), ("offload", OFFLOAD)):
-            if isinstance(getattr(self, name), str) or not set(getattr(self, name)) <= set(known):
+            value = getattr(self, name)
+            if not isinstance(value, tuple | list | set | frozenset) or not set(value) <= set(known):
                 raise ValueError(f"{name}: expected some of {known}, got {getattr(self, name)!r}")
         for name in ("gpu_memory_gib", "host_memory_gib"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"{name}: expected more than 0 GiB, got {getattr(self, name)!r}")
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+                raise ValueError(f"{name}: expected more than 0 GiB, got {value!r}")
         if self.zero_stage not in range(4):
             raise ValueError(f"zero_stage: expected 0, 1, 2 or 3, got {self.zero_stage!r}")
-        if not isinstance(self.keep_last, int) or self.keep_last < 0:
+        if isinstance(self.keep_last, bool) or not isinstance(self.keep_last, int) or self.keep_last < 0:
             raise ValueError(f"keep_last: expected 0 or more layers, got {self.keep_last!r}")
         if self.gpus % self.sequence_parallel:
             raise ValueError(
                 f"sequence_parallel is {self.sequence_parallel}, expected a divisor of the {self.gpus} GPUs; "
                 "a sequence is shared by equal groups of them"
             )
+
+        if "weights" in self.offload and self.gpus > 1 and self.zero_stage < 3:
+            raise ValueError(f"offload of weights needs zero_stage 3 on {self.gpus} GPUs, got {self.zero_stage}")
 
     @property
     def bytes(self) -> int:

@@ -34,9 +34,26 @@ NORMS = {
     "qwen3_moe": Norms(of_heads=True),
 }
 """Of the model types whose layers are not Llama's."""
-_TIED = ("cohere", "gemma2", "gemma3_text")  # where config.json does not say
+LIKE_LLAMA = ("granite", "llama", "mistral", "mixtral", "phi3", "qwen2", "smollm3")
+DEFAULTS: dict[str, Mapping[str, Any]] = {
+    "cohere": {"tie_word_embeddings": True},
+    "gemma2": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 256000}
+    | {"tie_word_embeddings": True, "final_logit_softcapping": 30.0},
+    "gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208}
+    | {"tie_word_embeddings": True},
+    "glm4": {"num_key_value_heads": 2, "head_dim": 128, "attention_bias": True},
+    "mistral": {"num_key_value_heads": 8},
+    "mixtral": {"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
+    "qwen2": {"attention_bias": True},
+    "qwen3": {"head_dim": 128},
+    "qwen3_moe": {"num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8}
+    | {"moe_intermediate_size": 768},
+    "smollm3": {"num_key_value_heads": 4, "tie_word_embeddings": True},
+}
+"""What Hugging Face's classes take where config.json says nothing."""
 _UNBIASED = ("mistral", "mixtral", "phi3")  # whatever config.json says
 _MIXTURES = ("mixtral", "qwen3_moe")
+_OTHER_KINDS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_intermediate_size", "kv_lora_rank")
 
 
 @dataclass(frozen=True)
@@ -63,6 +80,11 @@ class Shape:
     experts_per_token: int = 1
 
     @property
+    def assumed(self) -> bool:
+        """Whether its layers are taken for Llama's because its type is not known."""
+        return self.model_type not in (*NORMS, *LIKE_LLAMA)
+
+    @property
     def norms(self) -> Norms:
         return NORMS.get(self.model_type, Norms())
 
@@ -70,6 +92,15 @@ class Shape:
     def fused_qkv(self) -> bool:
         """Whether one projection makes queries, keys and values."""
         return self.model_type == "phi3"
+
+    @property
+    def scales_embedding(self) -> bool:
+        """Whether embeddings are multiplied before the first layer."""
+        return self.model_type == "granite"
+
+    @property
+    def fused_gate_up(self) -> bool:
+        return self.model_type in ("glm4", "phi3")
 
     @property
     def q(self) -> int:
@@ -134,9 +165,9 @@ KNOWN = {
 
 def shape_of(config: Any) -> Shape:
     """The shape of a model: a Hugging Face config, a dict of one, the path of a config.json (or of the directory it is
-    in), or a name in `KNOWN`.
+    in), or a name in `KNOWN`. A model type that is not known is taken for a Llama, see `Shape.assumed`.
 
-    Raises ValueError for a name that is not known and a config that lacks a width.
+    Raises ValueError for a name that is not known, for a config that lacks a width, and for what is certainly no Llama.
     """
     if isinstance(config, Shape):
         return config
@@ -145,58 +176,72 @@ def shape_of(config: Any) -> Shape:
         if (known := by_lower_case.get(str(config).lower().removesuffix("-instruct"))) is not None:
             return known
         config = _read(Path(config))
-    elif not isinstance(config, Mapping):
+    elif hasattr(config, "to_dict"):
         config = config.to_dict()
-    return _shape_of_fields(config.get("text_config") or config)
+    fields = config.get("text_config") or config if isinstance(config, Mapping) else None
+    if not isinstance(fields, Mapping):
+        raise ValueError(f"expected a model's config, a dict of one, a path or a name, got {config!r}")
+    return _shape_of_fields(fields)
 
 
-def _read(path: Path) -> Mapping[str, Any]:
-    file = path / "config.json" if path.is_dir() else path
-    if not file.is_file():
-        raise ValueError(
-            f"model {str(path)!r}: expected a directory with a config.json, such a file, or one of {', '.join(KNOWN)}"
-        )
+def _read(path: Path) -> Any:
     try:
-        fields = json.loads(file.read_text())
+        file = path / "config.json" if path.is_dir() else path
+        return json.loads(file.read_text())
+    except OSError as error:
+        raise ValueError(
+            f"model {str(path)!r}: expected a directory with a config.json, such a file, or one of {', '.join(KNOWN)} "
+            f"({error.strerror})"
+        ) from error
     except ValueError as error:
         raise ValueError(f"{file} is no JSON: {error}") from error
-    if not isinstance(fields, dict):
-        raise ValueError(f"{file}: expected an object of JSON with a model's fields, got {type(fields).__name__}")
-    return fields
 
 
 def _shape_of_fields(fields: Mapping[str, Any]) -> Shape:
+    model_type = fields.get("model_type", "llama")
+    if not isinstance(model_type, str):
+        raise ValueError(f"config's model_type: expected a str, got {model_type!r}")
+    fields = DEFAULTS.get(model_type, {}) | {name: value for name, value in fields.items() if value is not None}
+
     def width(*names: str, default: int | None = None) -> int:
-        value = next((fields[name] for name in names if fields.get(name) is not None), default)
+        value = next((fields[name] for name in names if name in fields), default)
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"config's {names[0]}: expected a positive int, got {value!r}")
         return value
 
-    model_type = fields.get("model_type", "llama")
-    experts = width("num_local_experts", "num_experts", default=1)
-    if experts > 1 and model_type not in _MIXTURES:
-        raise ValueError(f"model type {model_type!r} with {experts} experts: only {', '.join(_MIXTURES)} are planned")
+    def flag(name: str, default: bool = False) -> bool:
+        value = fields.get(name, default)
+        if not isinstance(value, bool):
+            raise ValueError(f"config's {name}: expected true or false, got {value!r}")
+        return value
+
+    biased = model_type not in _UNBIASED and flag("attention_bias")
     mixture = model_type in _MIXTURES
-    hidden, heads = width("hidden_size", "n_embd"), width("num_attention_heads", "n_head")
-    head_dim = width("head_dim", default=hidden // heads)
+    if not mixture and any(fields.get(name) for name in _OTHER_KINDS):
+        raise ValueError(f"model type {model_type!r} is no Llama, and of mixtures {', '.join(_MIXTURES)} are planned")
+    if mixture and (fields.get("mlp_only_layers") or fields.get("decoder_sparse_step", 1) != 1):
+        raise ValueError("layers of two kinds, with experts and without, are not planned")
+    hidden, heads = width("hidden_size"), width("num_attention_heads")
+    head_dim = width("head_dim", default=max(1, hidden // heads))
     kv_heads = width("num_key_value_heads", default=heads)
-    mlp = width(*(("moe_intermediate_size",) if mixture else ()), "intermediate_size", default=4 * hidden)
+    if heads % kv_heads:
+        raise ValueError(f"config's num_key_value_heads: expected a divisor of the {heads} heads, got {kv_heads}")
+    mlp = width(*(("moe_intermediate_size",) if model_type == "qwen3_moe" else ()), "intermediate_size")
     q_and_kv = (heads + 2 * kv_heads) * head_dim
     output_bias = 0 if model_type in ("qwen2", "glm4") else hidden
-    biased = model_type not in _UNBIASED and fields.get("attention_bias", model_type == "qwen2")
     return Shape(
         hidden,
         mlp,
-        width("num_hidden_layers", "n_layer"),
+        width("num_hidden_layers"),
         heads,
         kv_heads,
         head_dim,
         width("vocab_size"),
         model_type,
-        tied=fields.get("tie_word_embeddings", model_type in _TIED),
+        tied=flag("tie_word_embeddings"),
         attention_biases=q_and_kv + output_bias if biased else 0,
-        mlp_biases=2 * mlp + hidden if fields.get("mlp_bias") else 0,
-        softcap=fields.get("final_logit_softcapping", 30.0 if model_type == "gemma2" else None) is not None,
-        experts=experts if mixture else 0,
-        experts_per_token=width("num_experts_per_tok", default=1),
+        mlp_biases=2 * mlp + hidden if flag("mlp_bias") else 0,
+        softcap="final_logit_softcapping" in fields,
+        experts=width("num_local_experts", "num_experts") if mixture else 0,
+        experts_per_token=width("num_experts_per_tok") if mixture else 1,
     )

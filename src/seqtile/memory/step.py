@@ -19,8 +19,8 @@ PARTS = (
     "reserved",
 )
 """`inputs`: of the layers, kept for their backward. `norms`: norms, residuals and positions. `communication`: weights
-gathered and gradients not yet spread. `reserved`: the CUDA context, and NCCL (about 1 GiB each: Arctic Long Sequence
-Training, 2.1)."""
+gathered, gradients not yet spread or being reduced. `reserved`: the CUDA context, and NCCL (about 1 GiB each: Arctic
+Long Sequence Training, 2.1)."""
 BUCKET = 500_000_000  # elements that are reduced at a time: DeepSpeed's default
 
 
@@ -34,6 +34,22 @@ class Moment:
         return sum(self.parts.values())
 
 
+@dataclass(frozen=True)
+class Progress:
+    """How far the backward is, in parameters, and what FSDP2 holds then."""
+
+    done: int = 0
+    """Parameters that have their gradients."""
+    whole: int = 0
+    """Those of them whose gradients are not yet spread over the GPUs."""
+    gathered: int = 1
+    """Layers whose weights, or gradients on their way, are whole."""
+    outer: int = 1
+    """How many times the weights outside of the layers are."""
+    in_layers: bool = False
+    """Whether it is the backward of a layer."""
+
+
 class Step:
     """Forward and backward of `tokens` on this GPU; ZeRO-3 as FSDP2 does it, layer by layer."""
 
@@ -44,36 +60,41 @@ class Step:
         self.trained = shape.parameters if self.full else shape.adapter_parameters(setup.lora_rank)
 
     def moments(self) -> list[Moment]:
-        """In the order of a step."""
+        """In the order of a step. What grows or shrinks from layer to layer does so evenly but at both ends, so the two
+        layers at either end stand for all."""
         shape, layers = self.shape, self.shape.layers
-        norm = self.tokens * self.layer.norm.backward
         head = shape.head_parameters + shape.hidden
+        norm = {"norms": self.tokens * self.layer.norm.backward}
+        gathering = [
+            Progress(gathered=2, outer=2),
+            Progress(gathered=3),
+        ]  # from the buffer that the first, another came in
         moments = [
-            self._moment("loss", self._loss(), layers),
-            self._moment("final norm", {"norms": norm}, layers, head),
+            *(self._moment("forward", {"norms": self.layer.hidden}, 0, progress) for progress in gathering),
+            self._moment("loss", self._loss(), layers, Progress()),
+            self._moment("final norm", norm, layers, Progress(done=head, whole=shape.head_parameters)),
         ]
-        for which, waiting, done in (
-            ("last", layers, head),
-            ("first", 1, head + (layers - 1) * shape.layer_parameters),
-        ):
-            for name, parts in self.layer.moments():
-                here = {"MLP": 0, "norm after the MLP": 0, "norm before attention": shape.layer_parameters}
-                so_far = here.get(name, shape.mlp_parameters)
-                moments.append(self._moment(f"{name}, {which} layer", parts, waiting, done, so_far))
-        embedding = shape.head_parameters * self.setup.bytes * (3 if shape.tied else 1) if self.full else 0
+        for place in sorted({layers, layers - 1, 2, 1} & set(range(1, layers + 1)), reverse=True):
+            done = head + (layers - place) * shape.layer_parameters
+            gathered = 1 + (place > 1) + (place < layers and self.full)  # this, the next, gradients of the one before
+            for name, parts, here in self.layer.moments():
+                progress = Progress(done + here, shape.head_parameters + here, gathered, in_layers=True)
+                moments.append(self._moment(f"{name}, layer {place} of {layers}", parts, place, progress))
+        sum_of_both = 3 if shape.tied else 1
+        embedding = shape.head_parameters * self.setup.bytes * sum_of_both if self.full else 0
         parts = {"norms": self.layer.hidden, "gradients": embedding}
-        moments.append(self._moment("embedding", parts, 0, shape.parameters - shape.head_parameters))
+        whole = 0 if shape.tied else shape.head_parameters
+        moments.append(self._moment("embedding", parts, 0, Progress(shape.parameters - shape.head_parameters, whole)))
         return moments
 
-    def _moment(self, name: str, parts: Parts, waiting: int, done: int = 0, here: int = 0) -> Moment:
-        """`parts`, while the inputs of the first `waiting` layers wait and the backward of `done` parameters of other
-        layers, and of `here` of this one, is over."""
+    def _moment(self, name: str, parts: Parts, waiting: int, progress: Progress) -> Moment:
+        """`parts`, while the inputs of the first `waiting` layers wait."""
         positions = 2 * self.tokens * self.shape.head_dim * self.setup.bytes
         everything = dict.fromkeys(PARTS, 0) | self.states()
         others = {
-            "inputs": self._inputs(waiting),
-            "gradients": self._gradients(done + here),
-            "communication": self._communication(here),
+            "inputs": self._inputs(waiting, progress.in_layers),
+            "gradients": self._gradients(progress.done),
+            "communication": self._communication(progress),
             "norms": positions,
         }
         for more in (parts, others):
@@ -105,12 +126,12 @@ class Step:
         return {part: size * min(setup.gpus, setup.gpus_per_node) for part, size in held.items()}
 
     def _weights(self) -> int:
-        parameters = self.shape.parameters + (0 if self.full else self.trained)
-        return parameters * self.setup.bytes // self.setup.ranks(3)
+        adapters = 0 if self.full else self.trained * FLOAT
+        return (self.shape.parameters * self.setup.bytes + adapters) // self.setup.ranks(3)
 
     def _optimizer(self) -> int:
         setup = self.setup
-        master = FLOAT if setup.bytes < FLOAT and setup.optimizer == "adamw" else 0
+        master = FLOAT if self.full and setup.bytes < FLOAT and setup.optimizer == "adamw" else 0
         return self.trained * (OPTIMIZERS[setup.optimizer] + master) // setup.ranks(1)
 
     # What comes and goes.
@@ -118,29 +139,29 @@ class Step:
     def _gradients(self, parameters: int) -> int:
         if "optimizer" in self.setup.offload:
             return 0
+        size = parameters * self.setup.bytes
         if not self.full:
-            parameters = self.trained * parameters // self.shape.parameters
-        return parameters * self.setup.bytes // self.setup.ranks(2)
+            size = self.trained * FLOAT * parameters // self.shape.parameters
+        return size // self.setup.ranks(2)
 
-    def _communication(self, here: int) -> int:
-        """FSDP2 keeps what is outside of the layers gathered, and its gradients whole until the end; of the layers it
-        has this one and the next that is on its way."""
+    def _communication(self, progress: Progress) -> int:
+        """FSDP2 keeps what is outside of the layers gathered, and its gradients whole until the end."""
         setup, shape = self.setup, self.shape
         away = "optimizer" in setup.offload
         if setup.ranks(3) == 1 and "weights" not in setup.offload:
             return min(BUCKET, self.trained) * setup.bytes if setup.gpus > 1 or away else 0
-        gathered = shape.outer_parameters + 2 * shape.layer_parameters
-        whole = shape.head_parameters + here if self.full else 0
-        counted = 0 if away else whole // setup.ranks(2)
-        return (gathered + whole - counted) * setup.bytes
+        weights = progress.outer * shape.outer_parameters + progress.gathered * shape.layer_parameters
+        counted = 0 if away else progress.whole // setup.ranks(2)
+        return (weights + (progress.whole - counted if self.full else 0)) * setup.bytes
 
-    def _inputs(self, waiting: int) -> int:
-        """Of the first so many layers, those on the GPU: of offloaded ones, the one on its way. Under adapters autograd
-        holds on to the first, a leaf then."""
+    def _inputs(self, waiting: int, backward: bool) -> int:
+        """Of the first so many layers, those on the GPU: if offloaded, the one that is needed, in the backward also the
+        next on its way; and under adapters the first, a leaf then that autograd holds on to."""
         if "activations" in self.setup.offload:
             kept = max(0, waiting - (self.shape.layers - self.setup.keep_last))
-            waiting = min(waiting, kept + 1 + (not self.full))
-        return waiting * self.layer.hidden
+            waiting = min(waiting, max(kept, 1) + backward + (not self.full))
+        leaf = not self.full and self.shape.scales_embedding  # whose product is the first layer's input
+        return (waiting + leaf) * self.layer.hidden
 
     def _loss(self) -> Parts:
         """Tiled: hidden states and their gradient; a tile of logits, then the sum of weight gradients rounded. Untiled:

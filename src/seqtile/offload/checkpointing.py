@@ -70,6 +70,7 @@ def enable(
     host_memory_limit: int | None = None,
     tokens: int | None = None,
     strict: bool = False,
+    device: torch.device | str | None = None,
 ) -> None:
     """Activation checkpointing of every layer, with the layers' inputs in host memory until the backward.
 
@@ -80,6 +81,7 @@ def enable(
         tokens: of a step on this GPU. Given, host memory for them is registered now; else in the first step.
         strict: raise HostMemoryFull when host memory is full; by default the inputs of the other layers stay on the
             GPU, with a warning.
+        device: the GPU that the model computes on; by default where its weights are.
 
     Host memory: one layer input (tokens x hidden x bytes an element) for every layer but the last, pinned, reused in
     every step, returned by `disable`. On the GPU, besides those kept: one input on its way out or back. Without a GPU
@@ -98,10 +100,11 @@ def enable(
     switch = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     switch({"use_reentrant": False})
     weight = next(model.parameters())
-    if weight.device.type != "cuda":
-        warnings.warn(f"the model is on {weight.device}: what its checkpoints save stays there", stacklevel=2)
+    device = torch.device(weight.device if device is None else device)
+    if device.type != "cuda":
+        warnings.warn(f"the model is on {device}: what its checkpoints save stays there", stacklevel=2)
         return
-    checkpoints = Checkpoints(store_on(weight.device, host_memory_limit), strict)
+    checkpoints = Checkpoints(store_on(device, host_memory_limit), strict)
     if tokens is not None:
         size = tokens * model.config.get_text_config().hidden_size * weight.element_size()
         checkpoints.store.pool.reserve(max(0, len(layers) - keep_last), size)

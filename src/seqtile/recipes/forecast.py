@@ -1,23 +1,70 @@
 """What `seqtile plan` says: the longest sequence with each feature on, what to turn on, and what a step holds."""
 
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
+from functools import cached_property
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from seqtile.memory import Longest, Plan, Setup, ladder
+from seqtile.memory import Longest, Plan, Setup, ladder, longest, plan, shape_of
+from seqtile.memory.setup import GIB
+from seqtile.memory.shape import LIKE_LLAMA, NORMS
 
-GIB = 2**30
-Rungs = list[tuple[Setup, Longest]]
+
+@dataclass(frozen=True)
+class Forecast:
+    """Of a model, on given machines."""
+
+    model: str
+    rungs: list[tuple[Setup, Longest]]
+    """With more and more turned on."""
+    plan: Plan
+    """Of the length that was asked for with the least that it needs, or of the longest that fits."""
+
+    @cached_property
+    def turn_on(self) -> list[str]:
+        """What the plan needs, as lines of Python in their order; nothing if it does not fit."""
+        return to_turn_on(self.plan) if self.plan.fits else []
+
+    @cached_property
+    def with_offload(self) -> dict[str, int]:
+        """Where the plan does not fit: the longest sequence with more on the host, if that is longer."""
+        if self.plan.fits:
+            return {}
+        setup, best = self.rungs[-1][0], max(found.tokens for _, found in self.rungs)
+        said = {}
+        for more in (("optimizer",), ("optimizer", "weights")):
+            offload = (*setup.offload, *(part for part in more if part not in setup.offload))
+            if "weights" in more and setup.gpus > 1 and setup.zero_stage < 3:
+                continue
+            fields = asdict(setup) | {"offload": offload}
+            tokens = longest(self.plan.shape, batch_size=self.plan.batch_size, **fields).tokens
+            if tokens > best:
+                best = said[" ".join(f"--offload {part}" for part in offload if part != "activations")] = tokens
+        return said
 
 
-def figures(model: str, rungs: Rungs, plan: Plan) -> dict[str, Any]:
+def forecast(model: str, seq_len: int | None, batch_size: int, **setup: Any) -> Forecast:
+    """Raises ValueError as `seqtile.memory` does."""
+    shape = shape_of(model)
+    rungs = list(ladder(shape, batch_size=batch_size, **setup))
+    if seq_len is None:
+        chosen, found = max(rungs, key=lambda rung: rung[1].tokens)
+        seq_len = max(found.tokens, chosen.sequence_parallel)
+    else:
+        chosen = next((rung for rung, found in rungs if found.tokens >= seq_len), rungs[-1][0])
+    return Forecast(model, rungs, plan(shape, seq_len=seq_len, batch_size=batch_size, **asdict(chosen)))
+
+
+def figures(forecast: Forecast) -> dict[str, Any]:
     """All of it, for `--json`; sizes in GiB."""
+    plan = forecast.plan
     return {
-        "model": model,
+        "model": forecast.model,
         "parameters": plan.shape.parameters,
-        "longest": [features(setup) | asdict(longest) for setup, longest in rungs],
+        "assumed_llama": plan.shape.assumed,
+        "longest": [features(setup) | asdict(found) for setup, found in forecast.rungs],
         "plan": {
             "seq_len": plan.seq_len,
             "batch_size": plan.batch_size,
@@ -29,6 +76,8 @@ def figures(model: str, rungs: Rungs, plan: Plan) -> dict[str, Any]:
             "host_gib": in_gib(plan.host),
             "moments_gib": {moment.name: round(moment.bytes / GIB, 3) for moment in plan.moments},
         },
+        "turn_on": forecast.turn_on,
+        "with_offload": forecast.with_offload,
     }
 
 
@@ -47,26 +96,34 @@ def in_gib(parts: dict[str, int]) -> dict[str, float]:
     return {part: round(size / GIB, 3) for part, size in parts.items()}
 
 
-def print_forecast(console: Console, model: str, rungs: Rungs, plan: Plan) -> None:
+def print_forecast(forecast: Forecast, console: Console) -> None:
     """As tables."""
-    shape, setup = plan.shape, plan.setup
+    shape, setup = forecast.plan.shape, forecast.plan.setup
+    gpus = f"{setup.gpus} GPUs, ZeRO-{setup.zero_stage}, each" if setup.gpus > 1 else "1 GPU"
     about = f"{shape.parameters / 1e9:.2f} billion parameters, {shape.layers} layers"
-    console.print(f"{model}: {about}; {setup.gpus} x {setup.gpu_memory_gib:g} GiB, ZeRO-{setup.zero_stage}")
-    console.print(_rungs_table(rungs))
-    console.print(_parts_table(plan))
-    console.print(_verdict(plan, rungs), highlight=False)
+    console.print(f"{forecast.model}: {about}; {gpus} of {setup.gpu_memory_gib:g} GiB", highlight=False)
+    if shape.assumed:
+        console.print(f"note: {shape.model_type} is not known; planned as a Llama of its widths", highlight=False)
+    console.print(_rungs_table(forecast.rungs))
+    console.print(_parts_table(forecast.plan))
+    if forecast.plan.fits:
+        console.print("\n".join(["Turn on:", *(f"  {line}" for line in forecast.turn_on)]), highlight=False)
+        return
+    console.print(f"This does not fit in {forecast.plan.bound}.", highlight=False)
+    for options, tokens in forecast.with_offload.items():
+        console.print(f"With {options}: {tokens:,} tokens at most.", highlight=False)
 
 
-def _rungs_table(rungs: Rungs) -> Table:
+def _rungs_table(rungs: list[tuple[Setup, Longest]]) -> Table:
     title = "Longest sequence, checkpointed: loss tiled, GPUs that share it, MLP tiled, layer inputs on the host, Liger"
     table = Table(title=title)
     for column in ("loss", "GPUs", "MLP", "host", "Liger"):
         table.add_column(column, justify="center")
     table.add_column("tokens", justify="right")
     table.add_column("bound by")
-    for setup, longest in rungs:
+    for setup, found in rungs:
         cells = [f"{value}" if type(value) is int else "x" if value else "" for value in features(setup).values()]
-        table.add_row(*cells, f"{longest.tokens:,}", longest.bound.replace("memory (", "(").replace(" layer)", ")"))
+        table.add_row(*cells, f"{found.tokens:,}", found.bound)
     return table
 
 
@@ -84,37 +141,27 @@ def _parts_table(plan: Plan) -> Table:
     return table
 
 
-def _verdict(plan: Plan, rungs: Rungs) -> str:
-    """What to turn on, or what might help."""
-    if plan.fits:
-        return "\n".join(["Turn on:", *(f"  {line}" for line in to_turn_on(plan))])
-    said = f"This does not fit in {plan.bound}."
-    setup = rungs[-1][0]
-    for more in (("optimizer",), ("optimizer", "weights")):
-        offload = tuple(dict.fromkeys((*setup.offload, *more)))
-        held = asdict(setup) | {"offload": offload}
-        tokens = max(longest.tokens for _, longest in ladder(plan.shape, batch_size=plan.batch_size, **held))
-        if set(more) - set(setup.offload) and tokens:
-            said += f" With {' '.join(f'--offload {part}' for part in more)}: {tokens:,} tokens."
-    return said
-
-
 def to_turn_on(plan: Plan) -> list[str]:
     """As lines of Python, in their order."""
-    setup, lines = plan.setup, []
+    setup, kind, lines = plan.setup, plan.shape.model_type, []
+    moved = [part for part in setup.offload if part != "activations"]
     if setup.liger:
-        lines.append(f"apply_liger_kernel_to_{plan.shape.model_type}()  # of liger_kernel.transformers")
-    if setup.tiles:
+        lines.append(f"apply_liger_kernel_to_{kind}()  # of liger_kernel.transformers, before the model is built")
+    if setup.lora_rank is not None:
+        lines.append(f"model = get_peft_model(model, LoraConfig(r={setup.lora_rank}, ...))")
+    if setup.tiles and kind in (*NORMS, *LIKE_LLAMA):
         lines.append(f"seqtile.apply_seqtile(model{'' if 'mlp' in setup.tiles else ', mlp=False'})")
+    elif setup.tiles:
+        lines.append(f"seqtile.tiled and seqtile.linear_cross_entropy, by hand: {kind} has no entry in seqtile yet")
     if setup.sequence_parallel > 1:
         lines.append(f"sp.apply_ulysses(model, sp.initialize({setup.sequence_parallel}))  # and sp's loader and loss")
+    if moved:
+        lines.append(f"DeepSpeed's ZeRO-{max(setup.zero_stage, 1)} with {' and '.join(moved)} offloaded to the CPU")
+    elif setup.gpus > 1:
+        others = ["DistributedDataParallel(model)", "DeepSpeed's ZeRO-1", "DeepSpeed's ZeRO-2"]
+        lines.append((*others, "fully_shard(layer) of every layer, fully_shard(model)")[setup.zero_stage])
     if "activations" in setup.offload:
-        lines.append("offload.enable(model)  # on its GPU")
+        lines.append('offload.enable(model, device="cuda")' if "weights" in moved else "offload.enable(model)")
     else:
         lines.append('model.gradient_checkpointing_enable({"use_reentrant": False})')
-    if setup.ranks(3) > 1:
-        lines.append("fully_shard(layer) for every layer, then fully_shard(model); or ZeRO-3")
-    moved = [part for part in setup.offload if part != "activations"]
-    if moved:
-        lines.append(f"CPU offload of {' and '.join(moved)}: DeepSpeed's, or FSDP2's CPUOffloadPolicy for both")
     return lines

@@ -43,15 +43,21 @@ def groups_of(job: Job) -> Iterator[sp.SequenceParallel | None]:
     dist.destroy_process_group()
 
 
-def group_of_one(job: Job, config: PreTrainedConfig) -> sp.SequenceParallel | None:
+@contextmanager
+def group_of_one(job: Job, config: PreTrainedConfig) -> Iterator[sp.SequenceParallel | None]:
     """This process as a group, where Hugging Face would build a mask of length x length, for windows shorter than the
-    sequence: sequence parallelism attends by blocks. None elsewhere."""
+    sequence or capped scores: sequence parallelism attends by blocks. None elsewhere."""
     window = getattr(config, "sliding_window", None)
     kinds = getattr(config, "layer_types", None) or ["sliding_attention"]
-    if window is None or window >= job.seq_len or "sliding_attention" not in kinds:
-        return None
+    windowed = window is not None and window < job.seq_len and "sliding_attention" in kinds
+    if not windowed and getattr(config, "attn_logit_softcapping", None) is None:
+        yield None
+        return
     dist.init_process_group(_backend(job), store=dist.HashStore(), rank=0, world_size=1)
-    return sp.initialize(1)
+    try:
+        yield sp.initialize(1)
+    finally:
+        dist.destroy_process_group()
 
 
 def _backend(job: Job) -> str:

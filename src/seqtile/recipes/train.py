@@ -59,7 +59,14 @@ def train(
     else:  # tensors of other sizes a layer, a tile and a step do not leave the memory in pieces
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     if tiled and ctx is None:
-        ctx = group_of_one(job, load_config(job.model).get_text_config())
+        with group_of_one(job, load_config(job.model).get_text_config()) as group:
+            return _train(job, sequences, tiled, save_to, group)
+    return _train(job, sequences, tiled, save_to, ctx)
+
+
+def _train(
+    job: Job, sequences: torch.Tensor, tiled: bool, save_to: Path | None, ctx: sp.SequenceParallel | None
+) -> RunResult:
     name = "seqtile" if tiled else "untiled"
     losses, seconds = [], []
     console = Console(quiet=ctx is not None and dist.get_rank() > 0)

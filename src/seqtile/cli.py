@@ -20,7 +20,7 @@ app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_
 
 @app.callback()
 def seqtile() -> None:
-    """Fine-tune Hugging Face models on long documents, with memory that does not grow with their length."""
+    """Fine-tune Hugging Face models on long documents, with a loss and MLPs whose memory does not grow with length."""
 
 
 @app.command()
@@ -109,7 +109,9 @@ def plan(
     host_memory: Annotated[float, typer.Option(help="GiB of a node.")] = 1900,
     gpus_per_node: Annotated[int, typer.Option(help="GPUs of a node.")] = 8,
     zero_stage: Annotated[int, typer.Option(help="Spread over all GPUs: 1 optimizer, 2 gradients, 3 weights too.")] = 3,
-    optimizer: Annotated[str, typer.Option(help="adamw, adamw_8bit or sgd.")] = "adamw",
+    optimizer: Annotated[
+        str, typer.Option(help="adamw (16 bytes a parameter, with a float32 copy of the weights), adamw_8bit, sgd.")
+    ] = "adamw",
     dtype: Annotated[str, typer.Option(help="Of weights and activations: bfloat16, float16 or float32.")] = "bfloat16",
     lora_rank: Annotated[
         int | None, typer.Option(help="Of adapters over every projection; all else is frozen.")
@@ -119,7 +121,14 @@ def plan(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The same as JSON.")] = False,
 ) -> None:
-    """What fits before it runs: the longest sequence with each feature turned on, and what a step then holds."""
+    """What fits, before it runs: the longest sequence with each feature turned on, and what a step then holds.
+
+    Exits with 1 if a sequence of --seq-len does not fit.
+    """
+    if "activations" in (offload or ()):
+        raise typer.BadParameter(
+            "layer inputs on the host are tried in any case; leave activations out", param_hint="--offload"
+        )
     console = Console(soft_wrap=True)
     setup = {
         "gpus": gpus,
@@ -137,12 +146,28 @@ def plan(
         found = forecast(model, seq_len, batch_size, **setup)
     except ValueError as error:
         console.print("[red]error:[/red]", end=" ")
-        console.print(str(error), markup=False, highlight=False)
+        console.print(in_options(str(error)), markup=False, highlight=False)
         raise typer.Exit(1) from error
     if as_json:
         print(json.dumps(figures(found), indent=2))
     else:
         print_forecast(found, console)
+    if seq_len is not None and not found.plan.fits:
+        raise typer.Exit(1)
+
+
+def in_options(message: str) -> str:
+    """With the names of `plan`'s options in the place of those of `seqtile.memory`."""
+    names = {"gpu_memory_gib": "gpu-memory", "host_memory_gib": "host-memory", "gpus_per_node": "gpus-per-node"}
+    names |= {name: name.replace("_", "-") for name in ("seq_len", "batch_size", "zero_stage", "lora_rank")}
+    names |= {
+        "sequence_parallel": "sequence-parallel",
+        "offload": "offload",
+        "optimizer": "optimizer",
+        "dtype": "dtype",
+    }
+    first, found, rest = message.partition(": ")
+    return f"--{names[first]}: {rest}" if found and first in names else message
 
 
 @app.command()

@@ -46,12 +46,17 @@ def test_least_is_turned_on_that_a_length_needs() -> None:
 
 def test_what_does_not_fit() -> None:
     text = said(LLAMA)
-    assert "This does not fit in GPU memory" in text
+    assert "This does not fit in GPU memory: weights and optimizer." in text
     for options in (("optimizer",), ("optimizer", "weights")):
         longest = memory.longest(LLAMA, offload=("activations", *options), liger=True)
         assert re.search(rf"With {' '.join(f'--offload {part}' for part in options)}: {longest.tokens:,} tokens", text)
-    text = said("Qwen/Qwen3-32B", "--gpus", "8", "--seq-len", "5000000")
+    text = said("Qwen/Qwen3-32B", "--gpus", "8", "--seq-len", "5000000", exit_code=1)
     assert "--offload optimizer:" in text and "weights:" not in text, "only what makes it longer"
+    assert (
+        memory.longest("Qwen/Qwen3-32B", gpus=32, sequence_parallel=32, liger=True, offload=("activations",)).tokens
+        > 5e6
+    )
+    assert "With --gpus 32: " in text and "--gpus 16" not in text, "as few as will do"
 
 
 @pytest.mark.parametrize(
@@ -59,10 +64,10 @@ def test_what_does_not_fit() -> None:
     [
         (("--gpus", "4", "--zero-stage", "0", "--lora-rank", "8"), "DistributedDataParallel(model)"),
         (("--gpus", "4", "--zero-stage", "2", "--lora-rank", "8"), "DeepSpeed's ZeRO-2"),
-        (("--gpus", "4"), "fully_shard(layer) of every layer, fully_shard(model)"),
+        (("--gpus", "4"), "fully_shard(layer, mp_policy=...) of every layer, then of the model"),
         (("--gpus", "4", "--offload", "optimizer"), "DeepSpeed's ZeRO-3 with optimizer offloaded to the CPU"),
         (("--offload", "optimizer", "--offload", "weights"), 'offload.enable(model, device="cuda")'),
-        (("--lora-rank", "8"), "get_peft_model(model, LoraConfig(r=8, ...))"),
+        (("--lora-rank", "8"), 'get_peft_model(model, LoraConfig(r=8, target_modules="all-linear"))'),
     ],
     ids=str,
 )
@@ -75,16 +80,18 @@ def test_an_unknown_type_is_named(tmp_path: Path) -> None:
     fields = {"model_type": "new", "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     (tmp_path / "config.json").write_text(json.dumps(fields | {"num_attention_heads": 4, "vocab_size": 100}))
     text = said(str(tmp_path))
-    assert "note: new is not known; planned as a Llama of its widths" in text
+    assert "note: model type new is not known; planned as a Llama, which may be far off" in text
     assert "apply_seqtile(" not in text and "apply_liger" not in text
-    assert json.loads(said(str(tmp_path), "--json"))["assumed_llama"] is True
+    assert json.loads(said(str(tmp_path), "--json"))["notes"] == [
+        "model type new is not known; planned as a Llama, which may be far off"
+    ]
 
 
 def test_json() -> None:
     found = json.loads(
         said("google/gemma-2-9b", "--gpus", "4", "--sequence-parallel", "2", "--seq-len", "300000", "--json")
     )
-    assert [rung["sequence_parallel"] for rung in found["longest"]] == [1, 1, 2, 2, 2, 2, 2]
+    assert [rung["sequence_parallel"] for rung in found["longest"]] == [1, 1, 2, 2, 2, 2, 2, 2]
     plan = found["plan"]
     assert plan["seq_len"] == 300_000 and plan["fits"] is True and plan["setup"]["gpus"] == 4
     assert max(plan["moments_gib"].values()) == pytest.approx(sum(plan["gpu_gib"].values()), abs=0.01)
@@ -93,11 +100,12 @@ def test_json() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        ([LLAMA, "--gpu-memory", "-1"], "--gpu-memory: expected more than 0 GiB, got -1.0"),
+        (["Qwen3-8B"], "did you mean Qwen/Qwen3-8B?"),
         (["no/such"], "model 'no/such': expected a directory with a config.json"),
-        ([LLAMA, "--seq-len", "0"], "seq_len: expected a positive int, got 0"),
+        ([LLAMA, "--seq-len", "0"], "--seq-len: expected a positive int, got 0"),
         ([LLAMA, "--gpus", "2", "--sequence-parallel", "4"], "expected a divisor of the 2 GPUs"),
-        ([LLAMA, "--offload", "nothing"], "offload: expected some of"),
-        ([LLAMA, "--offload", "activations"], "expected neither, since all are tried"),
+        ([LLAMA, "--offload", "nothing"], "--offload: expected some of"),
         (["/proc/1/root"], "Permission denied") if Path("/proc/1").exists() else (["x" * 5000], "File name too long"),
     ],
 )
@@ -120,3 +128,13 @@ print(sorted({{"torch", "transformers", "numpy"}} & set(sys.modules)))
 """
     result = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
     assert result.stdout == "[]\n", result.stdout + result.stderr
+
+
+def test_layer_inputs_are_tried_in_any_case() -> None:
+    assert "leave activations out" in said(LLAMA, "--offload", "activations", exit_code=2)
+
+
+def test_a_length_beyond_the_configuration() -> None:
+    note = "note: it is configured for 8,192 positions at most"
+    assert note in said("google/gemma-2-9b", "--gpus", "8", "--seq-len", "9000")
+    assert note not in said("google/gemma-2-9b", "--gpus", "8", "--seq-len", "8192")

@@ -86,8 +86,8 @@ class Layer:
             added = self.tokens * shape.hidden * (self.setup.bytes + 2 * FLOAT)
             parts = {"attention": inside + self._into_output() + added, "norms": gradient}
             moments.append(Working("adapter after attention", parts, 0))
-        moments += [Working("MLP", {"mlp": self._mlp(), "attention": attention, "norms": into_mlp + gradient}, down)]
         mlp = shape.mlp_parameters
+        moments.append(Working("MLP", {"mlp": self._mlp(), "attention": attention, "norms": into_mlp + gradient}, down))
         if norms.after:
             kept = {"mlp": 0 if self.tiled else self._kept_by_mlp(), "attention": attention}
             moments.append(Working("norm after the MLP", {**kept, "norms": into_mlp + gradient + norm}, 0))
@@ -148,10 +148,9 @@ class Layer:
 
     def _kept_by_mlp(self) -> int:
         """Untiled: gate, up, their product, and the activation unless Liger computes it again."""
-        shape, kept = self.shape, self.tokens * self.shape.mlp * self.setup.bytes * (3 if self.setup.liger else 4)
-        return (
-            kept + (1 if shape.fused_gate_up else 2) * self._for_adapters(shape.hidden) + self._for_adapters(shape.mlp)
-        )
+        shape, setup = self.shape, self.setup
+        adapters = (1 if shape.fused_gate_up else 2) * self._for_adapters(shape.hidden) + self._for_adapters(shape.mlp)
+        return self.tokens * shape.mlp * setup.bytes * (3 if setup.liger else 4) + adapters
 
     # What their backwards need.
 
@@ -170,9 +169,7 @@ class Layer:
         if shape.experts:
             return sums + self._experts(rows * shape.experts_per_token, weights) + self.hidden
         if not self.tiled:
-            gradients = (
-                1 + (not self.trained) if setup.liger else 2
-            )  # the product's, or an adapter's before it is added
+            gradients = 1 if setup.liger and self.trained else 2  # Liger's are written over what was kept
             return self._kept_by_mlp() + rows * shape.mlp * setup.bytes * gradients
         rounded = weights * setup.bytes if setup.bytes < FLOAT else 0
         d_output = self.hidden if shape.norms.after else 0

@@ -4,9 +4,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
+from seqtile.memory.config import shape_of
 from seqtile.memory.layer import Parts
 from seqtile.memory.setup import GIB, Setup
-from seqtile.memory.shape import Shape, shape_of
+from seqtile.memory.shape import Shape
 from seqtile.memory.step import Moment, Step
 
 LIGER = ("gemma2", "gemma3_text", "glm4", "granite", "llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen3")
@@ -44,7 +45,9 @@ class Plan:
     def bound(self) -> str | None:
         """What does not fit; None if all does."""
         if self.gpu_bytes > self.setup.gpu_memory_gib * GIB:
-            return f"GPU memory ({self.peak.name.split(', ')[0]})"
+            states = sum(self.peak.parts[part] for part in ("weights", "optimizer", "reserved"))
+            too_much = states > self.setup.gpu_memory_gib * GIB
+            return f"GPU memory: {'weights and optimizer' if too_much else self.peak.name.split(', ')[0]}"
         if self.host_bytes > self.setup.host_memory_gib * GIB:
             return "host memory"
         return None
@@ -55,7 +58,9 @@ class Plan:
 
     def __str__(self) -> str:
         lines = [f"{part:<14}{size / GIB:>9.2f} GiB" for part, size in self.peak.parts.items() if size]
-        lines.append(f"{'on a GPU':<14}{self.gpu_bytes / GIB:>9.2f} GiB, most at: {self.peak.name}")
+        verdict = "fits" if self.fits else f"does not fit in {self.bound}"
+        lines.append(f"{'on a GPU':<14}{self.gpu_bytes / GIB:>9.2f} of {self.setup.gpu_memory_gib:g} GiB: {verdict}")
+        lines.append(f"most at: {self.peak.name}")
         lines += [f"{f'{part}, host':<18}{size / GIB:>9.2f} GiB a node" for part, size in self.host.items()]
         return "\n".join(lines)
 
@@ -97,8 +102,8 @@ def longest(config: Any, *, batch_size: int = 1, **setup: Any) -> Longest:
 
 def ladder(config: Any, *, batch_size: int = 1, **setup: Any) -> Iterator[tuple[Setup, Longest]]:
     """The longest sequence with more and more turned on: nothing but checkpointing, then the tiled loss, sequence
-    parallelism, the tiled MLP or offloaded activations, both, and Liger's norms. Source of this order: Arctic Long
-    Sequence Training, table 1.
+    parallelism, the tiled MLP, offloaded activations, both; the last two with the MLP also with Liger's norms.
+    Source of this order: Arctic Long Sequence Training, table 1.
 
     `setup` is what all have: neither tiles nor liger nor offloaded activations, for which it raises ValueError."""
     if {"tiles", "liger"} & setup.keys() or "activations" in setup.get("offload", ()):
@@ -112,11 +117,12 @@ def ladder(config: Any, *, batch_size: int = 1, **setup: Any) -> Iterator[tuple[
         replace(first, tiles=("loss",)),
         shared,
         replace(shared, tiles=("loss", "mlp")),
+        replace(shared, tiles=("loss", "mlp"), liger=True),
         replace(shared, offload=("activations", *others)),
         replace(shared, tiles=("loss", "mlp"), offload=("activations", *others)),
         replace(shared, tiles=("loss", "mlp"), offload=("activations", *others), liger=True),
     ]
-    for step in dict.fromkeys(steps if shape.model_type in LIGER else steps[:-1]):
+    for step in dict.fromkeys(step for step in steps if shape.model_type in LIGER or not step.liger):
         yield step, _longest(shape, step, batch_size)
 
 

@@ -22,7 +22,8 @@ class Setup:
     zero_stage: int = 3
     """What is spread over all GPUs: 1 the optimizer's state, 2 gradients too, 3 weights too (FSDP2); 0 nothing."""
     optimizer: str = "adamw"
-    """adamw (in half precision with float32 weights), adamw_8bit or sgd."""
+    """adamw (in half precision with a float32 copy of the weights: 16 bytes a parameter with weights and gradients, as
+    float32 weights under FSDP2's mixed precision have), adamw_8bit or sgd (without that copy)."""
     dtype: str = "bfloat16"
     """Of weights, gradients and activations."""
     tiles: Collection[str] = TILES
@@ -68,10 +69,12 @@ class Setup:
             raise ValueError(f"keep_last: expected 0 or more layers, got {self.keep_last!r}")
         if self.gpus % self.sequence_parallel:
             raise ValueError(
-                f"sequence_parallel is {self.sequence_parallel}, expected a divisor of the {self.gpus} GPUs; "
+                f"sequence_parallel: expected a divisor of the {self.gpus} GPUs, got {self.sequence_parallel}; "
                 "a sequence is shared by equal groups of them"
             )
 
+        if "optimizer" in self.offload and self.optimizer == "adamw_8bit":
+            raise ValueError("offload of the optimizer: expected adamw or sgd, got adamw_8bit, which computes on a GPU")
         if "weights" in self.offload and self.gpus > 1 and self.zero_stage < 3:
             raise ValueError(f"offload of weights needs zero_stage 3 on {self.gpus} GPUs, got {self.zero_stage}")
 

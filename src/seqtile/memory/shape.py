@@ -1,10 +1,6 @@
-"""What of a model's configuration its memory depends on, read without building the model and without Hugging Face."""
+"""What of a model its memory depends on: widths, counts, norms."""
 
-import json
-from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 
 @dataclass(frozen=True)
@@ -35,25 +31,6 @@ NORMS = {
 }
 """Of the model types whose layers are not Llama's."""
 LIKE_LLAMA = ("granite", "llama", "mistral", "mixtral", "phi3", "qwen2", "smollm3")
-DEFAULTS: dict[str, Mapping[str, Any]] = {
-    "cohere": {"tie_word_embeddings": True},
-    "gemma2": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 256000}
-    | {"tie_word_embeddings": True, "final_logit_softcapping": 30.0},
-    "gemma3_text": {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256, "vocab_size": 262208}
-    | {"tie_word_embeddings": True},
-    "glm4": {"num_key_value_heads": 2, "head_dim": 128, "attention_bias": True},
-    "mistral": {"num_key_value_heads": 8},
-    "mixtral": {"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
-    "qwen2": {"attention_bias": True},
-    "qwen3": {"head_dim": 128},
-    "qwen3_moe": {"num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8}
-    | {"moe_intermediate_size": 768},
-    "smollm3": {"num_key_value_heads": 4, "tie_word_embeddings": True},
-}
-"""What Hugging Face's classes take where config.json says nothing."""
-_UNBIASED = ("mistral", "mixtral", "phi3")  # whatever config.json says
-_MIXTURES = ("mixtral", "qwen3_moe")
-_OTHER_KINDS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_intermediate_size", "kv_lora_rank")
 
 
 @dataclass(frozen=True)
@@ -78,11 +55,28 @@ class Shape:
     experts: int = 0
     """Of a layer; 0 if it is no mixture."""
     experts_per_token: int = 1
+    positions: int | None = None
+    """What the model is configured for, at most."""
+    inside: str | None = None
+    """The model type that it is the text model of."""
+    quantised: bool = False
 
     @property
     def assumed(self) -> bool:
         """Whether its layers are taken for Llama's because its type is not known."""
         return self.model_type not in (*NORMS, *LIKE_LLAMA)
+
+    @property
+    def notes(self) -> list[str]:
+        """What of its configuration is not planned."""
+        notes = []
+        if self.inside is not None:
+            notes.append(f"only the text model of {self.inside} is planned")
+        if self.assumed:
+            notes.append(f"model type {self.model_type} is not known; planned as a Llama, which may be far off")
+        if self.quantised:
+            notes.append("its quantization_config is not planned; weights are counted in full")
+        return notes
 
     @property
     def norms(self) -> Norms:
@@ -152,96 +146,12 @@ class Shape:
 
 
 KNOWN = {
-    "meta-llama/Llama-3.1-8B": Shape(4096, 14336, 32, 32, 8, 128, 128256),
-    "meta-llama/Llama-3.1-70B": Shape(8192, 28672, 80, 64, 8, 128, 128256),
-    "Qwen/Qwen3-8B": Shape(4096, 12288, 36, 32, 8, 128, 151936, "qwen3"),
-    "Qwen/Qwen3-32B": Shape(5120, 25600, 64, 64, 8, 128, 151936, "qwen3"),
-    "mistralai/Mistral-7B-v0.3": Shape(4096, 14336, 32, 32, 8, 128, 32768, "mistral"),
-    "google/gemma-2-9b": Shape(3584, 14336, 42, 16, 8, 256, 256000, "gemma2", tied=True, softcap=True),
-    "HuggingFaceTB/SmolLM2-135M": Shape(576, 1536, 30, 9, 3, 64, 49152, tied=True),
+    "meta-llama/Llama-3.1-8B": Shape(4096, 14336, 32, 32, 8, 128, 128256, positions=131072),
+    "meta-llama/Llama-3.1-70B": Shape(8192, 28672, 80, 64, 8, 128, 128256, positions=131072),
+    "Qwen/Qwen3-8B": Shape(4096, 12288, 36, 32, 8, 128, 151936, "qwen3", positions=40960),
+    "Qwen/Qwen3-32B": Shape(5120, 25600, 64, 64, 8, 128, 151936, "qwen3", positions=40960),
+    "mistralai/Mistral-7B-v0.3": Shape(4096, 14336, 32, 32, 8, 128, 32768, "mistral", positions=32768),
+    "google/gemma-2-9b": Shape(3584, 14336, 42, 16, 8, 256, 256000, "gemma2", tied=True, softcap=True, positions=8192),
+    "HuggingFaceTB/SmolLM2-135M": Shape(576, 1536, 30, 9, 3, 64, 49152, tied=True, positions=8192),
 }
 """By their names on the hub, from their config.json."""
-
-
-def shape_of(config: Any) -> Shape:
-    """The shape of a model: a Hugging Face config, a dict of one, the path of a config.json (or of the directory it is
-    in), or a name in `KNOWN`. A model type that is not known is taken for a Llama, see `Shape.assumed`.
-
-    Raises ValueError for a name that is not known, for a config that lacks a width, and for what is certainly no Llama.
-    """
-    if isinstance(config, Shape):
-        return config
-    if isinstance(config, str | Path):
-        by_lower_case = {name.lower(): shape for name, shape in KNOWN.items()}
-        if (known := by_lower_case.get(str(config).lower().removesuffix("-instruct"))) is not None:
-            return known
-        config = _read(Path(config))
-    elif hasattr(config, "to_dict"):
-        config = config.to_dict()
-    fields = config.get("text_config") or config if isinstance(config, Mapping) else None
-    if not isinstance(fields, Mapping):
-        raise ValueError(f"expected a model's config, a dict of one, a path or a name, got {config!r}")
-    return _shape_of_fields(fields)
-
-
-def _read(path: Path) -> Any:
-    try:
-        file = path / "config.json" if path.is_dir() else path
-        return json.loads(file.read_text())
-    except OSError as error:
-        raise ValueError(
-            f"model {str(path)!r}: expected a directory with a config.json, such a file, or one of {', '.join(KNOWN)} "
-            f"({error.strerror})"
-        ) from error
-    except ValueError as error:
-        raise ValueError(f"{file} is no JSON: {error}") from error
-
-
-def _shape_of_fields(fields: Mapping[str, Any]) -> Shape:
-    model_type = fields.get("model_type", "llama")
-    if not isinstance(model_type, str):
-        raise ValueError(f"config's model_type: expected a str, got {model_type!r}")
-    fields = DEFAULTS.get(model_type, {}) | {name: value for name, value in fields.items() if value is not None}
-
-    def width(*names: str, default: int | None = None) -> int:
-        value = next((fields[name] for name in names if name in fields), default)
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(f"config's {names[0]}: expected a positive int, got {value!r}")
-        return value
-
-    def flag(name: str, default: bool = False) -> bool:
-        value = fields.get(name, default)
-        if not isinstance(value, bool):
-            raise ValueError(f"config's {name}: expected true or false, got {value!r}")
-        return value
-
-    biased = model_type not in _UNBIASED and flag("attention_bias")
-    mixture = model_type in _MIXTURES
-    if not mixture and any(fields.get(name) for name in _OTHER_KINDS):
-        raise ValueError(f"model type {model_type!r} is no Llama, and of mixtures {', '.join(_MIXTURES)} are planned")
-    if mixture and (fields.get("mlp_only_layers") or fields.get("decoder_sparse_step", 1) != 1):
-        raise ValueError("layers of two kinds, with experts and without, are not planned")
-    hidden, heads = width("hidden_size"), width("num_attention_heads")
-    head_dim = width("head_dim", default=max(1, hidden // heads))
-    kv_heads = width("num_key_value_heads", default=heads)
-    if heads % kv_heads:
-        raise ValueError(f"config's num_key_value_heads: expected a divisor of the {heads} heads, got {kv_heads}")
-    mlp = width(*(("moe_intermediate_size",) if model_type == "qwen3_moe" else ()), "intermediate_size")
-    q_and_kv = (heads + 2 * kv_heads) * head_dim
-    output_bias = 0 if model_type in ("qwen2", "glm4") else hidden
-    return Shape(
-        hidden,
-        mlp,
-        width("num_hidden_layers"),
-        heads,
-        kv_heads,
-        head_dim,
-        width("vocab_size"),
-        model_type,
-        tied=flag("tie_word_embeddings"),
-        attention_biases=q_and_kv + output_bias if biased else 0,
-        mlp_biases=2 * mlp + hidden if flag("mlp_bias") else 0,
-        softcap="final_logit_softcapping" in fields,
-        experts=width("num_local_experts", "num_experts") if mixture else 0,
-        experts_per_token=width("num_experts_per_tok") if mixture else 1,
-    )

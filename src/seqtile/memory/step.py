@@ -65,12 +65,11 @@ class Step:
         shape, layers = self.shape, self.shape.layers
         head = shape.head_parameters + shape.hidden
         norm = {"norms": self.tokens * self.layer.norm.backward}
-        gathering = [
-            Progress(gathered=2, outer=2),
-            Progress(gathered=3),
-        ]  # from the buffer that the first, another came in
+        # A group of weights comes in a buffer, out of which it is copied; the buffer before is freed thereafter.
+        outer_twice = shape.outer_parameters > shape.layer_parameters
+        gathering = Progress(gathered=2, outer=2) if outer_twice else Progress(gathered=3)
         moments = [
-            *(self._moment("forward", {"norms": self.layer.hidden}, 0, progress) for progress in gathering),
+            self._moment("forward", {"norms": self.layer.hidden}, 0, gathering),
             self._moment("loss", self._loss(), layers, Progress()),
             self._moment("final norm", norm, layers, Progress(done=head, whole=shape.head_parameters)),
         ]

@@ -87,13 +87,16 @@ def enable(
     every step, returned by `disable`. On the GPU, besides those kept: one input on its way out or back. Without a GPU
     it is plain checkpointing, with a warning. A call replaces the one before.
 
-    Raises ValueError, and changes nothing, for a model without such layers, for keep_last < 0 and for tokens < 1.
+    Raises ValueError, and changes nothing, for a model without such layers, for keep_last or host_memory_limit
+    below 0 and for tokens < 1.
     """
-    layers = layers_of(model)
+    layers = layers_of(model) if isinstance(model, nn.Module) else []
     if not layers or not getattr(model, "supports_gradient_checkpointing", False):
         raise ValueError(f"{type(model).__name__} has no layers that can be checkpointed so; use offload.checkpoint")
     if keep_last < 0:
         raise ValueError(f"keep_last is {keep_last}, expected 0 or more layers")
+    if host_memory_limit is not None and host_memory_limit < 0:
+        raise ValueError(f"host_memory_limit is {host_memory_limit}, expected 0 or more bytes")
     if tokens is not None and tokens < 1:
         raise ValueError(f"tokens is {tokens}, expected at least 1")
     disable(model)

@@ -9,7 +9,6 @@ from rich.table import Table
 
 from seqtile.memory import Longest, Plan, Setup, ladder, longest, plan, shape_of
 from seqtile.memory.setup import GIB
-from seqtile.memory.shape import LIKE_LLAMA, NORMS
 
 
 @dataclass(frozen=True)
@@ -28,21 +27,39 @@ class Forecast:
         return to_turn_on(self.plan) if self.plan.fits else []
 
     @cached_property
-    def with_offload(self) -> dict[str, int]:
-        """Where the plan does not fit: the longest sequence with more on the host, if that is longer."""
+    def remedies(self) -> dict[str, int]:
+        """Where the plan does not fit: the longest sequence with more on the host, and with so many GPUs that it does,
+        as far as each is longer."""
         if self.plan.fits:
             return {}
         setup, best = self.rungs[-1][0], max(found.tokens for _, found in self.rungs)
-        said = {}
+        tried = []
         for more in (("optimizer",), ("optimizer", "weights")):
             offload = (*setup.offload, *(part for part in more if part not in setup.offload))
-            if "weights" in more and setup.gpus > 1 and setup.zero_stage < 3:
+            tried.append(
+                (" ".join(f"--offload {part}" for part in offload if part != "activations"), {"offload": offload})
+            )
+        for times in (2**power for power in range(1, 8)):
+            more_gpus = {"gpus": setup.gpus * times, "sequence_parallel": setup.sequence_parallel * times}
+            tried.append((f"--gpus {more_gpus['gpus']}", more_gpus))
+        said = {}
+        for option, changes in tried:
+            try:
+                tokens = longest(self.plan.shape, batch_size=self.plan.batch_size, **asdict(setup) | changes).tokens
+            except ValueError:  # which this setup cannot have
                 continue
-            fields = asdict(setup) | {"offload": offload}
-            tokens = longest(self.plan.shape, batch_size=self.plan.batch_size, **fields).tokens
-            if tokens > best:
-                best = said[" ".join(f"--offload {part}" for part in offload if part != "activations")] = tokens
+            if tokens > best and not ("gpus" in changes and tokens < self.plan.seq_len):
+                best = said[option] = tokens
+            if "gpus" in changes and best >= self.plan.seq_len:
+                break
         return said
+
+    @cached_property
+    def notes(self) -> list[str]:
+        shape, found = self.plan.shape, self.plan.shape.notes
+        if shape.positions is not None and self.plan.seq_len > shape.positions:
+            found.append(f"it is configured for {shape.positions:,} positions at most")
+        return found
 
 
 def forecast(model: str, seq_len: int | None, batch_size: int, **setup: Any) -> Forecast:
@@ -63,7 +80,7 @@ def figures(forecast: Forecast) -> dict[str, Any]:
     return {
         "model": forecast.model,
         "parameters": plan.shape.parameters,
-        "assumed_llama": plan.shape.assumed,
+        "notes": forecast.notes,
         "longest": [features(setup) | asdict(found) for setup, found in forecast.rungs],
         "plan": {
             "seq_len": plan.seq_len,
@@ -77,7 +94,7 @@ def figures(forecast: Forecast) -> dict[str, Any]:
             "moments_gib": {moment.name: round(moment.bytes / GIB, 3) for moment in plan.moments},
         },
         "turn_on": forecast.turn_on,
-        "with_offload": forecast.with_offload,
+        "remedies": forecast.remedies,
     }
 
 
@@ -100,30 +117,32 @@ def print_forecast(forecast: Forecast, console: Console) -> None:
     """As tables."""
     shape, setup = forecast.plan.shape, forecast.plan.setup
     gpus = f"{setup.gpus} GPUs, ZeRO-{setup.zero_stage}, each" if setup.gpus > 1 else "1 GPU"
-    about = f"{shape.parameters / 1e9:.2f} billion parameters, {shape.layers} layers"
+    count = shape.parameters
+    size = f"{count / 1e9:,.2f} billion" if count >= 1e9 else f"{count / 1e6:.0f} million"
+    about = f"{size} parameters, {shape.layers} layers"
     console.print(f"{forecast.model}: {about}; {gpus} of {setup.gpu_memory_gib:g} GiB", highlight=False)
-    if shape.assumed:
-        console.print(f"note: {shape.model_type} is not known; planned as a Llama of its widths", highlight=False)
+    for note in forecast.notes:
+        console.print(f"note: {note}", highlight=False)
     console.print(_rungs_table(forecast.rungs))
     console.print(_parts_table(forecast.plan))
     if forecast.plan.fits:
         console.print("\n".join(["Turn on:", *(f"  {line}" for line in forecast.turn_on)]), highlight=False)
         return
     console.print(f"This does not fit in {forecast.plan.bound}.", highlight=False)
-    for options, tokens in forecast.with_offload.items():
-        console.print(f"With {options}: {tokens:,} tokens at most.", highlight=False)
+    for option, tokens in forecast.remedies.items():
+        console.print(f"With {option}: {tokens:,} tokens at most.", highlight=False)
 
 
 def _rungs_table(rungs: list[tuple[Setup, Longest]]) -> Table:
-    title = "Longest sequence, checkpointed: loss tiled, GPUs that share it, MLP tiled, layer inputs on the host, Liger"
-    table = Table(title=title)
-    for column in ("loss", "GPUs", "MLP", "host", "Liger"):
+    table = Table(title="Longest sequence, every layer checkpointed")
+    table.caption = "loss, MLP: tiled. share: GPUs that share it. host: layer inputs there. Liger: its norms."
+    for column in ("loss", "share", "MLP", "host", "Liger"):
         table.add_column(column, justify="center")
     table.add_column("tokens", justify="right")
     table.add_column("bound by")
     for setup, found in rungs:
         cells = [f"{value}" if type(value) is int else "x" if value else "" for value in features(setup).values()]
-        table.add_row(*cells, f"{found.tokens:,}", found.bound)
+        table.add_row(*cells, f"{found.tokens:,}", found.bound.removeprefix("GPU memory: "))
     return table
 
 
@@ -134,7 +153,7 @@ def _parts_table(plan: Plan) -> Table:
     table.add_column("GiB a node, on the host", justify="right")
     for part, size in plan.peak.parts.items():
         held = plan.host.get(part, 0)
-        if size or held:
+        if size + held >= GIB / 200:
             table.add_row(part, f"{size / GIB:.2f}", f"{held / GIB:.2f}" if held else "")
     total = f"{plan.host_bytes / GIB:.2f}" if plan.host else ""
     table.add_row("all", f"{plan.gpu_bytes / GIB:.2f}", total, style="bold")
@@ -143,25 +162,29 @@ def _parts_table(plan: Plan) -> Table:
 
 def to_turn_on(plan: Plan) -> list[str]:
     """As lines of Python, in their order."""
-    setup, kind, lines = plan.setup, plan.shape.model_type, []
+    setup, shape, lines = plan.setup, plan.shape, []
+    kind = shape.model_type
+    known = not shape.assumed and shape.inside is None
     moved = [part for part in setup.offload if part != "activations"]
     if setup.liger:
         lines.append(f"apply_liger_kernel_to_{kind}()  # of liger_kernel.transformers, before the model is built")
+    lines.append('model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="flash_attention_2")')
     if setup.lora_rank is not None:
-        lines.append(f"model = get_peft_model(model, LoraConfig(r={setup.lora_rank}, ...))")
-    if setup.tiles and kind in (*NORMS, *LIKE_LLAMA):
+        lines.append(f'model = get_peft_model(model, LoraConfig(r={setup.lora_rank}, target_modules="all-linear"))')
+    if setup.tiles and known:
         lines.append(f"seqtile.apply_seqtile(model{'' if 'mlp' in setup.tiles else ', mlp=False'})")
     elif setup.tiles:
-        lines.append(f"seqtile.tiled and seqtile.linear_cross_entropy, by hand: {kind} has no entry in seqtile yet")
+        lines.append("seqtile.linear_cross_entropy and seqtile.tiled by hand: see the notes")
     if setup.sequence_parallel > 1:
         lines.append(f"sp.apply_ulysses(model, sp.initialize({setup.sequence_parallel}))  # and sp's loader and loss")
     if moved:
         lines.append(f"DeepSpeed's ZeRO-{max(setup.zero_stage, 1)} with {' and '.join(moved)} offloaded to the CPU")
     elif setup.gpus > 1:
         others = ["DistributedDataParallel(model)", "DeepSpeed's ZeRO-1", "DeepSpeed's ZeRO-2"]
-        lines.append((*others, "fully_shard(layer) of every layer, fully_shard(model)")[setup.zero_stage])
+        lines.append((*others, "fully_shard(layer, mp_policy=...) of every layer, then of the model")[setup.zero_stage])
     if "activations" in setup.offload:
         lines.append('offload.enable(model, device="cuda")' if "weights" in moved else "offload.enable(model)")
     else:
-        lines.append('model.gradient_checkpointing_enable({"use_reentrant": False})')
+        older = "in older transformers gradient_checkpointing_enable"
+        lines.append(f'model.activation_checkpointing_enable({{"use_reentrant": False}})  # {older}')
     return lines

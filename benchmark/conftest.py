@@ -8,4 +8,5 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if {"shape", "tokens"} <= set(metafunc.fixturenames):
-        metafunc.parametrize(("shape", "tokens"), cases(metafunc.config.getoption("--size") or DEVICE))
+        size = metafunc.config.getoption("--size") or DEVICE
+        metafunc.parametrize(("shape", "tokens"), cases(size, getattr(metafunc.module, "LENGTHS", {})))

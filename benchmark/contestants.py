@@ -35,9 +35,9 @@ def shape_of(name: str) -> Shape:
     return next(shapes[name] for shapes in SIZES.values() if name in shapes)
 
 
-def cases(size: str) -> list[tuple[str, int]]:
-    """(shape name, tokens) of a size: smoke, cpu or cuda."""
-    return [(name, tokens) for name, shape in SIZES[size].items() for tokens in shape.tokens]
+def cases(size: str, lengths: dict[str, tuple[int, ...]]) -> list[tuple[str, int]]:
+    """(shape name, tokens) of a size: smoke, cpu or cuda. `lengths`: what a benchmark has for a size in their place."""
+    return [(name, tokens) for name, shape in SIZES[size].items() for tokens in lengths.get(size, shape.tokens)]
 
 
 PACKAGES = {"liger": "liger_kernel", "liger_tiled": "liger_kernel", "cce": "cut_cross_entropy", "quack": "quack"}

@@ -120,6 +120,8 @@ class Copies:
 
     def wait(self, copied: object) -> None: ...
 
+    def abandon(self, tensor: torch.Tensor) -> None: ...
+
 
 class Sharded(LiveBytes):
     """Counts what FSDP2 frees and takes by resizing storages, too."""

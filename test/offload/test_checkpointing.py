@@ -1,5 +1,6 @@
 """Checkpointed models whose layer inputs are in a store: the same bits, in memory that does not grow with layers."""
 
+import copy
 import gc
 import weakref
 
@@ -132,13 +133,103 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(3, requires_grad=True)
     offload.checkpoint(torch.sin, x).sum().backward()
     assert x.grad.equal(torch.cos(x))
+    offload.disable(model)
+    assert not any(layer.gradient_checkpointing for layer in model.model.layers)
 
 
 def test_bad_input() -> None:
     model = build("llama")
-    for arguments, message in (({"keep_last": -1}, "keep_last is -1"), ({"tokens": 0}, "tokens is 0")):
+    for arguments, message in (
+        ({"keep_last": -1}, "keep_last is -1"),
+        ({"tokens": 0}, "tokens is 0"),
+        ({"host_memory_limit": -1}, "host_memory_limit is -1"),
+    ):
         with pytest.raises(ValueError, match=message):
             offload.enable(model, **arguments)
     with pytest.raises(ValueError, match=r"Linear has no layers that can be checkpointed so; use offload\.checkpoint"):
         offload.enable(nn.Linear(2, 2))
+    with pytest.raises(ValueError, match="NoneType has no layers that can be checkpointed so"):
+        offload.enable(None)
     assert not any(layer.gradient_checkpointing for layer in model.model.layers)
+
+
+def test_the_way_back_begins_while_the_kept_layers_are_computed() -> None:
+    """One layer ahead of need, from the first on."""
+    model, batch = build("llama", num_hidden_layers=4), batch_of(1, 40)
+    checkpointing(model, False)
+    order: list[str] = []
+
+    class Counted(AtOnce):
+        def back(self, block: torch.Tensor) -> tuple[torch.Tensor, None]:
+            order.append("back")
+            return super().back(block)
+
+    hand_out(Checkpoints(Store(Pool(), Counted()), small=0), model, 1)
+    loss = model(**batch).loss
+    for layer in model.model.layers:
+        layer.mlp.register_forward_pre_hook(lambda *_: order.append("layer"))
+    loss.backward()
+    assert order == ["back", "layer", "back", "layer", "back", "layer", "layer"]
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_an_input_that_is_changed_is_an_error(kept: bool) -> None:
+    """As it is under plain checkpointing."""
+    checkpoints = Checkpoints(Store(Pool(), AtOnce()), small=0)
+    x = torch.randn(5, requires_grad=True)
+    h = x * 2
+    out = checkpoints(torch.sin, h, kept=kept)
+    h.mul_(2)
+    with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
+        out.sum().backward()
+
+
+def test_several_inputs_of_a_region_come_back_once() -> None:
+    class Counted(AtOnce):
+        backs = 0
+
+        def back(self, block: torch.Tensor) -> tuple[torch.Tensor, None]:
+            Counted.backs += 1
+            return super().back(block)
+
+    checkpoints = Checkpoints(Store(Pool(), Counted()), small=0)
+    xs = [torch.randn(5, requires_grad=True) for _ in range(3)]
+    shared, total = torch.randn(5), 0
+    for x in xs:
+        total = total + checkpoints(lambda a, b, c: torch.sin(a) * b * c, x * 1, shared, x * 2).sum()
+    checkpoints.store.settle()
+    total.backward()
+    assert Counted.backs == 3 * 3, "the shared one is gone again after each"
+    for x in xs:
+        y = x.detach().requires_grad_()
+        (torch.sin(y) * shared * 2 * y).sum().backward()
+        torch.testing.assert_close(x.grad, y.grad)
+
+
+def test_what_is_on_another_device_stays_there() -> None:
+    pool = Pool()
+    checkpoints = Checkpoints(Store(pool, AtOnce()), small=0, device=torch.device("meta"))
+    x = torch.randn(5, requires_grad=True)
+    checkpoints(torch.sin, x * 1).sum().backward()
+    assert x.grad.equal(torch.cos(x)) and pool.total == 0
+
+
+def test_a_copy_shares_the_store() -> None:
+    model, batch = build("llama", num_hidden_layers=4), batch_of(1, 40)
+    pool = spread(model)
+    other = copy.deepcopy(model)
+    expected = loss_and_gradients(model, **batch)
+    ours = loss_and_gradients(other, **batch)
+    assert all(gradient.equal(expected[1][name]) for name, gradient in ours[1].items())
+    assert pool.total == 3 * 40 * 48 * 4
+
+
+def test_checkpointing_switched_on_again_is_said() -> None:
+    """Trainers do so: then nothing would be offloaded, and the host memory kept."""
+    model, batch = build("llama", num_hidden_layers=4), batch_of(1, 40)
+    pool = spread(model)
+    loss_and_gradients(model, **batch)
+    checkpointing(model, False)
+    with pytest.warns(UserWarning, match=r"switched again after offload\.enable"):
+        loss_and_gradients(model, **batch)
+    assert pool.total == 0 and not model._forward_pre_hooks

@@ -1,10 +1,12 @@
 """On a GPU: the same bits, exact pinned memory, flat peaks, and no wait of the host."""
 
 import gc
+from collections.abc import Iterator
 
 import pytest
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from seqtile import apply_seqtile, offload
 from seqtile.recipes.train import enable_checkpointing
@@ -17,6 +19,14 @@ INPUT = TOKENS * WIDTH * 4  # bytes of a layer's input, above what is left where
 
 def wide(layers: int) -> nn.Module:
     return build("llama", "cuda", num_hidden_layers=layers, hidden_size=WIDTH, max_position_embeddings=TOKENS)
+
+
+@pytest.fixture(autouse=True)
+def same_bits_every_time() -> Iterator[None]:
+    """FlashAttention's backward adds in any order; and a model of the test before may be in a reference cycle."""
+    gc.collect()
+    with sdpa_kernel(SDPBackend.MATH):
+        yield
 
 
 @pytest.mark.parametrize("tiled", [False, True], ids=["untiled", "tiled"])
@@ -49,6 +59,8 @@ def test_flat_in_the_number_of_layers() -> None:
         for parameter in model.model.layers.parameters():
             parameter.requires_grad_(False)
         offload.enable(model, tokens=TOKENS)
+        model(**batch).loss.backward()  # workspaces are made once
+        model.zero_grad(set_to_none=True)
         gc.collect()
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
@@ -60,13 +72,22 @@ def test_flat_in_the_number_of_layers() -> None:
 
 
 def test_the_host_never_waits() -> None:
+    """Of regions alone: Hugging Face's models ask the device for packed documents."""
     model = wide(4)
     offload.enable(model, tokens=TOKENS)
     embedded = torch.randn(1, TOKENS, WIDTH, device="cuda", requires_grad=True)
-    model.model(inputs_embeds=embedded, use_cache=False).last_hidden_state.sum().backward()
+    positions = model.model.rotary_emb(embedded, torch.arange(TOKENS, device="cuda")[None])
+
+    def step() -> None:
+        hidden = embedded
+        for layer in model.model.layers:
+            hidden = layer(hidden, position_embeddings=positions)
+        hidden.sum().backward()
+
+    step()
     torch.cuda.set_sync_debug_mode("error")
     try:
-        model.model(inputs_embeds=embedded, use_cache=False).last_hidden_state.sum().backward()
+        step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     offload.disable(model)
@@ -76,6 +97,8 @@ def test_an_exception_leaks_nothing() -> None:
     model, batch = wide(4), batch_of(1, TOKENS, "cuda")
     offload.enable(model)
     loss_and_gradients(model, **batch)
+    model.zero_grad(set_to_none=True)
+    gc.collect()
     pool = model._seqtile_offload.store.pool
     pinned, before = pool.total, torch.cuda.memory_allocated()
     hook = model.model.layers[1].register_full_backward_hook(lambda *_: 1 / 0)
@@ -87,5 +110,5 @@ def test_an_exception_leaks_nothing() -> None:
     loss_and_gradients(model, **batch)
     model.zero_grad(set_to_none=True)
     gc.collect()
-    assert pool.total == pinned and torch.cuda.memory_allocated() <= before + INPUT
+    assert pool.total == pinned and torch.cuda.memory_allocated() <= before
     offload.disable(model)

@@ -7,22 +7,34 @@ Source: Arctic Long Sequence Training, 3.3 (there with copies that wait).
 
 import warnings
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from seqtile.offload.copies import OnSideStream
 from seqtile.offload.host import HostMemoryFull, Pool
-from seqtile.offload.store import Held, Store
+from seqtile.offload.store import Held, Store, check_unchanged
 
 SMALL = 2**20  # bytes: what is smaller stays where it is
 _ENABLED = "_seqtile_offload"  # on a model: its Checkpoints
+
+
+class Kept(NamedTuple):
+    """What stands for a tensor that stays where it is."""
+
+    tensor: torch.Tensor
+    version: int
+    last: Callable[[], Held | None]
+    """What was put in the store before it."""
 
 
 @dataclass
@@ -33,18 +45,28 @@ class Checkpoints:
     strict: bool = False
     """Whether host memory that is full is an error."""
     small: int = SMALL
+    device: torch.device | None = None
+    """The store's; what is elsewhere stays there. None: all are put."""
     warned: bool = False
+    watch: RemovableHandle | None = None
+    """What looks, at every forward of a model, whether its layers are still checkpointed so."""
 
     def __call__(self, function: Callable[..., Any], *args: Any, kept: bool = False) -> Any:
         """`function(*args)`, to be computed again in the backward. `kept`: its inputs stay where they are."""
         pack = self._keep if kept else self._put
+        self.store.region += 1
         with torch.autograd.graph.saved_tensors_hooks(pack, self._take):
             return torch_checkpoint(function, *args, use_reentrant=False)
 
-    def _put(self, tensor: torch.Tensor) -> torch.Tensor | Held:
-        small = tensor.numel() * tensor.element_size() < self.small
-        if small or not tensor.is_floating_point() or isinstance(tensor, nn.Parameter):
-            return tensor
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Checkpoints":
+        """A copied model shares the store."""
+        return self
+
+    def _put(self, tensor: torch.Tensor) -> torch.Tensor | Held | Kept:
+        stays = tensor.numel() * tensor.element_size() < max(self.small, 1) or not tensor.is_floating_point()
+        elsewhere = self.device is not None and tensor.device != self.device
+        if stays or elsewhere or isinstance(tensor, nn.Parameter) or is_traceable_wrapper_subclass(tensor):
+            return self._keep(tensor)
         try:
             return self.store.put(tensor)
         except HostMemoryFull as error:
@@ -53,14 +75,21 @@ class Checkpoints:
             if not self.warned:
                 warnings.warn(f"the inputs of the other layers stay on the GPU: {error}", stacklevel=2)
                 self.warned = True
+            self.store.settle()
             return self._keep(tensor)
 
-    def _keep(self, tensor: torch.Tensor) -> torch.Tensor:
-        self.store.settle()
-        return tensor
+    def _keep(self, tensor: torch.Tensor) -> Kept:
+        if tensor.numel() * tensor.element_size() >= self.small:
+            self.store.settle()
+        return Kept(tensor, tensor._version, self.store.last)
 
-    def _take(self, saved: torch.Tensor | Held) -> torch.Tensor:
-        return self.store.take(saved) if isinstance(saved, Held) else saved
+    def _take(self, saved: Held | Kept) -> torch.Tensor:
+        if isinstance(saved, Held):
+            return self.store.take(saved)
+        check_unchanged(saved.tensor._version != saved.version)
+        if saved.tensor.numel() * saved.tensor.element_size() >= self.small:
+            self.store.prefetch(saved.last())
+        return saved.tensor
 
 
 def enable(
@@ -99,19 +128,23 @@ def enable(
         raise ValueError(f"host_memory_limit is {host_memory_limit}, expected 0 or more bytes")
     if tokens is not None and tokens < 1:
         raise ValueError(f"tokens is {tokens}, expected at least 1")
-    disable(model)
-    switch = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    switch({"use_reentrant": False})
     weight = next(model.parameters())
     device = torch.device(weight.device if device is None else device)
-    if device.type != "cuda":
+    disable(model)
+    checkpoints = None
+    if device.type == "cuda":
+        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
+        checkpoints = Checkpoints(store_on(device, host_memory_limit), strict, device=device)
+        if tokens is not None:
+            size = tokens * model.config.get_text_config().hidden_size * weight.element_size()
+            checkpoints.store.pool.reserve(max(0, len(layers) - keep_last), size)
+    else:
         warnings.warn(f"the model is on {device}: what its checkpoints save stays there", stacklevel=2)
-        return
-    checkpoints = Checkpoints(store_on(device, host_memory_limit), strict)
-    if tokens is not None:
-        size = tokens * model.config.get_text_config().hidden_size * weight.element_size()
-        checkpoints.store.pool.reserve(max(0, len(layers) - keep_last), size)
-    hand_out(checkpoints, model, keep_last)
+    switch = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
+    switch({"use_reentrant": False})
+    setattr(model, _ENABLED, checkpoints)
+    if checkpoints is not None:
+        hand_out(checkpoints, model, keep_last)
 
 
 def hand_out(checkpoints: Checkpoints, model: PreTrainedModel, keep_last: int) -> None:
@@ -120,6 +153,26 @@ def hand_out(checkpoints: Checkpoints, model: PreTrainedModel, keep_last: int) -
     for i, layer in enumerate(layers):
         layer._gradient_checkpointing_func = partial(checkpoints, kept=i >= len(layers) - keep_last)
     setattr(model, _ENABLED, checkpoints)
+    checkpoints.watch = model.register_forward_pre_hook(_look)
+
+
+def _look(model: nn.Module, args: object) -> None:
+    """Says so where checkpointing was switched on once more, or off, since `enable`: Trainers do."""
+    layer = next(module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
+    function = getattr(layer, "_gradient_checkpointing_func", None)
+    if not isinstance(getattr(function, "func", None), Checkpoints) and getattr(model, _ENABLED, None) is not None:
+        warnings.warn(
+            "the layers' inputs stay on the GPU: checkpointing was switched again after offload.enable; call enable "
+            "last, and pass gradient_checkpointing=False to a Trainer",
+            stacklevel=2,
+        )
+        _release(vars(model).pop(_ENABLED))
+
+
+def _release(checkpoints: Checkpoints | None) -> None:
+    if checkpoints is not None:
+        checkpoints.watch.remove()
+        checkpoints.store.pool.close()
 
 
 def layers_of(model: nn.Module) -> list[GradientCheckpointingLayer]:
@@ -131,10 +184,10 @@ def disable(model: PreTrainedModel | None = None) -> None:
     memory of `checkpoint`. What a graph still holds is returned when it is freed."""
     if model is None:
         _shared.cache_clear()
-    elif (checkpoints := vars(model).pop(_ENABLED, None)) is not None:
+    elif _ENABLED in vars(model):
         switch = getattr(model, "activation_checkpointing_disable", None) or model.gradient_checkpointing_disable
         switch()
-        checkpoints.store.pool.close()
+        _release(vars(model).pop(_ENABLED))
 
 
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
@@ -148,7 +201,7 @@ def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
 
 @cache
 def _shared(device: torch.device) -> Checkpoints:
-    return Checkpoints(store_on(device, None))
+    return Checkpoints(store_on(device, None), device=device)
 
 
 def store_on(device: torch.device, limit: int | None) -> Store:
@@ -156,7 +209,12 @@ def store_on(device: torch.device, limit: int | None) -> Store:
     runtime = torch.cuda.cudart()
 
     def register(address: int, size: int) -> None:
-        torch.cuda.check_error(int(runtime.cudaHostRegister(address, size, 0)))
+        try:
+            torch.cuda.check_error(int(runtime.cudaHostRegister(address, size, 0)))
+        except RuntimeError:
+            with suppress(RuntimeError):  # the driver's last error, which the next launch would report as its own
+                torch.empty(1, device=device).fill_(0)
+            raise
 
     def unregister(address: int) -> None:
         torch.cuda.synchronize(device)

@@ -20,6 +20,9 @@ class Copies(Protocol):
     def wait(self, copied: Any) -> None:
         """What is computed from now on comes after the copy."""
 
+    def abandon(self, tensor: torch.Tensor) -> None:
+        """A tensor that may still be copied is let go of, anywhere: its memory is free for others after the copy."""
+
 
 class AtOnce:
     """Plain copies: for tests, of a store without a device."""
@@ -31,6 +34,9 @@ class AtOnce:
         return block.clone(), None
 
     def wait(self, copied: None) -> None:
+        pass
+
+    def abandon(self, tensor: torch.Tensor) -> None:
         pass
 
 
@@ -55,3 +61,6 @@ class OnSideStream:
 
     def wait(self, copied: torch.cuda.Event) -> None:
         torch.cuda.current_stream(self.device).wait_event(copied)
+
+    def abandon(self, tensor: torch.Tensor) -> None:
+        tensor.record_stream(self.stream)

@@ -18,11 +18,10 @@ from torch.utils.checkpoint import checkpoint
 from transformers import LlamaConfig, LlamaModel
 
 from seqtile import apply_seqtile_to_llama, offload, restore
-from seqtile.offload.checkpointing import Checkpoints, hand_out, layers_of
+from seqtile.offload.checkpointing import Checkpoints, enable_checkpointing, hand_out, layers_of
 from seqtile.offload.copies import AtOnce
 from seqtile.offload.host import Pool
 from seqtile.offload.store import Store
-from seqtile.recipes.train import enable_checkpointing
 
 LAYERS = 6
 LENGTHS = {"cuda": (16384, 65536, 131072)}

@@ -28,7 +28,7 @@ from benchmark.spread import Batch, Case, batch_of, build, shape_of
 from benchmark.wire import Wire
 
 from assertions import relative_error
-from seqtile.recipes.train import enable_checkpointing
+from seqtile.offload.checkpointing import enable_checkpointing
 
 BACKEND = "nccl" if DEVICE == "cuda" else "gloo"
 ROUNDS = 10 if DEVICE == "cuda" else 2

@@ -158,16 +158,10 @@ def plan(
 
 def in_options(message: str) -> str:
     """With the names of `plan`'s options in the place of those of `seqtile.memory`."""
-    names = {"gpu_memory_gib": "gpu-memory", "host_memory_gib": "host-memory", "gpus_per_node": "gpus-per-node"}
-    names |= {name: name.replace("_", "-") for name in ("seq_len", "batch_size", "zero_stage", "lora_rank")}
-    names |= {
-        "sequence_parallel": "sequence-parallel",
-        "offload": "offload",
-        "optimizer": "optimizer",
-        "dtype": "dtype",
-    }
-    first, found, rest = message.partition(": ")
-    return f"--{names[first]}: {rest}" if found and first in names else message
+    name, found, rest = message.partition(": ")
+    if not found or name not in {"seq_len", "batch_size", *memory.Setup.__dataclass_fields__}:
+        return message
+    return f"--{name.removesuffix('_gib').replace('_', '-')}: {rest}"
 
 
 @app.command()

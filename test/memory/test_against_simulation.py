@@ -11,6 +11,7 @@ from seqtile.models.arch import ARCHS
 
 pytestmark = eager_memory
 K = 1024
+LIMIT = 0.05
 LLAMA_8B = {
     "hidden_size": 4096,
     "intermediate_size": 14336,
@@ -30,8 +31,8 @@ SMOLLM2 = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 3
 SMOLLM2 |= {"num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": True}
 
 
-def compare(arch: str, seq_len: int, widths: dict, batch_size: int = 1, uneven: bool = False, **setup) -> memory.Plan:
-    """Plans a step, simulates it, and compares what both allocate besides weights and optimizer."""
+def error(arch: str, seq_len: int, widths: dict, batch_size: int = 1, uneven: bool = False, **setup) -> float:
+    """How far a plan is off a simulated step, relatively, in what is allocated besides weights and optimizer."""
     config = AutoConfig.for_model(arch, **LLAMA_8B | WIDTHS.get(arch, {}) | widths)
     planned = memory.plan(config, seq_len=seq_len, batch_size=batch_size, **setup)
     ranks = range(planned.setup.sequence_parallel) if uneven else [0]
@@ -40,20 +41,20 @@ def compare(arch: str, seq_len: int, widths: dict, batch_size: int = 1, uneven: 
     )
     parts = planned.peak.parts
     ours = planned.gpu_bytes - parts["weights"] - parts["optimizer"] - parts["reserved"]
-    assert abs(ours / simulated - 1) <= 0.05, f"{ours / 2**30:.2f} GiB, simulated {simulated / 2**30:.2f}, {parts}"
-    return planned
+    print(f"{ours / 2**30:.2f} GiB, simulated {simulated / 2**30:.2f}: {planned.peak}")
+    return abs(ours / simulated - 1)
 
 
 @pytest.mark.parametrize("liger", [False, True], ids=["plain", "liger"])
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_architecture(arch: str, liger: bool) -> None:
-    compare(arch, 40 * K, {}, liger=liger)
+    assert error(arch, 40 * K, {}, liger=liger) <= LIMIT
 
 
 @pytest.mark.parametrize("tiles", [(), ("loss",), ("mlp",)], ids="-".join)
 @pytest.mark.parametrize("arch", ["llama", "gemma2", "qwen3_moe"])
 def test_untiled_parts(arch: str, tiles: tuple[str, ...]) -> None:
-    compare(arch, 20 * K, {}, tiles=tiles, liger=arch == "gemma2")
+    assert error(arch, 20 * K, {}, tiles=tiles, liger=arch == "gemma2") <= LIMIT
 
 
 @pytest.mark.parametrize(
@@ -83,18 +84,19 @@ def test_untiled_parts(arch: str, tiles: tuple[str, ...]) -> None:
     ids=lambda value: str(value // K) if isinstance(value, int) else "-".join(map(str, value)) or "plain",
 )
 def test_every_feature(seq_len: int, setup: dict) -> None:
-    compare("llama", seq_len, {}, **setup)
+    assert error("llama", seq_len, {}, **setup) <= LIMIT
 
 
 @pytest.mark.parametrize("arch", ["cohere", "gemma2", "glm4", "olmo2", "phi3", "qwen3", "qwen3_moe"])
 def test_over_gpus(arch: str) -> None:
     """Sequence parallelism, FSDP2 and offloaded inputs together, in other architectures than Llama."""
-    compare(arch, 80 * K, {}, gpus=4, sequence_parallel=4, offload=("activations",), liger=arch in ("gemma2", "phi3"))
+    setup = {"gpus": 4, "sequence_parallel": 4, "offload": ("activations",), "liger": arch in ("gemma2", "phi3")}
+    assert error(arch, 80 * K, {}, **setup) <= LIMIT
 
 
 @pytest.mark.parametrize("arch", ["gemma2", "granite", "qwen3"])
 def test_adapters(arch: str) -> None:
-    compare(arch, 40 * K, {}, lora_rank=16, liger=arch == "granite")
+    assert error(arch, 40 * K, {}, lora_rank=16, liger=arch == "granite") <= LIMIT
 
 
 @pytest.mark.parametrize("lora_rank", [None, 16])
@@ -102,25 +104,25 @@ def test_many_layers_over_gpus(lora_rank: int | None) -> None:
     """24 of them, of short shards: what is gathered and what gradients wait for outweighs the activations."""
     widths = {"num_hidden_layers": 24}
     setup = {"gpus": 8, "sequence_parallel": 8, "offload": ("activations",), "liger": True, "lora_rank": lora_rank}
-    compare("llama", 64 * K, widths, **setup)
+    assert error("llama", 64 * K, widths, **setup) <= LIMIT
 
 
 def test_a_batch_of_sequences() -> None:
-    compare("llama", 8 * K, {}, batch_size=4)
+    assert error("llama", 8 * K, {}, batch_size=4) <= LIMIT
 
 
 @pytest.mark.parametrize("liger", [False, True], ids=["plain", "liger"])
 @pytest.mark.parametrize("offload", [(), ("activations",)], ids=["on the GPU", "offloaded"])
 def test_a_whole_model(offload: tuple[str, ...], liger: bool) -> None:
     """SmolLM2-135M, all of its 30 layers."""
-    compare("llama", 32 * K, SMOLLM2, offload=offload, liger=liger)
+    assert error("llama", 32 * K, SMOLLM2, offload=offload, liger=liger) <= LIMIT
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 12])
 def test_heads_that_do_not_divide(ranks: int) -> None:
     """9 heads and 3 of keys, over 2 and 4 GPUs, and over 12, which share heads."""
     widths = SMOLLM2 | {"num_hidden_layers": 3, "hidden_size": 1152, "head_dim": 128}
-    compare("llama", 24 * K * ranks, widths, gpus=ranks, sequence_parallel=ranks, liger=True, uneven=True)
+    assert error("llama", 24 * K * ranks, widths, gpus=ranks, sequence_parallel=ranks, liger=True, uneven=True) <= LIMIT
 
 
 def test_a_bucket_is_all_that_is_added_where_nothing_is_spread() -> None:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from seqtile.memory.setup import Setup
 from seqtile.memory.shape import Shape
 
-MIN_CHUNK_TOKENS = 2048  # as in seqtile.ops.tiles
+MIN_CHUNK_TOKENS = 2048  # as in seqtile.ops.tiles, which needs torch
 FLOAT = 4
 
 Parts = dict[str, int]
@@ -188,5 +188,9 @@ class Layer:
 
 def mlp_chunk_tokens(shape: Shape, setup: Setup) -> int:
     """Tokens of a tile of the MLP."""
-    spread = shape.experts / shape.experts_per_token if shape.experts else 1
+    return chunk_tokens(shape, setup, shape.experts / shape.experts_per_token if shape.experts else 1)
+
+
+def chunk_tokens(shape: Shape, setup: Setup, spread: float = 1) -> int:
+    """Tokens of a tile: the rule of seqtile.ops.tiles."""
     return setup.chunk_tokens or max(shape.hidden, int(MIN_CHUNK_TOKENS * spread))

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from seqtile.memory.layer import FLOAT, MIN_CHUNK_TOKENS, Layer, Parts
+from seqtile.memory.layer import FLOAT, Layer, Parts, chunk_tokens
 from seqtile.memory.setup import GIB, OPTIMIZERS, Setup
 from seqtile.memory.shape import Shape
 
@@ -169,7 +169,7 @@ class Step:
         kept = {"norms": self.tokens * self.layer.norm.kept}
         if "loss" not in setup.tiles:
             return {"loss": hidden + self.tokens * shape.vocab * (3 * FLOAT + shape.softcap * setup.bytes), **kept}
-        rows = min(self.tokens, setup.chunk_tokens or max(shape.hidden, MIN_CHUNK_TOKENS))
+        rows = min(self.tokens, chunk_tokens(shape, setup))
         tile = rows * shape.vocab * setup.bytes
         if self.full:
             tile = shape.head_parameters * FLOAT + max(tile, shape.head_parameters * setup.bytes)

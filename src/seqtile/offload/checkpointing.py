@@ -63,10 +63,10 @@ class Checkpoints:
         return self
 
     def _put(self, tensor: torch.Tensor) -> torch.Tensor | Held | Kept:
-        stays = tensor.numel() * tensor.element_size() < max(self.small, 1) or not tensor.is_floating_point()
+        small = tensor.numel() * tensor.element_size() < max(self.small, 1) or not tensor.is_floating_point()
         elsewhere = self.device is not None and tensor.device != self.device
-        if stays or elsewhere or isinstance(tensor, nn.Parameter) or is_traceable_wrapper_subclass(tensor):
-            return self._keep(tensor)
+        if small or elsewhere or isinstance(tensor, nn.Parameter) or is_traceable_wrapper_subclass(tensor):
+            return self._stays(tensor)
         try:
             return self.store.put(tensor)
         except HostMemoryFull as error:
@@ -75,12 +75,14 @@ class Checkpoints:
             if not self.warned:
                 warnings.warn(f"the inputs of the other layers stay on the GPU: {error}", stacklevel=2)
                 self.warned = True
-            self.store.settle()
             return self._keep(tensor)
 
     def _keep(self, tensor: torch.Tensor) -> Kept:
         if tensor.numel() * tensor.element_size() >= self.small:
             self.store.settle()
+        return self._stays(tensor)
+
+    def _stays(self, tensor: torch.Tensor) -> Kept:
         return Kept(tensor, tensor._version, self.store.last)
 
     def _take(self, saved: Held | Kept) -> torch.Tensor:
@@ -112,9 +114,10 @@ def enable(
             GPU, with a warning.
         device: the GPU that the model computes on; by default where its weights are.
 
-    Host memory: one layer input (tokens x hidden x bytes an element) for every layer but the last, pinned, reused in
-    every step, returned by `disable`. On the GPU, besides those kept: one input on its way out or back. Without a GPU
-    it is plain checkpointing, with a warning. A call replaces the one before.
+    Host memory: one layer input (tokens x hidden x bytes an element) for every layer but the last ones, pinned, reused
+    in every step, returned by `disable`. On the GPU, besides those kept: one input on its way out, or in the backward
+    the one in use and one on its way back. Without a GPU it is plain checkpointing, with a warning. A call replaces
+    the one before.
 
     Raises ValueError, and changes nothing, for a model without such layers, for keep_last or host_memory_limit
     below 0 and for tokens < 1.
@@ -140,11 +143,17 @@ def enable(
             checkpoints.store.pool.reserve(max(0, len(layers) - keep_last), size)
     else:
         warnings.warn(f"the model is on {device}: what its checkpoints save stays there", stacklevel=2)
+    enable_checkpointing(model)
+    if checkpoints is None:
+        setattr(model, _ENABLED, None)
+    else:
+        hand_out(checkpoints, model, keep_last)
+
+
+def enable_checkpointing(model: nn.Module) -> None:
+    """Activation checkpointing by the name that the installed transformers has for it."""
     switch = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     switch({"use_reentrant": False})
-    setattr(model, _ENABLED, checkpoints)
-    if checkpoints is not None:
-        hand_out(checkpoints, model, keep_last)
 
 
 def hand_out(checkpoints: Checkpoints, model: PreTrainedModel, keep_last: int) -> None:

@@ -5,6 +5,7 @@ torch's own pinned allocator rounds a block up to a power of two: the input of a
 """
 
 import mmap
+import os
 import sys
 import tempfile
 from collections.abc import Callable, Iterator
@@ -133,7 +134,7 @@ def one_at_a_time() -> Iterator[None]:
     if fcntl is None:
         yield
         return
-    with (Path(tempfile.gettempdir()) / f"seqtile-host-memory-{Path.home().name}.lock").open("w") as file:
+    with (Path(tempfile.gettempdir()) / f"seqtile-host-memory-{os.getuid()}.lock").open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield  # closing the file lets the next one in
 

@@ -56,7 +56,8 @@ class Store:
         self.pool, self.copies = pool, copies
         self.region = 0
         """Of what is put now: what is put together is brought back together."""
-        self._last: Callable[[], Held | None] = lambda: None
+        self.last: Callable[[], Held | None] = lambda: None
+        """What was put last, while it is held."""
         self._same: dict[tuple, tuple[weakref.ref, weakref.ref[Held]]] = {}
         """Of tensors that are still alive elsewhere: their storage and what stands for them here."""
         self._lock = RLock()
@@ -71,19 +72,14 @@ class Store:
             if key in self._same and (same := self._same[key][1]()) is not None:
                 return same
             self.settle()
-            held = Held(tensor.detach().contiguous(), self, self._last())
-            self._last = weakref.ref(held)
-            self._same[key] = (weakref.ref(storage), self._last)
+            held = Held(tensor.detach().contiguous(), self, self.last())
+            self.last = weakref.ref(held)
+            self._same[key] = (weakref.ref(storage), self.last)
             return held
-
-    @property
-    def last(self) -> Callable[[], Held | None]:
-        """What was put last, while it is held."""
-        return self._last
 
     def settle(self) -> None:
         """Lets go of the tensor that was put last."""
-        if (last := self._last()) is not None:
+        if (last := self.last()) is not None:
             last.release()
 
     def prefetch(self, held: Held | None) -> None:

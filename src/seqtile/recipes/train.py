@@ -17,6 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 import seqtile
 from seqtile import offload, sp
+from seqtile.offload.checkpointing import enable_checkpointing
 from seqtile.recipes.job import Job
 from seqtile.recipes.pretrained import load_config, load_model
 from seqtile.recipes.ranks import group_of_one
@@ -164,12 +165,6 @@ def return_freed_memory() -> None:
     if sys.platform == "linux" and (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)):
         m_mmap_threshold = -3  # malloc.h
         mallopt(m_mmap_threshold, MIB)
-
-
-def enable_checkpointing(model: torch.nn.Module) -> None:
-    """Activation checkpointing by the name that the installed transformers has for it."""
-    enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-    enable({"use_reentrant": False})
 
 
 def peak_mib(device: str) -> float:

@@ -1,110 +1,148 @@
 """The loss of a language-model head, forward and backward, side by side.
 
-Beside the libraries stand two measures: `products`, the three matrix products of every tile with nothing between them,
-which no loss that keeps no logits can undercut, and `seqtile_25`, seqtile with a quarter of the tokens labelled.
+The upstream gradient is 1/4, as it is where four batches are accumulated: a loss that computes its gradients in the
+forward has to take it up.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 from functools import partial
 
-import pytest
 import torch
 import torch.nn.functional as F
-from benchmark.contestants import DEVICE, DTYPE, available, run, shape_of
+from benchmark.contest import Absent, Forward, Subject, needs
+from benchmark.device import DEVICE
+from benchmark.shapes import SOFTCAP, Case, Shape
+from torch import nn
 
-from assertions import relative_error
 from seqtile import linear_cross_entropy
-from seqtile.ops.tiles import resolve_chunk_tokens, tiles
+
+ROWS = 64  # that are looked at in full size
 
 
-def huggingface(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(F.linear(hidden, weight).float(), target)
+@dataclass
+class Head:
+    hidden: torch.Tensor  # [T, D]
+    weight: torch.Tensor  # [V, D]
+    target: torch.Tensor  # [T]
+    softcap: float | None
+    upstream: torch.Tensor
+
+    @property
+    def leaves(self) -> tuple[torch.Tensor, ...]:
+        return self.hidden, self.weight
 
 
-def torch_linear(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return F.linear_cross_entropy(hidden, weight, target, options=torch.nn.LinearCrossEntropyOptions())
+def operands(shape: Shape, tokens: int, dtype: torch.dtype) -> Head:
+    hidden = torch.randn(tokens, shape.hidden, device=DEVICE, dtype=dtype).requires_grad_()
+    weight = (torch.randn(shape.vocab, shape.hidden, device=DEVICE, dtype=dtype) * shape.hidden**-0.5).requires_grad_()
+    target = torch.randint(shape.vocab, (tokens,), device=DEVICE)
+    return Head(hidden, weight, target, SOFTCAP if shape.softcap else None, torch.tensor(0.25, device=DEVICE))
 
 
-def liger(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def capped(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
+    return logits if softcap is None else softcap * torch.tanh(logits / softcap)
+
+
+def logits_and_loss(head: Head) -> torch.Tensor:
+    logits = capped(F.linear(head.hidden, head.weight), head.softcap)
+    return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), head.target)
+
+
+def huggingface(head: Head) -> Forward:
+    return Forward(partial(logits_and_loss, head))
+
+
+def huggingface_compiled(head: Head) -> Forward:
+    backend = "inductor" if DEVICE == "cuda" else "aot_eager"
+    return Forward(partial(torch.compile(logits_and_loss, backend=backend), head))
+
+
+def torch_linear(head: Head) -> Forward:
+    if not hasattr(nn, "LinearCrossEntropyOptions"):
+        raise Absent("this torch has no tiled F.linear_cross_entropy")
+    if head.softcap:
+        raise Absent("it knows no soft cap")
+    options = nn.LinearCrossEntropyOptions()
+    return Forward(lambda: F.linear_cross_entropy(head.hidden, head.weight, head.target, options=options))
+
+
+def liger(head: Head) -> Forward:
+    needs("liger_kernel")
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
-    return LigerFusedLinearCrossEntropyLoss()(weight, hidden, target)
+    loss = LigerFusedLinearCrossEntropyLoss(softcap=head.softcap)
+    return Forward(lambda: loss(head.weight, head.hidden, head.target))
 
 
-def cce(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def deepspeed_tiled(head: Head) -> Forward:
+    """As its documentation has it, with tiles of about 1 GiB of logits (ALST, 3.1), of equal numbers of tokens."""
+    needs("deepspeed", gpu=False)
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss
+
+    tokens = len(head.hidden)
+    tiles = max(2, tokens * len(head.weight) * 4 // 2**30)
+    tiles = next(n for n in range(tiles, tokens + 1) if tokens % n == 0)
+
+    def of_tile(_: object, hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        return logits_and_loss(replace(head, hidden=hidden, target=target))
+
+    def compute() -> torch.Tensor:
+        hidden, target = head.hidden[None], head.target[None]
+        return TiledFusedLogitsLoss.apply(of_tile, None, hidden, target, None, tiles, [head.weight], "mean")
+
+    return Forward(compute)
+
+
+def cce(head: Head) -> Forward:
+    needs("cut_cross_entropy")
     from cut_cross_entropy import linear_cross_entropy as cut_cross_entropy
 
-    return cut_cross_entropy(hidden, weight, target)
+    return Forward(lambda: cut_cross_entropy(head.hidden, head.weight, head.target, softcap=head.softcap))
 
 
-def quack(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+def quack(head: Head) -> Forward:
+    needs("quack")
     from quack.linear_cross_entropy import chunked_linear_cross_entropy
 
-    return chunked_linear_cross_entropy(hidden, weight, target)
+    if head.softcap:
+        raise Absent("it knows no soft cap")
+    return Forward(lambda: chunked_linear_cross_entropy(head.hidden, head.weight, head.target))
 
 
-def quarter(target: torch.Tensor) -> torch.Tensor:
-    """Every fourth token labelled."""
-    return target.where(torch.arange(len(target), device=target.device) % 4 == 0, -100)
+def seqtile(head: Head, **options: int) -> Forward:
+    options = {"softcap": head.softcap} | options
+    return Forward(lambda: linear_cross_entropy(head.hidden, head.weight, head.target, **options))
 
 
-def seqtile_25(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-    return linear_cross_entropy(hidden, weight, quarter(target))
-
-
-def gradients(loss: Callable, hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> list[torch.Tensor]:
-    value = loss(hidden, weight, target)
-    return [value.detach(), *torch.autograd.grad(value, (hidden, weight))]
-
-
-@torch.no_grad()
-def products(hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor) -> list[torch.Tensor]:
-    d_hidden, d_weight = torch.empty_like(hidden), torch.empty_like(weight)
-    chunk_tokens = resolve_chunk_tokens(None, hidden.shape[1])
-    buffer = hidden.new_empty(min(chunk_tokens, len(hidden)), len(weight))
-    for tile in tiles(len(hidden), chunk_tokens):
-        logits = torch.mm(hidden[tile], weight.t(), out=buffer[: tile.stop - tile.start])
-        torch.mm(logits, weight, out=d_hidden[tile])
-        torch.mm(logits.t(), hidden[tile], out=d_weight)
-    return [d_hidden, d_weight]
-
-
-LOSSES = {
+CONTESTANTS: dict[str, Callable[[Head], Forward]] = {
     "huggingface": huggingface,
+    "huggingface_compiled": huggingface_compiled,
     "torch": torch_linear,
     "liger": liger,
+    "deepspeed_tiled": deepspeed_tiled,
     "cce": cce,
     "quack": quack,
-    "seqtile": linear_cross_entropy,
-    "seqtile_25": seqtile_25,
+    "seqtile": seqtile,
 }
-CONTESTANTS: dict[str, Callable] = {name: partial(gradients, loss) for name, loss in LOSSES.items()}
-CONTESTANTS["products"] = products
 
 
-def inputs(tokens: int, hidden_size: int, vocab: int) -> list[torch.Tensor]:
-    hidden = torch.randn(tokens, hidden_size, device=DEVICE, dtype=DTYPE).requires_grad_()
-    weight = (torch.randn(vocab, hidden_size, device=DEVICE, dtype=DTYPE) * hidden_size**-0.5).requires_grad_()
-    return [hidden, weight, torch.randint(0, vocab, (tokens,), device=DEVICE)]
+def last_rows(head: Head, loss: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Gradients of the last hidden states, which other tokens have no part in, and what they should be."""
+    hidden = head.hidden.detach()[-ROWS:].double().requires_grad_()
+    rows = replace(head, hidden=hidden, weight=head.weight.detach().double(), target=head.target[-ROWS:])
+    labelled, of_all = ((target >= 0).sum() for target in (rows.target, head.target))
+    logits_and_loss(rows).backward(head.upstream.double() * labelled / of_all)
+    yield head.hidden.grad[-ROWS:], hidden.grad
 
 
-def error(contestant: str) -> float:
-    """Largest relative error of loss and gradients against float64; a wrong contestant is not timed."""
-    if contestant == "products":
-        return 0.0  # it computes no loss
-    hidden, weight, target = inputs(3000, 128, 1000)
-    ours = CONTESTANTS[contestant](hidden, weight, target)
-    labels = quarter(target) if contestant == "seqtile_25" else target
-    truth = gradients(lambda h, w, t: F.cross_entropy(h @ w.T, t), hidden.double(), weight.double(), labels)
-    worst = max(relative_error(a, b) for a, b in zip(ours, truth, strict=True))
-    assert worst < 0.03, f"wrong: relative error {worst:.1e}"
-    return worst
+def flops(shape: Shape, tokens: int) -> float:
+    """Three products: logits, gradient of the hidden states, gradient of the weight."""
+    return 3 * 2.0 * tokens * shape.hidden * shape.vocab
 
 
-@pytest.mark.parametrize("contestant", CONTESTANTS)
-def test_linear_cross_entropy(benchmark, contestant: str, shape: str, tokens: int) -> None:
-    if reason := available(contestant):
-        pytest.skip(reason)
-    size = shape_of(shape)
-    operands = inputs(tokens, size.hidden, size.vocab)
-    run(benchmark, contestant, shape, tokens, lambda: CONTESTANTS[contestant](*operands), lambda: error(contestant))
+SUBJECT = Subject("linear_cross_entropy", operands, CONTESTANTS, flops, last_rows)
+
+
+def test_linear_cross_entropy(compete, case: Case, contestant: str) -> None:
+    compete(SUBJECT, case, contestant)

@@ -1,6 +1,6 @@
 """One rank of the sequence-parallel benchmark: a contestant's cases, a JSON line each.
 
-torchrun --standalone --nproc-per-node N sequence_parallel.py CONTESTANT CASES FILE
+torchrun --standalone --nproc-per-node N rank.py CONTESTANT CASES FILE
 
 CASES is a JSON list of them. A step is a forward and a backward; gradients are not reduced over ranks in it, which is a
 reducer's work and the same for all. For the error they are, see the contestants.
@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-sys.path.insert(0, str(Path(__file__).parents[1] / "test"))
+sys.path.insert(0, str(Path(__file__).parents[2]))
+sys.path.insert(0, str(Path(__file__).parents[2] / "test"))
 
-from benchmark.contestants import DEVICE, DTYPE, peak_mib
-from benchmark.spread import Batch, Case, batch_of, build, shape_of
-from benchmark.wire import Wire
+from benchmark.device import DEVICE, DTYPE, peak_bytes
+from benchmark.sp.cases import Batch, Case, batch_of, build, shape_of
+from benchmark.sp.wire import Wire
 
 from assertions import relative_error
 from seqtile.offload.checkpointing import enable_checkpointing
@@ -207,8 +207,8 @@ def measured(contestant: Contestant, case: Case) -> dict[str, Any]:
     shard = contestant.shard(model, batch)
     step = step_of(model, lambda: contestant.loss(model, shard))
     dist.barrier()
-    peak = peak_mib(step)
-    return {"seconds": seconds(step), "peak_mib": peak, "wire": sent}
+    peak = peak_bytes(step)
+    return {"seconds": seconds(step), "peak_bytes": peak, "wire": sent}
 
 
 def main(name: str, listed: str, file: str) -> None:

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
-from benchmark.contestants import DEVICE
+from benchmark.device import DEVICE
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -27,7 +27,8 @@ class Shape:
 SIZES = {
     "smoke": {"tiny": Shape(72, 128, 2, 16, ("8/2", "9/3"), (512,))},
     "cpu": {"smollm2_135m": Shape(576, 1536, 2, 64, ("8/2", "8/8", "9/3"), (8192,))},
-    "cuda": {
+    "quick": {"llama3_8b": Shape(4096, 14336, 4, 128, ("32/8",), (32768,))},
+    "full": {
         "llama3_8b": Shape(4096, 14336, 4, 128, ("32/8", "32/32"), (32768, 131072)),
         "smollm2_360m": Shape(960, 2560, 4, 64, ("15/5",), (32768, 131072)),
     },

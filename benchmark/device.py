@@ -1,0 +1,137 @@
+"""The machine that is measured: its clock, its memory, its two ceilings, what it is."""
+
+import gc
+import platform
+import statistics
+import subprocess
+import time
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+from measure import LiveBytes
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+PACKAGES = ("torch", "triton", "transformers", "liger-kernel", "deepspeed", "cut-cross-entropy", "quack-kernels")
+CLOCKS = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit", "temperature.gpu")
+
+
+class Watch:
+    """Takes the times between marks on the device's own clock (CUDA events); on a CPU, on the host's."""
+
+    def __init__(self) -> None:
+        self.marks: list[Any] = []
+
+    def mark(self) -> None:
+        if DEVICE == "cpu":
+            self.marks.append(time.perf_counter())
+        else:
+            self.marks.append(torch.cuda.Event(enable_timing=True))
+            self.marks[-1].record()
+
+    def seconds(self) -> list[float]:
+        """From each mark to the next; waits for the last."""
+        pairs = list(zip(self.marks, self.marks[1:], strict=False))
+        if DEVICE == "cpu":
+            return [end - start for start, end in pairs]
+        self.marks[-1].synchronize()
+        return [start.elapsed_time(end) / 1000 for start, end in pairs]
+
+
+def synchronize() -> None:
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
+
+
+def free_memory() -> None:
+    """Gives what nobody holds back to the device."""
+    gc.collect()
+    if DEVICE == "cuda":
+        torch.cuda.empty_cache()
+
+
+def peak_bytes(step: Callable[[], object]) -> int:
+    """The most bytes that `step` holds above what is alive before it: allocated on a GPU, live tensors on a CPU."""
+    gc.collect()
+    if DEVICE == "cpu":
+        with LiveBytes() as memory:
+            step()
+        return memory.peak
+    synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def limit_memory(gigabytes: float | None) -> None:
+    """Emulates a smaller GPU, of so many 10**9 bytes."""
+    if gigabytes and DEVICE == "cuda":
+        _, total = torch.cuda.mem_get_info()
+        torch.cuda.set_per_process_memory_fraction(min(1.0, gigabytes * 1e9 / total))
+
+
+def _median_seconds(function: Callable[[], object], rounds: int = 10) -> float:
+    function()
+    found = []
+    for _ in range(rounds):
+        watch = Watch()
+        watch.mark()
+        function()
+        watch.mark()
+        found += watch.seconds()
+    return statistics.median(found)
+
+
+def ceilings() -> dict[str, float]:
+    """What the device can do at most: TFLOP/s of a large product of random matrices, and GB/s of a large copy, bytes
+    read and bytes written both counted."""
+    size, elements = (8192, 2**29) if DEVICE == "cuda" else (1024, 2**24)
+    left, right, out = (torch.randn(size, size, device=DEVICE, dtype=DTYPE) for _ in range(3))
+    products = _median_seconds(lambda: torch.mm(left, right, out=out))
+    source = torch.randn(elements, device=DEVICE, dtype=DTYPE)
+    target = torch.empty_like(source)
+    copies = _median_seconds(lambda: target.copy_(source))
+    return {"matmul_tflops": 2 * size**3 / products / 1e12, "copy_gbs": 2 * source.nbytes / copies / 1e9}
+
+
+def _output(*command: str) -> str | None:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def versions() -> dict[str, str]:
+    found = {}
+    for package in PACKAGES:
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "absent"
+    return found
+
+
+def name() -> str:
+    return torch.cuda.get_device_name() if DEVICE == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+
+
+def commit() -> str | None:
+    """Of the working tree, `+` behind it if that was changed; None outside of git."""
+    head = _output("git", "rev-parse", "--short", "HEAD")
+    return head and head + "+" * bool(_output("git", "status", "--porcelain", "--untracked-files=no"))
+
+
+def description() -> dict[str, Any]:
+    """What was measured on: device, memory in GiB, driver, clocks in MHz, watts, versions."""
+    about: dict[str, Any] = {"device": name(), "python": platform.python_version(), "versions": versions()}
+    if DEVICE == "cuda":
+        about["memory_gib"] = round(torch.cuda.mem_get_info()[1] / 2**30, 1)
+        about["cuda"] = torch.version.cuda
+        found = _output("nvidia-smi", "--id=0", f"--query-gpu={','.join(CLOCKS)}", "--format=csv,noheader,nounits")
+        about |= dict(zip(CLOCKS, found.split(", "), strict=True)) if found else {}
+    return about

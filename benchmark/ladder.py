@@ -1,0 +1,272 @@
+"""One rung of the ladder, in a process of its own: steps at growing length until memory is full.
+
+python -m benchmark.ladder RUNG FILE --size SIZE --limit BYTES --seconds N
+
+A model of all its layers' size is trained with fewer of them, see `Missing`: bfloat16 weights, gradients that begin at
+None, SGD (an AdamW's states would be in host memory, as in ALST's recipes), every layer checkpointed. Writes what was
+found into FILE as JSON. Source of the ladder: Arctic Long Sequence Training, table 1.
+"""
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import torch
+from benchmark.bench_gated_mlp import deepspeed_tiled_forward
+from benchmark.contest import SMALL, WRONG, Absent, needs
+from benchmark.device import DEVICE, DTYPE, Watch, ceilings, free_memory, peak_bytes
+from benchmark.missing import Missing
+from benchmark.models import build
+from benchmark.shapes import LONG, SHAPES, K, Shape, small
+from transformers import PreTrainedModel
+
+from assertions import relative_error
+from seqtile import apply_seqtile, memory, offload
+from seqtile.offload.checkpointing import Checkpoints, enable_checkpointing, hand_out
+from seqtile.offload.copies import AtOnce
+from seqtile.offload.host import Pool
+from seqtile.offload.store import Store
+
+Apply = Callable[[PreTrainedModel], None]
+
+
+def liger(model: PreTrainedModel, **parts: bool) -> None:
+    needs("liger_kernel")
+    from liger_kernel.transformers import apply_liger_kernel_to_llama
+
+    apply_liger_kernel_to_llama(model=model, **parts)
+
+
+def deepspeed_mlps(model: PreTrainedModel) -> None:
+    needs("deepspeed", gpu=False)
+    for layer in model.model.layers:
+        layer.mlp.forward = MethodType(deepspeed_tiled_forward, layer.mlp)
+
+
+def offloaded(model: PreTrainedModel) -> None:
+    if DEVICE == "cuda":
+        offload.enable(model)
+    else:  # the store alone: there is no other memory
+        hand_out(Checkpoints(Store(Pool(), AtOnce())), model, keep_last=1)
+
+
+@dataclass(frozen=True)
+class Rung:
+    applied: tuple[Apply, ...]
+    """To a model that is checkpointed already."""
+    setup: dict[str, Any] | None = None
+    """Of `seqtile.memory.longest`, where it knows the rung."""
+
+
+LIGER_BESIDE = {"swiglu": False, "fused_linear_cross_entropy": False}
+TILED = {"tiles": ("loss", "mlp")}
+OFFLOADED = TILED | {"offload": ("activations",)}
+RUNGS = {
+    "huggingface": Rung((), {"tiles": ()}),
+    "liger": Rung((liger,)),
+    "liger_deepspeed_mlp": Rung((lambda model: liger(model, swiglu=False), deepspeed_mlps)),
+    "seqtile_loss": Rung((lambda model: apply_seqtile(model, mlp=False),), {"tiles": ("loss",)}),
+    "seqtile_loss_mlp": Rung((apply_seqtile,), TILED),
+    "seqtile_loss_mlp_offload": Rung((apply_seqtile, offloaded), OFFLOADED),
+    "seqtile_loss_mlp_offload_liger": Rung(
+        (lambda model: liger(model, **LIGER_BESIDE), apply_seqtile, offloaded), OFFLOADED | {"liger": True}
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Size:
+    shape: str
+    steps: tuple[tuple[int, int], ...]
+    """(tokens, layers), before the longest length is looked for with two layers."""
+    tries: int
+    grain: int = K
+    """Lengths are multiples of it."""
+
+
+SIZES = {
+    "smoke": Size("tiny", ((256, 4), (512, 2)), 2, 64),
+    "cpu": Size("smollm2_135m", ((1 * K, 4), (2 * K, 2)), 4, 256),
+    "quick": Size("llama3_8b", ((8 * K, 8), (32 * K, 2)), 2),
+    "full": Size("llama3_8b", ((8 * K, 32), (32 * K, 8), (LONG, 8)), 5),
+}
+LIMITS = {"smoke": 24 * 2**20, "cpu": 4 * 2**30}  # bytes, where no GPU sets one
+CLOSE = 1.08  # a length that did not fit, over one that did: near enough
+
+
+@dataclass
+class Step:
+    tokens: int
+    layers: int
+    bytes: int
+    """At the peak, weights and what stands for missing layers included."""
+    seconds: float
+    tokens_per_second: float
+    utilisation: float
+    """Model FLOPs (nothing computed again) a second, over the matmul rate measured in the same process."""
+
+
+def model_flops(shape: Shape, layers: int, tokens: int) -> float:
+    """Of forward and backward, three times a forward: 2 for each weight in a product and token, attention's core of
+    two products of which causality leaves half."""
+    weights = layers * (shape.attention_parameters + shape.mlp_parameters) + shape.head_parameters
+    return 3 * (2.0 * weights * tokens + layers * 2.0 * tokens**2 * shape.q)
+
+
+def next_length(steps: list[Step], failed: int | None, limit: int, grain: int) -> int | None:
+    """The length to try next: a little below, then a little above what the last two say; None if it is near enough."""
+    low, high = steps[-1].tokens if steps else 0, failed or 2**40
+    if high <= max(CLOSE * low, low + grain):
+        return None
+    guesses = [(low + high) // 2 if failed else 2 * low]
+    if len(steps) > 1:
+        before, last = steps[-2:]
+        a_token = (last.bytes - before.bytes) / (last.tokens - before.tokens)
+        fits = last.tokens + (limit - last.bytes) / max(a_token, 1)
+        guesses = [int(0.97 * fits), int(1.03 * fits), *guesses]
+    rounded = (guess // grain * grain for guess in guesses)
+    return next((guess for guess in rounded if low < guess < high), None)
+
+
+class Runner:
+    """Steps of one rung."""
+
+    def __init__(self, rung: Rung, shape: Shape, limit: int, deadline: float):
+        self.rung, self.shape, self.limit, self.deadline = rung, shape, limit, deadline
+        self.matmul = ceilings()["matmul_tflops"] * 1e12
+        self.model: PreTrainedModel | None = None
+
+    def ready(self, layers: int) -> PreTrainedModel:
+        if self.model is None or len(self.model.model.layers) != layers:
+            self.model = None
+            free_memory()
+            self.model = prepared(self.rung, self.shape, layers)
+        return self.model
+
+    def __call__(self, tokens: int, layers: int, rounds: int) -> Step:
+        """Raises torch.OutOfMemoryError."""
+        free_memory()
+        model = self.ready(layers)
+        optimizer = torch.optim.SGD(model.parameters(), lr=1e-5, foreach=False)
+        ids = torch.randint(self.shape.vocab, (1, tokens), device=DEVICE)
+        offloads = "offload" in (self.rung.setup or {})
+        with Missing(model, self.shape, tokens, inputs=not offloads) as missing:
+            weights = sum(parameter.nbytes for parameter in model.parameters()) + missing.weights.nbytes
+
+            watches = []
+
+            def step() -> None:
+                watches.append(Watch())
+                watches[-1].mark()
+                model(input_ids=ids, labels=ids).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+                watches[-1].mark()
+                missing.end()
+
+            used = weights + peak_bytes(step)
+            if used > self.limit:
+                raise torch.OutOfMemoryError(f"{used / 2**30:.2f} GiB, of {self.limit / 2**30:.2f}")
+            for _ in range(rounds - 1):
+                step()
+            seconds = statistics.median(watch.seconds()[0] for watch in watches[-(rounds - 1) :])  # or the only one's
+        flops = model_flops(self.shape, layers, tokens)
+        return Step(tokens, layers, used, seconds, tokens / seconds, flops / seconds / self.matmul)
+
+
+def prepared(rung: Rung, shape: Shape, layers: int, dtype: torch.dtype = DTYPE) -> PreTrainedModel:
+    model = build(shape, dtype, layers)
+    enable_checkpointing(model)
+    for apply in rung.applied:
+        apply(model)
+    return model
+
+
+def error(rung: Rung, shape: Shape) -> tuple[float, float]:
+    """The largest relative error of loss and gradients of a small model, and that of Hugging Face in the same dtype."""
+    ids = torch.randint(shape.vocab, (1, SMALL), device=DEVICE)
+    torch.manual_seed(0)
+    plain = prepared(Rung(()), shape, 2)
+    exact = deepcopy(plain).double()
+    found = [gradients(model, ids) for model in (exact, plain)]
+    torch.manual_seed(0)
+    found.append(gradients(prepared(rung, shape, 2), ids))
+    theirs, ours = (
+        max(relative_error(a, b) for a, b in zip(of_model, found[0], strict=True)) for of_model in found[1:]
+    )
+    return ours, theirs
+
+
+def gradients(model: PreTrainedModel, ids: torch.Tensor) -> list[torch.Tensor]:
+    loss = model(input_ids=ids, labels=ids).loss
+    loss.backward()
+    return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
+
+
+def expected_seconds(last: Step, tokens: int, layers: int) -> float:
+    """At most: as if all were attention."""
+    return last.seconds * layers / last.layers * (tokens / last.tokens) ** 2
+
+
+def climb(runner: Runner, size: Size) -> tuple[list[Step], dict[str, Any]]:
+    """All steps that ran, the last at the longest length; and what ended the climb."""
+    steps: list[Step] = []
+    failed = None
+    todo = list(size.steps)
+    for _ in range(len(todo) + size.tries):
+        tokens, layers = todo.pop(0) if todo and failed is None else (None, 2)
+        tokens = tokens or next_length(steps, failed, runner.limit, size.grain)
+        if tokens is None:
+            break
+        rounds = 4 if tokens <= LONG else 1  # the first is the warm-up, where there are more
+        if steps and time.time() + rounds * expected_seconds(steps[-1], tokens, layers) > runner.deadline:
+            return steps, {"ended_by": "time", "failed_at": failed}
+        try:
+            steps.append(runner(tokens, layers, rounds))
+        except torch.OutOfMemoryError:
+            failed = tokens
+    return steps, {"ended_by": "memory", "failed_at": failed}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("rung", choices=list(RUNGS))
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--size", choices=list(SIZES), required=True)
+    parser.add_argument("--limit", type=int, required=True)
+    parser.add_argument("--seconds", type=float, required=True)
+    given = parser.parse_args()
+    deadline = time.time() + given.seconds
+    rung, size = RUNGS[given.rung], SIZES[given.size]
+    if DEVICE == "cuda":
+        torch.cuda.set_per_process_memory_fraction(min(1.0, given.limit / torch.cuda.mem_get_info()[1]))
+    shape = replace(SHAPES[size.shape], layers=max(8, SHAPES[size.shape].layers))
+    found: dict[str, Any] = {"shape": size.shape, "limit_bytes": given.limit, "steps": []}
+    try:
+        ours, theirs = error(rung, small(shape))
+        found |= {"error": ours, "status": "measured"}
+        if not ours <= max(WRONG[DTYPE], 3 * theirs):
+            found |= {"status": "wrong", "why": f"relative error {ours:.1e}"}
+    except (Absent, ImportError) as absent:
+        found |= {"status": "absent", "why": str(absent)}
+    if found["status"] == "measured":
+        steps, end = climb(Runner(rung, shape, given.limit, deadline), size)
+        found |= end | {"steps": [asdict(step) for step in steps]}
+        if steps and "offload" in (rung.setup or {}):
+            found["host_bytes"] = shape.layers * steps[-1].tokens * shape.hidden * DTYPE.itemsize
+        if rung.setup is not None:
+            setup = {"zero_stage": 0, "optimizer": "sgd", "dtype": str(DTYPE).removeprefix("torch.")} | rung.setup
+            limit = 1 + given.limit / 2**30  # a plan counts a GiB for CUDA, which is outside the limit here
+            found["predicted"] = memory.longest(shape, gpu_memory_gib=limit, host_memory_gib=2**20, **setup).tokens
+    given.file.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

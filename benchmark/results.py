@@ -1,0 +1,86 @@
+"""Results: one file for a device and a day, a list of rows for each subject, and the ratios of a row to others."""
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parent / "results"
+
+Row = dict[str, Any]
+
+
+@dataclass
+class Subject:
+    """What a run of one benchmark file found, with the two ceilings that it measured."""
+
+    commit: str | None
+    seconds: float
+    matmul_tflops: float
+    copy_gbs: float
+    rows: list[Row]
+
+
+@dataclass
+class Results:
+    device: str
+    date: str
+    size: str
+    memory_limit_gb: float | None = None
+    machine: dict[str, Any] = field(default_factory=dict)
+    subjects: dict[str, Subject] = field(default_factory=dict)
+
+    @property
+    def on_gpu(self) -> bool:
+        return not self.device.startswith("CPU")
+
+    def rows(self, subject: str) -> list[Row]:
+        """With ratios: to what its products alone would take at the device's matmul rate (`x_floor`), to Hugging Face
+        (`x_hf`), to the fastest or smallest contestant that is not seqtile's (`x_peer`); of time and of memory."""
+        if subject not in self.subjects:
+            return []
+        found = self.subjects[subject]
+        return [row | _ratios(row, found.rows, found.matmul_tflops) for row in found.rows]
+
+
+def _ratios(row: Row, rows: list[Row], tflops: float) -> Row:
+    if "both_ms" not in row:
+        return {}
+    case = ("shape", "tokens")
+    others = [other for other in rows if "both_ms" in other and all(other[key] == row[key] for key in case)]
+    peers = [other for other in others if not other["contestant"].startswith(("seqtile", "x "))]
+    ratios: Row = {}
+    if "flops" in row:
+        ratios["time_x_floor"] = row["both_ms"] / (1000 * row["flops"] / (tflops * 1e12))
+    for name, key in (("time", "both_ms"), ("memory", "peak_bytes")):
+        hf = [other[key] for other in peers if other["contestant"] == "huggingface"]
+        best = [other[key] for other in peers]
+        ratios |= {f"{name}_x_hf": row[key] / hf[0]} if hf and hf[0] else {}
+        ratios |= {f"{name}_x_peer": row[key] / min(best)} if best and min(best) else {}
+    return ratios
+
+
+def load(file: Path) -> Results:
+    found = json.loads(file.read_text())
+    found["subjects"] = {name: Subject(**subject) for name, subject in found["subjects"].items()}
+    return Results(**found)
+
+
+def save(results: Results, file: Path) -> None:
+    """All or nothing: a run that is interrupted leaves what was there."""
+    file.parent.mkdir(exist_ok=True, parents=True)
+    partial = file.with_suffix(".partial")
+    partial.write_text(json.dumps(asdict(results), indent=1, allow_nan=False) + "\n")
+    partial.replace(file)
+
+
+def newest(directory: Path = RESULTS, *, subject: str | None = None, gpu: bool = False) -> Path | None:
+    """The file with the latest date that has this subject; `gpu`: of a GPU, full before quick before limited."""
+
+    def rank(file: Path) -> tuple[str, bool, bool]:
+        found = load(file)
+        return found.date, found.size == "full", found.memory_limit_gb is None
+
+    files = [file for file in directory.glob("*.json") if subject is None or load(file).subjects.get(subject)]
+    files = [file for file in files if load(file).on_gpu or not gpu]
+    return max(files, key=rank, default=None)

@@ -8,10 +8,10 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu test-dist lint format bench table
+.PHONY: help setup demo test test-gpu test-dist lint format bench bench-smoke table
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 setup: $(STAMP)  ## make .venv from dev/constraints.txt; nothing to do when it is up to date
 
@@ -47,8 +47,20 @@ format: $(STAMP)  ## mend style and format
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
-bench: $(STAMP)  ## the loss, the MLP and sequence parallelism, side by side: time, memory, bytes sent; BENCH=smoke for tiny sizes
-	$(BIN)/python -m benchmark.run
+BENCHMARK := -m benchmark.run $(if $(BENCH),--size $(BENCH)) $(if $(SUBJECTS),--subjects "$(SUBJECTS)") \
+	$(if $(MEMORY_LIMIT),--memory-limit $(MEMORY_LIMIT))
+# With WHEELS=DIR: the python at hand (PYTHON=...), and of what it lacks the wheels in DIR, see dev/wheels.sh; no network.
+ifdef WHEELS
+bench:
+	$(PYTHON) -m pip install --quiet --no-index --no-deps --no-compile --upgrade --target build/wheels $(WHEELS)/*.whl
+	PYTHONPATH=src:build/wheels $(PYTHON) $(BENCHMARK)
+else
+bench: $(STAMP)  ## side by side with its peers on this GPU: 30 minutes; BENCH=quick 8; MEMORY_LIMIT=80 (GB); SUBJECTS="gated_mlp ..."
+	$(BIN)/python $(BENCHMARK)
+endif
 
-table: $(STAMP)  ## the newest benchmark results as a table
-	$(BIN)/python -m benchmark.table
+bench-smoke: $(STAMP)  ## every benchmark at tiny size, without a GPU
+	$(BIN)/python -m benchmark.run --size smoke
+
+table: $(STAMP)  ## README's tables from the results in benchmark/results; these in the terminal
+	$(BIN)/python -m benchmark.readme

@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 import torch
 from benchmark.conftest import DEADLINE
+from benchmark.contest import Absent, needs
 from benchmark.device import DEVICE, free_memory
 from benchmark.ladder import LIMITS, RUNGS
 
@@ -51,11 +52,17 @@ def test_model_step(record, request: pytest.FixtureRequest, tmp_path: Path, cont
     option = request.config.getoption
     left = list(CONTESTANTS)[list(CONTESTANTS).index(contestant) :]
     seconds = (request.config.stash[DEADLINE] - time.time()) / len(left) * (2 if len(left) > 1 else 1)
-    row: dict[str, Any] = {"status": "no time left", "why": ""}
-    if seconds > 0:
-        limit = limit_of(option("--size"), option("--memory-limit"))
-        row = climbed(contestant, option("--size"), limit, seconds, tmp_path / "found.json")
+    row: dict[str, Any] = {"status": "no time left"}
+    try:
+        for package in RUNGS[contestant].needs:
+            needs(package)
+        if seconds > 0:
+            limit = limit_of(option("--size"), option("--memory-limit"))
+            row = climbed(contestant, option("--size"), limit, seconds, tmp_path / "found.json")
+    except Absent as absent:
+        row = {"status": "absent", "why": str(absent)}
     steps = row.get("steps", [])
+    row |= {"tokens": steps[-1]["tokens"]} if steps else {}
     record({"subject": "model_step", "contestant": contestant} | row, [steps[-1]["seconds"]] if steps else [])
     assert not contestant.startswith("seqtile") or row["status"] not in ("wrong", "failed"), row["why"]
     assert not (row["status"] == "measured" and row["ended_by"] == "memory") or steps, "not even the shortest fits"

@@ -11,8 +11,6 @@ from typing import Any
 
 import torch
 
-from measure import LiveBytes
-
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 PACKAGES = ("torch", "triton", "transformers", "liger-kernel", "deepspeed", "cut-cross-entropy", "quack-kernels")
@@ -57,6 +55,8 @@ def peak_bytes(step: Callable[[], object]) -> int:
     """The most bytes that `step` holds above what is alive before it: allocated on a GPU, live tensors on a CPU."""
     gc.collect()
     if DEVICE == "cpu":
+        from measure import LiveBytes  # of test/
+
         with LiveBytes() as memory:
             step()
         return memory.peak

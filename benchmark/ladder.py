@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from benchmark.bench_gated_mlp import deepspeed_tiled_forward
-from benchmark.contest import SMALL, WRONG, Absent, needs
+from benchmark.contest import SMALL, WRONG
 from benchmark.device import DEVICE, DTYPE, Watch, ceilings, free_memory, peak_bytes
 from benchmark.missing import Missing
 from benchmark.models import build
@@ -38,14 +38,12 @@ Apply = Callable[[PreTrainedModel], None]
 
 
 def liger(model: PreTrainedModel, **parts: bool) -> None:
-    needs("liger_kernel")
     from liger_kernel.transformers import apply_liger_kernel_to_llama
 
     apply_liger_kernel_to_llama(model=model, **parts)
 
 
 def deepspeed_mlps(model: PreTrainedModel) -> None:
-    needs("deepspeed", gpu=False)
     for layer in model.model.layers:
         layer.mlp.forward = MethodType(deepspeed_tiled_forward, layer.mlp)
 
@@ -63,6 +61,8 @@ class Rung:
     """To a model that is checkpointed already."""
     setup: dict[str, Any] | None = None
     """Of `seqtile.memory.longest`, where it knows the rung."""
+    needs: tuple[str, ...] = ()
+    """Packages, and a GPU for them."""
 
 
 LIGER_BESIDE = {"swiglu": False, "fused_linear_cross_entropy": False}
@@ -70,13 +70,17 @@ TILED = {"tiles": ("loss", "mlp")}
 OFFLOADED = TILED | {"offload": ("activations",)}
 RUNGS = {
     "huggingface": Rung((), {"tiles": ()}),
-    "liger": Rung((liger,)),
-    "liger_deepspeed_mlp": Rung((lambda model: liger(model, swiglu=False), deepspeed_mlps)),
+    "liger": Rung((liger,), needs=("liger_kernel",)),
+    "liger_deepspeed_mlp": Rung(
+        (lambda model: liger(model, swiglu=False), deepspeed_mlps), needs=("liger_kernel", "deepspeed")
+    ),
     "seqtile_loss": Rung((lambda model: apply_seqtile(model, mlp=False),), {"tiles": ("loss",)}),
     "seqtile_loss_mlp": Rung((apply_seqtile,), TILED),
     "seqtile_loss_mlp_offload": Rung((apply_seqtile, offloaded), OFFLOADED),
     "seqtile_loss_mlp_offload_liger": Rung(
-        (lambda model: liger(model, **LIGER_BESIDE), apply_seqtile, offloaded), OFFLOADED | {"liger": True}
+        (lambda model: liger(model, **LIGER_BESIDE), apply_seqtile, offloaded),
+        OFFLOADED | {"liger": True},
+        needs=("liger_kernel",),
     ),
 }
 
@@ -249,14 +253,11 @@ def main() -> None:
         torch.cuda.set_per_process_memory_fraction(min(1.0, given.limit / torch.cuda.mem_get_info()[1]))
     shape = replace(SHAPES[size.shape], layers=max(8, SHAPES[size.shape].layers))
     found: dict[str, Any] = {"shape": size.shape, "limit_bytes": given.limit, "steps": []}
-    try:
-        ours, theirs = error(rung, small(shape))
-        found |= {"error": ours, "status": "measured"}
-        if not ours <= max(WRONG[DTYPE], 3 * theirs):
-            found |= {"status": "wrong", "why": f"relative error {ours:.1e}"}
-    except (Absent, ImportError) as absent:
-        found |= {"status": "absent", "why": str(absent)}
-    if found["status"] == "measured":
+    ours, theirs = error(rung, small(shape))
+    found |= {"error": ours, "status": "measured"}
+    if not ours <= max(WRONG[DTYPE], 3 * theirs):
+        found |= {"status": "wrong", "why": f"relative error {ours:.1e}"}
+    else:
         steps, end = climb(Runner(rung, shape, given.limit, deadline), size)
         found |= end | {"steps": [asdict(step) for step in steps]}
         if steps and "offload" in (rung.setup or {}):

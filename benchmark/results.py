@@ -47,16 +47,16 @@ def _ratios(row: Row, rows: list[Row], tflops: float) -> Row:
     if "both_ms" not in row:
         return {}
     case = ("shape", "tokens")
-    others = [other for other in rows if "both_ms" in other and all(other[key] == row[key] for key in case)]
+    others = [other for other in rows if "both_ms" in other and all(other.get(key) == row.get(key) for key in case)]
     peers = [other for other in others if not other["contestant"].startswith(("seqtile", "x "))]
     ratios: Row = {}
     if "flops" in row:
         ratios["time_x_floor"] = row["both_ms"] / (1000 * row["flops"] / (tflops * 1e12))
     for name, key in (("time", "both_ms"), ("memory", "peak_bytes")):
-        hf = [other[key] for other in peers if other["contestant"] == "huggingface"]
-        best = [other[key] for other in peers]
-        ratios |= {f"{name}_x_hf": row[key] / hf[0]} if hf and hf[0] else {}
-        ratios |= {f"{name}_x_peer": row[key] / min(best)} if best and min(best) else {}
+        found = {peer["contestant"]: peer[key] for peer in peers if peer.get(key)}
+        if key in row and found:
+            ratios[f"{name}_x_peer"] = row[key] / min(found.values())
+            ratios |= {f"{name}_x_hf": row[key] / found["huggingface"]} if "huggingface" in found else {}
     return ratios
 
 

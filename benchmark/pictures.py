@@ -1,0 +1,80 @@
+"""Results as pictures: memory and time against length, and the ladder; told apart without colours."""
+
+from itertools import cycle
+from pathlib import Path
+
+import matplotlib
+from benchmark.results import Results, Row
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+from matplotlib.axes import Axes
+from matplotlib.ticker import FuncFormatter
+
+STYLES = list(zip("osD^vX*Ph", cycle(["-", "--", ":", "-."]), strict=False))
+HATCHES = ["", "//", "\\\\", "xx", "..", "--", "++"]
+CONTESTS = ("linear_cross_entropy", "masked_prompt", "gated_mlp", "decoder_layer", "offload")
+
+
+def draw(results: Results, file: Path) -> list[Path]:
+    """PNG files beside the result file, of what it has; their paths."""
+    drawn = []
+    for subject in CONTESTS:
+        if rows := [row for row in results.rows(subject) if "both_ms" in row]:
+            drawn.append(_against_length(results, subject, rows, file))
+    if rows := [row for row in results.rows("model_step") if row.get("steps")]:
+        drawn.append(_ladder(results, rows, file))
+    return drawn
+
+
+def _against_length(results: Results, subject: str, rows: list[Row], file: Path) -> Path:
+    """Of the shape with most lengths."""
+    shapes = [row["shape"] for row in rows]
+    shape = max(shapes, key=shapes.count)
+    rows = [row for row in rows if row["shape"] == shape]
+    figure, (memory, time) = pyplot.subplots(1, 2, figsize=(11, 4.5), layout="constrained")
+    contestants = dict.fromkeys(row["contestant"] for row in rows)
+    for contestant, (marker, line) in zip(contestants, cycle(STYLES), strict=False):
+        of_one = [row for row in rows if row["contestant"] == contestant]
+        lengths = [row["tokens"] for row in of_one]
+        style = {"marker": marker, "linestyle": line, "label": contestant, "markersize": 5}
+        style |= {"color": "black", "linewidth": 2.2} if contestant.startswith("seqtile") else {"color": "0.45"}
+        memory.plot(lengths, [row["peak_bytes"] / 2**30 for row in of_one], **style)
+        time.plot(lengths, [row["both_ms"] / 1000 for row in of_one], **style)
+    _length_axis(memory, "peak above the inputs, GiB")
+    _length_axis(time, "forward and backward, s")
+    memory.legend(fontsize=8)
+    figure.suptitle(f"{subject}, {shape}: {results.device}, {results.date}")
+    return _saved(figure, file, subject)
+
+
+def _length_axis(axes: Axes, label: str) -> None:
+    axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel=label)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda tokens, _: f"{tokens / 1024:g}K"))
+    axes.grid(which="both", color="0.9")
+
+
+def _ladder(results: Results, rows: list[Row], file: Path) -> Path:
+    figure, axes = pyplot.subplots(figsize=(9, 4.5), layout="constrained")
+    for number, (row, hatch) in enumerate(zip(rows, cycle(HATCHES), strict=False)):
+        tokens = row["steps"][-1]["tokens"]
+        axes.barh(number, tokens, color="0.85", edgecolor="black", hatch=hatch)
+        axes.text(max(tokens, row.get("predicted", 0)), number, f"  {tokens:,}", va="center")
+        if "predicted" in row:
+            axes.plot(row["predicted"], number, "k|", markersize=18, label="predicted" if number == 0 else None)
+    axes.set_yticks(range(len(rows)), [row["contestant"].replace("_", " ") for row in rows])
+    axes.invert_yaxis()
+    axes.margins(x=0.15)
+    axes.set(xlabel="longest sequence, tokens")
+    axes.legend()
+    limit = rows[0]["limit_bytes"] / 1e9
+    axes.set_title(f"{rows[0]['shape']}, {limit:,.3g} GB: {results.device}, {results.date}")
+    return _saved(figure, file, "ladder")
+
+
+def _saved(figure: pyplot.Figure, file: Path, name: str) -> Path:
+    path = file.with_name(f"{file.stem}-{name}.png")
+    figure.savefig(path, dpi=110)
+    pyplot.close(figure)
+    return path

@@ -1,0 +1,136 @@
+"""Contests are fair: right first, by turns, every contestant named whatever became of it."""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+
+import pytest
+import torch
+from benchmark.contest import Absent, Contest, Entry, Forward, Subject, small_error
+from benchmark.missing import Missing
+from benchmark.models import build
+from benchmark.shapes import SMALL, Case, Shape, small
+
+from measure import LiveBytes
+from seqtile.offload.checkpointing import enable_checkpointing
+
+CASE = Case("tiny", 300)
+SHAPE = Shape(16, 24, 6, 4, 2, 8, 50)
+
+
+@dataclass
+class Work:
+    x: torch.Tensor
+    weight: torch.Tensor
+    upstream: torch.Tensor
+    turns: list[str] = field(default_factory=list)
+
+    @property
+    def leaves(self) -> tuple[torch.Tensor, ...]:
+        return self.x, self.weight
+
+
+def operands(turns: list[str], shape: Shape, tokens: int, dtype: torch.dtype) -> Work:
+    x, weight, upstream = (torch.randn(*size, dtype=dtype) for size in ((tokens, 8), (8, 8), (tokens, 8)))
+    return Work(x.requires_grad_(), weight.requires_grad_(), upstream, turns)
+
+
+def contestant(name: str, change: Callable[[torch.Tensor], torch.Tensor] = lambda y: y) -> Callable[[Work], Forward]:
+    def ready(work: Work) -> Forward:
+        def compute() -> torch.Tensor:
+            if len(work.x) == CASE.tokens:
+                work.turns.append(name)
+            return change(work.x @ work.weight)
+
+        return Forward(compute)
+
+    return ready
+
+
+def absent(work: Work) -> Forward:
+    raise Absent("it is on holiday")
+
+
+def full(y: torch.Tensor) -> torch.Tensor:
+    if len(y) == CASE.tokens:
+        raise torch.OutOfMemoryError("no room")
+    return y
+
+
+def broken(y: torch.Tensor) -> torch.Tensor:
+    raise KeyError("lost")
+
+
+CHANGES = {"huggingface": lambda y: y, "b": lambda y: y * 1, "c": lambda y: y + 0}
+
+
+def contest(turns: list[str], deadline: float = 60, **others: Callable[[Work], Forward]) -> dict[str, Entry]:
+    contestants = {name: contestant(name, change) for name, change in CHANGES.items()} | others
+    subject = Subject("products", partial(operands, turns), contestants, lambda shape, tokens: 1.0)
+    return Contest(subject, CASE, "smoke", time.time() + deadline).run()
+
+
+def test_every_contestant_is_named() -> None:
+    """Those that lose have no figure, and the others go on."""
+    last = lambda y: y.where(torch.arange(len(y))[:, None] < len(y) - 1, torch.nan)  # noqa: E731
+    found = contest(
+        [],
+        absent=absent,
+        not_there=lambda work: __import__("there_is_no_such_package"),
+        twice=contestant("twice", lambda y: 2 * y),
+        nan=contestant("nan", last),
+        full=contestant("full", full),
+        broken=contestant("broken", broken),
+    )
+    status = {"absent": "absent", "not_there": "absent", "twice": "wrong", "nan": "wrong"}
+    status |= {"full": "out of memory", "broken": "failed"} | dict.fromkeys(CHANGES, "measured")
+    assert {name: entry.status for name, entry in found.items()} == status
+    assert found["absent"].why == "it is on holiday" and "there_is_no_such_package" in found["not_there"].why
+    assert "no room" in found["full"].why and "KeyError" in found["broken"].why
+    assert abs(found["twice"].error - 1) < 1e-6 and found["nan"].error != found["nan"].error
+    for name, entry in found.items():
+        assert (len(entry.forward) == len(entry.backward) > 0) == (name in CHANGES)
+        assert all(seconds > 0 for seconds in entry.forward + entry.backward)
+    assert found["huggingface"].peak_bytes == 300 * 8 * 4 + 300 * 8 * 4 + 8 * 8 * 4  # the output, two gradients
+
+
+def test_contestants_take_turns() -> None:
+    turns: list[str] = []
+    contest(turns)
+    assert turns[-6:] == ["huggingface", "b", "c", "b", "c", "huggingface"]  # two rounds, after the warm-up
+
+
+def test_time_that_is_up() -> None:
+    found = contest([], deadline=-1)
+    assert {entry.status for entry in found.values()} == {"no time left"}
+
+
+def test_a_wrong_row_at_full_size() -> None:
+    """What is right on the small input and wrong beyond it is wrong."""
+    late = lambda y: y if len(y) != CASE.tokens else torch.cat([y[:-1], 2 * y[-1:]])  # noqa: E731
+    rows = lambda work, y: [(y[-1:], (work.x @ work.weight).detach()[-1:])]  # noqa: E731
+    contestants = {"huggingface": contestant("huggingface"), "late": contestant("late", late)}
+    subject = Subject("products", partial(operands, []), contestants, lambda shape, tokens: 1.0, rows)
+    found = Contest(subject, CASE, "smoke", time.time() + 60).run()
+    assert {name: entry.status for name, entry in found.items()} == {"huggingface": "measured", "late": "wrong"}
+    assert small_error(subject, "late", small(SHAPE)) < 1e-5 and SMALL != CASE.tokens
+
+
+@pytest.mark.parametrize("tokens", [8, 700])
+def test_what_stands_for_missing_layers(tokens: int) -> None:
+    """The peak of two layers, and of what stands for the other four, is that of six: where gradients are most, and
+    where the inputs that checkpoints keep are."""
+
+    def peak(layers: int) -> int:
+        torch.manual_seed(0)
+        model = build(SHAPE, torch.float32, layers)
+        enable_checkpointing(model)
+        ids = torch.randint(SHAPE.vocab, (1, tokens))
+        weights = sum(parameter.nbytes for parameter in model.parameters())
+        with Missing(model, SHAPE, tokens, inputs=True) as missing, LiveBytes() as memory:
+            model(input_ids=ids, labels=ids).loss.backward()
+        return weights + missing.weights.nbytes + memory.peak
+
+    whole, stood_for = peak(SHAPE.layers), peak(2)
+    assert abs(stood_for / whole - 1) < 0.01

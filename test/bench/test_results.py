@@ -1,0 +1,128 @@
+"""Results, their ratios, what README shows of them, and pictures."""
+
+from pathlib import Path
+
+import pytest
+from benchmark import pictures
+from benchmark.readme import README, UNMEASURED, blocks, measured_on_gpu, rewritten
+from benchmark.results import RESULTS, Results, Subject, load, newest, save
+from benchmark.run import SUBJECTS, file_of, name_of
+from matplotlib import image
+
+K = 1024
+
+
+def row(contestant: str, tokens: int, ms: float, peak: int, shape: str = "llama3_8b") -> dict:
+    about = {"subject": "gated_mlp", "contestant": contestant, "shape": shape, "tokens": tokens, "status": "measured"}
+    times = {f"{name}_{key}": ms for name in ("forward", "backward", "both") for key in ("ms", "iqr_ms")}
+    return about | times | {"rounds": 3, "peak_bytes": peak * 2**30, "error": 1e-3, "flops": 1e12 * tokens / K}
+
+
+def lost(contestant: str, tokens: int, status: str, why: str = "") -> dict:
+    about = {"subject": "gated_mlp", "contestant": contestant, "shape": "llama3_8b", "tokens": tokens}
+    return about | {"status": status, "why": why, "flops": 1.0}
+
+
+STEPS = [
+    {"tokens": 8 * K, "layers": 8, "bytes": 2**34, "seconds": 1.5, "tokens_per_second": 5461, "utilisation": 0.41},
+    {"tokens": 60 * K, "layers": 2, "bytes": 2**36, "seconds": 9.5, "tokens_per_second": 6467, "utilisation": 0.5},
+]
+RUNG = {"subject": "model_step", "shape": "llama3_8b", "status": "measured", "steps": STEPS, "tokens": 60 * K}
+RUNG |= {"limit_bytes": 80 * 10**9, "error": 1e-3, "ended_by": "memory", "both_ms": 9500.0}
+ROWS = {
+    "gated_mlp": [
+        row("huggingface", 8 * K, 40, 8),
+        row("liger", 8 * K, 25, 6),
+        row("seqtile", 8 * K, 20, 2),
+        row("huggingface", 8 * K, 1, 1, shape="qwen3_8b"),
+        lost("huggingface", 64 * K, "out of memory", "CUDA out of memory\nof a long story"),
+        row("liger", 64 * K, 400, 48),
+        row("seqtile", 64 * K, 100, 3),
+        lost("cce", 64 * K, "absent", "not installed"),
+    ],
+    "model_step": [
+        RUNG | {"contestant": "huggingface", "failed_at": 64 * K, "predicted": 62 * K},
+        RUNG | {"contestant": "seqtile_loss", "ended_by": "time"},
+        {"subject": "model_step", "contestant": "liger", "status": "absent", "why": "liger_kernel is not installed"},
+    ],
+}
+
+
+@pytest.fixture
+def results() -> Results:
+    machine = {"device": "NVIDIA H200", "driver_version": "580.1", "versions": {"torch": "2.11", "quack": "absent"}}
+    found = Results("NVIDIA H200", "2026-11-21", "quick", 80.0, machine)
+    found.subjects = {name: Subject("abc1234", 60.0, 800.0, 4300.0, rows) for name, rows in ROWS.items()}
+    return found
+
+
+def test_ratios(results: Results) -> None:
+    found = {(row["contestant"], row["tokens"], row["shape"]): row for row in results.rows("gated_mlp")}
+    ours = found["seqtile", 8 * K, "llama3_8b"]
+    assert ours["time_x_floor"] == 20 / 10  # 8e12 FLOP at 800 TFLOP/s: 10 ms
+    assert (ours["time_x_hf"], ours["time_x_peer"]) == (20 / 40, 20 / 25)
+    assert (ours["memory_x_hf"], ours["memory_x_peer"]) == (2 / 8, 2 / 6)
+    longer = found["seqtile", 64 * K, "llama3_8b"]
+    assert longer["time_x_peer"] == 0.25 and "time_x_hf" not in longer
+    assert not [key for key in found["cce", 64 * K, "llama3_8b"] if "_x_" in key]
+
+
+def test_what_readme_would_show(results: Results) -> None:
+    text = "\n\n".join(measured_on_gpu(results, Path("nvidia-h200-2026-11-21.json")))
+    for line in (
+        "| The MLP, checkpointed | 8K | 64K |",
+        "| huggingface | x 4.00, 8.00 | out of memory |",
+        "| seqtile | x 2.00, 2.00 | x 1.25, 3.00 |",
+        "| cce |  | absent |",
+        "| huggingface | 61,440 | 63,488 | 6,467 | 50% | 2 |",
+        "| seqtile_loss | > 61,440 |  | 6,467 | 50% | 2 |",
+        "| liger | absent |  |  |  |  |",
+    ):
+        assert line in text.splitlines()
+    for part in (
+        "NVIDIA H200, memory limited to 80 GB, driver 580.1, torch 2.11, 2026-11-21, commit abc1234",
+        "one repeat",
+    ):
+        assert part in text
+    assert "quack" not in text and "(benchmark/results/nvidia-h200-2026-11-21-gated_mlp.png)" in text
+
+
+def test_pictures(results: Results, tmp_path: Path) -> None:
+    """Are drawn of what was measured, and in greys."""
+    found = pictures.draw(results, tmp_path / "found.json")
+    assert [path.name for path in found] == ["found-gated_mlp.png", "found-ladder.png"]
+    for path in found:
+        pixels = image.imread(path)[..., :3]
+        assert pixels.min() < 0.2 and pixels.max() == 1
+        assert (pixels.max(axis=-1) - pixels.min(axis=-1)).max() < 0.01
+
+
+def test_files(results: Results, tmp_path: Path) -> None:
+    assert name_of(results) == "nvidia-h200-2026-11-21-quick-80gb"
+    save(results, tmp_path / "a.json")
+    assert load(tmp_path / "a.json") == results and [path.name for path in tmp_path.iterdir()] == ["a.json"]
+    results.size, results.memory_limit_gb = "full", None
+    assert name_of(results) == "nvidia-h200-2026-11-21"
+    save(results, tmp_path / "b.json")
+    results.device, results.date = "CPU, 2 threads", "2026-12-01"
+    save(results, tmp_path / "c.json")
+    assert newest(tmp_path) == tmp_path / "c.json" and newest(tmp_path, gpu=True) == tmp_path / "b.json"
+    assert newest(tmp_path, subject="ulysses") is None
+    assert blocks(tmp_path)["gpu"].startswith("NVIDIA H200, driver")
+    results.subjects["gated_mlp"].matmul_tflops = float("nan")
+    with pytest.raises(ValueError):
+        save(results, tmp_path / "c.json")
+    assert load(tmp_path / "c.json").subjects["gated_mlp"].matmul_tflops == 800
+
+
+def test_subjects_have_files() -> None:
+    benches = {path for path in README.parent.glob("benchmark/**/bench_*.py")}
+    assert {file_of(subject) for subject in SUBJECTS} == benches and sum(SUBJECTS.values()) == 100
+
+
+def test_readme_agrees() -> None:
+    """`make table` would change nothing; without a result of a GPU README shows none."""
+    text, found = README.read_text(), blocks()
+    assert rewritten(text, found) == text
+    assert (found["gpu"] == UNMEASURED) == (newest(RESULTS, gpu=True) is None)
+    assert "ulysses" in found

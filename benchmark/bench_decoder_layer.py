@@ -12,10 +12,10 @@ from types import MethodType
 
 import torch
 from benchmark.bench_gated_mlp import deepspeed_tiled_forward, liger_tiled_forward
-from benchmark.contest import Forward, Subject, needs
 from benchmark.device import DEVICE
 from benchmark.models import build
 from benchmark.shapes import LENGTHS, SHAPES, Case, K, Shape
+from benchmark.subject import Forward, Subject, compiled, needs
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -75,8 +75,7 @@ def huggingface(work: Work) -> Forward:
 
 
 def huggingface_compiled(work: Work) -> Forward:
-    backend = "inductor" if DEVICE == "cuda" else "aot_eager"
-    return checkpointed(work, torch.compile(work.model.model.layers[0], backend=backend))
+    return checkpointed(work, compiled(work.model.model.layers[0]))
 
 
 def with_liger(work: Work, swiglu: bool = True) -> tuple[PreTrainedModel, Callable]:

@@ -1,16 +1,16 @@
 """The gated MLP of a decoder layer under activation checkpointing, forward and backward, side by side."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 import torch.nn.functional as F
-from benchmark.contest import Forward, Subject, needs
 from benchmark.device import DEVICE
 from benchmark.shapes import Case, Shape
+from benchmark.subject import Forward, Subject, compiled, needs
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -81,7 +81,7 @@ def huggingface(work: Work) -> Forward:
 
 
 def huggingface_compiled(work: Work) -> Forward:
-    return checkpointed(work, torch.compile(work.mlp, backend="inductor" if DEVICE == "cuda" else "aot_eager"))
+    return checkpointed(work, compiled(work.mlp))
 
 
 def liger(work: Work) -> Forward:
@@ -116,13 +116,16 @@ CONTESTANTS: dict[str, Callable[[Work], Forward]] = {
 }
 
 
-def last_rows(work: Work, y: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """The last tokens' outputs and gradients, which other tokens have no part in, and what they should be."""
+def last_rows(work: Work, y: torch.Tensor) -> list[torch.Tensor]:
+    """The last tokens' outputs and gradients, which other tokens have no part in."""
+    return [y[:, -ROWS:], work.x.grad[:, -ROWS:]]
+
+
+def right_rows(work: Work) -> list[torch.Tensor]:
     x, mlp = work.x.detach()[:, -ROWS:].double().requires_grad_(), deepcopy(work.mlp).double().requires_grad_(False)
-    right = mlp(x)
-    right.backward(work.upstream[:, -ROWS:].double())
-    yield y[:, -ROWS:], right
-    yield work.x.grad[:, -ROWS:], x.grad
+    y = mlp(x)
+    y.backward(work.upstream[:, -ROWS:].double())
+    return [y.detach(), x.grad]
 
 
 def flops(shape: Shape, tokens: int) -> float:
@@ -130,7 +133,7 @@ def flops(shape: Shape, tokens: int) -> float:
     return 11 * 2.0 * tokens * shape.hidden * shape.mlp
 
 
-SUBJECT = Subject("gated_mlp", operands, CONTESTANTS, flops, last_rows)
+SUBJECT = Subject("gated_mlp", operands, CONTESTANTS, flops, last_rows, right_rows)
 
 
 def test_gated_mlp(compete, case: Case, contestant: str) -> None:

@@ -4,15 +4,15 @@ The upstream gradient is 1/4, as it is where four batches are accumulated: a los
 forward has to take it up.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
 import torch.nn.functional as F
-from benchmark.contest import Absent, Forward, Subject, needs
 from benchmark.device import DEVICE
 from benchmark.shapes import SOFTCAP, Case, Shape
+from benchmark.subject import Absent, Forward, Subject, compiled, needs
 from torch import nn
 
 from seqtile import linear_cross_entropy
@@ -54,8 +54,7 @@ def huggingface(head: Head) -> Forward:
 
 
 def huggingface_compiled(head: Head) -> Forward:
-    backend = "inductor" if DEVICE == "cuda" else "aot_eager"
-    return Forward(partial(torch.compile(logits_and_loss, backend=backend), head))
+    return Forward(partial(compiled(logits_and_loss), head))
 
 
 def torch_linear(head: Head) -> Forward:
@@ -127,13 +126,17 @@ CONTESTANTS: dict[str, Callable[[Head], Forward]] = {
 }
 
 
-def last_rows(head: Head, loss: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Gradients of the last hidden states, which other tokens have no part in, and what they should be."""
+def last_rows(head: Head, loss: torch.Tensor) -> list[torch.Tensor]:
+    """Gradients of the last hidden states, which other tokens have no part in."""
+    return [head.hidden.grad[-ROWS:]]
+
+
+def right_rows(head: Head) -> list[torch.Tensor]:
     hidden = head.hidden.detach()[-ROWS:].double().requires_grad_()
     rows = replace(head, hidden=hidden, weight=head.weight.detach().double(), target=head.target[-ROWS:])
     labelled, of_all = ((target >= 0).sum() for target in (rows.target, head.target))
     logits_and_loss(rows).backward(head.upstream.double() * labelled / of_all)
-    yield head.hidden.grad[-ROWS:], hidden.grad
+    return [hidden.grad]
 
 
 def flops(shape: Shape, tokens: int) -> float:
@@ -141,7 +144,7 @@ def flops(shape: Shape, tokens: int) -> float:
     return 3 * 2.0 * tokens * shape.hidden * shape.vocab
 
 
-SUBJECT = Subject("linear_cross_entropy", operands, CONTESTANTS, flops, last_rows)
+SUBJECT = Subject("linear_cross_entropy", operands, CONTESTANTS, flops, last_rows, right_rows)
 
 
 def test_linear_cross_entropy(compete, case: Case, contestant: str) -> None:

@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 import torch
-from benchmark.bench_linear_cross_entropy import CONTESTANTS, Head, last_rows
+from benchmark.bench_linear_cross_entropy import CONTESTANTS, Head, last_rows, right_rows
 from benchmark.bench_linear_cross_entropy import flops as flops_of_all
 from benchmark.bench_linear_cross_entropy import operands as all_labelled
-from benchmark.contest import Subject
 from benchmark.shapes import Case, K, Lengths, Shape
+from benchmark.subject import Subject
 
 LENGTHS: Lengths = {
     "smoke": {"tiny": (300, 5000)},
@@ -27,7 +27,7 @@ def flops(shape: Shape, tokens: int) -> float:
     return flops_of_all(shape, tokens) / 4
 
 
-SUBJECT = Subject("masked_prompt", operands, CONTESTANTS, flops, last_rows, LENGTHS)
+SUBJECT = Subject("masked_prompt", operands, CONTESTANTS, flops, last_rows, right_rows, LENGTHS)
 
 
 def test_masked_prompt(compete, case: Case, contestant: str) -> None:

@@ -15,9 +15,10 @@ from typing import Any
 import pytest
 import torch
 from benchmark.conftest import DEADLINE
-from benchmark.contest import Absent, needs
 from benchmark.device import DEVICE, free_memory
-from benchmark.ladder import LIMITS, RUNGS
+from benchmark.ladder import LIMITS
+from benchmark.rungs import RUNGS
+from benchmark.subject import Absent, needs
 
 CONTESTANTS = RUNGS
 ROOT = Path(__file__).parent.parent

@@ -14,10 +14,11 @@ import pytest
 import torch
 from benchmark.bench_decoder_layer import copied
 from benchmark.bench_decoder_layer import flops as flops_of_layer
-from benchmark.contest import Forward, Subject, step
+from benchmark.contest import step
 from benchmark.device import DEVICE, DTYPE, free_memory, synchronize
 from benchmark.models import build
 from benchmark.shapes import SHAPES, Case, K, Lengths, Shape, cases
+from benchmark.subject import Forward, Subject
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 

@@ -4,8 +4,8 @@ from functools import partial
 
 from benchmark.bench_linear_cross_entropy import Head, flops, huggingface, operands, seqtile
 from benchmark.bench_tile_of_mlp import FACTORS, LENGTHS, chunk_tokens
-from benchmark.contest import Forward, Subject
 from benchmark.shapes import Case
+from benchmark.subject import Forward, Subject
 
 
 def tiled(factor: float, head: Head) -> Forward:

@@ -3,8 +3,8 @@
 from functools import partial
 
 from benchmark.bench_gated_mlp import Work, flops, huggingface, operands, seqtile
-from benchmark.contest import Forward, Subject
 from benchmark.shapes import Case, K, Lengths
+from benchmark.subject import Forward, Subject
 
 from seqtile.ops.tiles import resolve_chunk_tokens
 

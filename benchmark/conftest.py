@@ -1,17 +1,23 @@
 """Contests under pytest-benchmark: a test is what one contestant did in one case.
 
-The timer that pytest-benchmark reads stands still but for the time that a contest's rounds took on the device.
+The timer that pytest-benchmark reads stands still but for the time that a contest's rounds took on the device. Rows go
+into a file as they come, since a device that is lost, or a process that dies, takes with it what is only in memory.
 """
 
+import json
 import statistics
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmark.contest import Contest, Entry, Subject
-from benchmark.device import DEVICE, DTYPE, ceilings, description, limit_memory
+from benchmark.contest import Contest
+from benchmark.device import DEVICE, DTYPE, LOST, ceilings, description, limit_memory
 from benchmark.shapes import LENGTHS, SHAPES, Case, cases
+from benchmark.subject import Entry, Subject
+
+Record = Callable[[dict[str, Any], list[float]], None]
 
 
 class Clock:
@@ -30,17 +36,22 @@ class Clock:
 CLOCK = Clock()
 CONTESTS = pytest.StashKey[dict[tuple[str, Case], dict[str, Entry]]]()
 DEADLINE = pytest.StashKey[float]()
+MACHINE = pytest.StashKey[dict[str, Any]]()
+WITHOUT = pytest.StashKey[set[str]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--size", default="smoke", choices=list(LENGTHS), help="which shapes and lengths")
     parser.addoption("--memory-limit", type=float, metavar="GB", help="emulate a GPU of so many 10**9 bytes")
     parser.addoption("--seconds", type=float, default=600, help="after them nothing more is begun, and that is said")
+    parser.addoption("--rows", type=Path, metavar="FILE", help="lines of JSON: what was measured on, then rows")
+    parser.addoption("--without", action="append", default=[], metavar="CONTESTANT", help="one that kills the device")
 
 
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[CONTESTS] = {}
     config.stash[DEADLINE] = time.time() + config.getoption("--seconds")
+    config.stash[WITHOUT] = set(config.getoption("--without"))
     limit_memory(config.getoption("--memory-limit"))
 
 
@@ -55,13 +66,26 @@ def pytest_itemcollected(item: pytest.Item) -> None:
     item.add_marker(pytest.mark.benchmark(timer=CLOCK.now))
 
 
-def pytest_benchmark_update_json(output_json: dict[str, Any]) -> None:
-    output_json["machine"] = description() | ceilings()
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Before anything else is measured: later the device may be lost."""
+    if session.items and not session.config.getoption("--collect-only"):
+        session.config.stash[MACHINE] = description() | ceilings()
+        write(session.config, session.config.stash[MACHINE])
+
+
+def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
+    machine_info |= config.stash.get(MACHINE, {})
 
 
 def pytest_benchmark_group_stats() -> list[Any]:
-    """No tables of pytest-benchmark's own: benchmark.table makes them, of all subjects."""
+    """No tables of pytest-benchmark's own: benchmark.terminal makes them, of all subjects."""
     return []
+
+
+def write(config: pytest.Config, line: dict[str, Any]) -> None:
+    if file := config.getoption("--rows"):
+        with file.open("a") as lines:
+            print(json.dumps(line, allow_nan=False), file=lines)
 
 
 def spread(seconds: list[float]) -> dict[str, float]:
@@ -72,39 +96,54 @@ def spread(seconds: list[float]) -> dict[str, float]:
 
 
 @pytest.fixture
-def record(benchmark: Any) -> Callable[..., None]:
-    """Gives pytest-benchmark a row: its values, and seconds of each round (none where nothing was timed)."""
+def record(request: pytest.FixtureRequest, benchmark: Any) -> Record:
+    """Takes a row's values, and the seconds of each round: none where nothing was timed."""
 
     def recorded(row: dict[str, Any], seconds: list[float]) -> None:
+        row = {"device": DEVICE, "dtype": str(DTYPE).removeprefix("torch.")} | row
+        row |= {f"both_{key}": value for key, value in spread(seconds).items()} if seconds else {}
+        row = {key: value for key, value in row.items() if value is not None and value == value}  # no NaN in JSON
+        write(request.config, {"id": request.node.nodeid, "row": row})
         remaining = iter(seconds or [0.0])
-        setup = lambda: ((next(remaining),), {})  # noqa: E731
-        known = {key: value for key, value in row.items() if value is not None and value == value}  # no NaN in JSON
-        benchmark.extra_info |= {"device": DEVICE, "dtype": str(DTYPE).removeprefix("torch.")} | known
-        benchmark.pedantic(CLOCK.advance, setup=setup, rounds=max(1, len(seconds)))
+        benchmark.extra_info |= row
+        benchmark.pedantic(CLOCK.advance, setup=lambda: ((next(remaining),), {}), rounds=max(1, len(seconds)))
 
     return recorded
 
 
+def row_of(subject: Subject, case: Case, contestant: str, entry: Entry) -> dict[str, Any]:
+    row = {"subject": subject.name, "shape": case.shape, "tokens": case.tokens, "contestant": contestant}
+    row |= {"status": entry.status, "why": entry.why, "error": entry.error}
+    row["flops"] = subject.flops(SHAPES[case.shape], case.tokens)
+    if entry.forward:
+        row |= {"peak_bytes": entry.peak_bytes, "rounds": len(entry.forward)}
+        times = {"forward": entry.forward, "backward": entry.backward}
+        row |= {f"{name}_{key}": value for name, found in times.items() for key, value in spread(found).items()}
+    return row
+
+
 @pytest.fixture
-def compete(request: pytest.FixtureRequest, record: Callable[..., None]) -> Callable[..., None]:
+def compete(request: pytest.FixtureRequest, record: Record) -> Callable[[Subject, Case, str], None]:
     """Holds the contest of a case when its first contestant asks for it; records what each did."""
     config = request.config
+    show = config.pluginmanager.getplugin("terminalreporter").write_line
+
+    def held(subject: Subject, case: Case) -> dict[str, Entry]:
+        found = config.stash[CONTESTS]
+        if (subject.name, case) not in found:
+            deadline, without = config.stash[DEADLINE], config.stash[WITHOUT] & subject.contestants.keys()
+            contest = Contest(subject, case, config.getoption("--size"), deadline, without, show)
+            entries = found[subject.name, case] = contest.run()
+            if (killer := contest.killer) is not None:
+                test = request.node.nodeid.partition("[")[0]
+                write(config, {"id": f"{test}[{case}-{killer}]", "row": row_of(subject, case, killer, entries[killer])})
+                pytest.exit(f"{killer} took the device with it", returncode=LOST)
+        return found[subject.name, case]
 
     def competed(subject: Subject, case: Case, contestant: str) -> None:
-        held = config.stash[CONTESTS]
-        if (subject.name, case) not in held:
-            contest = Contest(subject, case, config.getoption("--size"), config.stash[DEADLINE])
-            held[subject.name, case] = contest.run()
-        entry = held[subject.name, case][contestant]
+        entry = held(subject, case)[contestant]
         both = [forward + backward for forward, backward in zip(entry.forward, entry.backward, strict=True)]
-        row = {"subject": subject.name, "shape": case.shape, "tokens": case.tokens, "contestant": contestant}
-        row |= {"status": entry.status, "why": entry.why, "error": entry.error}
-        row["flops"] = subject.flops(SHAPES[case.shape], case.tokens)
-        if both:
-            row |= {"peak_bytes": entry.peak_bytes, "rounds": len(both)}
-            times = {"forward": entry.forward, "backward": entry.backward, "both": both}
-            row |= {f"{name}_{key}": value for name, found in times.items() for key, value in spread(found).items()}
-        record(row, both)
+        record(row_of(subject, case, contestant, entry), both)
         ours = contestant.startswith("seqtile")
         assert not ours or entry.status not in ("wrong", "failed"), f"{entry.status}: {entry.why}"
 

@@ -7,99 +7,32 @@ runs, clocks and temperature, meets all of them alike, and their ratios hold.
 import gc
 import time
 import traceback
-from collections.abc import Callable, Iterable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Collection
 from copy import deepcopy
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import fields, replace
 from functools import cache
-from importlib.util import find_spec
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from benchmark.device import DEVICE, DTYPE, Watch, free_memory, peak_bytes, synchronize
-from benchmark.shapes import LENGTHS, LONG, SHAPES, SMALL, Case, Lengths, Shape, small
+from benchmark.device import DTYPE, Watch, free_memory, is_lost, peak_bytes, synchronize
+from benchmark.shapes import LONG, SHAPES, SMALL, Case, Shape, small
+from benchmark.subject import Absent, Entry, Forward, Operands, Subject
 from torch import nn
 
 from assertions import relative_error
 
 ROUNDS = {"smoke": 2, "cpu": 3, "quick": 3, "full": 9}
-SECONDS = 4.0  # of timing for a case, where its steps are short enough for more rounds than the fewest
 FEWEST = 3
-WRONG = {torch.bfloat16: 0.03, torch.float32: 1e-4}
-
-
-class Absent(Exception):
-    """Why a contestant cannot take part: not installed, or it does not know what the case asks for."""
-
-
-def needs(package: str, gpu: bool = True) -> None:
-    """Raises Absent if a contestant's package is not there, or cannot run here."""
-    if find_spec(package) is None:
-        raise Absent(f"{package} is not installed")
-    if gpu and DEVICE == "cpu":
-        raise Absent(f"{package} needs a GPU")
-
-
-class Operands(Protocol):
-    """What all contestants of a case work on: a dataclass of tensors, modules and plain values."""
-
-    upstream: torch.Tensor
-    """The gradient of what they compute."""
-
-    @property
-    def leaves(self) -> Sequence[torch.Tensor]:
-        """What gradients are wanted of."""
-
-
-@dataclass
-class Forward:
-    """A contestant made ready: computes from the operands it was made for."""
-
-    compute: Callable[[], torch.Tensor]
-    around: Callable[[], AbstractContextManager[object]] = nullcontext
-    """Entered before a step and left after it."""
-
-
-@dataclass(frozen=True, eq=False)
-class Subject:
-    """What is compared. A contestant makes itself ready for operands, or raises Absent or ImportError."""
-
-    name: str
-    operands: Callable[[Shape, int, torch.dtype], Any]
-    """Fresh random ones: of a shape, tokens, dtype."""
-    contestants: dict[str, Callable[[Any], Forward]]
-    flops: Callable[[Shape, int], float]
-    """The fewest that a step of a shape and tokens takes in matrix products."""
-    rows: Callable[[Any, torch.Tensor], Iterable[tuple[torch.Tensor, torch.Tensor]]] = lambda operands, out: ()
-    """Of what was computed at full size, some rows and what they should be: offsets beyond 2**31 show there."""
-    lengths: Lengths = field(default_factory=lambda: LENGTHS)
-    reference: str = "huggingface"
-    """The contestant that is right, in float64."""
-
-
-@dataclass
-class Entry:
-    """What a contestant did in a case. `status`: measured, absent, wrong, failed, out of memory, no time left."""
-
-    status: str = "measured"
-    why: str = ""
-    error: float | None = None
-    """The largest relative error of output and gradients against float64, on a small input and on rows at full size."""
-    peak_bytes: int | None = None
-    """Above the operands."""
-    forward: list[float] = field(default_factory=list)
-    """Seconds, of each round."""
-    backward: list[float] = field(default_factory=list)
-
-    def lose(self, status: str, why: object = "") -> None:
-        self.status, self.why = status, str(why).strip()[:400]
-        self.forward, self.backward = [], []
+SECONDS = 4.0  # of timing for a case, where more rounds than the fewest fit in
+WRONG = {
+    torch.bfloat16: 0.03,
+    torch.float32: 1e-4,
+}  # relative error, or three times what the reference has in the dtype
 
 
 def step(operands: Operands, ready: Forward) -> tuple[Watch, torch.Tensor]:
     """Forward and backward from gradients of None on; three marks."""
-    for leaf in operands.leaves:
-        leaf.grad = None
+    clear(operands)
     watch = Watch()
     with ready.around():
         watch.mark()
@@ -108,6 +41,11 @@ def step(operands: Operands, ready: Forward) -> tuple[Watch, torch.Tensor]:
         out.backward(operands.upstream)
         watch.mark()
     return watch, out.detach()
+
+
+def clear(operands: Operands) -> None:
+    for leaf in operands.leaves:
+        leaf.grad = None
 
 
 def computed(subject: Subject, contestant: str, operands: Operands) -> list[torch.Tensor]:
@@ -144,21 +82,37 @@ def small_error(subject: Subject, contestant: str, shape: Shape) -> float:
 
 
 class Contest:
-    """One case: its operands, the contestants that are still in it, and what they did."""
+    """One case: its operands, the contestants that are still in it, and what they did.
 
-    def __init__(self, subject: Subject, case: Case, size: str, deadline: float):
-        self.subject, self.case, self.size, self.deadline = subject, case, size, deadline
+    `without` are left out. `killer`, after `run`, is whose error the device did not survive: what was not measured by
+    then is `lost`, and this process can measure nothing more. `say` gets a line of what is going on.
+    """
+
+    def __init__(
+        self,
+        subject: Subject,
+        case: Case,
+        size: str,
+        deadline: float,
+        without: Collection[str] = (),
+        say: Callable[[str], None] = lambda line: None,
+    ):
+        self.subject, self.case, self.size, self.deadline, self.say = subject, case, size, deadline, say
         self.entries = {name: Entry() for name in subject.contestants}
         self.ready: dict[str, Forward] = {}
+        self.killer: str | None = None
+        for name in without:
+            self.entries[name].lose("failed", "the device did not survive it before")
 
     def run(self) -> dict[str, Entry]:
         shape = SHAPES[self.case.shape]
         of_reference = small_error(self.subject, self.subject.reference, small(shape))
         self.allowed = max(WRONG[DTYPE], 3 * of_reference)
-        for name in self.entries:
+        for name in self._left():
             self._tried(name, lambda name=name: self._check(name, small_error(self.subject, name, small(shape))))
         try:
             self.operands = self.subject.operands(shape, self.case.tokens, DTYPE)
+            self.right_rows = self.subject.right_rows(self.operands)
         except torch.OutOfMemoryError as error:
             for name in self._left():
                 self.entries[name].lose("out of memory", f"the operands alone: {error}")
@@ -166,8 +120,9 @@ class Contest:
             self._tried(name, lambda name=name: self._weigh(name))
         self._time()
         self.ready.clear()
-        self.operands = None
-        free_memory()
+        self.operands = self.right_rows = None
+        if self.killer is None:
+            free_memory()
         return self.entries
 
     def _left(self) -> list[str]:
@@ -176,6 +131,9 @@ class Contest:
     def _tried(self, name: str, action: Callable[[], None]) -> None:
         """What a contestant dies of is its result."""
         entry = self.entries[name]
+        if self.killer is not None:
+            entry.lose("lost", f"{self.killer} took the device with it")
+            return
         if time.time() > self.deadline:
             entry.lose("no time left")
             return
@@ -188,9 +146,12 @@ class Contest:
         except Exception as error:
             entry.lose("failed", f"{type(error).__name__}: {error}")
             traceback.print_exc()
+            self.killer = name if is_lost() else None
         if entry.status != "measured":
+            self.say(f"{self.case} {name}: {entry.status}")
             self.ready.pop(name, None)
-            free_memory()
+            if self.killer is None:
+                free_memory()
 
     def _check(self, name: str, error: float) -> None:
         """Wrong is what is off by more than rounding can be."""
@@ -207,9 +168,11 @@ class Contest:
         outputs: list[torch.Tensor] = []
         for _ in range(1 if self.case.tokens > LONG else 2):  # kernels are tuned in buffers of their own
             outputs.clear()
+            clear(self.operands)
             entry.peak_bytes = peak_bytes(lambda: outputs.append(step(self.operands, self.ready[name])[1]))
-        for ours, right in self.subject.rows(self.operands, outputs[0]):
+        for ours, right in zip(self.subject.rows(self.operands, outputs[0]), self.right_rows, strict=True):
             self._check(name, relative_error(ours, right))
+        self.say(f"{self.case} {name}: {entry.peak_bytes / 2**30:.2f} GiB")
 
     def _time(self) -> None:
         """Rounds, each contestant's turn one later than in the round before."""

@@ -13,6 +13,7 @@ import torch
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
+LOST = 86  # the exit status of a process whose device was lost: another one can go on
 PACKAGES = ("torch", "triton", "transformers", "liger-kernel", "deepspeed", "cut-cross-entropy", "quack-kernels")
 CLOCKS = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit", "temperature.gpu")
 
@@ -42,6 +43,15 @@ class Watch:
 def synchronize() -> None:
     if DEVICE == "cuda":
         torch.cuda.synchronize()
+
+
+def is_lost() -> bool:
+    """Whether the device answers no more, as after an illegal access: then this process cannot use it again."""
+    try:
+        synchronize()
+    except RuntimeError:
+        return True
+    return False
 
 
 def free_memory() -> None:
@@ -90,6 +100,7 @@ def _median_seconds(function: Callable[[], object], rounds: int = 10) -> float:
 def ceilings() -> dict[str, float]:
     """What the device can do at most: TFLOP/s of a large product of random matrices, and GB/s of a large copy, bytes
     read and bytes written both counted."""
+    free_memory()
     size, elements = (8192, 2**29) if DEVICE == "cuda" else (1024, 2**24)
     left, right, out = (torch.randn(size, size, device=DEVICE, dtype=DTYPE) for _ in range(3))
     products = _median_seconds(lambda: torch.mm(left, right, out=out))

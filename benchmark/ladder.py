@@ -11,78 +11,19 @@ import argparse
 import json
 import statistics
 import time
-from collections.abc import Callable
-from copy import deepcopy
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
-from types import MethodType
 from typing import Any
 
 import torch
-from benchmark.bench_gated_mlp import deepspeed_tiled_forward
-from benchmark.contest import SMALL, WRONG
+from benchmark.contest import WRONG
 from benchmark.device import DEVICE, DTYPE, Watch, ceilings, free_memory, peak_bytes
 from benchmark.missing import Missing
-from benchmark.models import build
+from benchmark.rungs import RUNGS, Rung, error, prepared
 from benchmark.shapes import LONG, SHAPES, K, Shape, small
 from transformers import PreTrainedModel
 
-from assertions import relative_error
-from seqtile import apply_seqtile, memory, offload
-from seqtile.offload.checkpointing import Checkpoints, enable_checkpointing, hand_out
-from seqtile.offload.copies import AtOnce
-from seqtile.offload.host import Pool
-from seqtile.offload.store import Store
-
-Apply = Callable[[PreTrainedModel], None]
-
-
-def liger(model: PreTrainedModel, **parts: bool) -> None:
-    from liger_kernel.transformers import apply_liger_kernel_to_llama
-
-    apply_liger_kernel_to_llama(model=model, **parts)
-
-
-def deepspeed_mlps(model: PreTrainedModel) -> None:
-    for layer in model.model.layers:
-        layer.mlp.forward = MethodType(deepspeed_tiled_forward, layer.mlp)
-
-
-def offloaded(model: PreTrainedModel) -> None:
-    if DEVICE == "cuda":
-        offload.enable(model)
-    else:  # the store alone: there is no other memory
-        hand_out(Checkpoints(Store(Pool(), AtOnce())), model, keep_last=1)
-
-
-@dataclass(frozen=True)
-class Rung:
-    applied: tuple[Apply, ...]
-    """To a model that is checkpointed already."""
-    setup: dict[str, Any] | None = None
-    """Of `seqtile.memory.longest`, where it knows the rung."""
-    needs: tuple[str, ...] = ()
-    """Packages, and a GPU for them."""
-
-
-LIGER_BESIDE = {"swiglu": False, "fused_linear_cross_entropy": False}
-TILED = {"tiles": ("loss", "mlp")}
-OFFLOADED = TILED | {"offload": ("activations",)}
-RUNGS = {
-    "huggingface": Rung((), {"tiles": ()}),
-    "liger": Rung((liger,), needs=("liger_kernel",)),
-    "liger_deepspeed_mlp": Rung(
-        (lambda model: liger(model, swiglu=False), deepspeed_mlps), needs=("liger_kernel", "deepspeed")
-    ),
-    "seqtile_loss": Rung((lambda model: apply_seqtile(model, mlp=False),), {"tiles": ("loss",)}),
-    "seqtile_loss_mlp": Rung((apply_seqtile,), TILED),
-    "seqtile_loss_mlp_offload": Rung((apply_seqtile, offloaded), OFFLOADED),
-    "seqtile_loss_mlp_offload_liger": Rung(
-        (lambda model: liger(model, **LIGER_BESIDE), apply_seqtile, offloaded),
-        OFFLOADED | {"liger": True},
-        needs=("liger_kernel",),
-    ),
-}
+from seqtile import memory
 
 
 @dataclass(frozen=True)
@@ -158,6 +99,7 @@ class Runner:
         """Raises torch.OutOfMemoryError."""
         free_memory()
         model = self.ready(layers)
+        model.zero_grad(set_to_none=True)  # of a step that memory was too small for
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-5, foreach=False)
         ids = torch.randint(self.shape.vocab, (1, tokens), device=DEVICE)
         offloads = "offload" in (self.rung.setup or {})
@@ -183,35 +125,6 @@ class Runner:
             seconds = statistics.median(watch.seconds()[0] for watch in watches[-(rounds - 1) :])  # or the only one's
         flops = model_flops(self.shape, layers, tokens)
         return Step(tokens, layers, used, seconds, tokens / seconds, flops / seconds / self.matmul)
-
-
-def prepared(rung: Rung, shape: Shape, layers: int, dtype: torch.dtype = DTYPE) -> PreTrainedModel:
-    model = build(shape, dtype, layers)
-    enable_checkpointing(model)
-    for apply in rung.applied:
-        apply(model)
-    return model
-
-
-def error(rung: Rung, shape: Shape) -> tuple[float, float]:
-    """The largest relative error of loss and gradients of a small model, and that of Hugging Face in the same dtype."""
-    ids = torch.randint(shape.vocab, (1, SMALL), device=DEVICE)
-    torch.manual_seed(0)
-    plain = prepared(Rung(()), shape, 2)
-    exact = deepcopy(plain).double()
-    found = [gradients(model, ids) for model in (exact, plain)]
-    torch.manual_seed(0)
-    found.append(gradients(prepared(rung, shape, 2), ids))
-    theirs, ours = (
-        max(relative_error(a, b) for a, b in zip(of_model, found[0], strict=True)) for of_model in found[1:]
-    )
-    return ours, theirs
-
-
-def gradients(model: PreTrainedModel, ids: torch.Tensor) -> list[torch.Tensor]:
-    loss = model(input_ids=ids, labels=ids).loss
-    loss.backward()
-    return [loss.detach(), *(parameter.grad for parameter in model.parameters())]
 
 
 def expected_seconds(last: Step, tokens: int, layers: int) -> float:

@@ -100,7 +100,7 @@ def ulysses(results: Results) -> str:
     for row in results.rows("ulysses"):
         if row["contestant"] == "huggingface":
             continue
-        name = f"{row['contestant']}, {row['shape']}, {row['tokens']:,} tokens"
+        name = f"{row['contestant']}, {row['shape'].partition(' ')[2]}"
         if row["status"] not in ("measured", "wrong"):
             lines.append([name, f"{row['status']}: {row.get('why', '')}".removesuffix(": "), "", "", ""])
             continue
@@ -108,8 +108,10 @@ def ulysses(results: Results) -> str:
         wrong = " **wrong**" * (row["status"] == "wrong")
         lines.append([name, sent(row, "layer").replace("\n", ", "), peak, f"x {row['scale']:.2f}"])
         lines[-1].append(f"{row['error']:.0e}{wrong}")
-    where = f"{results.device}, {results.date}, commit {results.subjects['ulysses'].commit}."
-    return f"{table(lines, words=2)}\n\n{where}"
+    first = results.rows("ulysses")[0]
+    about = f"{first['shape'].partition(' ')[0]}, {first['tokens']:,} tokens, {first['group_size']} ranks"
+    commit = results.subjects["ulysses"].commit
+    return f"{table(lines, words=2)}\n\nOf {about}: {results.device}, {results.date}, commit {commit}."
 
 
 def main() -> None:

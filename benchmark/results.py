@@ -16,8 +16,8 @@ class Subject:
 
     commit: str | None
     seconds: float
-    matmul_tflops: float
-    copy_gbs: float
+    matmul_tflops: float | None
+    copy_gbs: float | None
     rows: list[Row]
 
 
@@ -43,14 +43,14 @@ class Results:
         return [row | _ratios(row, found.rows, found.matmul_tflops) for row in found.rows]
 
 
-def _ratios(row: Row, rows: list[Row], tflops: float) -> Row:
+def _ratios(row: Row, rows: list[Row], tflops: float | None) -> Row:
     if "both_ms" not in row:
         return {}
     case = ("shape", "tokens")
     others = [other for other in rows if "both_ms" in other and all(other.get(key) == row.get(key) for key in case)]
     peers = [other for other in others if not other["contestant"].startswith(("seqtile", "x "))]
     ratios: Row = {}
-    if "flops" in row:
+    if "flops" in row and tflops:
         ratios["time_x_floor"] = row["both_ms"] / (1000 * row["flops"] / (tflops * 1e12))
     for name, key in (("time", "both_ms"), ("memory", "peak_bytes")):
         found = {peer["contestant"]: peer[key] for peer in peers if peer.get(key)}

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from benchmark import device, pictures, terminal
@@ -36,9 +36,14 @@ SUBJECTS = {
 SECONDS = {"smoke": 1200, "cpu": 3600, "quick": 390, "full": 1620}
 """Of a run, beside what its processes take to start and end, 10 s each."""
 OF_ULYSSES = 600
+ALL = "(all)"  # the contestant of a row that says how a process ended
 PATIENCE = 300  # seconds after its own that a subject has to end
 
 console = Console()
+
+
+def failed(subject: Subject) -> bool:
+    return any(row["contestant"] == ALL for row in subject.rows)
 
 
 def file_of(subject: str) -> Path:
@@ -54,34 +59,39 @@ def name_of(results: Results) -> str:
 
 
 def measured(subject: str, results: Results, commit: str | None) -> Subject:
-    """Runs a benchmark file. What it prints is shown; a file that fails gives the rows that it had."""
-    seconds = SECONDS[results.size] * SUBJECTS[subject] / 100 or OF_ULYSSES
-    with tempfile.TemporaryDirectory() as directory:
-        found = Path(directory) / "found.json"
-        command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", str(file_of(subject))]
-        command += [f"--size={results.size}", f"--seconds={seconds}", f"--benchmark-json={found}", "-o", "timeout=0"]
-        command += [f"--memory-limit={results.memory_limit_gb}"] if results.memory_limit_gb else []
-        environment = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} | os.environ  # ALST, 3.3
-        started = time.time()
-        code = subprocess.run(command, cwd=HERE.parent, env=environment, timeout=seconds + PATIENCE).returncode
-        if not found.exists() or not found.stat().st_size:
-            raise RuntimeError(f"{subject}: pytest ended with {code} and wrote nothing")
-        written = json.loads(found.read_text())
-    machine: dict[str, Any] = written["machine"]
-    ceilings = {name: machine.pop(name) for name in ("matmul_tflops", "copy_gbs")}
-    results.machine = machine
-    rows: list[Row] = [_row(entry) for entry in written["benchmarks"]]
+    """Runs a benchmark file, and again without a contestant that took the device with it. Rows that were measured
+    before a process died are kept, and one more says how it died."""
+    started = time.time()
+    until = started + (SECONDS[results.size] * SUBJECTS[subject] / 100 or OF_ULYSSES)
+    rows: dict[str, Row] = {}
+    without: list[str] = []
+    code = device.LOST
+    while code == device.LOST and time.time() < until:
+        with tempfile.TemporaryDirectory() as directory:
+            file = Path(directory) / "rows.jsonl"
+            code = ran(subject, results, until - time.time(), file, [*rows], without)
+            machine, *lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else [{}]
+        rows |= {line["id"]: line["row"] for line in lines}
+        without += [lines[-1]["row"]["contestant"]] if code == device.LOST else []
     if code:
-        rows.append({"subject": subject, "contestant": "(all)", "status": "failed", "why": f"pytest ended with {code}"})
-    return Subject(commit, round(time.time() - started, 1), rows=rows, **ceilings)
+        rows[ALL] = {"subject": subject, "contestant": ALL, "status": "failed", "why": f"pytest ended with {code}"}
+    ceilings = {name: machine.pop(name, None) for name in ("matmul_tflops", "copy_gbs")}
+    results.machine = machine or results.machine
+    ordered = sorted(rows.values(), key=lambda row: (row.get("tokens", 0), row.get("shape", "")))
+    return Subject(commit, round(time.time() - started, 1), rows=ordered, **ceilings)
 
 
-def _row(entry: dict[str, Any]) -> Row:
-    """What a benchmark recorded; of what recorded one time for each round also pytest-benchmark's median."""
-    row = dict(entry["extra_info"])
-    if row["status"] == "measured" and "both_ms" not in row and entry["stats"]["median"]:
-        row["both_ms"] = 1000 * entry["stats"]["median"]
-    return row
+def ran(subject: str, results: Results, seconds: float, file: Path, done: list[str], without: list[str]) -> int:
+    """The exit status of pytest; what it prints is shown."""
+    command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", "-o", "timeout=0"]
+    command += [str(file_of(subject)), f"--size={results.size}", f"--seconds={seconds}", f"--rows={file}"]
+    command += [f"--memory-limit={results.memory_limit_gb}"] if results.memory_limit_gb else []
+    command += [f"--deselect={test}" for test in done] + [f"--without={name}" for name in without]
+    environment = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} | os.environ  # ALST, 3.3
+    try:
+        return subprocess.run(command, cwd=HERE.parent, env=environment, timeout=seconds + PATIENCE).returncode
+    except subprocess.TimeoutExpired:
+        return -1
 
 
 def main(
@@ -106,18 +116,13 @@ def main(
     failures = []
     for number, subject in enumerate(wanted, 1):
         done = results.subjects.get(subject)
-        if done and now and done.commit == now and not now.endswith("+") and done.rows[-1]["status"] != "failed":
+        if done and now and done.commit == now and not now.endswith("+") and not failed(done):
             console.rule(f"{number} of {len(wanted)}: {subject}: measured already, see {file}")
             continue
         console.rule(f"{number} of {len(wanted)}: {subject}")
-        try:
-            results.subjects[subject] = measured(subject, results, now)
-            save(results, file)
-        except (RuntimeError, subprocess.TimeoutExpired) as error:
-            console.print(f"[red]{error}[/]")
-            failures.append(subject)
-            continue
-        failures += [subject] * (results.subjects[subject].rows[-1]["contestant"] == "(all)")
+        results.subjects[subject] = measured(subject, results, now)
+        save(results, file)
+        failures += [subject] * failed(results.subjects[subject])
     terminal.print_tables(results)
     pictures.draw(results, file)
     smoke = "this was a smoke run: its figures say nothing"

@@ -15,7 +15,8 @@ def print_tables(results: Results) -> None:
         rows = results.rows(name)
         table = {"model_step": _ladder, "ulysses": _spread}.get(name, _contest)(rows)
         table.title = f"{name}: {results.device}, commit {subject.commit}, {subject.seconds:.0f} s"
-        ceilings = f"ceilings: {subject.matmul_tflops:,.1f} TFLOP/s in products, {subject.copy_gbs:,.0f} GB/s in copies"
+        rates = figure(subject.matmul_tflops, ",.1f"), figure(subject.copy_gbs, ",.0f")
+        ceilings = f"ceilings: {rates[0]} TFLOP/s in products, {rates[1]} GB/s in copies"
         table.caption = "\n".join([ceilings, *reasons(rows)])
         console.print(table)
     if limit := results.memory_limit_gb:

@@ -18,10 +18,10 @@ from typing import Any
 import pytest
 import torch
 from benchmark.conftest import DEADLINE
-from benchmark.contest import Absent, needs
 from benchmark.device import DEVICE, DTYPE, peak_bytes, synchronize
 from benchmark.sp import rank
 from benchmark.sp.cases import SIZES, Case, cases, shape_of
+from benchmark.subject import Absent, needs
 
 RANKS = torch.cuda.device_count() if DEVICE == "cuda" else 2
 WRONG = 1e-3  # relative error in float32, where rounding makes 1e-6

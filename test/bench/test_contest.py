@@ -7,10 +7,11 @@ from functools import partial
 
 import pytest
 import torch
-from benchmark.contest import Absent, Contest, Entry, Forward, Subject, small_error
+from benchmark.contest import Contest, small_error
 from benchmark.missing import Missing
 from benchmark.models import build
 from benchmark.shapes import SMALL, Case, Shape, small
+from benchmark.subject import Absent, Entry, Forward, Subject
 
 from measure import LiveBytes
 from seqtile.offload.checkpointing import enable_checkpointing
@@ -109,9 +110,10 @@ def test_time_that_is_up() -> None:
 def test_a_wrong_row_at_full_size() -> None:
     """What is right on the small input and wrong beyond it is wrong."""
     late = lambda y: y if len(y) != CASE.tokens else torch.cat([y[:-1], 2 * y[-1:]])  # noqa: E731
-    rows = lambda work, y: [(y[-1:], (work.x @ work.weight).detach()[-1:])]  # noqa: E731
+    rows = lambda work, y: [y[-1:]]  # noqa: E731
+    right_rows = lambda work: [(work.x @ work.weight).detach()[-1:]]  # noqa: E731
     contestants = {"huggingface": contestant("huggingface"), "late": contestant("late", late)}
-    subject = Subject("products", partial(operands, []), contestants, lambda shape, tokens: 1.0, rows)
+    subject = Subject("products", partial(operands, []), contestants, lambda shape, tokens: 1.0, rows, right_rows)
     found = Contest(subject, CASE, "smoke", time.time() + 60).run()
     assert {name: entry.status for name, entry in found.items()} == {"huggingface": "measured", "late": "wrong"}
     assert small_error(subject, "late", small(SHAPE)) < 1e-5 and SMALL != CASE.tokens
@@ -134,3 +136,17 @@ def test_what_stands_for_missing_layers(tokens: int) -> None:
 
     whole, stood_for = peak(SHAPE.layers), peak(2)
     assert abs(stood_for / whole - 1) < 0.01
+
+
+def test_a_device_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Names who took it with it; nothing is measured after that. What is left out from the start has failed."""
+    monkeypatch.setattr("benchmark.contest.is_lost", lambda: True)
+    at_size = lambda y: broken(y) if len(y) == CASE.tokens else y  # noqa: E731
+    contestants = {name: contestant(name, change) for name, change in CHANGES.items()} | {"d": contestant("d", at_size)}
+    subject = Subject("products", partial(operands, []), contestants, lambda shape, tokens: 1.0)
+    held = Contest(subject, CASE, "smoke", time.time() + 60)
+    status = {name: entry.status for name, entry in held.run().items()}
+    assert held.killer == "d" and status == dict.fromkeys(CHANGES, "lost") | {"d": "failed"}
+    held = Contest(subject, CASE, "smoke", time.time() + 60, without=["d"])
+    status = {name: entry.status for name, entry in held.run().items()}
+    assert held.killer is None and status == dict.fromkeys(CHANGES, "measured") | {"d": "failed"}

@@ -3,7 +3,8 @@
 import time
 
 import torch
-from benchmark.ladder import CLOSE, RUNGS, Runner, Size, Step, climb, error, model_flops, next_length
+from benchmark.ladder import CLOSE, Runner, Size, Step, climb, model_flops, next_length
+from benchmark.rungs import RUNGS, error
 from benchmark.shapes import SHAPES, K, small
 from hypothesis import given
 from hypothesis import strategies as st

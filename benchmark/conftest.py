@@ -126,7 +126,11 @@ def row_of(subject: Subject, case: Case, contestant: str, entry: Entry) -> dict[
 def compete(request: pytest.FixtureRequest, record: Record) -> Callable[[Subject, Case, str], None]:
     """Holds the contest of a case when its first contestant asks for it; records what each did."""
     config = request.config
-    show = config.pluginmanager.getplugin("terminalreporter").write_line
+    terminal, capture = (config.pluginmanager.getplugin(name) for name in ("terminalreporter", "capturemanager"))
+
+    def show(line: str) -> None:
+        with capture.global_and_fixture_disabled():
+            terminal.write_line(line)
 
     def held(subject: Subject, case: Case) -> dict[str, Entry]:
         found = config.stash[CONTESTS]

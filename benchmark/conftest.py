@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmark.contest import Contest
+from benchmark.contest import Contest, expected_seconds
 from benchmark.device import DEVICE, DTYPE, LOST, ceilings, description, limit_memory
 from benchmark.shapes import LENGTHS, SHAPES, Case, cases
 from benchmark.subject import Entry, Subject
@@ -37,6 +37,7 @@ CLOCK = Clock()
 CONTESTS = pytest.StashKey[dict[tuple[str, Case], dict[str, Entry]]]()
 DEADLINE = pytest.StashKey[float]()
 MACHINE = pytest.StashKey[dict[str, Any]]()
+PACE = pytest.StashKey[dict[str, float]]()
 WITHOUT = pytest.StashKey[set[str]]()
 
 
@@ -49,7 +50,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    config.stash[CONTESTS] = {}
+    config.stash[CONTESTS], config.stash[PACE] = {}, {}
     config.stash[DEADLINE] = time.time() + config.getoption("--seconds")
     config.stash[WITHOUT] = set(config.getoption("--without"))
     limit_memory(config.getoption("--memory-limit"))
@@ -133,11 +134,15 @@ def compete(request: pytest.FixtureRequest, record: Record) -> Callable[[Subject
             terminal.write_line(line)
 
     def held(subject: Subject, case: Case) -> dict[str, Entry]:
-        found = config.stash[CONTESTS]
+        found, pace = config.stash[CONTESTS], config.stash[PACE]
         if (subject.name, case) not in found:
-            deadline, without = config.stash[DEADLINE], config.stash[WITHOUT] & subject.contestants.keys()
-            contest = Contest(subject, case, config.getoption("--size"), deadline, without, show)
+            if time.time() + expected_seconds(subject, case, pace.get(subject.name, 0)) > config.stash[DEADLINE]:
+                found[subject.name, case] = {name: Entry("no time left") for name in subject.contestants}
+                return found[subject.name, case]
+            without = config.stash[WITHOUT] & subject.contestants.keys()
+            contest = Contest(subject, case, config.getoption("--size"), without, show)
             entries = found[subject.name, case] = contest.run()
+            pace[subject.name] = contest.pace
             if (killer := contest.killer) is not None:
                 test = request.node.nodeid.partition("[")[0]
                 write(config, {"id": f"{test}[{case}-{killer}]", "row": row_of(subject, case, killer, entries[killer])})

@@ -5,6 +5,7 @@ runs, clocks and temperature, meets all of them alike, and their ratios hold.
 """
 
 import gc
+import statistics
 import time
 import traceback
 from collections.abc import Callable, Collection
@@ -22,7 +23,6 @@ from torch import nn
 from assertions import relative_error
 
 ROUNDS = {"smoke": 2, "cpu": 3, "quick": 3, "full": 9}
-FEWEST = 3
 SECONDS = 4.0  # of timing for a case, where more rounds than the fewest fit in
 WRONG = {
     torch.bfloat16: 0.03,
@@ -81,6 +81,20 @@ def small_error(subject: Subject, contestant: str, shape: Shape) -> float:
     return max(relative_error(a, b) for a, b in zip(ours, right, strict=True))
 
 
+def weighings(case: Case) -> int:
+    """Kernels are tuned in buffers of their own, in a first step."""
+    return 1 if case.tokens > LONG else 2
+
+
+def fewest_rounds(case: Case) -> int:
+    return 1 if case.tokens > LONG else 3
+
+
+def expected_seconds(subject: Subject, case: Case, pace: float) -> float:
+    """Of a contest, from the pace of another."""
+    return pace * subject.flops(SHAPES[case.shape], case.tokens) * (weighings(case) + fewest_rounds(case))
+
+
 class Contest:
     """One case: its operands, the contestants that are still in it, and what they did.
 
@@ -93,11 +107,10 @@ class Contest:
         subject: Subject,
         case: Case,
         size: str,
-        deadline: float,
         without: Collection[str] = (),
         say: Callable[[str], None] = lambda line: None,
     ):
-        self.subject, self.case, self.size, self.deadline, self.say = subject, case, size, deadline, say
+        self.subject, self.case, self.size, self.say = subject, case, size, say
         self.entries = {name: Entry() for name in subject.contestants}
         self.ready: dict[str, Forward] = {}
         self.killer: str | None = None
@@ -125,6 +138,13 @@ class Contest:
             free_memory()
         return self.entries
 
+    @property
+    def pace(self) -> float:
+        """Seconds that a step of each contestant that was measured takes, for a FLOP of the subject's."""
+        timed = [entry for entry in self.entries.values() if entry.forward]
+        seconds = sum(statistics.median(entry.forward) + statistics.median(entry.backward) for entry in timed)
+        return seconds / self.subject.flops(SHAPES[self.case.shape], self.case.tokens)
+
     def _left(self) -> list[str]:
         return [name for name, entry in self.entries.items() if entry.status == "measured"]
 
@@ -133,9 +153,6 @@ class Contest:
         entry = self.entries[name]
         if self.killer is not None:
             entry.lose("lost", f"{self.killer} took the device with it")
-            return
-        if time.time() > self.deadline:
-            entry.lose("no time left")
             return
         try:
             action()
@@ -166,7 +183,7 @@ class Contest:
         entry = self.entries[name]
         self.ready[name] = self.subject.contestants[name](self.operands)
         outputs: list[torch.Tensor] = []
-        for _ in range(1 if self.case.tokens > LONG else 2):  # kernels are tuned in buffers of their own
+        for _ in range(weighings(self.case)):
             outputs.clear()
             clear(self.operands)
             entry.peak_bytes = peak_bytes(lambda: outputs.append(step(self.operands, self.ready[name])[1]))
@@ -177,7 +194,7 @@ class Contest:
     def _time(self) -> None:
         """Rounds, each contestant's turn one later than in the round before."""
         started, rounds = time.time(), ROUNDS[self.size]
-        few = 1 if self.case.tokens > LONG else min(FEWEST, rounds)
+        few = min(fewest_rounds(self.case), rounds)
         gc.disable()
         for done in range(rounds):
             names = self._left()

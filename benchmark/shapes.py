@@ -40,9 +40,7 @@ class Case(NamedTuple):
 
 
 def cases(size: str, lengths: Lengths = LENGTHS) -> list[Case]:
-    """Of a size, the longest last."""
-    found = [Case(name, tokens) for name, of_shape in lengths[size].items() for tokens in of_shape]
-    return sorted(found, key=lambda case: case.tokens)
+    return [Case(name, tokens) for name, of_shape in lengths[size].items() for tokens in of_shape]
 
 
 def small(shape: Shape) -> Shape:

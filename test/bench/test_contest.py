@@ -1,13 +1,12 @@
 """Contests are fair: right first, by turns, every contestant named whatever became of it."""
 
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 
 import pytest
 import torch
-from benchmark.contest import Contest, small_error
+from benchmark.contest import Contest, expected_seconds, small_error
 from benchmark.missing import Missing
 from benchmark.models import build
 from benchmark.shapes import SMALL, Case, Shape, small
@@ -66,10 +65,10 @@ def broken(y: torch.Tensor) -> torch.Tensor:
 CHANGES = {"huggingface": lambda y: y, "b": lambda y: y * 1, "c": lambda y: y + 0}
 
 
-def contest(turns: list[str], deadline: float = 60, **others: Callable[[Work], Forward]) -> dict[str, Entry]:
+def contest(turns: list[str], **others: Callable[[Work], Forward]) -> dict[str, Entry]:
     contestants = {name: contestant(name, change) for name, change in CHANGES.items()} | others
     subject = Subject("products", partial(operands, turns), contestants, lambda shape, tokens: 1.0)
-    return Contest(subject, CASE, "smoke", time.time() + deadline).run()
+    return Contest(subject, CASE, "smoke").run()
 
 
 def test_every_contestant_is_named() -> None:
@@ -102,9 +101,16 @@ def test_contestants_take_turns() -> None:
     assert turns[-6:] == ["huggingface", "b", "c", "b", "c", "huggingface"]  # two rounds, after the warm-up
 
 
-def test_time_that_is_up() -> None:
-    found = contest([], deadline=-1)
-    assert {entry.status for entry in found.values()} == {"no time left"}
+def test_what_the_next_case_will_take() -> None:
+    """In proportion to the FLOPs; two steps are weighed and three timed, beyond 128K tokens one of each."""
+    contestants = {name: contestant(name, change) for name, change in CHANGES.items()}
+    subject = Subject("products", partial(operands, []), contestants, lambda shape, tokens: 10.0 * tokens)
+    held = Contest(subject, CASE, "smoke")
+    entries = held.run().values()
+    a_pass = sum(sum(entry.forward + entry.backward) / 2 for entry in entries)
+    assert held.pace == pytest.approx(a_pass / 3000, rel=1e-6)
+    assert expected_seconds(subject, Case("tiny", 3000), held.pace) == pytest.approx(50 * a_pass)
+    assert expected_seconds(subject, Case("tiny", 300_000), held.pace) == pytest.approx(2000 * a_pass)
 
 
 def test_a_wrong_row_at_full_size() -> None:
@@ -114,7 +120,7 @@ def test_a_wrong_row_at_full_size() -> None:
     right_rows = lambda work: [(work.x @ work.weight).detach()[-1:]]  # noqa: E731
     contestants = {"huggingface": contestant("huggingface"), "late": contestant("late", late)}
     subject = Subject("products", partial(operands, []), contestants, lambda shape, tokens: 1.0, rows, right_rows)
-    found = Contest(subject, CASE, "smoke", time.time() + 60).run()
+    found = Contest(subject, CASE, "smoke").run()
     assert {name: entry.status for name, entry in found.items()} == {"huggingface": "measured", "late": "wrong"}
     assert small_error(subject, "late", small(SHAPE)) < 1e-5 and SMALL != CASE.tokens
 
@@ -144,9 +150,9 @@ def test_a_device_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     at_size = lambda y: broken(y) if len(y) == CASE.tokens else y  # noqa: E731
     contestants = {name: contestant(name, change) for name, change in CHANGES.items()} | {"d": contestant("d", at_size)}
     subject = Subject("products", partial(operands, []), contestants, lambda shape, tokens: 1.0)
-    held = Contest(subject, CASE, "smoke", time.time() + 60)
+    held = Contest(subject, CASE, "smoke")
     status = {name: entry.status for name, entry in held.run().items()}
     assert held.killer == "d" and status == dict.fromkeys(CHANGES, "lost") | {"d": "failed"}
-    held = Contest(subject, CASE, "smoke", time.time() + 60, without=["d"])
+    held = Contest(subject, CASE, "smoke", without=["d"])
     status = {name: entry.status for name, entry in held.run().items()}
     assert held.killer is None and status == dict.fromkeys(CHANGES, "measured") | {"d": "failed"}

@@ -59,7 +59,7 @@ def test_a_process_that_dies(results: Results, monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(run, "ran", Processes((rows, -11)))
     found = run.measured("gated_mlp", results, "abc")
     assert contestants(found) == {"a": "measured"} | {"(all)": "failed"} if rows else {"(all)": "failed"}
-    assert run.failed(found) and found.rows[-1 if not rows else 0]["why"] == "pytest ended with -11"
+    assert run.failed(found) and found.rows[-1]["why"] == "pytest ended with -11"
 
 
 def test_a_run_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

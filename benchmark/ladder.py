@@ -127,9 +127,12 @@ class Runner:
         return Step(tokens, layers, used, seconds, tokens / seconds, flops / seconds / self.matmul)
 
 
-def expected_seconds(last: Step, tokens: int, layers: int) -> float:
-    """At most: as if all were attention."""
-    return last.seconds * layers / last.layers * (tokens / last.tokens) ** 2
+def affordable(shape: Shape, last: Step, tokens: int, layers: int, seconds: float, grain: int) -> int:
+    """The longest length, up to `tokens`, whose step takes no more than this; 0 if it is no longer than the last."""
+    a_flop = last.seconds / model_flops(shape, last.layers, last.tokens)
+    while tokens > last.tokens and a_flop * model_flops(shape, layers, tokens) > seconds:
+        tokens = int(0.9 * tokens) // grain * grain
+    return tokens if tokens > last.tokens else 0
 
 
 def climb(runner: Runner, size: Size) -> tuple[list[Step], dict[str, Any]]:
@@ -143,7 +146,10 @@ def climb(runner: Runner, size: Size) -> tuple[list[Step], dict[str, Any]]:
         if tokens is None:
             break
         rounds = 4 if tokens <= LONG else 1  # the first is the warm-up, where there are more
-        if steps and time.time() + rounds * expected_seconds(steps[-1], tokens, layers) > runner.deadline:
+        if steps:
+            seconds = (runner.deadline - time.time()) / rounds
+            tokens = affordable(runner.shape, steps[-1], tokens, layers, seconds, size.grain)
+        if not tokens:
             return steps, {"ended_by": "time", "failed_at": failed}
         try:
             steps.append(runner(tokens, layers, rounds))

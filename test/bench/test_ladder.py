@@ -14,10 +14,10 @@ SIZE = Size("llama3_8b", ((8 * K, 8), (32 * K, 2)), 6)
 
 
 class Simulated(Runner):
-    """Memory that grows by so many bytes a token; a second for a billion pairs of tokens."""
+    """Memory that grows by so many bytes a token; 400 TFLOP/s. Nothing waits: the deadline is what a step may take."""
 
     def __init__(self, states: int, a_token: int, seconds: float = 1e9):
-        self.states, self.a_token, self.limit = states, a_token, LIMIT
+        self.states, self.a_token, self.limit, self.shape = states, a_token, LIMIT, SHAPES["llama3_8b"]
         self.deadline = time.time() + seconds
         self.ran: list[tuple[int, int, int]] = []
 
@@ -25,7 +25,7 @@ class Simulated(Runner):
         self.ran.append((tokens, layers, rounds))
         if (used := self.states + self.a_token * tokens) > LIMIT:
             raise torch.OutOfMemoryError
-        return Step(tokens, layers, used, layers * tokens**2 / 1e9, 1.0, 0.5)
+        return Step(tokens, layers, used, model_flops(self.shape, layers, tokens) / 4e14, 1.0, 0.5)
 
 
 @given(st.integers(0, 30 * 2**30), st.integers(20_000, 40_000_000))
@@ -43,9 +43,11 @@ def test_the_longest_is_found(states: int, a_token: int) -> None:
 
 
 def test_time_that_is_up() -> None:
-    """A step that would take longer than there is time is not begun."""
-    steps, end = climb(Simulated(0, 20_000, seconds=100), SIZE)
-    assert end == {"ended_by": "time", "failed_at": None} and steps[-1].tokens == 32 * K
+    """Of what would take longer, as much is done as there is time for; nothing shorter than before."""
+    steps, end = climb(Simulated(0, 20_000, seconds=60), SIZE)
+    assert 50 < steps[-1].seconds < 60 and end == {"ended_by": "time", "failed_at": None}
+    steps, end = climb(Simulated(0, 20_000, seconds=0.1), SIZE)
+    assert [step.tokens for step in steps] == [8 * K] and end["ended_by"] == "time"
 
 
 def test_the_next_length() -> None:

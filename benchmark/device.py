@@ -4,6 +4,7 @@ import gc
 import platform
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
@@ -128,7 +129,10 @@ def versions() -> dict[str, str]:
 
 
 def name() -> str:
-    return torch.cuda.get_device_name() if DEVICE == "cuda" else f"CPU, {torch.get_num_threads()} threads"
+    """Asked by another process: this one shall hold nothing on a GPU that it does not measure."""
+    if DEVICE == "cpu":
+        return f"CPU, {torch.get_num_threads()} threads"
+    return _output(sys.executable, "-c", "import torch; print(torch.cuda.get_device_name())") or "unknown GPU"
 
 
 def commit() -> str | None:

@@ -5,6 +5,7 @@ into a file as they come, since a device that is lost, or a process that dies, t
 """
 
 import json
+import os
 import statistics
 import time
 from collections.abc import Callable
@@ -70,7 +71,7 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Before anything else is measured: later the device may be lost."""
     if session.items and not session.config.getoption("--collect-only"):
-        session.config.stash[MACHINE] = description() | ceilings()
+        session.config.stash[MACHINE] = ceilings() | description()  # the clocks are those under load
         write(session.config, session.config.stash[MACHINE])
 
 
@@ -146,7 +147,8 @@ def compete(request: pytest.FixtureRequest, record: Record) -> Callable[[Subject
             if (killer := contest.killer) is not None:
                 test = request.node.nodeid.partition("[")[0]
                 write(config, {"id": f"{test}[{case}-{killer}]", "row": row_of(subject, case, killer, entries[killer])})
-                pytest.exit(f"{killer} took the device with it", returncode=LOST)
+                show(f"{killer} took the device with it")
+                os._exit(LOST)  # an orderly end would ask the device
         return found[subject.name, case]
 
     def competed(subject: Subject, case: Case, contestant: str) -> None:

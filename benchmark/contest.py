@@ -15,7 +15,7 @@ from functools import cache
 from typing import Any
 
 import torch
-from benchmark.device import DTYPE, Watch, free_memory, is_lost, peak_bytes, synchronize
+from benchmark.device import DEVICE, DTYPE, Watch, free_memory, is_lost, peak_bytes, synchronize
 from benchmark.shapes import LONG, SHAPES, SMALL, Case, Shape, small
 from benchmark.subject import Absent, Entry, Forward, Operands, Subject
 from torch import nn
@@ -81,18 +81,13 @@ def small_error(subject: Subject, contestant: str, shape: Shape) -> float:
     return max(relative_error(a, b) for a, b in zip(ours, right, strict=True))
 
 
-def weighings(case: Case) -> int:
-    """Kernels are tuned in buffers of their own, in a first step."""
-    return 1 if case.tokens > LONG else 2
-
-
 def fewest_rounds(case: Case) -> int:
     return 1 if case.tokens > LONG else 3
 
 
 def expected_seconds(subject: Subject, case: Case, pace: float) -> float:
-    """Of a contest, from the pace of another."""
-    return pace * subject.flops(SHAPES[case.shape], case.tokens) * (weighings(case) + fewest_rounds(case))
+    """Of a contest, from the pace of another: its warm-up and its rounds."""
+    return pace * subject.flops(SHAPES[case.shape], case.tokens) * (1 + fewest_rounds(case))
 
 
 class Contest:
@@ -130,7 +125,7 @@ class Contest:
             for name in self._left():
                 self.entries[name].lose("out of memory", f"the operands alone: {error}")
         for name in self._left():
-            self._tried(name, lambda name=name: self._weigh(name))
+            self._tried(name, lambda name=name: self._warm(name))
         self._time()
         self.ready.clear()
         self.operands = self.right_rows = None
@@ -178,18 +173,17 @@ class Contest:
             entry.error = error
             entry.lose("wrong", f"relative error {error:.1e}")
 
-    def _weigh(self, name: str) -> None:
-        """The peak of a warm step, and what it computed at full size."""
+    def _warm(self, name: str) -> None:
+        """A first step, in which kernels are compiled and tuned; what it computed at full size."""
         entry = self.entries[name]
         self.ready[name] = self.subject.contestants[name](self.operands)
         outputs: list[torch.Tensor] = []
-        for _ in range(weighings(self.case)):
-            outputs.clear()
-            clear(self.operands)
-            entry.peak_bytes = peak_bytes(lambda: outputs.append(step(self.operands, self.ready[name])[1]))
+        clear(self.operands)
+        peak = peak_bytes(lambda: outputs.append(step(self.operands, self.ready[name])[1]))
+        entry.peak_bytes = peak if DEVICE == "cpu" else 0  # a CPU counts tensors, which takes time; a GPU see `_turn`
         for ours, right in zip(self.subject.rows(self.operands, outputs[0]), self.right_rows, strict=True):
             self._check(name, relative_error(ours, right))
-        self.say(f"{self.case} {name}: {entry.peak_bytes / 2**30:.2f} GiB")
+        self.say(f"{self.case} {name}: {peak / 2**30:.2f} GiB")
 
     def _time(self) -> None:
         """Rounds, each contestant's turn one later than in the round before."""
@@ -205,8 +199,18 @@ class Contest:
         gc.enable()
 
     def _turn(self, name: str) -> None:
+        entry = self.entries[name]
+        watches: list[Watch] = []
+
+        def turn() -> None:
+            watches.append(step(self.operands, self.ready[name])[0])
+
+        clear(self.operands)
         synchronize()
-        watch, _ = step(self.operands, self.ready[name])
-        forward, backward = watch.seconds()
-        self.entries[name].forward.append(forward)
-        self.entries[name].backward.append(backward)
+        if DEVICE == "cpu":
+            turn()
+        else:
+            entry.peak_bytes = max(entry.peak_bytes, peak_bytes(turn))
+        forward, backward = watches[0].seconds()
+        entry.forward.append(forward)
+        entry.backward.append(backward)

@@ -86,16 +86,17 @@ def limit_memory(gigabytes: float | None) -> None:
         torch.cuda.set_per_process_memory_fraction(min(1.0, gigabytes * 1e9 / total))
 
 
-def _median_seconds(function: Callable[[], object], rounds: int = 10) -> float:
-    function()
-    found = []
-    for _ in range(rounds):
+def _median_seconds(function: Callable[[], object], at_least: float = 1.0) -> float:
+    """Of the second half of what is done in so many seconds: by then the clocks are what they are under load."""
+    found: list[float] = []
+    started = time.perf_counter()
+    while time.perf_counter() - started < at_least or len(found) < 4:
         watch = Watch()
         watch.mark()
         function()
         watch.mark()
         found += watch.seconds()
-    return statistics.median(found)
+    return statistics.median(found[len(found) // 2 :])
 
 
 def ceilings() -> dict[str, float]:
@@ -147,6 +148,7 @@ def description() -> dict[str, Any]:
     if DEVICE == "cuda":
         about["memory_gib"] = round(torch.cuda.mem_get_info()[1] / 2**30, 1)
         about["cuda"] = torch.version.cuda
-        found = _output("nvidia-smi", "--id=0", f"--query-gpu={','.join(CLOCKS)}", "--format=csv,noheader,nounits")
+        identity = f"--id=GPU-{torch.cuda.get_device_properties(0).uuid}"
+        found = _output("nvidia-smi", identity, f"--query-gpu={','.join(CLOCKS)}", "--format=csv,noheader,nounits")
         about |= dict(zip(CLOCKS, found.split(", "), strict=True)) if found else {}
     return about

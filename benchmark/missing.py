@@ -15,8 +15,9 @@ class Missing:
     are not offloaded, their checkpointed inputs; and, from where the backward reaches the first layer, their gradients.
 
     They stand between the first layer and the second. At the loss, and in the backward of the last layer, all inputs
-    are held and no gradients; in that of the first layer no inputs and all gradients: so each peak of a whole model is
-    met.
+    are held and no gradients; in that of the first layer no inputs and all gradients. Where inputs are offloaded, the
+    peak of a whole model is in the backward of its second layer, when the first one's input is already back: there is
+    that much more, and a layer's gradients less. So each peak of a whole model is met.
     """
 
     def __init__(self, model: nn.Module, shape: Shape, tokens: int, *, inputs: bool):
@@ -25,6 +26,8 @@ class Missing:
         missing = shape.layers - len(layers)
         self.weights = held(missing * shape.layer_parameters * DTYPE.itemsize)
         self._inputs = missing * tokens * shape.hidden * DTYPE.itemsize * inputs
+        early = tokens * shape.hidden * DTYPE.itemsize - shape.layer_parameters * DTYPE.itemsize
+        self._gradients = self.weights.nbytes + (0 if inputs else max(0, early))
         self._held: torch.Tensor | None = None
         self._hooks = [
             model.register_forward_pre_hook(lambda *_: self._hold(self._inputs)),
@@ -33,7 +36,7 @@ class Missing:
 
     def _between(self, layer: nn.Module, args: object, output: torch.Tensor) -> None:
         if output.requires_grad:
-            output.register_hook(lambda gradient: self._hold(self.weights.nbytes))
+            output.register_hook(lambda gradient: self._hold(self._gradients))
 
     def _hold(self, size: float) -> None:
         self._held = None

@@ -7,13 +7,8 @@ from functools import partial
 import pytest
 import torch
 from benchmark.contest import Contest, expected_seconds, small_error
-from benchmark.missing import Missing
-from benchmark.models import build
 from benchmark.shapes import SMALL, Case, Shape, small
 from benchmark.subject import Absent, Entry, Forward, Subject
-
-from measure import LiveBytes
-from seqtile.offload.checkpointing import enable_checkpointing
 
 CASE = Case("tiny", 300)
 SHAPE = Shape(16, 24, 6, 4, 2, 8, 50)
@@ -102,14 +97,14 @@ def test_contestants_take_turns() -> None:
 
 
 def test_what_the_next_case_will_take() -> None:
-    """In proportion to the FLOPs; two steps are weighed and three timed, beyond 128K tokens one of each."""
+    """In proportion to the FLOPs: a warm-up and three rounds, beyond 128K tokens one."""
     contestants = {name: contestant(name, change) for name, change in CHANGES.items()}
     subject = Subject("products", partial(operands, []), contestants, lambda shape, tokens: 10.0 * tokens)
     held = Contest(subject, CASE, "smoke")
     entries = held.run().values()
     a_pass = sum(sum(entry.forward + entry.backward) / 2 for entry in entries)
     assert held.pace == pytest.approx(a_pass / 3000, rel=1e-6)
-    assert expected_seconds(subject, Case("tiny", 3000), held.pace) == pytest.approx(50 * a_pass)
+    assert expected_seconds(subject, Case("tiny", 3000), held.pace) == pytest.approx(40 * a_pass)
     assert expected_seconds(subject, Case("tiny", 300_000), held.pace) == pytest.approx(2000 * a_pass)
 
 
@@ -123,25 +118,6 @@ def test_a_wrong_row_at_full_size() -> None:
     found = Contest(subject, CASE, "smoke").run()
     assert {name: entry.status for name, entry in found.items()} == {"huggingface": "measured", "late": "wrong"}
     assert small_error(subject, "late", small(SHAPE)) < 1e-5 and SMALL != CASE.tokens
-
-
-@pytest.mark.parametrize("tokens", [8, 700])
-def test_what_stands_for_missing_layers(tokens: int) -> None:
-    """The peak of two layers, and of what stands for the other four, is that of six: where gradients are most, and
-    where the inputs that checkpoints keep are."""
-
-    def peak(layers: int) -> int:
-        torch.manual_seed(0)
-        model = build(SHAPE, torch.float32, layers)
-        enable_checkpointing(model)
-        ids = torch.randint(SHAPE.vocab, (1, tokens))
-        weights = sum(parameter.nbytes for parameter in model.parameters())
-        with Missing(model, SHAPE, tokens, inputs=True) as missing, LiveBytes() as memory:
-            model(input_ids=ids, labels=ids).loss.backward()
-        return weights + missing.weights.nbytes + memory.peak
-
-    whole, stood_for = peak(SHAPE.layers), peak(2)
-    assert abs(stood_for / whole - 1) < 0.01
 
 
 def test_a_device_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:

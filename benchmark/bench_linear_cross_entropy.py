@@ -44,9 +44,11 @@ def capped(logits: torch.Tensor, softcap: float | None) -> torch.Tensor:
     return logits if softcap is None else softcap * torch.tanh(logits / softcap)
 
 
-def logits_and_loss(head: Head) -> torch.Tensor:
+def logits_and_loss(head: Head, reduction: str = "mean") -> torch.Tensor:
     logits = capped(F.linear(head.hidden, head.weight), head.softcap)
-    return F.cross_entropy(logits.to(torch.promote_types(logits.dtype, torch.float32)), head.target)
+    return F.cross_entropy(
+        logits.to(torch.promote_types(logits.dtype, torch.float32)), head.target, reduction=reduction
+    )
 
 
 def huggingface(head: Head) -> Forward:
@@ -75,7 +77,8 @@ def liger(head: Head) -> Forward:
 
 
 def deepspeed_tiled(head: Head) -> Forward:
-    """As its documentation has it, with tiles of about 1 GiB of logits (ALST, 3.1), of equal numbers of tokens."""
+    """As its documentation has it, with tiles of about 1 GiB of logits (ALST, 3.1), of equal numbers of tokens: their
+    means' mean or, where they have different numbers of labels, their sum, divided."""
     needs("deepspeed", gpu=False)
     from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss
 
@@ -83,12 +86,16 @@ def deepspeed_tiled(head: Head) -> Forward:
     tiles = max(2, tokens * len(head.weight) * 4 // 2**30)
     tiles = next(n for n in range(tiles, tokens + 1) if tokens % n == 0)
 
+    labels = (head.target >= 0).sum()
+    reduction = "mean" if labels == tokens else "sum"
+
     def of_tile(_: object, hidden: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        return logits_and_loss(replace(head, hidden=hidden, target=target))
+        return logits_and_loss(replace(head, hidden=hidden, target=target), reduction)
 
     def compute() -> torch.Tensor:
         hidden, target = head.hidden[None], head.target[None]
-        return TiledFusedLogitsLoss.apply(of_tile, None, hidden, target, None, tiles, [head.weight], "mean")
+        loss = TiledFusedLogitsLoss.apply(of_tile, None, hidden, target, None, tiles, [head.weight], reduction)
+        return loss if reduction == "mean" else loss / labels
 
     return Forward(compute)
 

@@ -1,6 +1,6 @@
 """One rung of the ladder, in a process of its own: steps at growing length until memory is full.
 
-python -m benchmark.ladder RUNG FILE --size SIZE --limit BYTES --seconds N
+python -m benchmark.ladder RUNG FILE --size SIZE --limit BYTES --deadline TIME
 
 A model of all its layers' size is trained with fewer of them, see `Missing`: bfloat16 weights, gradients that begin at
 None, SGD (an AdamW's states would be in host memory, as in ALST's recipes), every layer checkpointed. Writes what was
@@ -11,6 +11,7 @@ import argparse
 import json
 import statistics
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -20,7 +21,7 @@ from benchmark.contest import WRONG
 from benchmark.device import DEVICE, DTYPE, Watch, ceilings, free_memory, peak_bytes
 from benchmark.missing import Missing
 from benchmark.rungs import RUNGS, Rung, error, prepared
-from benchmark.shapes import LONG, SHAPES, K, Shape, small
+from benchmark.shapes import SHAPES, K, Shape, small
 from transformers import PreTrainedModel
 
 from seqtile import memory
@@ -29,20 +30,24 @@ from seqtile import memory
 @dataclass(frozen=True)
 class Size:
     shape: str
-    steps: tuple[tuple[int, int], ...]
-    """(tokens, layers), before the longest length is looked for with two layers."""
+    layers: int
+    """Of the first, short step; all others have two."""
+    lengths: tuple[int, int]
+    """Before the longest is looked for."""
     tries: int
     grain: int = K
     """Lengths are multiples of it."""
 
 
 SIZES = {
-    "smoke": Size("tiny", ((256, 4), (512, 2)), 2, 64),
-    "cpu": Size("smollm2_135m", ((1 * K, 4), (2 * K, 2)), 4, 256),
-    "quick": Size("llama3_8b", ((8 * K, 8), (32 * K, 2)), 2),
-    "full": Size("llama3_8b", ((8 * K, 32), (32 * K, 8), (LONG, 8)), 5),
+    "smoke": Size("tiny", 4, (256, 512), 2, 64),
+    "cpu": Size("smollm2_135m", 4, (1 * K, 2 * K), 4, 256),
+    "quick": Size("llama3_8b", 8, (8 * K, 32 * K), 3),
+    "full": Size("llama3_8b", 32, (8 * K, 32 * K), 5),
 }
+SMALL_GPU = 48 * 10**9  # bytes: below them llama3_8b's weights and gradients leave no room; smollm2_135m is trained
 LIMITS = {"smoke": 24 * 2**20, "cpu": 4 * 2**30}  # bytes, where no GPU sets one
+WARM = 32 * K  # tokens: up to here the median of three steps after a first one; beyond, one step alone
 CLOSE = 1.08  # a length that did not fit, over one that did: near enough
 
 
@@ -54,6 +59,7 @@ class Step:
     """At the peak, weights and what stands for missing layers included."""
     seconds: float
     tokens_per_second: float
+    """Of the whole model, at this utilisation."""
     utilisation: float
     """Model FLOPs (nothing computed again) a second, over the matmul rate measured in the same process."""
 
@@ -93,20 +99,17 @@ class Runner:
             self.model = None
             free_memory()
             self.model = prepared(self.rung, self.shape, layers)
+        self.model.zero_grad(set_to_none=True)  # of a step that memory was too small for
         return self.model
 
-    def __call__(self, tokens: int, layers: int, rounds: int) -> Step:
+    def __call__(self, tokens: int, layers: int) -> Step:
         """Raises torch.OutOfMemoryError."""
         free_memory()
         model = self.ready(layers)
-        model.zero_grad(set_to_none=True)  # of a step that memory was too small for
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-5, foreach=False)
         ids = torch.randint(self.shape.vocab, (1, tokens), device=DEVICE)
-        offloads = "offload" in (self.rung.setup or {})
-        with Missing(model, self.shape, tokens, inputs=not offloads) as missing:
-            weights = sum(parameter.nbytes for parameter in model.parameters()) + missing.weights.nbytes
-
-            watches = []
+        watches: list[Watch] = []
+        with Missing(model, self.shape, tokens, inputs=not self.rung.offloads) as missing:
 
             def step() -> None:
                 watches.append(Watch())
@@ -117,45 +120,60 @@ class Runner:
                 watches[-1].mark()
                 missing.end()
 
+            weights = sum(parameter.nbytes for parameter in model.parameters()) + missing.weights.nbytes
             used = weights + peak_bytes(step)
             if used > self.limit:
                 raise torch.OutOfMemoryError(f"{used / 2**30:.2f} GiB, of {self.limit / 2**30:.2f}")
-            for _ in range(rounds - 1):
+            for _ in range(3 if tokens <= WARM else 0):
                 step()
-            seconds = statistics.median(watch.seconds()[0] for watch in watches[-(rounds - 1) :])  # or the only one's
-        flops = model_flops(self.shape, layers, tokens)
-        return Step(tokens, layers, used, seconds, tokens / seconds, flops / seconds / self.matmul)
+        seconds = statistics.median(watch.seconds()[0] for watch in watches[1:] or watches)
+        return self.figures(tokens, layers, used, seconds)
+
+    def figures(self, tokens: int, layers: int, used: int, seconds: float) -> Step:
+        rate = model_flops(self.shape, layers, tokens) / seconds
+        a_second = tokens * rate / model_flops(self.shape, self.shape.layers, tokens)
+        return Step(tokens, layers, used, seconds, a_second, rate / self.matmul)
 
 
-def affordable(shape: Shape, last: Step, tokens: int, layers: int, seconds: float, grain: int) -> int:
+def affordable(shape: Shape, last: Step, tokens: int, seconds: float, grain: int) -> int:
     """The longest length, up to `tokens`, whose step takes no more than this; 0 if it is no longer than the last."""
     a_flop = last.seconds / model_flops(shape, last.layers, last.tokens)
-    while tokens > last.tokens and a_flop * model_flops(shape, layers, tokens) > seconds:
+    while tokens > last.tokens and a_flop * model_flops(shape, 2, tokens) > seconds:
         tokens = int(0.9 * tokens) // grain * grain
     return tokens if tokens > last.tokens else 0
 
 
-def climb(runner: Runner, size: Size) -> tuple[list[Step], dict[str, Any]]:
-    """All steps that ran, the last at the longest length; and what ended the climb."""
+def climb(runner: Runner, size: Size, say: Callable[[Step | int], None]) -> tuple[list[Step], dict[str, Any]]:
+    """All steps that ran, the last at the longest length; and what ended the climb. `say` gets each step, or the length
+    that did not fit."""
     steps: list[Step] = []
     failed = None
-    todo = list(size.steps)
+    todo = list(size.lengths)
     for _ in range(len(todo) + size.tries):
-        tokens, layers = todo.pop(0) if todo and failed is None else (None, 2)
-        tokens = tokens or next_length(steps, failed, runner.limit, size.grain)
-        if tokens is None:
+        if todo and failed is None:
+            tokens: int | None = todo.pop(0)
+        elif (tokens := next_length(steps, failed, runner.limit, size.grain)) is None:
             break
-        rounds = 4 if tokens <= LONG else 1  # the first is the warm-up, where there are more
-        if steps:
-            seconds = (runner.deadline - time.time()) / rounds
-            tokens = affordable(runner.shape, steps[-1], tokens, layers, seconds, size.grain)
+        elif steps:
+            seconds = runner.deadline - time.time()
+            tokens = affordable(runner.shape, steps[-1], tokens, seconds, size.grain)
         if not tokens:
             return steps, {"ended_by": "time", "failed_at": failed}
         try:
-            steps.append(runner(tokens, layers, rounds))
+            steps.append(runner(tokens, size.layers if tokens == size.lengths[0] else 2))
+            say(steps[-1])
         except torch.OutOfMemoryError:
             failed = tokens
+            say(failed)
     return steps, {"ended_by": "memory", "failed_at": failed}
+
+
+def predicted(rung: Rung, shape: Shape, limit: int) -> int | None:
+    """The longest length by seqtile.memory, where it knows the rung. A plan counts a GiB for CUDA, the limit none."""
+    if rung.setup is None:
+        return None
+    setup = {"zero_stage": 0, "optimizer": "sgd", "dtype": str(DTYPE).removeprefix("torch.")} | rung.setup
+    return memory.longest(shape, gpu_memory_gib=1 + limit / 2**30, host_memory_gib=2**20, **setup).tokens
 
 
 def main() -> None:
@@ -164,28 +182,36 @@ def main() -> None:
     parser.add_argument("file", type=Path)
     parser.add_argument("--size", choices=list(SIZES), required=True)
     parser.add_argument("--limit", type=int, required=True)
-    parser.add_argument("--seconds", type=float, required=True)
+    parser.add_argument("--deadline", type=float, required=True)
     given = parser.parse_args()
-    deadline = time.time() + given.seconds
     rung, size = RUNGS[given.rung], SIZES[given.size]
     if DEVICE == "cuda":
         torch.cuda.set_per_process_memory_fraction(min(1.0, given.limit / torch.cuda.mem_get_info()[1]))
+        if given.limit < SMALL_GPU:
+            size = replace(size, shape="smollm2_135m", layers=min(size.layers, SHAPES["smollm2_135m"].layers))
     shape = replace(SHAPES[size.shape], layers=max(8, SHAPES[size.shape].layers))
-    found: dict[str, Any] = {"shape": size.shape, "limit_bytes": given.limit, "steps": []}
+    found: dict[str, Any] = {"status": "measured", "shape": size.shape, "limit_bytes": given.limit, "steps": []}
+    found |= {"layers": shape.layers, "predicted": predicted(rung, shape, given.limit)}
+    found |= {"ended_by": "death", "failed_at": None}  # until it is known better
+
+    def write(**more: Any) -> None:
+        given.file.write_text(json.dumps(found | more))
+
+    def say(step: Step | int) -> None:
+        fits = isinstance(step, Step)
+        found["steps"] += [asdict(step)] if fits else []
+        write(**({} if fits else {"failed_at": step}))
+        took = f", {step.bytes / 2**30:.2f} GiB, {step.seconds:.2f} s" if fits else " do not fit"
+        print(f"{given.rung}: {step.tokens if fits else step:,} tokens{took}", flush=True)
+
     ours, theirs = error(rung, small(shape))
-    found |= {"error": ours, "status": "measured"}
+    found["error"] = ours
     if not ours <= max(WRONG[DTYPE], 3 * theirs):
-        found |= {"status": "wrong", "why": f"relative error {ours:.1e}"}
-    else:
-        steps, end = climb(Runner(rung, shape, given.limit, deadline), size)
-        found |= end | {"steps": [asdict(step) for step in steps]}
-        if steps and "offload" in (rung.setup or {}):
-            found["host_bytes"] = shape.layers * steps[-1].tokens * shape.hidden * DTYPE.itemsize
-        if rung.setup is not None:
-            setup = {"zero_stage": 0, "optimizer": "sgd", "dtype": str(DTYPE).removeprefix("torch.")} | rung.setup
-            limit = 1 + given.limit / 2**30  # a plan counts a GiB for CUDA, which is outside the limit here
-            found["predicted"] = memory.longest(shape, gpu_memory_gib=limit, host_memory_gib=2**20, **setup).tokens
-    given.file.write_text(json.dumps(found))
+        return write(status="wrong", why=f"relative error {ours:.1e}")
+    steps, end = climb(Runner(rung, shape, given.limit, given.deadline), size, say)
+    if steps and rung.offloads:
+        end["host_bytes"] = (shape.layers - 1) * steps[-1].tokens * shape.hidden * DTYPE.itemsize
+    write(**end)
 
 
 if __name__ == "__main__":

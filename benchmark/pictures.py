@@ -57,17 +57,20 @@ def _length_axis(axes: Axes, label: str) -> None:
 
 def _ladder(results: Results, rows: list[Row], file: Path) -> Path:
     figure, axes = pyplot.subplots(figsize=(9, 4.5), layout="constrained")
+    label: str | None = "predicted"
     for number, (row, hatch) in enumerate(zip(rows, cycle(HATCHES), strict=False)):
         tokens = row["steps"][-1]["tokens"]
         axes.barh(number, tokens, color="0.85", edgecolor="black", hatch=hatch)
         axes.text(max(tokens, row.get("predicted", 0)), number, f"  {tokens:,}", va="center")
         if "predicted" in row:
-            axes.plot(row["predicted"], number, "k|", markersize=18, label="predicted" if number == 0 else None)
+            axes.plot(row["predicted"], number, "k|", markersize=18, label=label)
+            label = None
     axes.set_yticks(range(len(rows)), [row["contestant"].replace("_", " ") for row in rows])
     axes.invert_yaxis()
     axes.margins(x=0.15)
     axes.set(xlabel="longest sequence, tokens")
-    axes.legend()
+    if label is None:
+        axes.legend()
     limit = rows[0]["limit_bytes"] / 1e9
     axes.set_title(f"{rows[0]['shape']}, {limit:,.3g} GB: {results.device}, {results.date}")
     return _saved(figure, file, "ladder")

@@ -42,14 +42,17 @@ def table(rows: list[list[str]], words: int = 1) -> str:
 
 def measured_on_gpu(results: Results, file: Path) -> list[str]:
     """Paragraphs."""
-    machine, first = results.machine, next(iter(results.subjects.values()))
-    versions = ", ".join(f"{name} {version}" for name, version in machine["versions"].items() if version != "absent")
+    machine, found = results.machine, results.subjects.values()
+    versions = [f"{name} {version}" for name, version in machine.get("versions", {}).items() if version != "absent"]
     limit = f", memory limited to {results.memory_limit_gb:g} GB" if results.memory_limit_gb else ""
-    few = "; beyond 128K tokens one repeat, and of the model two layers" if results.size == "quick" else ""
+    commits = " and ".join(dict.fromkeys(str(subject.commit) for subject in found))
+    products, copies = ([getattr(subject, name) or 0 for subject in found] for name in ("matmul_tflops", "copy_gbs"))
+    once = [row["tokens"] for name in TITLES for row in results.rows(name) if row.get("rounds") == 1]
     about = (
-        f"{results.device}{limit}, driver {machine.get('driver_version', '?')}, {versions}, {results.date}, commit "
-        f"{first.commit}; {first.matmul_tflops:,.0f} TFLOP/s and {first.copy_gbs:,.0f} GB/s at most{few}. Of {SHAPE}, "
-        "forward and backward: time over what the matrix products alone take at that rate; peak GiB above the inputs."
+        f"{results.device}{limit}, driver {machine.get('driver_version', '?')}, {', '.join(versions)}, {results.date}, "
+        f"commit {commits}; {max(products):,.0f} TFLOP/s and {max(copies):,.0f} GB/s at most. Of {SHAPE}, forward and "
+        "backward: time over what the matrix products alone take at the rate measured beside; peak GiB above the inputs"
+        f"{f'; from {min(once) // 1024}K tokens on one repeat' if once else ''}."
     )
     parts = [about]
     for subject, title in TITLES.items():
@@ -75,22 +78,28 @@ def by_length(title: str, rows: list[Row]) -> str:
 
 def cell(row: Row) -> str:
     if "both_ms" not in row:
-        return row["status"]
+        return row["status"] + (f", error {row['error']:.0e}" if "error" in row and row["status"] == "wrong" else "")
     return f"x {row['time_x_floor']:.2f}, {row['peak_bytes'] / 2**30:.2f}"
 
 
 def ladder(rows: list[Row]) -> str:
-    header = [f"Longest sequence, {rows[0].get('shape', SHAPE)}, {rows[0].get('limit_bytes', 0) / 1e9:,.3g} GB"]
-    lines = [[*header, "measured", "predicted", "tokens/s", "utilisation", "layers run"]]
+    first = next((row for row in rows if "limit_bytes" in row), {"shape": SHAPE, "limit_bytes": 0})
+    header = [f"Longest sequence, {first['shape']}, {first['limit_bytes'] / 1e9:,.3g} GB"]
+    lines = [[*header, "measured", "predicted", "tokens/s", "utilisation", "host memory, GiB"]]
     for row in rows:
         if not row.get("steps"):
             lines.append([row["contestant"], row["status"], *[""] * 4])
             continue
         last = row["steps"][-1]
         predicted = f"{row['predicted']:,}" if "predicted" in row else ""
-        figures = [f"{last['tokens_per_second']:,.0f}", f"{last['utilisation']:.0%}", str(last["layers"])]
+        host = f"{row['host_bytes'] / 2**30:,.0f}" if "host_bytes" in row else ""
+        figures = [f"{last['tokens_per_second']:,.0f}", f"{last['utilisation']:.0%}", host]
         lines.append([row["contestant"], longest(row), predicted, *figures])
-    return table(lines)
+    about = (
+        "Measured at that length on two layers and what stands for the others; tokens/s are those of all layers at the "
+        "utilisation (the model's FLOPs over the rate of products); host memory is what all layers would need."
+    )
+    return f"{table(lines)}\n\n{about}"
 
 
 def ulysses(results: Results) -> str:
@@ -98,7 +107,7 @@ def ulysses(results: Results) -> str:
     header = ["", "sent by a rank, a layer", "peak of a rank, MiB", "gradients", "relative error"]
     lines = [header]
     for row in results.rows("ulysses"):
-        if row["contestant"] == "huggingface":
+        if row["contestant"] == "huggingface" or "shape" not in row:
             continue
         name = f"{row['contestant']}, {row['shape'].partition(' ')[2]}"
         if row["status"] not in ("measured", "wrong"):
@@ -108,7 +117,7 @@ def ulysses(results: Results) -> str:
         wrong = " **wrong**" * (row["status"] == "wrong")
         lines.append([name, sent(row, "layer").replace("\n", ", "), peak, f"x {row['scale']:.2f}"])
         lines[-1].append(f"{row['error']:.0e}{wrong}")
-    first = results.rows("ulysses")[0]
+    first = next(row for row in results.rows("ulysses") if "shape" in row)
     about = f"{first['shape'].partition(' ')[0]}, {first['tokens']:,} tokens, {first['group_size']} ranks"
     commit = results.subjects["ulysses"].commit
     return f"{table(lines, words=2)}\n\nOf {about}: {results.device}, {results.date}, commit {commit}."

@@ -75,12 +75,15 @@ def save(results: Results, file: Path) -> None:
 
 
 def newest(directory: Path = RESULTS, *, subject: str | None = None, gpu: bool = False) -> Path | None:
-    """The file with the latest date that has this subject; `gpu`: of a GPU, full before quick before limited."""
+    """The file that counts: without a memory limit before with one, full before quick, the latest; of those that have
+    figures, of this subject if one is named; `gpu`: of a GPU."""
+    found = {file: load(file) for file in directory.glob("*.json")}
 
-    def rank(file: Path) -> tuple[str, bool, bool]:
-        found = load(file)
-        return found.date, found.size == "full", found.memory_limit_gb is None
+    def counts(results: Results) -> bool:
+        names = results.subjects if subject is None else [subject]
+        return any("both_ms" in row for name in names for row in results.rows(name)) and (results.on_gpu or not gpu)
 
-    files = [file for file in directory.glob("*.json") if subject is None or load(file).subjects.get(subject)]
-    files = [file for file in files if load(file).on_gpu or not gpu]
-    return max(files, key=rank, default=None)
+    def rank(file: Path) -> tuple[bool, bool, str]:
+        return found[file].memory_limit_gb is None, found[file].size != "quick", found[file].date
+
+    return max((file for file, results in found.items() if counts(results)), key=rank, default=None)

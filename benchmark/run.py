@@ -8,6 +8,7 @@ import datetime
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -22,22 +23,22 @@ from rich.console import Console
 
 HERE = Path(__file__).parent
 SUBJECTS = {
-    "linear_cross_entropy": 21,
+    "linear_cross_entropy": 18,
     "masked_prompt": 4,
-    "gated_mlp": 9,
-    "decoder_layer": 18,
-    "model_step": 38,
-    "offload": 5,
+    "gated_mlp": 8,
+    "decoder_layer": 14,
+    "model_step": 48,
+    "offload": 4,
     "tile_of_mlp": 2,
-    "tile_of_loss": 3,
-    "ulysses": 0,
+    "tile_of_loss": 2,
+    "ulysses": 1,
 }
-"""Of the seconds that a run has, how many in a hundred; ulysses, which needs several GPUs, takes its own."""
-SECONDS = {"smoke": 1200, "cpu": 3600, "quick": 380, "full": 1600}
-"""Of a run, beside what its processes take to start and end, 10 s each."""
-OF_ULYSSES = 600
+"""How the time of a run is shared: what one subject leaves is there for the next ones."""
+MINUTES = {"smoke": 20.0, "cpu": 60.0, "quick": 7.5, "full": 29.0}
+STARTING = 10  # seconds that a process takes to start and to end
+PATIENCE = 60  # seconds beyond its own that one has to end
+OF_ULYSSES = 600  # seconds: it needs several GPUs, and then takes its own
 ALL = "(all)"  # the contestant of a row that says how a process ended
-PATIENCE = 300  # seconds after its own that a subject has to end
 
 console = Console()
 
@@ -58,15 +59,14 @@ def name_of(results: Results) -> str:
     return "-".join(parts)
 
 
-def measured(subject: str, results: Results, commit: str | None) -> Subject:
+def measured(subject: str, results: Results, commit: str | None, until: float) -> Subject:
     """Runs a benchmark file, and again without a contestant that took the device with it. Rows that were measured
     before a process died are kept, and one more says how it died."""
     started = time.time()
-    until = started + (SECONDS[results.size] * SUBJECTS[subject] / 100 or OF_ULYSSES)
     rows: dict[str, Row] = {}
     without: list[str] = []
     code = device.LOST
-    while code == device.LOST and time.time() < until:
+    while code == device.LOST and (not rows or time.time() < until):
         with tempfile.TemporaryDirectory() as directory:
             file = Path(directory) / "rows.jsonl"
             code = ran(subject, results, until - time.time(), file, [*rows], without)
@@ -87,10 +87,24 @@ def ran(subject: str, results: Results, seconds: float, file: Path, done: list[s
     command += [f"--memory-limit={results.memory_limit_gb}"] if results.memory_limit_gb else []
     command += [f"--deselect={test}" for test in done] + [f"--without={name}" for name in without]
     environment = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} | os.environ  # ALST, 3.3
+    process = subprocess.Popen(command, cwd=HERE.parent, env=environment, start_new_session=True)
     try:
-        return subprocess.run(command, cwd=HERE.parent, env=environment, timeout=seconds + PATIENCE).returncode
-    except subprocess.TimeoutExpired:
-        return -1
+        return process.wait(timeout=max(0, seconds) + PATIENCE)
+    except (subprocess.TimeoutExpired, KeyboardInterrupt) as error:
+        os.killpg(process.pid, signal.SIGKILL)  # with all that it started
+        process.wait()
+        if isinstance(error, KeyboardInterrupt):
+            raise
+        return -signal.SIGKILL
+
+
+def until(subject: str, left: list[str], end: float) -> float:
+    """When this subject's share of what is left of the time is over."""
+    now = time.time()
+    if subject == "ulysses":
+        return now + OF_ULYSSES
+    shared = end - now - STARTING * len(left)
+    return now + shared * SUBJECTS[subject] / sum(SUBJECTS[name] for name in left)
 
 
 def main(
@@ -98,6 +112,7 @@ def main(
     subjects: Annotated[str, typer.Option(help=f"Some of {', '.join(SUBJECTS)}; default: all.")] = "",
     memory_limit: Annotated[float | None, typer.Option(help="Emulate a GPU of so many 10**9 bytes.")] = None,
     directory: Annotated[Path | None, typer.Option(help="Where results go; of smoke nowhere, by default.")] = None,
+    minutes: Annotated[float | None, typer.Option(help="In all, instead of 29, or 7.5 of a quick run.")] = None,
     commit: Annotated[str, typer.Option(help="What is measured, where git cannot say.")] = "",
 ) -> None:
     """Compares seqtile with its peers, on this machine."""
@@ -105,21 +120,22 @@ def main(
     wanted = subjects.replace(",", " ").split() or list(SUBJECTS)
     if unknown := set(wanted) - SUBJECTS.keys():
         raise typer.BadParameter(f"subjects: expected some of {', '.join(SUBJECTS)}; got {', '.join(sorted(unknown))}")
-    if size not in SECONDS:
-        raise typer.BadParameter(f"size: expected one of {', '.join(SECONDS)}; got {size}")
+    if size not in MINUTES:
+        raise typer.BadParameter(f"size: expected one of {', '.join(MINUTES)}; got {size}")
     now = commit or device.commit()
     results = Results(device.name(), datetime.date.today().isoformat(), size, memory_limit)
     directory = directory or (Path(tempfile.mkdtemp()) if size == "smoke" else RESULTS)
     file = directory / f"{name_of(results)}.json"
     results = load(file) if file.exists() else results
     failures = []
+    end = time.time() + 60 * (minutes or MINUTES[size])
     for number, subject in enumerate(wanted, 1):
         done = results.subjects.get(subject)
         if done and now and done.commit == now and not now.endswith("+") and not failed(done):
             console.rule(f"{number} of {len(wanted)}: {subject}: measured already, see {file}")
             continue
         console.rule(f"{number} of {len(wanted)}: {subject}")
-        results.subjects[subject] = measured(subject, results, now)
+        results.subjects[subject] = measured(subject, results, now, until(subject, wanted[number - 1 :], end))
         save(results, file)
         failures += [subject] * failed(results.subjects[subject])
     terminal.print_tables(results)

@@ -50,6 +50,10 @@ class Rung:
     needs: tuple[str, ...] = ()
     """Packages, and a GPU for them."""
 
+    @property
+    def offloads(self) -> bool:
+        return "offload" in (self.setup or {})
+
 
 LIGER_BESIDE = {"swiglu": False, "fused_linear_cross_entropy": False}
 TILED = {"tiles": ("loss", "mlp")}

@@ -10,7 +10,7 @@ GIB = 2**30
 
 
 def print_tables(results: Results) -> None:
-    console = Console(width=170)
+    console = Console(width=200)
     for name, subject in results.subjects.items():
         rows = results.rows(name)
         table = {"model_step": _ladder, "ulysses": _spread}.get(name, _contest)(rows)
@@ -25,12 +25,8 @@ def print_tables(results: Results) -> None:
 
 def reasons(rows: list[Row]) -> list[str]:
     """Why there is no figure, once for each contestant and reason."""
-    found = (f"{row['contestant']}: {row['status']}, {_first_line(row)}" for row in rows if row.get("why"))
-    return list(dict.fromkeys(found))
-
-
-def _first_line(row: Row) -> str:
-    return row["why"].partition("\n")[0]
+    found = {(row["contestant"], row["status"]): row["why"].partition("\n")[0] for row in rows if row.get("why")}
+    return [f"{contestant}: {status}, {why[:150]}" for (contestant, status), why in found.items()]
 
 
 def _table(words: str, figures: str) -> Table:
@@ -69,7 +65,7 @@ def _contest(rows: list[Row]) -> Table:
 
 
 def _ladder(rows: list[Row]) -> Table:
-    figures = "peak, GiB|s a step|tokens/s|utilisation|longest|does not fit|predicted|error"
+    figures = "peak, GiB|s a step|tokens/s|utilisation|longest|does not fit|predicted|host, GiB|error"
     table = _table("rung|tokens, layers run", figures)
     for row in rows:
         table.add_section()
@@ -81,13 +77,14 @@ def _ladder(rows: list[Row]) -> Table:
             cells.append(figure(step["utilisation"], ".0%"))
             if step is row["steps"][-1]:
                 cells += [longest(row), figure(row.get("failed_at"), ","), figure(row.get("predicted"), ",")]
+                cells.append(figure(row["host_bytes"] / GIB, ",.1f") if "host_bytes" in row else "")
                 cells.append(figure(row["error"], ".1e"))
             table.add_row(*cells)
     return table
 
 
 def longest(row: Row) -> str:
-    """`>` where time was up, or tries were, before memory was full."""
+    """`>` where time was up, tries were, or the process died, before memory was full."""
     known = row["ended_by"] == "memory" and row.get("failed_at") is not None
     return f"{'' if known else '> '}{row['steps'][-1]['tokens']:,}"
 

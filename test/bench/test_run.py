@@ -1,6 +1,7 @@
 """A run keeps what was measured, whatever a process dies of, and goes on where it was."""
 
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,7 @@ def test_a_lost_device(results: Results, monkeypatch: pytest.MonkeyPatch) -> Non
     """Another process goes on without the contestant, and without what was measured."""
     processes = Processes(([line("a"), line("b", "failed")], LOST), ([line("c"), line("seqtile")], 0))
     monkeypatch.setattr(run, "ran", processes)
-    found = run.measured("gated_mlp", results, "abc")
+    found = run.measured("gated_mlp", results, "abc", time.time() + 60)
     assert contestants(found) == {"a": "measured", "b": "failed", "c": "measured", "seqtile": "measured"}
     assert processes.calls == [("gated_mlp", [], []), ("gated_mlp", ["test[a]", "test[b]"], ["b"])]
     assert found.matmul_tflops == 800 and results.machine == {"device": "NVIDIA H200"} and not run.failed(found)
@@ -57,7 +58,7 @@ def test_a_lost_device(results: Results, monkeypatch: pytest.MonkeyPatch) -> Non
 @pytest.mark.parametrize("rows", [[line("a")], [], None])
 def test_a_process_that_dies(results: Results, monkeypatch: pytest.MonkeyPatch, rows: list | None) -> None:
     monkeypatch.setattr(run, "ran", Processes((rows, -11)))
-    found = run.measured("gated_mlp", results, "abc")
+    found = run.measured("gated_mlp", results, "abc", time.time() + 60)
     assert contestants(found) == {"a": "measured"} | {"(all)": "failed"} if rows else {"(all)": "failed"}
     assert run.failed(found) and found.rows[-1]["why"] == "pytest ended with -11"
 
@@ -69,9 +70,9 @@ def test_a_run_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     processes = Processes(([line("a")], 0), ([line("b")], 1))
     monkeypatch.setattr(run, "ran", processes)
     with pytest.raises(SystemExit, match="failed: offload"):
-        run.main(**options, memory_limit=None, commit="abc")
+        run.main(**options, memory_limit=None, minutes=None, commit="abc")
     processes.ends = [([line("b")], 0)]
-    run.main(**options, memory_limit=None, commit="abc")
+    run.main(**options, memory_limit=None, minutes=None, commit="abc")
     assert [subject for subject, *_ in processes.calls] == ["gated_mlp", "offload", "offload"]
     (file,) = tmp_path.glob("*.json")
     assert {name: contestants(subject) for name, subject in load(file).subjects.items()} == {
@@ -79,13 +80,13 @@ def test_a_run_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         "offload": {"b": "measured"},
     }
     processes.ends = [([line("a")], 0), ([line("b")], 0)]
-    run.main(**options, memory_limit=None, commit="def")
+    run.main(**options, memory_limit=None, minutes=None, commit="def")
     assert not processes.ends
 
 
 @pytest.mark.parametrize("options", [{"subjects": "gated_mlp mlp"}, {"size": "huge"}])
 def test_what_is_refused(options: dict[str, str], tmp_path: Path) -> None:
-    given = {"size": "smoke", "subjects": "", "memory_limit": None, "commit": ""} | options
+    given = {"size": "smoke", "subjects": "", "memory_limit": None, "minutes": None, "commit": ""} | options
     with pytest.raises(run.typer.BadParameter, match=r"expected .* got (mlp|huge)"):
         run.main(**given, directory=tmp_path)
     assert not list(tmp_path.iterdir())

@@ -48,7 +48,7 @@ format: $(STAMP)  ## mend style and format
 	$(BIN)/ruff format .
 
 BENCHMARK := -m benchmark.run $(if $(BENCH),--size $(BENCH)) $(if $(SUBJECTS),--subjects "$(SUBJECTS)") \
-	$(if $(MEMORY_LIMIT),--memory-limit $(MEMORY_LIMIT)) $(if $(COMMIT),--commit $(COMMIT))
+	$(if $(MEMORY_LIMIT),--memory-limit $(MEMORY_LIMIT)) $(if $(COMMIT),--commit $(COMMIT)) $(if $(MINUTES),--minutes $(MINUTES))
 # With WHEELS=DIR: the python at hand (PYTHON=...), and of what it lacks the wheels in DIR, see dev/wheels.sh; no network.
 ifdef WHEELS
 bench:

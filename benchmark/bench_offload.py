@@ -34,8 +34,8 @@ LAYERS = 6
 LENGTHS: Lengths = {
     "smoke": {"tiny": (300, 5000)},
     "cpu": {"smollm2_135m": (4 * K, 8 * K)},
-    "quick": {"llama3_8b": (16 * K, 64 * K)},
-    "full": {"llama3_8b": (16 * K, 64 * K, 128 * K)},
+    "quick": {"llama3_8b": (16 * K,)},
+    "full": {"llama3_8b": (16 * K, 64 * K)},
 }
 RESULTS = Path(__file__).parent / "results"
 

@@ -137,7 +137,8 @@ def compete(request: pytest.FixtureRequest, record: Record) -> Callable[[Subject
     def held(subject: Subject, case: Case) -> dict[str, Entry]:
         found, pace = config.stash[CONTESTS], config.stash[PACE]
         if (subject.name, case) not in found:
-            if time.time() + expected_seconds(subject, case, pace.get(subject.name, 0)) > config.stash[DEADLINE]:
+            seconds = expected_seconds(subject, case, config.getoption("--size"), pace.get(subject.name, 0))
+            if time.time() + seconds > config.stash[DEADLINE]:
                 found[subject.name, case] = {name: Entry("no time left") for name in subject.contestants}
                 return found[subject.name, case]
             without = config.stash[WITHOUT] & subject.contestants.keys()

@@ -81,13 +81,13 @@ def small_error(subject: Subject, contestant: str, shape: Shape) -> float:
     return max(relative_error(a, b) for a, b in zip(ours, right, strict=True))
 
 
-def fewest_rounds(case: Case) -> int:
-    return 1 if case.tokens > LONG else 3
+def fewest_rounds(case: Case, size: str) -> int:
+    return 1 if case.tokens > LONG.get(size, max(LONG.values())) else 3
 
 
-def expected_seconds(subject: Subject, case: Case, pace: float) -> float:
+def expected_seconds(subject: Subject, case: Case, size: str, pace: float) -> float:
     """Of a contest, from the pace of another: its warm-up and its rounds."""
-    return pace * subject.flops(SHAPES[case.shape], case.tokens) * (1 + fewest_rounds(case))
+    return pace * subject.flops(SHAPES[case.shape], case.tokens) * (1 + fewest_rounds(case, size))
 
 
 class Contest:
@@ -188,7 +188,7 @@ class Contest:
     def _time(self) -> None:
         """Rounds, each contestant's turn one later than in the round before."""
         started, rounds = time.time(), ROUNDS[self.size]
-        few = min(fewest_rounds(self.case), rounds)
+        few = min(fewest_rounds(self.case, self.size), rounds)
         gc.disable()
         for done in range(rounds):
             names = self._left()

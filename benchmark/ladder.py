@@ -43,7 +43,7 @@ SIZES = {
     "smoke": Size("tiny", 4, (256, 512), 2, 64),
     "cpu": Size("smollm2_135m", 4, (1 * K, 2 * K), 4, 256),
     "quick": Size("llama3_8b", 8, (8 * K, 32 * K), 3),
-    "full": Size("llama3_8b", 32, (8 * K, 32 * K), 5),
+    "full": Size("llama3_8b", 32, (8 * K, 32 * K), 7),
 }
 SMALL_GPU = 48 * 10**9  # bytes: below them llama3_8b's weights and gradients leave no room; smollm2_135m is trained
 LIMITS = {"smoke": 24 * 2**20, "cpu": 4 * 2**30}  # bytes, where no GPU sets one

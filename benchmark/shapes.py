@@ -26,7 +26,7 @@ LENGTHS: Lengths = {
     | dict.fromkeys(OTHERS, (8 * K, 64 * K)),
 }
 """Of a size: tokens by shape. `cpu` is what a CPU measures if it is asked for no other size."""
-LONG = 128 * K  # tokens: beyond them one repeat is enough, and the fewest layers are
+LONG = {"quick": 32 * K, "full": 128 * K}  # tokens: beyond them one round is enough
 SOFTCAP = 30.0  # of gemma2's logits
 SMALL = 3000  # tokens of the input on which errors are measured: two tiles, the second ragged
 

@@ -104,8 +104,9 @@ def test_what_the_next_case_will_take() -> None:
     entries = held.run().values()
     a_pass = sum(sum(entry.forward + entry.backward) / 2 for entry in entries)
     assert held.pace == pytest.approx(a_pass / 3000, rel=1e-6)
-    assert expected_seconds(subject, Case("tiny", 3000), held.pace) == pytest.approx(40 * a_pass)
-    assert expected_seconds(subject, Case("tiny", 300_000), held.pace) == pytest.approx(2000 * a_pass)
+    assert expected_seconds(subject, Case("tiny", 3000), "full", held.pace) == pytest.approx(40 * a_pass)
+    assert expected_seconds(subject, Case("tiny", 300_000), "full", held.pace) == pytest.approx(2000 * a_pass)
+    assert expected_seconds(subject, Case("tiny", 60_000), "quick", held.pace) == pytest.approx(400 * a_pass)
 
 
 def test_a_wrong_row_at_full_size() -> None:

@@ -90,3 +90,33 @@ def test_what_is_refused(options: dict[str, str], tmp_path: Path) -> None:
     with pytest.raises(run.typer.BadParameter, match=r"expected .* got (mlp|huge)"):
         run.main(**given, directory=tmp_path)
     assert not list(tmp_path.iterdir())
+
+
+def rows_of(tmp_path: Path, *options: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """What a benchmark file writes: what it was measured on, and rows."""
+    results, file = Results("CPU", "2026-11-21", "smoke"), tmp_path / "rows.jsonl"
+    command = [run.sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(run.file_of("gated_mlp"))]
+    command += [f"--size={results.size}", f"--rows={file}", f"--benchmark-json={tmp_path / 'theirs.json'}", *options]
+    environment = {name: value for name, value in run.os.environ.items() if not name.startswith("PYTEST_")}
+    assert run.subprocess.run(command, cwd=run.HERE.parent, env=environment, timeout=300).returncode == 0
+    machine, *lines = [json.loads(line) for line in file.read_text().splitlines()]
+    return machine, [entry["row"] for entry in lines]
+
+
+def test_what_a_file_writes(tmp_path: Path) -> None:
+    """Its rows are what pytest-benchmark has; both ceilings are there."""
+    machine, rows = rows_of(tmp_path, "-k", "tiny-300")
+    assert machine["matmul_tflops"] > 0 and machine["copy_gbs"] > 0 and machine["versions"]["torch"]
+    theirs = json.loads((tmp_path / "theirs.json").read_text())["benchmarks"]
+    assert [row["contestant"] for row in rows] == [entry["extra_info"]["contestant"] for entry in theirs]
+    for row, entry in zip(rows, theirs, strict=True):
+        if row["status"] == "measured":
+            assert row["both_ms"] == pytest.approx(1000 * entry["stats"]["median"]) and row["rounds"] == 2
+            assert row["forward_ms"] + row["backward_ms"] == pytest.approx(row["both_ms"], rel=1e-3)
+    assert {row["contestant"] for row in rows if row["status"] == "measured"} >= {"huggingface", "seqtile"}
+
+
+def test_time_that_is_up(tmp_path: Path) -> None:
+    """Every case is named."""
+    _, rows = rows_of(tmp_path, "--seconds=0")
+    assert len(rows) == 18 and {row["status"] for row in rows} == {"no time left"}

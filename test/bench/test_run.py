@@ -55,6 +55,13 @@ def test_a_lost_device(results: Results, monkeypatch: pytest.MonkeyPatch) -> Non
     assert found.matmul_tflops == 800 and results.machine == {"device": "NVIDIA H200"} and not run.failed(found)
 
 
+def test_a_lost_device_at_the_end(results: Results, monkeypatch: pytest.MonkeyPatch) -> None:
+    processes = Processes(([line("a"), line("b", "failed")], LOST), ([], pytest.ExitCode.NO_TESTS_COLLECTED))
+    monkeypatch.setattr(run, "ran", processes)
+    found = run.measured("gated_mlp", results, "abc", time.time() + 60)
+    assert contestants(found) == {"a": "measured", "b": "failed"} and not run.failed(found)
+
+
 @pytest.mark.parametrize("rows", [[line("a")], [], None])
 def test_a_process_that_dies(results: Results, monkeypatch: pytest.MonkeyPatch, rows: list | None) -> None:
     monkeypatch.setattr(run, "ran", Processes((rows, -11)))

@@ -101,6 +101,7 @@ def deepspeed_tiled(head: Head) -> Forward:
 
 
 def cce(head: Head) -> Forward:
+    """With its default, which leaves out what adds little to the gradients."""
     needs("cut_cross_entropy")
     from cut_cross_entropy import linear_cross_entropy as cut_cross_entropy
 

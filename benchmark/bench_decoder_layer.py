@@ -1,6 +1,6 @@
 """A decoder layer of Hugging Face's under activation checkpointing, forward and backward, side by side.
 
-Attention is sdpa's, the same for all. gemma2_9b is not here: its soft-capped attention makes scores of T x T.
+Attention is sdpa's, the same for all. gemma2_9b is not here: sdpa knows no soft cap, which its attention has.
 """
 
 from collections.abc import Callable, Iterator
@@ -11,11 +11,12 @@ from importlib import import_module
 from types import MethodType
 
 import torch
-from benchmark.bench_gated_mlp import deepspeed_tiled_forward, liger_tiled_forward
+from benchmark.bench_gated_mlp import liger_tiled_forward
 from benchmark.device import DEVICE
 from benchmark.models import build
+from benchmark.rungs import deepspeed_mlps
 from benchmark.shapes import LENGTHS, SHAPES, Case, K, Shape
-from benchmark.subject import Forward, Subject, compiled, needs
+from benchmark.subject import Forward, Subject, activations, compiled, needs
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
@@ -26,9 +27,9 @@ from seqtile import apply_seqtile
 @dataclass
 class Work:
     x: torch.Tensor  # [1, T, D]
-    model: PreTrainedModel
-    """Of one layer; the copies that contestants make of it share its weights."""
     upstream: torch.Tensor
+    model: PreTrainedModel
+    """The copies that contestants make of it share its weights."""
 
     @property
     def leaves(self) -> tuple[torch.Tensor, ...]:
@@ -36,8 +37,7 @@ class Work:
 
 
 def operands(shape: Shape, tokens: int, dtype: torch.dtype) -> Work:
-    x, upstream = (torch.randn(1, tokens, shape.hidden, device=DEVICE, dtype=dtype) for _ in range(2))
-    return Work(x.requires_grad_(), build(shape, dtype, layers=1, vocab=8), upstream)
+    return Work(*activations(shape, tokens, dtype), build(shape, dtype, layers=1, vocab=8))
 
 
 def modeling(model: PreTrainedModel) -> object:
@@ -106,9 +106,9 @@ def liger_tiled(work: Work) -> Forward:
 
 def deepspeed_tiled(work: Work) -> Forward:
     needs("deepspeed", gpu=False)
-    layer = copied(work.model).model.layers[0]
-    layer.mlp.forward = MethodType(deepspeed_tiled_forward, layer.mlp)
-    return checkpointed(work, layer)
+    model = copied(work.model)
+    deepspeed_mlps(model)
+    return checkpointed(work, model.model.layers[0])
 
 
 def seqtile(work: Work) -> Forward:

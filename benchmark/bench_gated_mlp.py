@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from benchmark.device import DEVICE
 from benchmark.shapes import Case, Shape
-from benchmark.subject import Forward, Subject, compiled, needs
+from benchmark.subject import Forward, Subject, activations, compiled, needs
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -38,8 +38,8 @@ class Mlp(nn.Module):
 @dataclass
 class Work:
     x: torch.Tensor  # [1, T, D]
-    mlp: Mlp
     upstream: torch.Tensor
+    mlp: Mlp
 
     @property
     def leaves(self) -> tuple[torch.Tensor, ...]:
@@ -47,8 +47,7 @@ class Work:
 
 
 def operands(shape: Shape, tokens: int, dtype: torch.dtype) -> Work:
-    x, upstream = (torch.randn(1, tokens, shape.hidden, device=DEVICE, dtype=dtype) for _ in range(2))
-    return Work(x.requires_grad_(), Mlp(shape, dtype), upstream)
+    return Work(*activations(shape, tokens, dtype), Mlp(shape, dtype))
 
 
 def checkpointed(work: Work, forward: Callable[[torch.Tensor], torch.Tensor]) -> Forward:

@@ -9,26 +9,23 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
-from benchmark.bench_decoder_layer import copied
+from benchmark.bench_decoder_layer import Work, copied
 from benchmark.bench_decoder_layer import flops as flops_of_layer
 from benchmark.conftest import DEADLINE
 from benchmark.contest import step
 from benchmark.device import DEVICE, DTYPE, free_memory, synchronize
-from benchmark.models import build
+from benchmark.models import build, offloaded
+from benchmark.results import RESULTS
 from benchmark.shapes import SHAPES, Case, K, Lengths, Shape, cases
-from benchmark.subject import Forward, Subject
+from benchmark.subject import Forward, Subject, activations
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from seqtile import apply_seqtile, offload
-from seqtile.offload.checkpointing import Checkpoints, enable_checkpointing, hand_out, layers_of
-from seqtile.offload.copies import AtOnce
-from seqtile.offload.host import Pool
-from seqtile.offload.store import Store
+from seqtile import apply_seqtile
+from seqtile.offload.checkpointing import enable_checkpointing, layers_of
 
 LAYERS = 6
 LENGTHS: Lengths = {
@@ -37,33 +34,27 @@ LENGTHS: Lengths = {
     "quick": {"llama3_8b": (16 * K,)},
     "full": {"llama3_8b": (16 * K, 64 * K)},
 }
-RESULTS = Path(__file__).parent / "results"
 
 
 @dataclass
-class Work:
-    embedded: torch.Tensor  # [1, T, D]
-    model: PreTrainedModel
-    """Its MLPs tiled; the copies that contestants make of it share its weights."""
-    upstream: torch.Tensor
+class Layers(Work):
+    """Of a model whose MLPs are tiled."""
 
     @property
     def leaves(self) -> tuple[torch.Tensor, ...]:
-        decoder = self.model.model
-        return self.embedded, *decoder.layers.parameters(), *decoder.norm.parameters()
+        return *super().leaves, *self.model.model.norm.parameters()
 
 
-def operands(shape: Shape, tokens: int, dtype: torch.dtype) -> Work:
-    embedded, upstream = (torch.randn(1, tokens, shape.hidden, device=DEVICE, dtype=dtype) for _ in range(2))
+def operands(shape: Shape, tokens: int, dtype: torch.dtype) -> Layers:
     model = build(shape, dtype, layers=LAYERS, vocab=8)
     apply_seqtile(model, loss=False)
-    return Work(embedded.requires_grad_(), model, upstream)
+    return Layers(*activations(shape, tokens, dtype), model)
 
 
-def checkpointed(work: Work, how: Callable[[PreTrainedModel], None]) -> Forward:
+def checkpointed(work: Layers, how: Callable[[PreTrainedModel], None]) -> Forward:
     model = copied(work.model)
     how(model)
-    return Forward(lambda: model.model(inputs_embeds=work.embedded).last_hidden_state)
+    return Forward(lambda: model.model(inputs_embeds=work.x).last_hidden_state)
 
 
 def copies_that_wait(model: PreTrainedModel) -> None:
@@ -77,18 +68,10 @@ def copies_that_wait(model: PreTrainedModel) -> None:
         layer._gradient_checkpointing_func = saved
 
 
-def copies_beside(model: PreTrainedModel) -> None:
-    if DEVICE == "cuda":
-        offload.enable(model)
-    else:  # what the store costs without a GPU
-        enable_checkpointing(model)
-        hand_out(Checkpoints(Store(Pool(), AtOnce())), model, keep_last=1)
-
-
-CONTESTANTS: dict[str, Callable[[Work], Forward]] = {
+CONTESTANTS: dict[str, Callable[[Layers], Forward]] = {
     "huggingface": partial(checkpointed, how=enable_checkpointing),
     "save_on_cpu": partial(checkpointed, how=copies_that_wait),
-    "seqtile": partial(checkpointed, how=copies_beside),
+    "seqtile": partial(checkpointed, how=offloaded),
 }
 
 

@@ -27,7 +27,7 @@ SECONDS = 4.0  # of timing for a case, where more rounds than the fewest fit in
 WRONG = {
     torch.bfloat16: 0.03,
     torch.float32: 1e-4,
-}  # relative error, or three times what the reference has in the dtype
+}
 
 
 def step(operands: Operands, ready: Forward) -> tuple[Watch, torch.Tensor]:
@@ -77,8 +77,16 @@ def truth(subject: Subject, shape: Shape) -> tuple[Any, list[torch.Tensor]]:
 def small_error(subject: Subject, contestant: str, shape: Shape) -> float:
     """The largest relative error of output and gradients in the dtype that is measured, on a small input."""
     operands, right = truth(subject, shape)
-    ours = computed(subject, contestant, operands)
+    return worst_error(computed(subject, contestant, operands), right)
+
+
+def worst_error(ours: list[torch.Tensor], right: list[torch.Tensor]) -> float:
     return max(relative_error(a, b) for a, b in zip(ours, right, strict=True))
+
+
+def allowed(of_reference: float) -> float:
+    """The relative error beyond which a contestant is wrong: off by more than rounding can be."""
+    return max(WRONG[DTYPE], 3 * of_reference)
 
 
 def fewest_rounds(case: Case, size: str) -> int:
@@ -114,8 +122,7 @@ class Contest:
 
     def run(self) -> dict[str, Entry]:
         shape = SHAPES[self.case.shape]
-        of_reference = small_error(self.subject, self.subject.reference, small(shape))
-        self.allowed = max(WRONG[DTYPE], 3 * of_reference)
+        self.allowed = allowed(small_error(self.subject, self.subject.reference, small(shape)))
         for name in self._left():
             self._tried(name, lambda name=name: self._check(name, small_error(self.subject, name, small(shape))))
         try:

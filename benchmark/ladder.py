@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from benchmark.contest import WRONG
+from benchmark.contest import allowed
 from benchmark.device import DEVICE, DTYPE, Watch, ceilings, free_memory, peak_bytes
 from benchmark.missing import Missing
 from benchmark.rungs import RUNGS, Rung, error, prepared
@@ -206,7 +206,7 @@ def main() -> None:
 
     ours, theirs = error(rung, small(shape))
     found["error"] = ours
-    if not ours <= max(WRONG[DTYPE], 3 * theirs):
+    if not ours <= allowed(theirs):
         return write(status="wrong", why=f"relative error {ours:.1e}")
     steps, end = climb(Runner(rung, shape, given.limit, given.deadline), size, say)
     if steps and rung.offloads:

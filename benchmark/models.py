@@ -1,9 +1,15 @@
-"""Models of Hugging Face's, of a shape and randomly initialised."""
+"""Models of Hugging Face's, of a shape and randomly initialised, and what is done to them."""
 
 import torch
 from benchmark.device import DEVICE
 from benchmark.shapes import Shape
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+
+from seqtile import offload
+from seqtile.offload.checkpointing import Checkpoints, enable_checkpointing, hand_out
+from seqtile.offload.copies import AtOnce
+from seqtile.offload.host import Pool
+from seqtile.offload.store import Store
 
 
 def build(
@@ -28,3 +34,12 @@ def build(
     )
     with torch.device(DEVICE):
         return AutoModelForCausalLM.from_config(config, dtype=dtype).train()
+
+
+def offloaded(model: PreTrainedModel) -> None:
+    """Checkpointed, with the layers' inputs in host memory."""
+    if DEVICE == "cuda":
+        offload.enable(model)
+    else:  # what the store costs: there is no other memory
+        enable_checkpointing(model)
+        hand_out(Checkpoints(Store(Pool(), AtOnce())), model, keep_last=1)

@@ -8,17 +8,14 @@ from typing import Any
 
 import torch
 from benchmark.bench_gated_mlp import deepspeed_tiled_forward
+from benchmark.contest import worst_error
 from benchmark.device import DEVICE, DTYPE
-from benchmark.models import build
+from benchmark.models import build, offloaded
 from benchmark.shapes import SMALL, Shape
 from transformers import PreTrainedModel
 
-from assertions import relative_error
-from seqtile import apply_seqtile, offload
-from seqtile.offload.checkpointing import Checkpoints, enable_checkpointing, hand_out
-from seqtile.offload.copies import AtOnce
-from seqtile.offload.host import Pool
-from seqtile.offload.store import Store
+from seqtile import apply_seqtile
+from seqtile.offload.checkpointing import enable_checkpointing
 
 Apply = Callable[[PreTrainedModel], None]
 
@@ -32,13 +29,6 @@ def liger(model: PreTrainedModel, **parts: bool) -> None:
 def deepspeed_mlps(model: PreTrainedModel) -> None:
     for layer in model.model.layers:
         layer.mlp.forward = MethodType(deepspeed_tiled_forward, layer.mlp)
-
-
-def offloaded(model: PreTrainedModel) -> None:
-    if DEVICE == "cuda":
-        offload.enable(model)
-    else:  # the store alone: there is no other memory
-        hand_out(Checkpoints(Store(Pool(), AtOnce())), model, keep_last=1)
 
 
 @dataclass(frozen=True)
@@ -92,9 +82,7 @@ def error(rung: Rung, shape: Shape) -> tuple[float, float]:
     found = [gradients(model, ids) for model in (exact, plain)]
     torch.manual_seed(0)
     found.append(gradients(prepared(rung, shape, 2), ids))
-    theirs, ours = (
-        max(relative_error(a, b) for a, b in zip(of_model, found[0], strict=True)) for of_model in found[1:]
-    )
+    theirs, ours = (worst_error(of_model, found[0]) for of_model in found[1:])
     return ours, theirs
 
 

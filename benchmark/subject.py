@@ -42,6 +42,12 @@ class Operands(Protocol):
         """What gradients are wanted of."""
 
 
+def activations(shape: Shape, tokens: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a layer gets, [1, T, D], and the gradient of what it returns."""
+    x, upstream = (torch.randn(1, tokens, shape.hidden, device=DEVICE, dtype=dtype) for _ in range(2))
+    return x.requires_grad_(), upstream
+
+
 @dataclass
 class Forward:
     """A contestant made ready: computes from the operands it was made for."""

@@ -3,8 +3,7 @@
 import pytest
 import torch
 from benchmark.missing import Missing
-from benchmark.models import build
-from benchmark.rungs import offloaded
+from benchmark.models import build, offloaded
 from benchmark.shapes import Shape
 
 from measure import LiveBytes

@@ -316,7 +316,7 @@ def test_a_forward_of_another_models_in_a_wrapper_is_not_this_models() -> None:
 
     student.forward = MethodType(distilled(teacher.forward, student.forward), student)
     assert seqtile.status(student).loss.tiled == 0
-    refuse("the forward of LlamaForCausalLM is from", student)
+    assert refused("the forward of LlamaForCausalLM is from", student)
 
 
 def test_a_copy_that_peft_saves() -> None:
@@ -350,17 +350,18 @@ def test_tiles_of_a_mixture_are_longer() -> None:
     assert all((ours[name] - theirs[name]).norm() <= 1e-5 * theirs[name].norm() for name in theirs)
 
 
-def refuse(match: str, target: nn.Module | None, function=None, **options: object) -> None:
+def refused(match: str, target: nn.Module | None, function=None, **options: object) -> bool:
+    """Whether nothing changed; fails where it is not refused with these words."""
     before = snapshot(target)
     with pytest.raises(ValueError, match=match):
         (function or seqtile.apply_seqtile)(target, **options)
-    assert snapshot(target) == before, "a refused patch changed something"
+    return snapshot(target) == before
 
 
 def test_refused_losses() -> None:
     model = build("llama")
     model.loss_function = lambda **_: None
-    refuse("model.loss_function is", model)
+    assert refused("model.loss_function is", model)
     seqtile.apply_seqtile(model, loss=False)
     assert seqtile.status(model).mlp.tiled == 2
 
@@ -369,17 +370,17 @@ def test_refused_wrapped_forwards() -> None:
     """A wrapper that calls itself by the wrapped function's name is a wrapper all the same."""
     model = build("llama")
     model.forward = MethodType(torch.autocast("cpu", torch.bfloat16)(type(model).forward), model)
-    refuse("the forward of LlamaForCausalLM is from torch", model)
+    assert refused("the forward of LlamaForCausalLM is from torch", model)
 
 
 def test_refused_models() -> None:
     gpt2 = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=50))
-    refuse("'gpt2' is not supported; seqtile supports cohere, gemma2, gemma3_text, glm4,", gpt2)
-    refuse("expected a qwen3 model, got 'llama'", build("llama"), seqtile.apply_seqtile_to_qwen3)
-    refuse("leave nothing to tile", build("llama"), mlp=False, loss=False)
-    refuse("chunk_tokens", build("llama"), chunk_tokens=0)
-    refuse("chunk_tokens", None, seqtile.apply_seqtile_to_llama, chunk_tokens=0)
-    refuse("expected a LlamaForCausalLM, got a LlamaModel", LlamaModel(config_of("llama")))
+    assert refused("'gpt2' is not supported; seqtile supports cohere, gemma2, gemma3_text, glm4,", gpt2)
+    assert refused("expected a qwen3 model, got 'llama'", build("llama"), seqtile.apply_seqtile_to_qwen3)
+    assert refused("leave nothing to tile", build("llama"), mlp=False, loss=False)
+    assert refused("chunk_tokens", build("llama"), chunk_tokens=0)
+    assert refused("chunk_tokens", None, seqtile.apply_seqtile_to_llama, chunk_tokens=0)
+    assert refused("expected a LlamaForCausalLM, got a LlamaModel", LlamaModel(config_of("llama")))
     with pytest.raises(TypeError, match="expected a Hugging Face model, got a Linear"):
         seqtile.apply_seqtile(nn.Linear(2, 2))
     with pytest.raises(TypeError, match="expected a Hugging Face model"):
@@ -396,10 +397,10 @@ def test_refused_hooked_model() -> None:
     hooks = pytest.importorskip("accelerate.hooks")
     model = build("llama")
     hooks.add_hook_to_module(model, hooks.ModelHook())
-    refuse("the forward of LlamaForCausalLM is a partial", model)
+    assert refused("the forward of LlamaForCausalLM is a partial", model)
     model = build("llama")
     hooks.add_hook_to_module(model.model.layers[1].mlp, hooks.ModelHook())
-    refuse("the forward of LlamaMLP is a partial", model)
+    assert refused("the forward of LlamaMLP is a partial", model)
 
 
 def test_refused_after_accelerates_autocast_wrapper() -> None:
@@ -407,7 +408,7 @@ def test_refused_after_accelerates_autocast_wrapper() -> None:
     accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # another test's, in this process
     model = build("llama")
     accelerate.Accelerator(cpu=True, mixed_precision="bf16").prepare(model)
-    refuse("the forward of LlamaForCausalLM is from accelerate", model)
+    assert refused("the forward of LlamaForCausalLM is from accelerate", model)
 
 
 class OwnForward(LlamaForCausalLM):
@@ -422,7 +423,7 @@ class NoForward(LlamaForCausalLM):
 
 
 def test_subclasses() -> None:
-    refuse("the forward of OwnForward is from", OwnForward(config_of("llama")))
+    assert refused("the forward of OwnForward is from", OwnForward(config_of("llama")))
     model = NoForward(config_of("llama")).train()
     seqtile.apply_seqtile(model, chunk_tokens=CHUNK)
     assert runs_tiled(model) == [True, True]

@@ -3,9 +3,10 @@
 import pytest
 import torch
 from benchmark import ladder
-from benchmark.bench_model_step import SHARES
+from benchmark.bench_model_step import STARTING, seconds_of
 from benchmark.ladder import CLOSE, SIZES, Runner, Step, climb, model_flops, next_length
-from benchmark.run import MINUTES, STARTING, SUBJECTS
+from benchmark.run import MINUTES, SUBJECTS
+from benchmark.run import STARTING as STARTING_A_SUBJECT
 from benchmark.rungs import RUNGS, error
 from benchmark.shapes import SHAPES, K, small
 from hypothesis import given
@@ -80,14 +81,13 @@ def test_each_rung_has_time_for_its_longest_length() -> None:
     reached. Of Liger, which is not planned, what seqtile's loss or both its parts have stands there."""
     left = {"liger": {"tiles": ("loss",), "liger": True}}
     left["liger_deepspeed_mlp"] = {"tiles": ("loss", "mlp"), "liger": True}
-    seconds = 60 * MINUTES["full"] - STARTING * len(SUBJECTS)
+    seconds = 60 * MINUTES["full"] - STARTING_A_SUBJECT * len(SUBJECTS)
     end = CLOCK.now + seconds * SUBJECTS["model_step"] / sum(SUBJECTS.values())
     for name, rung in RUNGS.items():
         setup = {"zero_stage": 0, "optimizer": "sgd", **(rung.setup or left[name])}
         longest = memory.longest(SHAPE, gpu_memory_gib=140, host_memory_gib=2**20, **setup).tokens
-        shares = list(SHARES.values())[list(RUNGS).index(name) :]
-        deadline = CLOCK.now + (end - CLOCK.now) * shares[0] / sum(shares)
-        CLOCK.now += 15
+        deadline = CLOCK.now + seconds_of(name, end - CLOCK.now)
+        CLOCK.now += STARTING
         states = 17 * 2**30
         steps, ended = climb(Simulated(states, (LIMIT - states) / longest, deadline), SIZES["full"], lambda step: None)
         assert steps[-1].tokens > 0.9 * longest, (name, steps[-1].tokens, longest, ended)

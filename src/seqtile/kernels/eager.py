@@ -72,7 +72,7 @@ def cross_entropy_(
 
 
 def _row_blocks(tile: torch.Tensor) -> Iterator[slice]:
-    rows = max(1, BLOCK_BYTES // (4 * tile.shape[1]))
+    rows = max(1, BLOCK_BYTES // (4 * tile.shape[1:].numel()))
     for start in range(0, tile.shape[0], rows):
         yield slice(start, start + rows)
 
@@ -118,3 +118,48 @@ def _sigmoid(gate: torch.Tensor, activation: str) -> tuple[torch.Tensor, torch.T
     root = 2 * math.sqrt(2 / math.pi)
     square = gate.square()
     return (gate * (root + root * 0.044715 * square)).sigmoid_(), root + 3 * root * 0.044715 * square
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> torch.Tensor:
+    for rows in _row_blocks(x):
+        part = x[rows].float()
+        out[rows] = part * _scale(part, eps) * weight
+    return out
+
+
+def rms_norm_backward(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    d_y: torch.Tensor,
+    out: torch.Tensor,
+    add: torch.Tensor | None,
+    d_weight: torch.Tensor | None,
+) -> torch.Tensor:
+    for rows in _row_blocks(x):
+        part, d = x[rows].float(), d_y[rows].float()
+        scale = _scale(part, eps)
+        normed = part * scale
+        if d_weight is not None:
+            d_weight += (d * normed).sum((0, 1))
+        d = d * weight
+        d_x = (d - normed * (d * normed).mean(-1, keepdim=True)) * scale
+        out[rows] = d_x if add is None else d_x.add_(add[rows].unsqueeze(1))
+    return out
+
+
+def _scale(x: torch.Tensor, eps: float) -> torch.Tensor:
+    return x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
+
+
+def rotary_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, backward: bool) -> torch.Tensor:
+    half = x.shape[2] // 2
+    for rows in _row_blocks(x):
+        c, s, part = cos[rows].float().unsqueeze(1), sin[rows].float().unsqueeze(1), x[rows].float()
+        if backward:
+            turned = part * s
+            turned = torch.cat((turned[..., half:], -turned[..., :half]), -1)
+        else:
+            turned = torch.cat((-part[..., half:], part[..., :half]), -1) * s
+        x[rows] = part * c + turned
+    return x

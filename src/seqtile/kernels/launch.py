@@ -21,6 +21,8 @@ except ModuleNotFoundError:
 else:
     from seqtile.kernels import cross_entropy as triton_cross_entropy
     from seqtile.kernels import gated_activation as triton_gated_activation
+    from seqtile.kernels import rms_norm as triton_rms_norm
+    from seqtile.kernels import rotary as triton_rotary
 
 
 ACTIVATIONS = ("silu", "gelu_tanh")  # gelu_tanh: Hugging Face's gelu_pytorch_tanh
@@ -144,3 +146,66 @@ def gated_activation_backward_(gate: torch.Tensor, up: torch.Tensor, d_product: 
     backend: ModuleType = triton_gated_activation if triton_serves(gate) else eager
     with torch.cuda.device_of(gate):
         backend.gated_activation_backward_(gate, up, d_product, activation)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> torch.Tensor:
+    """x / sqrt(mean(x**2) + eps) * weight of every row, in float32, **written** to `out`, which is returned.
+
+    Args:
+        x, out: [C, W], or [C, H, W] of which every head is a row; last dimension contiguous. `out` may be `x`, and may
+            have another dtype.
+        weight: [W], any of the three dtypes.
+
+    Moves 2 * C * H * W elements, allocates nothing on a GPU (the eager twin: some blocks of rows of 1 MiB).
+    """
+    if not isinstance(x, FakeTensor):
+        backend: ModuleType = triton_rms_norm if triton_serves(x) else eager
+        with torch.cuda.device_of(x):
+            backend.rms_norm(_heads(x), weight, eps, _heads(out))
+    return out
+
+
+def rms_norm_backward(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    d_y: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    add: torch.Tensor | None = None,
+    d_weight: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The gradient of `rms_norm`'s x, plus `add`, **written** to `out`, which is returned; may be `d_y`, `add` or `x`.
+
+    Args:
+        x, weight, eps: as in `rms_norm`. d_y, out: of x's shape. add: [C, W], where x is.
+        d_weight: [W] float32; the gradient of the weight is **added** there.
+
+    Moves 3 * C * H * W elements, 4 with `add`; allocates 256 * W float32 for the weight's (the eager twin: some blocks
+    of rows of 1 MiB).
+    """
+    if not isinstance(x, FakeTensor):
+        backend: ModuleType = triton_rms_norm if triton_serves(x) else eager
+        with torch.cuda.device_of(x):
+            backend.rms_norm_backward(_heads(x), weight, eps, _heads(d_y), _heads(out), add, d_weight)
+    return out
+
+
+def rotary_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, backward: bool = False) -> torch.Tensor:
+    """Turns every head of x by the angles of its token, or with `backward` a gradient back; in place.
+
+    Args:
+        x: [C, H, K], K even, last dimension contiguous. **Destroyed**, and returned.
+        cos, sin: [C, K], last dimension contiguous; any of the three dtypes.
+
+    Moves 2 * C * H * K elements, allocates nothing on a GPU (the eager twin: some blocks of rows of 1 MiB).
+    """
+    if not isinstance(x, FakeTensor):
+        backend: ModuleType = triton_rotary if triton_serves(x) else eager
+        with torch.cuda.device_of(x):
+            backend.rotary_(x, cos, sin, backward)
+    return x
+
+
+def _heads(x: torch.Tensor) -> torch.Tensor:
+    return x if x.dim() == 3 else x.unsqueeze(1)

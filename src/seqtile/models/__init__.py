@@ -5,7 +5,8 @@ from collections.abc import Callable
 from torch import nn
 
 from seqtile.models.arch import ARCHS, Arch, find_arch
-from seqtile.models.patch import apply, model_type_of, restore, unwrapped
+from seqtile.models.layer import HeadGroups
+from seqtile.models.patch import Wanted, apply, model_type_of, restore, unwrapped
 from seqtile.models.status import status
 
 __all__ = [
@@ -16,25 +17,39 @@ __all__ = [
 ]
 
 
-def apply_seqtile(model: nn.Module, *, mlp: bool = True, loss: bool = True, chunk_tokens: int | None = None) -> None:
+def apply_seqtile(
+    model: nn.Module,
+    *,
+    mlp: bool = True,
+    loss: bool = True,
+    layer: bool = False,
+    head_groups: HeadGroups = None,
+    chunk_tokens: int | None = None,
+) -> None:
     """Tiles one model, whatever its architecture: looked up from `model.config.model_type`.
 
     See `apply_seqtile_to_llama` for the arguments. ValueError for a model type that is not supported.
     """
     model = unwrapped(model)
-    apply(find_arch(model_type_of(model)), model, mlp=mlp, loss=loss, chunk_tokens=chunk_tokens)
+    apply(find_arch(model_type_of(model)), model, Wanted(mlp, loss, layer, head_groups, chunk_tokens))
 
 
 def _entry(arch: Arch) -> Callable[..., None]:
     def apply_to(
-        model: nn.Module | None = None, *, mlp: bool = True, loss: bool = True, chunk_tokens: int | None = None
+        model: nn.Module | None = None,
+        *,
+        mlp: bool = True,
+        loss: bool = True,
+        layer: bool = False,
+        head_groups: HeadGroups = None,
+        chunk_tokens: int | None = None,
     ) -> None:
         model = unwrapped(model)
         if model is not None and model_type_of(model) != arch.model_type:
             raise ValueError(
                 f"expected a {arch.model_type} model, got {model_type_of(model)!r}; use seqtile.apply_seqtile(model)"
             )
-        apply(arch, model, mlp=mlp, loss=loss, chunk_tokens=chunk_tokens)
+        apply(arch, model, Wanted(mlp, loss, layer, head_groups, chunk_tokens))
 
     apply_to.__name__ = apply_to.__qualname__ = f"apply_seqtile_to_{arch.model_type}"
     apply_to.__doc__ = f"""Tiles {arch.prefix} models: the loss and the MLP in memory that does not grow with length.
@@ -44,6 +59,11 @@ def _entry(arch: Arch) -> Callable[..., None]:
             {arch.causal_lm_name} built from then on.
         mlp: tile the MLPs.
         loss: tile lm_head and loss: in training, with labels, no logits are computed and none are returned.
+        layer: tile everything else of a layer too, but attention itself, and keep of a layer its input, queries, keys,
+            values, and what attention returned; the norm behind the last layer as well.
+        head_groups: then compute attention for so many groups of kv heads one after the other, so that queries, keys
+            and values exist for one group at a time, and are not kept; "auto": as many as divide the kv heads, up to
+            8. An attention that keeps other large tensors is refused, or, given a number, computed once more.
         chunk_tokens: tokens a tile; None for the rule of `seqtile.ops.tiles`.
 
     Applying twice changes nothing. Apply after Liger, whose RMSNorm and RoPE stay. `seqtile.restore` undoes it,

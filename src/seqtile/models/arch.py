@@ -23,6 +23,13 @@ class Arch:
     mlps: tuple[str, ...] = ("MLP",)
     """What follows the prefix in the names of the classes whose forwards are tiled as MLPs."""
 
+    layer: bool = False
+    """Whether its layers have Llama's shape, norm, attention, norm, MLP one after the other, and can be tiled whole."""
+    windows: bool = False
+    """Whether its layers tell attention of a sliding window."""
+    residual_scale: str | None = None
+    """Its layers' name for what is multiplied to what attention and MLP add."""
+
     @property
     def modeling(self) -> ModuleType:
         name = self.module or self.model_type
@@ -35,6 +42,14 @@ class Arch:
     @property
     def mlp_names(self) -> tuple[str, ...]:
         return tuple(f"{self.prefix}{name}" for name in self.mlps)
+
+    @property
+    def layer_class(self) -> type:
+        return getattr(self.modeling, f"{self.prefix}DecoderLayer")
+
+    @property
+    def norm_name(self) -> str:
+        return f"{self.prefix}RMSNorm"
 
     @property
     def routed(self) -> bool:
@@ -53,16 +68,16 @@ ARCHS = {
         Arch("gemma2", "Gemma2", softcap="final_logit_softcapping"),
         Arch("gemma3_text", "Gemma3", module="gemma3", softcap="final_logit_softcapping"),
         Arch("glm4", "Glm4"),
-        Arch("granite", "Granite", logit_divisor="logits_scaling"),
-        Arch("llama", "Llama"),
-        Arch("mistral", "Mistral"),
+        Arch("granite", "Granite", logit_divisor="logits_scaling", layer=True, residual_scale="residual_multiplier"),
+        Arch("llama", "Llama", layer=True),
+        Arch("mistral", "Mistral", layer=True, windows=True),
         Arch("mixtral", "Mixtral", mlps=("Experts",)),
         Arch("olmo2", "Olmo2"),
         Arch("phi3", "Phi3"),
-        Arch("qwen2", "Qwen2"),
-        Arch("qwen3", "Qwen3"),
+        Arch("qwen2", "Qwen2", layer=True, windows=True),
+        Arch("qwen3", "Qwen3", layer=True, windows=True),
         Arch("qwen3_moe", "Qwen3Moe", mlps=("MLP", "Experts")),
-        Arch("smollm3", "SmolLM3"),
+        Arch("smollm3", "SmolLM3", layer=True, windows=True),
     )
 }
 

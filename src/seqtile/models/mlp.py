@@ -10,6 +10,7 @@ from seqtile.models.experts import are_experts
 from seqtile.models.projections import check_not_zero3, has_hooks, read_projection, unreadable
 from seqtile.models.stand_in import stand_in_for
 from seqtile.ops.gated_mlp import gated_mlp
+from seqtile.ops.projection import LowRank
 from seqtile.ops.tiled import tiled
 
 _ACTIVATIONS = {  # class or config name -> gated_mlp's
@@ -38,24 +39,34 @@ def tiled_mlp_forward(original: Callable, chunk_tokens: int | None) -> Callable:
             check_not_zero3(self, reason)
             params = [parameter for parameter in self.parameters() if parameter.requires_grad]
             return tiled(partial(original, self), x, params=params, chunk_tokens=chunk_tokens)
-        gate, *up, down = (read_projection(name, getattr(self, name)) for name in _projections(self))
-        up_weight, up_bias, up_lora = up[0] if up else (None, None, None)
+        gate, up, down = read_mlp(self)
         return gated_mlp(
             x,
             gate[0],
-            up_weight,
+            up[0],
             down[0],
             gate_bias=gate[1],
-            up_bias=up_bias,
+            up_bias=up[1],
             down_bias=down[1],
             gate_lora=gate[2],
-            up_lora=up_lora,
+            up_lora=up[2],
             down_lora=down[2],
-            activation=_ACTIVATIONS[_activation_name(self)],
+            activation=activation_of(self),
             chunk_tokens=chunk_tokens,
         )
 
     return forward
+
+
+def read_mlp(mlp: nn.Module) -> list[tuple[torch.Tensor | None, torch.Tensor | None, LowRank | None]]:
+    """Weight, bias and adapter of gate, up and down; up has none of them where gate holds it."""
+    gate, *up, down = (read_projection(name, getattr(mlp, name)) for name in _projections(mlp))
+    return [gate, *(up or [(None, None, None)]), down]
+
+
+def activation_of(mlp: nn.Module) -> str:
+    """As `gated_mlp` calls it."""
+    return _ACTIVATIONS[_activation_name(mlp)]
 
 
 def why_generic(mlp: nn.Module) -> str | None:

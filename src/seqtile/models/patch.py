@@ -7,7 +7,7 @@ class, which after Liger is one class shared by many architectures, is swapped f
 import warnings
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -15,9 +15,25 @@ from transformers import PreTrainedModel
 from seqtile.models.arch import ARCHS, Arch, find_arch
 from seqtile.models.causal_lm import check_loss, tiled_loss_forward
 from seqtile.models.experts import are_experts, tiled_experts_forward, tiled_part_of
+from seqtile.models.layer import HeadGroups, check_layer, groups_of, tiled_layer_forward
 from seqtile.models.mlp import check_mlp, tiled_mlp_forward
+from seqtile.models.norm import check_norm, tiled_norm_forward
 from seqtile.models.placement import Wrap, check_place, check_unplace, place, placement_at, unplace
 from seqtile.ops.tiles import resolve_chunk_tokens
+
+
+class Wanted(NamedTuple):
+    """What is to be applied, as `apply_seqtile_to_llama` is asked for it."""
+
+    mlp: bool = True
+    loss: bool = True
+    layer: bool = False
+    head_groups: HeadGroups = None
+    chunk_tokens: int | None = None
+
+    @property
+    def parts(self) -> frozenset[str]:
+        return frozenset(name for name in ("mlp", "loss", "layer") if getattr(self, name))
 
 
 @dataclass
@@ -25,72 +41,121 @@ class ClassPatch:
     """What was applied to the classes of one architecture."""
 
     parts: set[str] = field(default_factory=set)
-    mlps: list[type] = field(default_factory=list)
-    """The subclasses that stood in for the MLP class: more than one if another library replaced the first."""
+    swapped: list[type] = field(default_factory=list)
+    """The subclasses that stood in for MLP and norm: more than one of each if another library replaced the first."""
 
 
 _CLASSES: dict[str, ClassPatch] = {}  # the one registry: model_type -> what was applied to its classes
 _PARTS = "_seqtile_parts"  # on a model: the parts that were applied to it
 
 
-def apply(arch: Arch, model: nn.Module | None, *, mlp: bool, loss: bool, chunk_tokens: int | None) -> None:
+class Place(NamedTuple):
+    """A tiled forward and where it goes."""
+
+    owner: Any
+    wrap: Wrap
+    head_groups: HeadGroups = None
+
+
+def apply(arch: Arch, model: nn.Module | None, wanted: Wanted) -> None:
     """See `apply_seqtile_to_llama`. Everything is checked before anything is changed."""
-    resolve_chunk_tokens(chunk_tokens, 1)
-    if not (mlp or loss):
-        raise ValueError("mlp=False and loss=False leave nothing to tile; use seqtile.restore to take seqtile off")
+    resolve_chunk_tokens(wanted.chunk_tokens, 1)
+    check_wanted(arch, wanted)
     if model is None:
-        apply_to_classes(arch, mlp=mlp, loss=loss, chunk_tokens=chunk_tokens)
+        apply_to_classes(arch, wanted)
     else:
-        apply_to_model(arch, model, mlp=mlp, loss=loss, chunk_tokens=chunk_tokens)
+        apply_to_model(arch, model, wanted)
 
 
-def apply_to_classes(arch: Arch, *, mlp: bool, loss: bool, chunk_tokens: int | None) -> None:
-    mlps = {name: getattr(arch.modeling, name) for name in arch.mlp_names if mlp}
-    for owner in [arch.causal_lm] * loss + list(mlps.values()):
-        check_place(owner, chunk_tokens)
+def check_wanted(arch: Arch, wanted: Wanted) -> None:
+    groups = wanted.head_groups
+    if not wanted.parts:
+        raise ValueError("mlp=False and loss=False leave nothing to tile; use seqtile.restore to take seqtile off")
+    if groups is not None and groups != "auto" and (isinstance(groups, bool) or not isinstance(groups, int)):
+        raise TypeError(f'head_groups: expected an int, "auto" or None, got {groups!r}')
+    if isinstance(groups, int) and groups < 1:
+        raise ValueError(f"head_groups: expected at least 1 group, got {groups}")
+    if groups is not None and not wanted.layer:
+        raise ValueError("head_groups: expected None, since layer=False leaves attention as it is; pass layer=True too")
+    if wanted.layer and not wanted.mlp:
+        raise ValueError("mlp=False: expected True, since layer=True tiles the MLP with the layer that it is in")
+    if wanted.layer and not arch.layer:
+        known = ", ".join(name for name, other in ARCHS.items() if other.layer)
+        raise ValueError(
+            f"layer=True: the layers of {arch.model_type} are not of Llama's shape; expected one of {known}; apply "
+            "with layer=False"
+        )
+
+
+def apply_to_classes(arch: Arch, wanted: Wanted) -> None:
+    named = dict.fromkeys(arch.mlp_names, tiled_mlp_forward) if wanted.mlp else {}
+    named |= {name: tiled_experts_forward for name in named if name.endswith("Experts")}
+    if wanted.layer:
+        named[arch.norm_name] = tiled_norm_forward
+    places = [Place(arch.causal_lm, partial(tiled_loss_forward, arch))] * wanted.loss
+    if wanted.layer:
+        wrap = partial(tiled_layer_forward, arch, head_groups=wanted.head_groups)
+        places.append(Place(arch.layer_class, wrap, wanted.head_groups))
+    for owner, _, head_groups in [
+        *places,
+        *(Place(getattr(arch.modeling, name), wrap) for name, wrap in named.items()),
+    ]:
+        check_place(owner, wanted.chunk_tokens, head_groups)
     patch = _CLASSES.setdefault(arch.model_type, ClassPatch())
-    if loss:
-        place(arch.causal_lm, partial(tiled_loss_forward, arch), chunk_tokens)
-        patch.parts.add("loss")
-    for name, current in mlps.items():
-        if current not in patch.mlps:
+    for name, wrap in named.items():
+        current = getattr(arch.modeling, name)
+        if current not in patch.swapped:
             current = subclass_of(current, arch, name)
-            patch.mlps.append(current)
+            patch.swapped.append(current)
             setattr(arch.modeling, name, current)
-        place(current, tiled_experts_forward if name.endswith("Experts") else tiled_mlp_forward, chunk_tokens)
-        patch.parts.add("mlp")
+        places.append(Place(current, wrap))
+    for owner, wrap, head_groups in places:
+        place(owner, wrap, wanted.chunk_tokens, head_groups)
+    patch.parts |= wanted.parts
 
 
 def subclass_of(base: type, arch: Arch, name: str) -> type:
-    """A subclass of the MLP class `base`, to be found (by pickle, too) where `base` was, under `name`."""
+    """A subclass of the MLP or norm class `base`, to be found (by pickle, too) where `base` was, under `name`."""
     return type(base.__name__, (base,), {"__module__": arch.modeling.__name__, "__qualname__": name})
 
 
-def apply_to_model(arch: Arch, model: nn.Module, *, mlp: bool, loss: bool, chunk_tokens: int | None) -> None:
-    places: list[tuple[nn.Module, Wrap]] = []
-    if loss:
+def apply_to_model(arch: Arch, model: nn.Module, wanted: Wanted) -> None:
+    places: list[Place] = []
+    if wanted.loss:
         if not isinstance(model, arch.causal_lm):
             raise ValueError(
                 f"expected a {arch.causal_lm_name}, got a {type(model).__name__}; pass the causal LM itself, not a "
                 "wrapper around it, or apply with loss=False"
             )
         check_loss(model)
-        places.append((model, partial(tiled_loss_forward, arch)))
-    if mlp:
+        places.append(Place(model, partial(tiled_loss_forward, arch)))
+    if wanted.mlp:
         for module in mlps_of(model):
             check_mlp(module)
-            places.append((module, tiled_experts_forward if are_experts(module) else tiled_mlp_forward))
-    for owner, _ in places:
-        check_place(owner, chunk_tokens)
-    for owner, wrap in places:
-        place(owner, wrap, chunk_tokens)
-    parts = {name for name, wanted in (("loss", loss), ("mlp", mlp)) if wanted}
-    setattr(model, _PARTS, getattr(model, _PARTS, frozenset()) | parts)
+            places.append(Place(module, tiled_experts_forward if are_experts(module) else tiled_mlp_forward))
+    if wanted.layer:
+        wrap = partial(tiled_layer_forward, arch, head_groups=wanted.head_groups)
+        for layer in model.base_model.layers:
+            check_layer(arch, layer)
+            groups_of(layer.self_attn, wanted.head_groups)
+            places.append(Place(layer, wrap, wanted.head_groups))
+        check_norm(model.base_model.norm)
+        places.append(Place(model.base_model.norm, tiled_norm_forward))
+    for owner, _, head_groups in places:
+        check_place(owner, wanted.chunk_tokens, head_groups)
+    for owner, wrap, head_groups in places:
+        place(owner, wrap, wanted.chunk_tokens, head_groups)
+    setattr(model, _PARTS, getattr(model, _PARTS, frozenset()) | wanted.parts)
 
 
 def mlps_of(model: nn.Module) -> list[nn.Module]:
     """Every module that is tiled as an MLP: a layer's MLP, or the experts of a mixture."""
     return [tiled_part_of(layer.mlp) for layer in model.base_model.layers]
+
+
+def places_of(model: nn.Module) -> list[nn.Module]:
+    """Every module whose forward may be tiled."""
+    return [model, *mlps_of(model), *model.base_model.layers, model.base_model.norm]
 
 
 def restore(target: nn.Module | str | None = None) -> None:
@@ -109,17 +174,17 @@ def restore(target: nn.Module | str | None = None) -> None:
         arch = find_arch(target)
         if (patch := _CLASSES.get(target)) is None:
             return
-        _unplace_all([arch.causal_lm, *patch.mlps])
-        for name in arch.mlp_names:
-            if (current := getattr(arch.modeling, name)) in patch.mlps:
+        _unplace_all([arch.causal_lm, *([arch.layer_class] if arch.layer else []), *patch.swapped])
+        for name in (*arch.mlp_names, arch.norm_name):
+            if (current := getattr(arch.modeling, name, None)) in patch.swapped:
                 setattr(arch.modeling, name, current.__base__)
         del _CLASSES[target]
     else:
         model = unwrapped(target)
         find_arch(model_type_of(model))
-        _unplace_all([model, *mlps_of(model)])
+        _unplace_all(places_of(model))
         vars(model).pop(_PARTS, None)
-        if any(placement_at(module) for module in (model, *mlps_of(model))):
+        if any(placement_at(module) for module in places_of(model)):
             warnings.warn(
                 "this model stays tiled by its classes: "
                 f"seqtile.restore({model.config.model_type!r}) takes seqtile off these",

@@ -30,6 +30,11 @@ class Placement:
     before: Callable | None
     """What stood in the owner's own namespace; None if nothing did."""
     chunk_tokens: int | None
+    head_groups: int | str | None = None
+    """Of a layer."""
+
+    def is_of(self, chunk_tokens: int | None, head_groups: int | str | None) -> bool:
+        return (self.chunk_tokens, self.head_groups) == (chunk_tokens, head_groups)
 
 
 def placement_at(owner: Owner, forward: Callable | None = None) -> Placement | None:
@@ -80,7 +85,7 @@ def current_forward(owner: Owner) -> Any:
     return own_forward(owner) or type(owner).forward
 
 
-def check_place(owner: Owner, chunk_tokens: int | None) -> None:
+def check_place(owner: Owner, chunk_tokens: int | None, head_groups: int | str | None = None) -> None:
     """Raises ValueError if a tiled forward at `owner` would skip what stands there, or could not be put back."""
     forward, placement = current_forward(owner), placement_at(owner)
     if placement is None and isinstance(owner, nn.Module) and isinstance(vars(owner).get("forward"), FunctionType):
@@ -94,27 +99,27 @@ def check_place(owner: Owner, chunk_tokens: int | None) -> None:
             f"the forward of {name_of(owner)} is {kind}, expected Hugging Face's or Liger's: a tiled forward would "
             "skip what this one does; apply seqtile before it is put there, or to the classes"
         )
-    if placement is not None and placement.forward is not forward and placement.chunk_tokens != chunk_tokens:
+    if placement is not None and placement.forward is not forward and not placement.is_of(chunk_tokens, head_groups):
         raise ValueError(
             f"seqtile's forward of {name_of(owner)} is wrapped by another library's; take that off before applying "
-            "seqtile with another chunk_tokens"
+            "seqtile with other chunk_tokens or head_groups"
         )
 
 
-def place(owner: Owner, wrap: Wrap, chunk_tokens: int | None) -> None:
+def place(owner: Owner, wrap: Wrap, chunk_tokens: int | None, head_groups: int | str | None = None) -> None:
     """Makes `wrap`'s tiled forward the forward of `owner`, unless the same one is there already.
 
     The same one of its class does not count: what was applied to a model stays when the classes are restored.
     """
     current, before = current_forward(owner), own_forward(owner)
     there = placement_at(owner)
-    if there is not None and there.chunk_tokens == chunk_tokens and before is not None:
+    if there is not None and there.is_of(chunk_tokens, head_groups) and before is not None:
         return
     original = current if there is None else there.original
     if there is not None and before is there.forward:
         before = there.before  # a tiled forward with other options gives way to this one
     forward = wrap(original, chunk_tokens)
-    forward.seqtile_placement = Placement(forward, original, before, chunk_tokens)
+    forward.seqtile_placement = Placement(forward, original, before, chunk_tokens, head_groups)
     _put(owner, forward)
 
 

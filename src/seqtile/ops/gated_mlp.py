@@ -6,15 +6,13 @@ Source: Arctic Long Sequence Training, 3.1.1; Mini-Sequence Transformer, algorit
 forward is spared in a checkpoint's replay.
 """
 
-from collections.abc import Sequence
-
 import torch
 import torch.nn.functional as F
 from torch.autograd.graph import Node
 
-from seqtile.kernels.launch import gated_activation_, gated_activation_backward_
 from seqtile.ops.checks import autocast_dtype, check_first_derivative
 from seqtile.ops.mlp_checks import check_gated_mlp
+from seqtile.ops.mlp_tile import MLPTile
 from seqtile.ops.projection import LowRank, Projection, ProjectionGrad
 from seqtile.ops.saver import save_input
 from seqtile.ops.tiles import resolve_chunk_tokens, tiles
@@ -122,10 +120,9 @@ class GatedMLPFunction(torch.autograd.Function):
             ctx.save_for_backward(x, *tensors)
         *into, down = (projection.to(x.dtype) for projection in projections)
         y = torch.empty_like(x)
-        buffer = x.new_empty(min(x.shape[0], chunk_tokens), 2 * down.weight.shape[1])
+        mlp = MLPTile(x, min(x.shape[0], chunk_tokens), into, down, activation)
         for tile in tiles(x.shape[0], chunk_tokens):
-            gate, up = _gate_and_up(x[tile], into, buffer[: tile.stop - tile.start])
-            down.forward(gated_activation_(gate, up, activation), out=y[tile])
+            mlp.forward(x[tile], out=y[tile])
         return y
 
     @staticmethod
@@ -140,28 +137,7 @@ class GatedMLPFunction(torch.autograd.Function):
         ]
         *into, down = (original.to(x.dtype) for original in originals)
         d_x = torch.empty_like(x) if needs_x else None
-        width, rows = down.weight.shape[1], min(x.shape[0], ctx.chunk_tokens)
-        buffer, product_buffer = x.new_empty(rows, 2 * width), x.new_empty(rows, width)
+        mlp = MLPTile(x, min(x.shape[0], ctx.chunk_tokens), into, down, ctx.activation)
         for tile in tiles(x.shape[0], ctx.chunk_tokens):
-            both, product = buffer[: tile.stop - tile.start], product_buffer[: tile.stop - tile.start]
-            gate, up = _gate_and_up(x[tile], into, both)
-            down.backward(d_y[tile], out=product)
-            gated_activation_backward_(gate, up, product, ctx.activation)
-            down_grad.add(d_y[tile], product)
-            d_into = (both,) if len(into) == 1 else (gate, up)  # the kernel left d_gate and d_up there
-            for i, (projection, grad, d_out) in enumerate(zip(into, into_grads, d_into, strict=True)):
-                grad.add(d_out, x[tile])
-                if d_x is not None:
-                    projection.backward(d_out, out=d_x[tile], add=i > 0)
+            mlp.backward(x[tile], d_y[tile], into_grads, down_grad, None if d_x is None else d_x[tile])
         return d_x, None, None, None, None, *(result for grad in grads for result in grad.results())
-
-
-def _gate_and_up(x: torch.Tensor, into: Sequence[Projection], both: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Writes gate and up of a tile side by side into `both` [C, 2M], and returns its halves."""
-    gate, up = both.chunk(2, dim=1)
-    if len(into) == 1:
-        into[0].forward(x, out=both)
-    else:
-        into[0].forward(x, out=gate)
-        into[1].forward(x, out=up)
-    return gate, up

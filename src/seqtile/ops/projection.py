@@ -40,6 +40,19 @@ class Projection(NamedTuple):
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         return self[:4]
 
+    def rows(self, rows: slice) -> "Projection":
+        """What makes some of the outputs."""
+        weight, bias, a, b = self.tensors
+        return Projection(
+            weight[rows], None if bias is None else bias[rows], a, None if b is None else b[rows], self.scale
+        )
+
+    def columns(self, columns: slice) -> "Projection":
+        """What some of the inputs contribute; the bias is no part of that."""
+        return Projection(
+            self.weight[:, columns], None, None if self.a is None else self.a[:, columns], self.b, self.scale
+        )
+
     def with_tensors(self, tensors: Sequence[torch.Tensor | None]) -> "Projection":
         return Projection(*tensors, self.scale)
 
@@ -103,6 +116,11 @@ class ProjectionGrad:
             a.add(torch.mm(d_y, self._operands.b).mul_(self._operands.scale), x)
         if b is not None:
             b.add(d_y, torch.mm(x, self._operands.a.t()).mul_(self._operands.scale))
+
+    @property
+    def totals(self) -> list[torch.Tensor | None]:
+        """What was added so far, in float32."""
+        return [None if grad is None else grad.total.view(grad._shape) for grad in self._grads]
 
     def results(self) -> Iterator[torch.Tensor | None]:
         for grad in self._grads:

@@ -10,6 +10,9 @@ MLP under checkpointing then costs what an untiled one costs.
 Nothing is detected and nothing is skipped by a flag: where the replay does go on, everything is still right.
 """
 
+from collections.abc import Sequence
+from typing import NamedTuple
+
 import torch
 from torch.autograd.graph import Node
 
@@ -34,3 +37,26 @@ def save_input(x: torch.Tensor, *also: torch.Tensor) -> tuple[torch.Tensor, Node
     """
     saved = SaveInputFunction.apply(x, also)
     return saved, saved.grad_fn
+
+
+class Saved(NamedTuple):
+    """Tensors that a node saves."""
+
+    node: Node
+    first: int
+
+    @property
+    def tensors(self) -> tuple[torch.Tensor | None, ...]:
+        """In the order in which they were given."""
+        foremost, *others = self.node.saved_tensors
+        return (*others[: self.first], foremost, *others[self.first :])
+
+
+def save_inputs(tensors: Sequence[torch.Tensor | None]) -> tuple[list[torch.Tensor | None], Saved | None]:
+    """Saves the tensors, now, by the first of them that requires a gradient. Returns them, that one as a view, and
+    where they are saved; None if none requires a gradient, or none is wanted."""
+    first = next((i for i, tensor in enumerate(tensors) if tensor is not None and tensor.requires_grad), None)
+    if first is None or not torch.is_grad_enabled():
+        return list(tensors), None
+    view, node = save_input(tensors[first], *tensors[:first], *tensors[first + 1 :])
+    return [*tensors[:first], view, *tensors[first + 1 :]], Saved(node, first)

@@ -57,6 +57,17 @@ class WeightGrad:
         total.copy_(gradient) if self._empty else total.add_(gradient)
         self._empty = False
 
+    def begun(self) -> torch.Tensor:
+        """The sum so far, of the parameter's shape, to be added to."""
+        if self._empty:
+            self.total.zero_()
+            self._empty = False
+        return self.total.view(self._shape)
+
+    def add_rows(self, rows: slice, gradient: torch.Tensor) -> None:
+        """Adds a gradient of some of the parameter's rows."""
+        self.begun()[rows].add_(gradient)
+
     def _add_in_float32(self, left: torch.Tensor, right: torch.Tensor, beta: int) -> None:
         block_rows, block_columns = left.shape if left.is_cuda else _CPU_BLOCK
         for row in range(0, left.shape[0], block_rows):

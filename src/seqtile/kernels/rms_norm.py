@@ -1,0 +1,144 @@
+"""RMSNorm and its backward in Triton: x / rms(x) * weight, float32 inside.
+
+Rows of heads, [C, H, K], are normed as rows of K, where they lie. Source: Zhang & Sennrich, arXiv:1910.07467.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+ELEMENTS = 4096  # of a block, unless a row has more
+PROGRAMS = 256  # that share a backward, each with a sum of weight gradients of its own: two for a multiprocessor
+
+
+@triton.jit
+def _rms_norm_kernel(
+    x_ptr,
+    weight_ptr,
+    out_ptr,
+    x_stride,
+    x_head_stride,
+    out_stride,
+    out_head_stride,
+    rows,
+    heads,
+    width,
+    eps,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    columns = tl.arange(0, WIDTH)
+    mask = (row < rows)[:, None] & (columns < width)[None, :]
+    token, head = row // heads, row % heads
+    x = tl.load(x_ptr + (token * x_stride + head * x_head_stride)[:, None] + columns[None, :], mask=mask, other=0.0)
+    x = x.to(tl.float32)
+    weight = tl.load(weight_ptr + columns, mask=columns < width, other=0.0).to(tl.float32)
+    normed = x * tl.rsqrt(tl.sum(x * x, 1) / width + eps)[:, None]
+    out_ptrs = out_ptr + (token * out_stride + head * out_head_stride)[:, None] + columns[None, :]
+    tl.store(out_ptrs, (normed * weight[None, :]).to(out_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _rms_norm_backward_kernel(
+    x_ptr,
+    weight_ptr,
+    d_y_ptr,
+    add_ptr,
+    out_ptr,
+    d_weight_ptr,
+    x_stride,
+    x_head_stride,
+    d_y_stride,
+    d_y_head_stride,
+    add_stride,
+    out_stride,
+    out_head_stride,
+    rows,
+    heads,
+    width,
+    eps,
+    ADD: tl.constexpr,
+    OF_WEIGHT: tl.constexpr,
+    ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+):
+    columns = tl.arange(0, WIDTH)
+    inside = columns < width
+    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+    d_weight = tl.zeros([WIDTH], tl.float32)
+    for start in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
+        row = (start + tl.arange(0, ROWS)).to(tl.int64)
+        mask = (row < rows)[:, None] & inside[None, :]
+        token, head = row // heads, row % heads
+        x_ptrs = x_ptr + (token * x_stride + head * x_head_stride)[:, None] + columns[None, :]
+        d_y_ptrs = d_y_ptr + (token * d_y_stride + head * d_y_head_stride)[:, None] + columns[None, :]
+        x = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
+        d_y = tl.load(d_y_ptrs, mask=mask, other=0.0).to(tl.float32)
+        scale = tl.rsqrt(tl.sum(x * x, 1) / width + eps)[:, None]
+        normed = x * scale
+        if OF_WEIGHT:
+            d_weight += tl.sum(d_y * normed, 0)
+        d_normed = d_y * weight[None, :]
+        d_x = scale * (d_normed - normed * (tl.sum(d_normed * normed, 1) / width)[:, None])
+        if ADD:
+            d_x += tl.load(add_ptr + (row * add_stride)[:, None] + columns[None, :], mask=mask, other=0.0).to(
+                tl.float32
+            )
+        out_ptrs = out_ptr + (token * out_stride + head * out_head_stride)[:, None] + columns[None, :]
+        tl.store(out_ptrs, d_x.to(out_ptr.dtype.element_ty), mask=mask)
+    if OF_WEIGHT:
+        tl.store(d_weight_ptr + tl.program_id(0) * width + columns, d_weight, mask=inside)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> torch.Tensor:
+    """See `launch.rms_norm`."""
+    rows, heads, width = x.shape
+    block = _block(width)
+    _rms_norm_kernel[(triton.cdiv(rows * heads, block["ROWS"]),)](
+        x, weight, out, *x.stride()[:2], *out.stride()[:2], rows * heads, heads, width, eps, **block
+    )
+    return out
+
+
+def rms_norm_backward(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    eps: float,
+    d_y: torch.Tensor,
+    out: torch.Tensor,
+    add: torch.Tensor | None,
+    d_weight: torch.Tensor | None,
+) -> torch.Tensor:
+    """See `launch.rms_norm_backward`."""
+    tokens, heads, width = x.shape
+    block, rows = _block(width), tokens * heads
+    programs = min(PROGRAMS, triton.cdiv(rows, block["ROWS"]))
+    sums = None if d_weight is None else x.new_empty(programs, width, dtype=torch.float32)
+    _rms_norm_backward_kernel[(programs,)](
+        x,
+        weight,
+        d_y,
+        add,
+        out,
+        sums,
+        *x.stride()[:2],
+        *d_y.stride()[:2],
+        0 if add is None else add.stride(0),
+        *out.stride()[:2],
+        rows,
+        heads,
+        width,
+        eps,
+        ADD=add is not None,
+        OF_WEIGHT=sums is not None,
+        **block,
+    )
+    if sums is not None:
+        d_weight.add_(sums.sum(0))
+    return out
+
+
+def _block(width: int) -> dict[str, int]:
+    columns = triton.next_power_of_2(width)
+    return {"ROWS": max(1, ELEMENTS // columns), "WIDTH": columns, "num_warps": 8 if columns <= 8192 else 16}

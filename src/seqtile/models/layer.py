@@ -1,0 +1,159 @@
+"""The tiled forward of a decoder layer of Llama's shape: norm, attention, norm, gated MLP, one after the other."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from seqtile.models.arch import Arch
+from seqtile.models.mlp import activation_of, read_mlp, why_generic
+from seqtile.models.norm import read_norm, why_no_norm
+from seqtile.models.projections import has_hooks, read_projection, unreadable
+from seqtile.models.stand_in import stand_in_for
+from seqtile.ops.layer import decoder_layer
+from seqtile.ops.layer_parts import LayerWeights
+from seqtile.ops.projection import Projection
+from seqtile.ops.tiles import resolve_chunk_tokens
+
+HeadGroups = int | str | None
+AUTO = 8  # groups at most: what exists of one group only is an eighth then, and its products are wide still
+
+
+def tiled_layer_forward(arch: Arch, original: Callable, chunk_tokens: int | None, head_groups: HeadGroups) -> Callable:
+    """A tiled forward in place of `original`, a decoder layer's forward (a plain function).
+
+    `original` itself where the sequence fits in a tile, and where attentions are asked for. With a cache, which holds
+    all keys and values, heads are not computed in groups.
+    """
+
+    @stand_in_for(original)
+    def forward(
+        self,
+        hidden_states,
+        attention_mask=None,
+        position_ids=None,
+        past_key_values=None,
+        use_cache=False,
+        position_embeddings=None,
+        **kwargs,
+    ):
+        kwargs = {"position_ids": position_ids, "use_cache": use_cache, **kwargs}
+        tokens = hidden_states.shape[:-1].numel()
+        fits = tokens <= resolve_chunk_tokens(chunk_tokens, hidden_states.shape[-1])
+        sharded = hasattr(self.mlp.down_proj, "weight") and hasattr(self.mlp.down_proj.weight, "ds_id")
+        if (fits and not sharded) or kwargs.get("output_attentions"):
+            return original(
+                self,
+                hidden_states,
+                attention_mask=attention_mask,
+                past_key_values=past_key_values,
+                position_embeddings=position_embeddings,
+                **kwargs,
+            )
+        check_layer(arch, self)
+        attend, given = _attention(arch, self.self_attn, attention_mask, past_key_values, kwargs)
+        grouped = None if past_key_values is not None else head_groups
+        return decoder_layer(
+            hidden_states,
+            _weights_of(self),
+            position_embeddings if getattr(self.self_attn, "use_rope", True) else None,
+            attend,
+            head_dim=self.self_attn.head_dim,
+            head_groups=groups_of(self.self_attn, grouped),
+            may_repeat=grouped != "auto",
+            given=given,
+            activation=activation_of(self.mlp),
+            scale=getattr(self, arch.residual_scale) if arch.residual_scale else 1.0,
+            chunk_tokens=chunk_tokens,
+        )
+
+    return forward
+
+
+def _weights_of(layer: nn.Module) -> LayerWeights:
+    """In the order in which an untiled layer uses them: under ZeRO-3 each reading is a collective."""
+
+    def read(module: nn.Module, name: str) -> Projection:
+        return Projection.of(*read_projection(name, getattr(module, name)))
+
+    attention = layer.self_attn
+    norm, q = read_norm(layer.input_layernorm), read(attention, "q_proj")
+    q_norm = read_norm(attention.q_norm) if hasattr(attention, "q_norm") else None
+    k = read(attention, "k_proj")
+    k_norm = read_norm(attention.k_norm) if hasattr(attention, "k_norm") else None
+    v, o = read(attention, "v_proj"), read(attention, "o_proj")
+    mlp_norm = read_norm(layer.post_attention_layernorm)
+    return LayerWeights(
+        norm, q, k, v, q_norm, k_norm, o, mlp_norm, *(Projection.of(*part) for part in read_mlp(layer.mlp))
+    )
+
+
+def _attention(
+    arch: Arch, attention: nn.Module, mask: Any, cache: Any, kwargs: dict[str, Any]
+) -> tuple[Callable[..., torch.Tensor], list[torch.Tensor]]:
+    """The attention that the model has, asked as Hugging Face's code asks it; and the tensors it is given besides."""
+    options = {"dropout": attention.attention_dropout if attention.training else 0.0, "scaling": attention.scaling}
+    if arch.windows:
+        options["sliding_window"] = getattr(
+            attention, "sliding_window", getattr(attention.config, "sliding_window", None)
+        )
+    eager = arch.modeling.eager_attention_forward
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        if cache is not None:
+            k, v = cache.update(k, v, attention.layer_idx)
+        function = ALL_ATTENTION_FUNCTIONS.get_interface(attention.config._attn_implementation, eager)
+        return function(attention, q, k, v, mask, **options, **kwargs)[0]
+
+    return attend, [tensor for tensor in (mask, *kwargs.values()) if isinstance(tensor, torch.Tensor)]
+
+
+def groups_of(attention: nn.Module, head_groups: HeadGroups) -> int | None:
+    """How many groups; "auto": as many as divide the kv heads, up to `AUTO`. ValueError if that cannot be."""
+    kv_heads = attention.config.num_key_value_heads
+    if head_groups == "auto":
+        return max(groups for groups in range(1, AUTO + 1) if kv_heads % groups == 0)
+    if head_groups is not None and kv_heads % head_groups:
+        raise ValueError(f"head_groups: expected a divisor of the {kv_heads} kv heads, got {head_groups}")
+    return head_groups
+
+
+def check_layer(arch: Arch, layer: nn.Module) -> None:
+    """Raises ValueError where a tiled layer would not compute what `layer` computes."""
+    if (reason := why_untiled(arch, layer)) is not None:
+        raise ValueError(f"a tiled layer reads its weights, and {reason}; apply with layer=False")
+
+
+def why_untiled(arch: Arch, layer: nn.Module) -> str | None:
+    """Why a layer cannot be tiled as a whole; None if it can."""
+    attention = layer.self_attn
+    if not isinstance(attention, getattr(arch.modeling, f"{arch.prefix}Attention")) or "forward" in vars(attention):
+        return "its attention is not Hugging Face's own"
+    if has_hooks(layer.mlp, _base_of(layer)) or _has_foreign_hooks(attention, _base_of(layer)):
+        return "its attention or its MLP has hooks"
+    norms = [(name, getattr(layer, name)) for name in ("input_layernorm", "post_attention_layernorm")]
+    norms += [(name, getattr(attention, name)) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
+    projections = [(name, getattr(attention, name)) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
+    reasons = [why_no_norm(*norm) for norm in norms] + [unreadable(*projection) for projection in projections]
+    return next((reason for reason in (*reasons, why_generic(layer.mlp)) if reason is not None), None)
+
+
+def _base_of(layer: nn.Module) -> nn.Module:
+    down = layer.mlp.down_proj
+    return getattr(down, "base_layer", down)
+
+
+def _has_foreign_hooks(attention: nn.Module, sharded: nn.Module) -> bool:
+    """Hooks but those by which Hugging Face records attentions, which do nothing unless these are asked for."""
+    own = [hook for hook in attention._forward_hooks.values() if "output_capturing" in getattr(hook, "__module__", "")]
+    return has_hooks(attention, sharded) and len(own) < sum(
+        len(hooks)
+        for hooks in (
+            attention._forward_hooks,
+            attention._forward_pre_hooks,
+            attention._backward_hooks,
+            attention._backward_pre_hooks,
+        )
+    )

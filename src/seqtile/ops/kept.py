@@ -1,0 +1,75 @@
+"""What an attention saves for its backward, taken apart: queries, keys and values are computed again, the rest is kept.
+
+Autograd shows a hook every tensor that it saves (`torch.autograd.graph.saved_tensors_hooks`). The tensors that lie in
+the storage that the attention was given are queries, keys and values, whatever their shape; for those the hook leaves
+where they lie. All others, such as the output and its log-sum-exp, are saved a second time by a node behind the
+attention, where a checkpoint around the layer sees them like any saved tensor.
+"""
+
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+LARGE = 4
+"""What is kept besides the output may have this fraction of its bytes: a log-sum-exp, the lengths of documents."""
+
+
+class Projected(NamedTuple):
+    """Where queries, keys or values lay in what was projected."""
+
+    projected: Callable[[], torch.Tensor]
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def tensor(self) -> torch.Tensor:
+        return self.projected().as_strided(self.size, self.stride, self.offset)
+
+
+class Rest(NamedTuple):
+    """Which of the other tensors it was."""
+
+    kept: Callable[[], Sequence[torch.Tensor]]
+    index: int
+
+    def tensor(self) -> torch.Tensor:
+        return self.kept()[self.index]
+
+
+def attend_and_keep(
+    attend: Callable[..., torch.Tensor],
+    qkv: Sequence[torch.Tensor],
+    projected: Callable[[], torch.Tensor],
+    kept: Callable[[], Sequence[torch.Tensor]],
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """attend(*qkv), and what it saved that does not lie in their storage.
+
+    In the backward `projected` is asked for a tensor like that storage, `kept` for what was returned here.
+    """
+    storage = qkv[0].untyped_storage()
+    rest: list[torch.Tensor] = []
+
+    def pack(tensor: torch.Tensor) -> Projected | Rest:
+        if tensor.untyped_storage() is storage and tensor.dtype == qkv[0].dtype:
+            return Projected(projected, tensor.shape, tensor.stride(), tensor.storage_offset())
+        rest.append(tensor.detach())
+        return Rest(kept, len(rest) - 1)
+
+    with saved_tensors_hooks(pack, lambda place: place.tensor()):
+        out = attend(*qkv)
+    return out, rest
+
+
+def too_large(out: torch.Tensor, rest: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> int:
+    """Bytes of what an attention saved besides its output and what it was `given`, if they are more than a fraction of
+    the output's; else 0."""
+    known = [tensor.untyped_storage() for tensor in (out, *given)]
+    others: list[torch.UntypedStorage] = []
+    for tensor in rest:
+        storage = tensor.untyped_storage()
+        if not any(storage is other for other in (*known, *others)):
+            others.append(storage)
+    size = sum(storage.nbytes() for storage in others)
+    return size if size > out.numel() * out.element_size() // LARGE else 0

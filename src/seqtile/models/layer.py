@@ -1,10 +1,12 @@
 """The tiled forward of a decoder layer of Llama's shape: norm, attention, norm, gated MLP, one after the other."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from seqtile.models.arch import Arch
@@ -18,18 +20,22 @@ from seqtile.ops.projection import Projection
 from seqtile.ops.tiles import resolve_chunk_tokens
 
 HeadGroups = int | str | None
+_FORWARD_CHECKPOINTS = "__init_subclass__" in vars(GradientCheckpointingLayer)  # since transformers 5.2x; else __call__
 AUTO = 8  # groups at most: what exists of one group only is an eighth then, and its products are wide still
 
 
-def tiled_layer_forward(arch: Arch, original: Callable, chunk_tokens: int | None, head_groups: HeadGroups) -> Callable:
-    """A tiled forward in place of `original`, a decoder layer's forward (a plain function).
+def tiled_layer_forward(
+    arch: Arch, original: Callable, chunk_tokens: int | None, head_groups: HeadGroups, on_model: bool
+) -> Callable:
+    """A tiled forward in place of `original`, a decoder layer's forward (a plain function); `on_model` says that it is
+    to stand on a layer rather than on its class.
 
     `original` itself where the sequence fits in a tile, and where attentions are asked for. With a cache, which holds
     all keys and values, heads are not computed in groups.
     """
+    inner = original.__wrapped__ if _FORWARD_CHECKPOINTS else original
 
-    @stand_in_for(original)
-    def forward(
+    def tiled(
         self,
         hidden_states,
         attention_mask=None,
@@ -42,16 +48,9 @@ def tiled_layer_forward(arch: Arch, original: Callable, chunk_tokens: int | None
         kwargs = {"position_ids": position_ids, "use_cache": use_cache, **kwargs}
         tokens = hidden_states.shape[:-1].numel()
         fits = tokens <= resolve_chunk_tokens(chunk_tokens, hidden_states.shape[-1])
-        sharded = hasattr(self.mlp.down_proj, "weight") and hasattr(self.mlp.down_proj.weight, "ds_id")
-        if (fits and not sharded) or kwargs.get("output_attentions"):
-            return original(
-                self,
-                hidden_states,
-                attention_mask=attention_mask,
-                past_key_values=past_key_values,
-                position_embeddings=position_embeddings,
-                **kwargs,
-            )
+        if (fits and not _is_zero3(self)) or kwargs.get("output_attentions"):
+            named = {"past_key_values": past_key_values, "position_embeddings": position_embeddings}
+            return inner(self, hidden_states, attention_mask=attention_mask, **named, **kwargs)
         check_layer(arch, self)
         attend, given = _attention(arch, self.self_attn, attention_mask, past_key_values, kwargs)
         grouped = None if past_key_values is not None else head_groups
@@ -69,7 +68,20 @@ def tiled_layer_forward(arch: Arch, original: Callable, chunk_tokens: int | None
             chunk_tokens=chunk_tokens,
         )
 
+    @stand_in_for(original)
+    def forward(self, *args, **kwargs):
+        outermost = on_model or type(self).forward is forward
+        if _FORWARD_CHECKPOINTS and outermost and self.gradient_checkpointing and self.training:
+            kwargs |= {"use_cache": False, "past_key_values": None}  # a replay would fill it once more
+            return self._gradient_checkpointing_func(partial(tiled, self, **kwargs), *args)
+        return tiled(self, *args, **kwargs)
+
     return forward
+
+
+def _is_zero3(layer: nn.Module) -> bool:
+    """Whether reading a weight is a collective, which ranks of different lengths must do alike."""
+    return hasattr(layer.input_layernorm.weight, "ds_id")
 
 
 def _weights_of(layer: nn.Module) -> LayerWeights:

@@ -94,7 +94,7 @@ def apply_to_classes(arch: Arch, wanted: Wanted) -> None:
         named[arch.norm_name] = tiled_norm_forward
     places = [Place(arch.causal_lm, partial(tiled_loss_forward, arch))] * wanted.loss
     if wanted.layer:
-        wrap = partial(tiled_layer_forward, arch, head_groups=wanted.head_groups)
+        wrap = partial(tiled_layer_forward, arch, head_groups=wanted.head_groups, on_model=False)
         places.append(Place(arch.layer_class, wrap, wanted.head_groups))
     for owner, _, head_groups in [
         *places,
@@ -134,7 +134,7 @@ def apply_to_model(arch: Arch, model: nn.Module, wanted: Wanted) -> None:
             check_mlp(module)
             places.append(Place(module, tiled_experts_forward if are_experts(module) else tiled_mlp_forward))
     if wanted.layer:
-        wrap = partial(tiled_layer_forward, arch, head_groups=wanted.head_groups)
+        wrap = partial(tiled_layer_forward, arch, head_groups=wanted.head_groups, on_model=True)
         for layer in model.base_model.layers:
             check_layer(arch, layer)
             groups_of(layer.self_attn, wanted.head_groups)

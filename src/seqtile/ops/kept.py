@@ -38,6 +38,26 @@ class Rest(NamedTuple):
         return self.kept()[self.index]
 
 
+class Packing:
+    """What is done with a tensor that the attention saves. Autograd holds on to it as long as to the graph."""
+
+    def __init__(self, given: torch.Tensor, projected: Callable[[], torch.Tensor], kept: Callable[[], Sequence]):
+        self.storage: torch.UntypedStorage | None = given.untyped_storage()
+        self.dtype, self.projected, self.kept = given.dtype, projected, kept
+        self.rest: list[torch.Tensor] = []
+
+    def pack(self, tensor: torch.Tensor) -> Projected | Rest:
+        if tensor.untyped_storage() is self.storage and tensor.dtype == self.dtype:
+            return Projected(self.projected, tensor.shape, tensor.stride(), tensor.storage_offset())
+        self.rest.append(tensor.detach())
+        return Rest(self.kept, len(self.rest) - 1)
+
+    def finish(self) -> list[torch.Tensor]:
+        """Lets go of all tensors; returns those that are to be kept elsewhere."""
+        rest, self.rest, self.storage = self.rest, [], None
+        return rest
+
+
 def attend_and_keep(
     attend: Callable[..., torch.Tensor],
     qkv: Sequence[torch.Tensor],
@@ -48,18 +68,10 @@ def attend_and_keep(
 
     In the backward `projected` is asked for a tensor like that storage, `kept` for what was returned here.
     """
-    storage = qkv[0].untyped_storage()
-    rest: list[torch.Tensor] = []
-
-    def pack(tensor: torch.Tensor) -> Projected | Rest:
-        if tensor.untyped_storage() is storage and tensor.dtype == qkv[0].dtype:
-            return Projected(projected, tensor.shape, tensor.stride(), tensor.storage_offset())
-        rest.append(tensor.detach())
-        return Rest(kept, len(rest) - 1)
-
-    with saved_tensors_hooks(pack, lambda place: place.tensor()):
+    packing = Packing(qkv[0], projected, kept)
+    with saved_tensors_hooks(packing.pack, lambda place: place.tensor()):
         out = attend(*qkv)
-    return out, rest
+    return out, packing.finish()
 
 
 def too_large(out: torch.Tensor, rest: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> int:

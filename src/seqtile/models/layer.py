@@ -10,9 +10,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from seqtile.models.arch import Arch
+from seqtile.models.called_layer import called_layer
 from seqtile.models.mlp import activation_of, read_mlp, why_generic
 from seqtile.models.norm import read_norm, why_no_norm
-from seqtile.models.projections import has_hooks, read_projection, unreadable
+from seqtile.models.projections import check_not_zero3, has_hooks, read_projection, unreadable
 from seqtile.models.stand_in import stand_in_for
 from seqtile.ops.layer import decoder_layer
 from seqtile.ops.layer_parts import LayerWeights
@@ -51,20 +52,24 @@ def tiled_layer_forward(
         if (fits and not _is_zero3(self)) or kwargs.get("output_attentions"):
             named = {"past_key_values": past_key_values, "position_embeddings": position_embeddings}
             return inner(self, hidden_states, attention_mask=attention_mask, **named, **kwargs)
-        check_layer(arch, self)
-        attend, given = _attention(arch, self.self_attn, attention_mask, past_key_values, kwargs)
         grouped = None if past_key_values is not None else head_groups
+        check_layer(arch, self, grouped)
+        attend, given = _attention(arch, self.self_attn, attention_mask, past_key_values, kwargs)
+        rotary = position_embeddings if getattr(self.self_attn, "use_rope", True) else None
+        scale = getattr(self, arch.residual_scale) if arch.residual_scale else 1.0
+        if why_called(arch, self) is not None:
+            return called_layer(arch, self, hidden_states, rotary, attend, scale, chunk_tokens)
         return decoder_layer(
             hidden_states,
             _weights_of(self),
-            position_embeddings if getattr(self.self_attn, "use_rope", True) else None,
+            rotary,
             attend,
             head_dim=self.self_attn.head_dim,
             head_groups=groups_of(self.self_attn, grouped),
             may_repeat=grouped != "auto",
             given=given,
             activation=activation_of(self.mlp),
-            scale=getattr(self, arch.residual_scale) if arch.residual_scale else 1.0,
+            scale=scale,
             chunk_tokens=chunk_tokens,
         )
 
@@ -132,23 +137,29 @@ def groups_of(attention: nn.Module, head_groups: HeadGroups) -> int | None:
     return head_groups
 
 
-def check_layer(arch: Arch, layer: nn.Module) -> None:
-    """Raises ValueError where a tiled layer would not compute what `layer` computes."""
-    if (reason := why_untiled(arch, layer)) is not None:
-        raise ValueError(f"a tiled layer reads its weights, and {reason}; apply with layer=False")
-
-
-def why_untiled(arch: Arch, layer: nn.Module) -> str | None:
-    """Why a layer cannot be tiled as a whole; None if it can."""
+def check_layer(arch: Arch, layer: nn.Module, head_groups: HeadGroups = None) -> None:
+    """Raises ValueError where a tiled layer would refuse to run, or not compute what `layer` computes."""
     attention = layer.self_attn
     if not isinstance(attention, getattr(arch.modeling, f"{arch.prefix}Attention")) or "forward" in vars(attention):
-        return "its attention is not Hugging Face's own"
-    if has_hooks(layer.mlp, _base_of(layer)) or _has_foreign_hooks(attention, _base_of(layer)):
-        return "its attention or its MLP has hooks"
+        raise ValueError("a tiled layer skips its attention's forward, which is not Hugging Face's; apply layer=False")
+    if _has_foreign_hooks(attention, _base_of(layer)):
+        raise ValueError("a tiled layer skips its attention's forward, which has hooks; apply with layer=False")
+    if (reason := why_called(arch, layer)) is not None:
+        check_not_zero3(layer, reason)
+        if head_groups is not None:
+            raise ValueError(f"attention by groups of heads reads its weights, and {reason}; apply head_groups=None")
+    groups_of(attention, head_groups)
+
+
+def why_called(arch: Arch, layer: nn.Module) -> str | None:
+    """Why a layer's modules are called tile by tile rather than read; None if they are read."""
+    attention = layer.self_attn
     norms = [(name, getattr(layer, name)) for name in ("input_layernorm", "post_attention_layernorm")]
     norms += [(name, getattr(attention, name)) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
     projections = [(name, getattr(attention, name)) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
     reasons = [why_no_norm(*norm) for norm in norms] + [unreadable(*projection) for projection in projections]
+    if has_hooks(layer.mlp, _base_of(layer)):
+        reasons.append("its MLP has hooks")
     return next((reason for reason in (*reasons, why_generic(layer.mlp)) if reason is not None), None)
 
 

@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 from seqtile.models.arch import ARCHS, Arch, find_arch
 from seqtile.models.causal_lm import check_loss, tiled_loss_forward
 from seqtile.models.experts import are_experts, tiled_experts_forward, tiled_part_of
-from seqtile.models.layer import HeadGroups, check_layer, groups_of, tiled_layer_forward
+from seqtile.models.layer import HeadGroups, check_layer, tiled_layer_forward
 from seqtile.models.mlp import check_mlp, tiled_mlp_forward
 from seqtile.models.norm import check_norm, tiled_norm_forward
 from seqtile.models.placement import Wrap, check_place, check_unplace, place, placement_at, unplace
@@ -136,8 +136,7 @@ def apply_to_model(arch: Arch, model: nn.Module, wanted: Wanted) -> None:
     if wanted.layer:
         wrap = partial(tiled_layer_forward, arch, head_groups=wanted.head_groups, on_model=True)
         for layer in model.base_model.layers:
-            check_layer(arch, layer)
-            groups_of(layer.self_attn, wanted.head_groups)
+            check_layer(arch, layer, wanted.head_groups)
             places.append(Place(layer, wrap, wanted.head_groups))
         check_norm(model.base_model.norm)
         places.append(Place(model.base_model.norm, tiled_norm_forward))

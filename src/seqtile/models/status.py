@@ -2,12 +2,14 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from torch import nn
 
 from seqtile.models.arch import find_arch
 from seqtile.models.causal_lm import check_loss, why_generic_head
 from seqtile.models.experts import spread_of
+from seqtile.models.layer import check_layer, groups_of, why_called
 from seqtile.models.mlp import check_mlp, why_generic
 from seqtile.models.patch import applied_parts, mlps_of, model_type_of, unwrapped
 from seqtile.models.placement import current_forward, package_of, placement_at, wrappers_at
@@ -34,6 +36,8 @@ class PartStatus:
     """Why some are called tile by tile (`seqtile.tiled`) instead of having their weights read, if some are."""
     problem: str | None
     """Why the tiled forward will refuse to run, if it will."""
+    head_groups: int | None = None
+    """How many groups of heads attend one after the other; None if all do at once."""
     wrappers: tuple[str, ...] = ()
     """The packages whose forwards stand around seqtile's and decide at every call whether to call it."""
 
@@ -42,6 +46,8 @@ class PartStatus:
             text = f"seqtile, {' or '.join(map(str, self.chunk_tokens))} tokens a tile"
             if self.total > 1:
                 text += f", {self.tiled} of {self.total} layers"
+            if self.head_groups:
+                text += f", attention by {self.head_groups} groups of heads"
             if self.wrappers:
                 text += f", where the forward from {', '.join(self.wrappers)} around it calls it"
         else:
@@ -68,10 +74,13 @@ class ModelStatus:
     loss: PartStatus | None
     """None for a model without a language-model head."""
     mlp: PartStatus
+    layer: PartStatus | None = None
+    """Everything of a layer but attention; None where that was not asked for. Its tiles take the MLP along."""
 
     def __str__(self) -> str:
         lines = [self.model]
-        lines += [f"  {part.name:<4}  {part}" for part in (self.loss, self.mlp) if part is not None]
+        parts = (self.loss, self.mlp, self.layer)
+        lines += [f"  {part.name:<5} {part}" for part in parts if part is not None]
         return "\n".join(lines)
 
 
@@ -85,7 +94,12 @@ def status(model: nn.Module) -> ModelStatus:
     loss = None
     if isinstance(model, arch.causal_lm):
         loss = part_status("loss", model, [model], check_loss, why_generic_head)
-    return ModelStatus(type(model).__name__, loss, part_status("mlp", model, mlps_of(model), check_mlp, why_generic))
+    mlp = part_status("mlp", model, mlps_of(model), check_mlp, why_generic)
+    if "layer" not in applied_parts(model):
+        return ModelStatus(type(model).__name__, loss, mlp)
+    layers = list(model.base_model.layers)
+    layer = part_status("layer", model, layers, partial(check_layer, arch), partial(why_called, arch))
+    return ModelStatus(type(model).__name__, loss, mlp, layer)
 
 
 def part_status(
@@ -107,6 +121,8 @@ def part_status(
                 check(module)
         except ValueError as error:
             problem = str(error)
+    grouped = ((module, placement.head_groups) for module, placement in placements.items() if placement.head_groups)
+    groups = {groups_of(layer.self_attn, wanted) for layer, wanted in grouped}
     return PartStatus(
         name=name,
         applied=name in applied_parts(model),
@@ -116,5 +132,6 @@ def part_status(
         chunk_tokens=tuple(sorted(chunk_tokens)),
         generic=generic,
         problem=problem,
+        head_groups=max(groups, default=None),
         wrappers=tuple(package for package in around if package not in _PASS_ON),
     )

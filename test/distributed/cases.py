@@ -11,6 +11,7 @@ from seqtile.models.arch import ARCHS
 STRATEGIES = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
 ADAPTERS = ("full", "lora", "generic")
 CHECKPOINTING = ("plain", "ckpt", "reentrant")
+LAYER = ("segments", "groups")
 LIGER = ("none", "class", "model", "again")
 VARIANTS = {
     "torch": ("fsdp2_group", "fsdp2_head", "fsdp2_mlp", "fsdp2_keep", "fsdp2_mixed"),
@@ -29,6 +30,9 @@ class Case(NamedTuple):
     liger: str
     """class: Liger and then seqtile on the classes; model: the same on the model; again: seqtile on the model, then
     Liger, which takes it back, then seqtile."""
+
+    layer: str = "none"
+    """segments: the whole layer is tiled; groups: attention by groups of heads besides; lora is on every projection."""
 
     def __str__(self) -> str:
         return "-".join(self)
@@ -77,6 +81,27 @@ def variants() -> list[Case]:
     return [*found, Case("mixtral", "expert_parallel", "full", "ckpt", "none")]
 
 
+def layers() -> list[Case]:
+    """Every parallelism with the layer tiled, both ways; of every architecture that allows it."""
+    archs = [name for name, arch in ARCHS.items() if arch.layer]
+    return [
+        Case(
+            archs[(2 * i + j) % len(archs)],
+            strategy,
+            ("full", "lora")[(i + j) % 2],
+            CHECKPOINTING[(i + 2 * j) % 3],
+            "none",
+            layer,
+        )
+        for i, strategy in enumerate(STRATEGIES)
+        for j, layer in enumerate(LAYER)
+    ]
+
+
+def cases() -> list[Case]:
+    return matrix() + variants() + layers()
+
+
 TREES = sorted({case.tree for case in matrix()})
 
 
@@ -85,7 +110,7 @@ def table() -> str:
     rows = [["", *STRATEGIES]]
     for arch in ARCHS:
         cases = [case for case in matrix() if case.arch == arch]
-        rows.append([arch, *(" ".join(case[2:]) + " *" * (not case.mlp) for case in cases)])
+        rows.append([arch, *(" ".join(case[2:5]) + " *" * (not case.mlp) for case in cases)])
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     lines = [
         "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows

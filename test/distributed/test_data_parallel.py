@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from distributed.cases import ADAPTERS, CHECKPOINTING, LIGER, STRATEGIES, TREES, excluded, matrix, table, variants
+from distributed.cases import ADAPTERS, CHECKPOINTING, LAYER, LIGER, STRATEGIES, TREES, cases, excluded, layers, matrix, table
 from launch import torchrun
 from seqtile.models.arch import ARCHS
 
@@ -18,9 +18,9 @@ def test_same_training_as_untiled(tree: str) -> None:
         pytest.importorskip("liger_kernel")
     worker = Path(__file__).with_name("worker.py")
     printed = torchrun(2, worker, tree, TRITON_INTERPRET="1" if tree.endswith("liger") else "0")
-    cases = [case for case in matrix() + variants() if case.tree == tree]
-    missing = [case for case in cases for rank in (0, 1) if f"rank {rank}: {case} equal" not in printed]
-    assert cases and not missing
+    run = [case for case in cases() if case.tree == tree]
+    missing = [case for case in run for rank in (0, 1) if f"rank {rank}: {case} equal" not in printed]
+    assert run and not missing
 
 
 @pytest.mark.parametrize(
@@ -31,6 +31,11 @@ def test_every_two_meet(a: tuple[str, ...], b: tuple[str, ...]) -> None:
     """An architecture with a parallelism, a parallelism with an adapter, an adapter with an order of Liger ..."""
     apart = [(x, y) for x in a for y in b if not any(x in case and y in case for case in matrix())]
     assert [pair for pair in apart if not excluded(*pair)] == []
+
+
+def test_layers_meet_every_parallelism() -> None:
+    assert {(case.strategy, case.layer) for case in layers()} == set(itertools.product(STRATEGIES, LAYER))
+    assert {case.arch for case in layers()} == {name for name, arch in ARCHS.items() if arch.layer}
 
 
 def test_readme_has_the_table() -> None:

@@ -18,7 +18,7 @@ os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import seqtile
 from assertions import relative_error
-from distributed.cases import Case, matrix, variants
+from distributed.cases import Case, cases
 from seqtile.models.arch import ARCHS
 from seqtile.models.patch import mlps_of
 from tiny import (
@@ -170,6 +170,7 @@ def made(case: Case) -> nn.Module:
         from peft import LoraConfig, get_peft_model
 
         targets = ["q_proj", "gate_proj", "up_proj", "down_proj", "gate_up_proj", "qkv_proj"]
+        targets += ["k_proj", "v_proj", "o_proj"] * (case.layer != "none")
         names = [name for name in targets if any(path.endswith(name) for path, _ in model.named_modules())]
         experts = ["experts.gate_up_proj", "experts.down_proj"] if ARCHS[case.arch].routed else None
         config = LoraConfig(r=4, target_modules=names, target_parameters=experts, task_type="CAUSAL_LM")
@@ -191,6 +192,8 @@ def made_tiled(case: Case) -> nn.Module:
     # Liger's MLPs know one activation and, built by a patched class, no biases, whatever the config says.
     odd = case.adapter == "generic" or config_of(case.arch).to_dict().get("mlp_bias") or ARCHS[case.arch].routed
     options = {"mlp": case.mlp, "chunk_tokens": CHUNK}
+    if case.layer != "none":
+        options |= {"layer": True, "head_groups": 2 if case.layer == "groups" else None}
     if case.liger == "class":
         apply_liger(case.arch, mlp=not odd)
         getattr(seqtile, f"apply_seqtile_to_{case.arch}")(**options)
@@ -209,6 +212,7 @@ def made_tiled(case: Case) -> nn.Module:
         seqtile.apply_seqtile(base, **options)
     status = seqtile.status(base)
     assert (status.loss.tiled, status.mlp.tiled) == (1, LAYERS * case.mlp), status
+    assert (status.layer is not None and status.layer.tiled == LAYERS) == (case.layer != "none"), status
     called = case.adapter == "generic" or ARCHS[case.arch].routed
     assert (status.mlp.generic is not None) == (called and case.mlp), status
     norm = base.model.norm
@@ -246,7 +250,7 @@ def main(tree: str) -> None:
         deepspeed.init_distributed("gloo")
     else:
         dist.init_process_group("gloo")
-    for case in matrix() + variants():
+    for case in cases():
         if case.tree == tree:
             faulthandler.dump_traceback_later(TIME_LIMIT, exit=True)
             with modeling_restored():

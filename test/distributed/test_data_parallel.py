@@ -6,7 +6,19 @@ from pathlib import Path
 
 import pytest
 
-from distributed.cases import ADAPTERS, CHECKPOINTING, LAYER, LIGER, STRATEGIES, TREES, cases, excluded, layers, matrix, table
+from distributed.cases import (
+    ADAPTERS,
+    CHECKPOINTING,
+    LAYER,
+    LIGER,
+    STRATEGIES,
+    TREES,
+    cases,
+    excluded,
+    layers,
+    matrix,
+    table,
+)
 from launch import torchrun
 from seqtile.models.arch import ARCHS
 

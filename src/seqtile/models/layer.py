@@ -54,18 +54,20 @@ def tiled_layer_forward(
             return inner(self, hidden_states, attention_mask=attention_mask, **named, **kwargs)
         grouped = None if past_key_values is not None else head_groups
         check_layer(arch, self, grouped)
-        attend, given = _attention(arch, self.self_attn, attention_mask, past_key_values, kwargs)
+        attend, stages, given = _attention(arch, self.self_attn, attention_mask, past_key_values, kwargs)
         rotary = position_embeddings if getattr(self.self_attn, "use_rope", True) else None
         scale = getattr(self, arch.residual_scale) if arch.residual_scale else 1.0
         if why_called(arch, self) is not None:
             return called_layer(arch, self, hidden_states, rotary, attend, scale, chunk_tokens)
+        groups = groups_of(self.self_attn, grouped, 1 if stages is None else stages.ranks)
         return decoder_layer(
             hidden_states,
             _weights_of(self),
             rotary,
             attend,
             head_dim=self.self_attn.head_dim,
-            head_groups=groups_of(self.self_attn, grouped),
+            head_groups=groups,
+            travel=_travel(self.self_attn, stages, groups),
             may_repeat=grouped != "auto",
             given=given,
             activation=activation_of(self.mlp),
@@ -109,29 +111,41 @@ def _weights_of(layer: nn.Module) -> LayerWeights:
 
 def _attention(
     arch: Arch, attention: nn.Module, mask: Any, cache: Any, kwargs: dict[str, Any]
-) -> tuple[Callable[..., torch.Tensor], list[torch.Tensor]]:
-    """The attention that the model has, asked as Hugging Face's code asks it; and the tensors it is given besides."""
+) -> tuple[Callable[..., torch.Tensor], Any, list[torch.Tensor]]:
+    """The attention that the model has, asked as Hugging Face's code asks it; its steps, if it has `stages` as
+    `seqtile.sp` does; and the tensors it is given besides."""
     options = {"dropout": attention.attention_dropout if attention.training else 0.0, "scaling": attention.scaling}
     if arch.windows:
-        options["sliding_window"] = getattr(
-            attention, "sliding_window", getattr(attention.config, "sliding_window", None)
-        )
+        of_model = getattr(attention.config, "sliding_window", None)
+        options["sliding_window"] = getattr(attention, "sliding_window", of_model)
     eager = arch.modeling.eager_attention_forward
+    function = ALL_ATTENTION_FUNCTIONS.get_interface(attention.config._attn_implementation, eager)
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         if cache is not None:
             k, v = cache.update(k, v, attention.layer_idx)
-        function = ALL_ATTENTION_FUNCTIONS.get_interface(attention.config._attn_implementation, eager)
         return function(attention, q, k, v, mask, **options, **kwargs)[0]
 
-    return attend, [tensor for tensor in (mask, *kwargs.values()) if isinstance(tensor, torch.Tensor)]
+    stages = getattr(function, "stages", None)
+    given = [tensor for tensor in (mask, *kwargs.values()) if isinstance(tensor, torch.Tensor)]
+    return attend, stages and stages(attention, mask, **options, **kwargs), given
 
 
-def groups_of(attention: nn.Module, head_groups: HeadGroups) -> int | None:
-    """How many groups; "auto": as many as divide the kv heads, up to `AUTO`. ValueError if that cannot be."""
+def _travel(attention: nn.Module, stages: Any, groups: int | None) -> Any:
+    """The steps of a group's attention over ranks; None on one rank, or without groups."""
+    if stages is None or groups is None:
+        return None
+    kv_heads = attention.config.num_key_value_heads // groups
+    return stages.of(kv_heads * attention.num_key_value_groups, kv_heads)
+
+
+def groups_of(attention: nn.Module, head_groups: HeadGroups, ranks: int = 1) -> int | None:
+    """How many groups; "auto": as many as divide the kv heads, up to `AUTO`, and give each rank a kv head of its own in
+    every group, None if that is one. ValueError if that cannot be."""
     kv_heads = attention.config.num_key_value_heads
     if head_groups == "auto":
-        return max(groups for groups in range(1, AUTO + 1) if kv_heads % groups == 0)
+        many = [groups for groups in range(2, AUTO + 1) if kv_heads % groups == 0 and kv_heads // groups >= ranks]
+        return max(many, default=None)
     if head_groups is not None and kv_heads % head_groups:
         raise ValueError(f"head_groups: expected a divisor of the {kv_heads} kv heads, got {head_groups}")
     return head_groups

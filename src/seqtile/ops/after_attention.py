@@ -9,6 +9,7 @@ import torch
 
 from seqtile.kernels.launch import rms_norm, rms_norm_backward
 from seqtile.ops.checks import check_first_derivative
+from seqtile.ops.into_attention import project_again
 from seqtile.ops.layer_parts import Pass
 from seqtile.ops.mlp_tile import MLPTile
 from seqtile.ops.projection import ProjectionGrad
@@ -31,6 +32,8 @@ class KeepFunction(torch.autograd.Function):
         check_first_derivative("decoder_layer")
         state: Pass = ctx.state
         layout, out = state.layout, state.kept[ctx.group][0]
+        if state.travel is not None and not state.repeats:  # now, on every rank: one whose attention saved nothing, too
+            project_again(state, ctx.group)
         projection = state.weights.o.columns(layout.columns(ctx.group)[0]).to(layout.dtype)
         d_out = torch.empty_like(out, dtype=layout.dtype)
         for tile in tiles(len(out), layout.chunk_tokens):

@@ -4,13 +4,13 @@ Queries, keys and values of a group of heads lie side by side in one buffer [T, 
 pass only x is kept; see `layer.py` for what is computed again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from seqtile.kernels.launch import rms_norm, rms_norm_backward, rotary_
 from seqtile.ops.checks import check_first_derivative
-from seqtile.ops.layer_parts import Layout, Norm, Pass
+from seqtile.ops.layer_parts import Layout, Made, Norm, Pass
 from seqtile.ops.projection import Projection, ProjectionGrad
 from seqtile.ops.tiles import tiles
 from seqtile.ops.weight_grad import WeightGrad
@@ -31,6 +31,7 @@ class EnterFunction(torch.autograd.Function):
     def backward(ctx, _: torch.Tensor):
         check_first_derivative("decoder_layer")
         state: Pass = ctx.state
+        _finish(state)
         d_x, d_normed, sums = state.d_h, state.d_normed, state.sums
         x, norm = state.x, state.weights.norm
         state.d_h = state.d_normed = state.sums = None
@@ -45,35 +46,72 @@ class EnterFunction(torch.autograd.Function):
 
 
 class ProjectFunction(torch.autograd.Function):
-    """The queries [B, h, S, K], keys and values [B, kv, S, K] of a group, views of one buffer."""
+    """The queries [B, h, S, K], keys and values [B, kv, S, K] of a group, as attention takes them."""
 
     @staticmethod
-    def forward(ctx, token: torch.Tensor, state: Pass, group: int) -> tuple[torch.Tensor, ...]:
+    def forward(ctx, token: torch.Tensor, state: Pass, group: int, bases: list[torch.Tensor]):
+        """`bases` takes what they are views of."""
         ctx.state, ctx.group = state, group
-        buffer, _ = project(state, group)
-        return split(buffer, state.layout)
+        made = _made(state, group, group + 1, keep_raw=False)
+        bases += made.bases
+        return tuple(made.qkv)
 
     @staticmethod
     def backward(ctx, *d_qkv: torch.Tensor):
         check_first_derivative("decoder_layer")
         state: Pass = ctx.state
-        _, raw = state.projected.pop(ctx.group, (None, None))
+        made = state.projected.pop(ctx.group, None)
         state.kept.pop(ctx.group, None)
-        _project_backward(state, ctx.group, d_qkv, raw)
-        return d_qkv[0].new_zeros(()), None, None
+        raw = None if made is None else made.raw
+        _finish(state)
+        if state.travel is None:
+            _project_backward(state, ctx.group, d_qkv, raw)
+        else:
+            arriving, group = state.travel.send_back(*d_qkv), ctx.group
+            state.returning = lambda: _project_backward(state, group, arriving(), raw)
+        return d_qkv[0].new_zeros(()), None, None, None
 
 
-def split(buffer: torch.Tensor, layout: Layout) -> tuple[torch.Tensor, ...]:
-    heads, kv_heads = layout.group_heads
-    whole = buffer.view(layout.batch, layout.length, heads + 2 * kv_heads, layout.head_dim).transpose(1, 2)
-    return whole.split((heads, kv_heads, kv_heads), 1)
+def _finish(state: Pass) -> None:
+    """The backward of the group whose gradients are on their way."""
+    if (returning := state.returning) is not None:
+        state.returning = None
+        returning()
 
 
-def project_again(state: Pass, group: int) -> torch.Tensor:
-    """The buffer that queries, keys and values of a group were views of; computed once in a backward."""
+def project_again(state: Pass, group: int) -> Sequence[torch.Tensor]:
+    """What queries, keys and values of a group were views of; computed once in a backward."""
     if group not in state.projected:
-        state.projected[group] = project(state, group, keep_raw=True)
-    return state.projected[group][0]
+        state.projected[group] = _made(state, group, group - 1, keep_raw=True)
+    return state.projected[group].bases
+
+
+def _made(state: Pass, group: int, following: int, keep_raw: bool) -> Made:
+    """Queries, keys and values of a group. Over ranks, those of the `following` group are sent meanwhile, and travel
+    while attention computes with these."""
+    started = state.ahead.pop(group, None) or _started(state, group, keep_raw)
+    made = started()
+    known = following in state.projected or following in state.ahead
+    if state.travel is not None and not state.repeats and not known and 0 <= following < state.layout.groups:
+        state.ahead[following] = _started(state, following, keep_raw)
+    return made
+
+
+def _started(state: Pass, group: int, keep_raw: bool) -> Callable[[], Made]:
+    buffer, raw = project(state, group, keep_raw)
+    heads, kv_heads = state.layout.group_heads
+    layout = state.layout
+    whole = buffer.view(layout.batch, layout.length, heads + 2 * kv_heads, layout.head_dim).transpose(1, 2)
+    qkv = whole.split((heads, kv_heads, kv_heads), 1)
+    if state.travel is None:
+        return lambda: Made(qkv, (buffer,), raw)
+    arriving = state.travel.send(*qkv)
+
+    def arrived() -> Made:
+        found = arriving()
+        return Made(found, found, raw)
+
+    return arrived
 
 
 def project(state: Pass, group: int, keep_raw: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:

@@ -19,7 +19,7 @@ from seqtile.ops.after_attention import KeepFunction, OnwardFunction
 from seqtile.ops.checks import autocast_dtype
 from seqtile.ops.into_attention import EnterFunction, ProjectFunction, project_again
 from seqtile.ops.kept import attend_and_keep, too_large
-from seqtile.ops.layer_parts import LayerWeights, Layout, Pass
+from seqtile.ops.layer_parts import LayerWeights, Layout, Pass, Travel
 from seqtile.ops.saver import save_inputs
 from seqtile.ops.tiles import resolve_chunk_tokens
 from seqtile.ops.weight_grad import main_grad_of
@@ -37,6 +37,7 @@ def decoder_layer(
     *,
     head_dim: int,
     head_groups: int | None = None,
+    travel: Travel | None = None,
     may_repeat: bool = False,
     given: Sequence[torch.Tensor] = (),
     activation: str = "silu",
@@ -51,6 +52,8 @@ def decoder_layer(
         attend: the attention, of all heads or of a group of them.
         head_groups: how many groups of kv heads attend one after the other; None: all at once, and attention keeps what
             it saves. It divides the number of kv heads.
+        travel: with groups, where the tokens are spread over ranks: the steps of an attention over ranks for a group,
+            taken in the place of `attend`; one group travels while attention computes with the one before.
         may_repeat: whether an attention that saves more than what it was given, its output and small change is run once
             more in its backward; else it is refused.
         given: tensors that the attention uses besides, such as masks.
@@ -72,12 +75,13 @@ def decoder_layer(
     (rows, cos, sin, *parameters), saved = save_inputs([rows, cos, sin, *into, *onward])
     needs = tuple(tensor is not None and tensor.requires_grad for tensor in (rows, *leaves))
     main_grads = tuple(main_grad_of(tensor) for tensor in into)
-    state = Pass(layout, weights.with_tensors([None] * len(into), [None] * len(onward)), needs, main_grads, saved)
+    scales = weights.with_tensors([None] * len(into), [None] * len(onward))
+    state = Pass(layout, scales, needs, main_grads, saved, travel, grouped=head_groups is not None)
     state.tensors = (rows.detach(), cos, sin, *(None if tensor is None else tensor.detach() for tensor in parameters))
     entered = EnterFunction.apply(state, rows, *leaves)
     outs, tokens = [], []
     for group in range(layout.groups):
-        out, rest = _attended(state, entered, group, attend, head_groups is not None, may_repeat, given)
+        out, rest = _attended(state, entered, group, attend, may_repeat, given)
         outs.append(out)
         tokens.append(KeepFunction.apply(out, state, group, *rest))
     of_onward = [main_grad_of(tensor) for tensor in onward]
@@ -87,28 +91,46 @@ def decoder_layer(
     return y.view(x.shape)
 
 
+class TouchFunction(torch.autograd.Function):
+    """An identity that asks for something saved in its backward, so that a checkpoint around it is replayed on every
+    rank, even on one whose attention saves nothing, such as that of queries which are all padding: the replay has
+    collectives."""
+
+    @staticmethod
+    def forward(ctx, out: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(out.new_zeros(()))
+        return out.view_as(out)
+
+    @staticmethod
+    def backward(ctx, d_out: torch.Tensor) -> torch.Tensor:
+        assert len(ctx.saved_tensors) == 1
+        return d_out
+
+
 def _attended(
-    state: Pass,
-    entered: torch.Tensor,
-    group: int,
-    attend: Attend,
-    grouped: bool,
-    may_repeat: bool,
-    given: Sequence[torch.Tensor],
+    state: Pass, entered: torch.Tensor, group: int, attend: Attend, may_repeat: bool, given: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, Sequence[torch.Tensor]]:
     """What attention returns for a group, [T, h K], and what it saved besides if that is to be kept elsewhere."""
+    travel, bases = state.travel, []
+    core = attend if travel is None else travel.core
+
+    def by_tokens(out: torch.Tensor) -> torch.Tensor:
+        return (out if travel is None else travel.home(out)).reshape(state.layout.tokens, -1)
 
     def attend_to_group() -> torch.Tensor:
-        return attend(*ProjectFunction.apply(entered, state, group)).reshape(state.layout.tokens, -1)
+        return by_tokens(TouchFunction.apply(core(*ProjectFunction.apply(entered, state, group, []))))
 
-    if not (grouped and entered.requires_grad and torch.is_grad_enabled()):
+    if not (state.grouped and entered.requires_grad and torch.is_grad_enabled()):
         return attend_to_group(), ()
     if state.repeats:
         return checkpoint(attend_to_group, use_reentrant=False), ()
-    qkv = ProjectFunction.apply(entered, state, group)
-    out, rest = attend_and_keep(attend, qkv, lambda: project_again(state, group), lambda: state.kept[group][1:])
-    if not (size := too_large(out, rest, given)):
-        return out.reshape(state.layout.tokens, -1), rest
+    qkv = ProjectFunction.apply(entered, state, group, bases)
+    out, rest = attend_and_keep(core, qkv, bases, lambda: project_again(state, group), lambda: state.kept[group][1:])
+    size = too_large(out, rest, given)
+    if travel is not None:
+        size = travel.agreed(size)
+    if not size:
+        return by_tokens(out), rest
     if not may_repeat:
         raise ValueError(
             f"this attention saves {size} bytes for its backward besides queries, keys, values and its output of "
@@ -117,6 +139,7 @@ def _attended(
         )
     state.repeats = True
     del qkv, out, rest
+    bases.clear()
     return checkpoint(attend_to_group, use_reentrant=False), ()
 
 

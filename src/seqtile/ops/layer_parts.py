@@ -1,14 +1,17 @@
 """What a decoder layer is made of, as plain tensors, and the state of one pass through it."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
 from seqtile.ops.projection import Projection
 from seqtile.ops.saver import Saved
 from seqtile.ops.weight_grad import WeightGrad
+
+Arriving = Callable[[], Sequence[torch.Tensor]]
+"""Waits for tensors that are on their way."""
 
 
 class Norm(NamedTuple):
@@ -102,6 +105,27 @@ class Layout:
         return tuple(slice(group * width, (group + 1) * width) for width in widths)
 
 
+class Travel(Protocol):
+    """An attention over ranks in steps: queries [B, h, S, K], keys and values go out, and its result comes home."""
+
+    def send(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Arriving: ...
+    def send_back(self, *d_qkv: torch.Tensor) -> Arriving: ...
+    def core(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor: ...
+    def home(self, out: torch.Tensor) -> torch.Tensor: ...
+    def agreed(self, size: int) -> int: ...
+
+
+class Made(NamedTuple):
+    """Queries, keys and values of a group."""
+
+    qkv: Sequence[torch.Tensor]
+    """As attention takes them."""
+    bases: Sequence[torch.Tensor]
+    """What they are views of."""
+    raw: torch.Tensor | None
+    """Queries and keys before their norms, of this rank's tokens [T, (h + kv) K], where these are kept."""
+
+
 @dataclass
 class Pass:
     """One pass through a layer: what its parts tell each other.
@@ -116,13 +140,21 @@ class Pass:
     needs: tuple[bool, ...]
     """Of what is before attention, x first: whether it requires a gradient."""
     main_grads: tuple[torch.Tensor | None, ...]
-    saved: Saved | None = None
+    saved: Saved | None
+    travel: Travel | None
+    """Where tokens are spread over ranks and heads are in groups."""
+    grouped: bool
+    """Whether queries, keys and values are not kept."""
     tensors: tuple[torch.Tensor | None, ...] = ()
     """While the forward runs, or the backward: x, cos, sin, and the parameters."""
     kept: dict[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)
     """By group, in the backward: attention's output, and what it saved but that and queries, keys and values."""
-    projected: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = field(default_factory=dict)
-    """By group, in the backward: queries, keys and values again, and the first two before their norms."""
+    projected: dict[int, Made] = field(default_factory=dict)
+    """By group, in the backward: queries, keys and values again."""
+    ahead: dict[int, Callable[[], Made]] = field(default_factory=dict)
+    """By group: what was sent before it is asked for."""
+    returning: Callable[[], None] | None = None
+    """Waits for the gradients of the last group's queries, keys and values, and goes on with them."""
     repeats: bool = False
     """Whether attention is computed again in its backward."""
     d_h: torch.Tensor | None = None

@@ -3,14 +3,16 @@
 Source: Arctic Long Sequence Training, 3.2.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from seqtile.sp.backends import Attention, attend, check
+from seqtile.sp.context import SequenceParallel, device_of, gather
 from seqtile.sp.documents import Layout
-from seqtile.sp.exchange import Trade
+from seqtile.sp.exchange import Exchange, Trade
 
 NAME = "seqtile_ulysses"
 # Tensors that come along and change no score; any other is refused.
@@ -23,6 +25,81 @@ def ulysses_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
+    **options: Any,
+) -> tuple[torch.Tensor, None]:
+    """Hugging Face's attention interface: q [B, H, S, K], k and v [B, KV, S, K] to [B, S, H, K]. Two all-to-alls.
+
+    Allocates on this rank its share of q, k, v and of the output, and a buffer to send each of the two from. Raises
+    ValueError, alike on every rank and before any of them waits, for what is not causal attention within documents.
+    """
+    travel = stages(module, attention_mask, **options).of(query.shape[1], key.shape[1])
+    q, k, v = travel.trade.to_heads(query, key, value)
+    return travel.home(travel.core(q, k, v)), None
+
+
+class Stages(NamedTuple):
+    """Attention over ranks, of which heads are not yet told."""
+
+    module: nn.Module
+    layout: Layout
+    window: int | None
+    options: dict[str, Any]
+
+    @property
+    def ranks(self) -> int:
+        return self.layout.ctx.size
+
+    def of(self, q_heads: int, kv_heads: int) -> "Travel":
+        heads = (q_heads, kv_heads)
+        trade = self.layout.once(heads, lambda: Trade.of(*heads, self.layout.local, self.layout.ctx))
+        attention = Attention(self.module, self.layout, trade.share, self.window, self.options)
+        check(attention, self.ranks, q_heads)
+        self.layout.asked.add(id(self.module))
+        return Travel(attention, trade)
+
+
+class Travel(NamedTuple):
+    """The steps of attention over ranks for so many heads: there, attention itself, and back."""
+
+    attention: Attention
+    trade: Trade
+
+    def send(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], list[torch.Tensor]]:
+        """q [B, H, S, K], k and v [B, KV, S, K] on their way; called, what returns waits for them: this rank's shares,
+        q [B, h, rows, K], k and v [B, kv, length, K]. Without gradients."""
+        return _by_heads(self.trade.send(q, k, v))
+
+    def send_back(self, *d_qkv: torch.Tensor) -> Callable[[], list[torch.Tensor]]:
+        """The gradients of these shares on their way to the ranks that have the tokens."""
+        return _by_heads(self.trade.send_back(*d_qkv))
+
+    def core(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        """The attention that is wrapped, of a share: [B, rows, h, K]."""
+        return attend(self.attention, q, k, v)
+
+    def home(self, out: torch.Tensor) -> torch.Tensor:
+        """What it returned, to all heads of this rank's tokens [B, S, H, K]."""
+        return self.trade.to_tokens(out)
+
+    def agreed(self, size: int) -> int:
+        """The largest of what the ranks come with, so that all decide alike. One collective and one wait for the device
+        a forward, and for each window that layers have: what is asked later has the same answer."""
+        layout = self.attention.layout
+        return layout.once(("agreed", self.attention.window), lambda: _largest(size, layout.ctx))
+
+
+def _largest(size: int, ctx: SequenceParallel) -> int:
+    sizes = gather(torch.tensor(size, device=device_of(ctx)), ctx)
+    return max(int(each) for each in sizes)
+
+
+def _by_heads(exchange: Exchange) -> Callable[[], list[torch.Tensor]]:
+    return lambda: [x.transpose(1, 2) for x in exchange.result()]
+
+
+def stages(
+    module: nn.Module,
+    attention_mask: torch.Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
     sliding_window: int | None = None,
@@ -30,12 +107,8 @@ def ulysses_attention(
     softcap: float | None = None,
     is_causal: bool | None = None,
     **others: Any,
-) -> tuple[torch.Tensor, None]:
-    """Hugging Face's attention interface: q [B, H, S, K], k and v [B, KV, S, K] to [B, S, H, K]. Two all-to-alls.
-
-    Allocates on this rank its share of q, k, v and of the output, and a buffer to send each of the two from. Raises
-    ValueError, alike on every rank and before any of them waits, for what is not causal attention within documents.
-    """
+) -> Stages:
+    """What Hugging Face's code asks of attention. ValueError for what is not causal attention within documents."""
     if ulysses_layout is None:
         raise ValueError(
             "no layout came with the tokens: call the model that sp.apply_ulysses was given, as a whole; a model that "
@@ -50,15 +123,11 @@ def ulysses_attention(
             raise ValueError(f"attention with {name} is not spread over ranks; leave this model whole")
     if sliding_window is None and (window := _window_of(module)) is not None and window < ulysses_layout.length:
         raise ValueError(f"a window of {window} is not passed on to attention by this model; leave it whole")
-    ctx = ulysses_layout.ctx
-    heads = (query.shape[1], key.shape[1])
-    trade = ulysses_layout.once(heads, lambda: Trade.of(*heads, ulysses_layout.local, ctx))
     options = {"scaling": scaling, "dropout": dropout} | ({} if softcap is None else {"softcap": softcap})
-    attention = Attention(module, ulysses_layout, trade.share, sliding_window, options)
-    check(attention, ctx.size, query.shape[1])
-    ulysses_layout.asked.add(id(module))
-    q, k, v = trade.to_heads(query, key, value)
-    return trade.to_tokens(attend(attention, q, k, v)), None
+    return Stages(module, ulysses_layout, sliding_window, options)
+
+
+ulysses_attention.stages = stages  # for layers that compute attention by groups of heads, one on its way at a time
 
 
 def _window_of(module: nn.Module) -> int | None:

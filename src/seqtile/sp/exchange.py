@@ -47,6 +47,7 @@ class Trade(NamedTuple):
     """Of this rank."""
     local: int
     q_heads: int
+    kv_heads: int
     out: Route
     back: Route
 
@@ -57,23 +58,39 @@ class Trade(NamedTuple):
         sent = [[here for here, _ in _between(ctx.rank, share, local)] for share in shares]
         received = [[there for _, there in _between(rank, mine, local)] for rank in range(ctx.size)]
         queries = ([[piece for piece in there if piece.tensor == _Q] for there in side] for side in (sent, received))
-        return cls(ctx, mine, local, q_heads, Route(sent, received), Route(*queries).reversed())
+        return cls(ctx, mine, local, q_heads, kv_heads, Route(sent, received), Route(*queries).reversed())
 
     def to_heads(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
         """q [B, H, S, K], k and v [B, KV, S, K] of this rank's S tokens, to this rank's share of the whole sequence:
         q [B, h, rows, K], k and v [B, kv, S * size, K], in the dtype that attention computes in."""
+        tensors, shapes = self._leaving(q, k, v)
+        return [x.transpose(1, 2) for x in ExchangeFunction.apply(self.out, shapes, self.ctx.group, *tensors)]
+
+    def send(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> "Exchange":
+        """`to_heads` on its way, without gradients; its result are [B, tokens, heads, K]."""
+        tensors, shapes = self._leaving(q, k, v)
+        return Exchange(tensors, self.out, shapes, self.ctx.group)
+
+    def send_back(self, *d_qkv: torch.Tensor) -> "Exchange":
+        """The gradients of what `to_heads` returned on their way; the result are [B, S, heads, K] of this rank's
+        tokens."""
+        tensors = [d.transpose(1, 2) for d in d_qkv]
+        heads = (self.q_heads, self.kv_heads, self.kv_heads)
+        shapes = [(len(d), self.local, of, d.shape[3]) for d, of in zip(tensors, heads, strict=True)]
+        return Exchange(tensors, self.out.reversed(), shapes, self.ctx.group)
+
+    def _leaving(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor
+    ) -> tuple[list[torch.Tensor], list[tuple[int, ...]]]:
+        """What is sent, [B, S, heads, K], and the shapes of what is made of it."""
         dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
         if dtype == torch.float32 and torch.is_autocast_enabled(q.device.type):
             dtype = torch.get_autocast_dtype(q.device.type)
-        rows, kv_heads, length = (
-            count(self.share.rows),
-            self.share.kv.stop - self.share.kv.start,
-            k.shape[2] * self.ctx.size,
-        )
+        rows, length = count(self.share.rows), k.shape[2] * self.ctx.size
+        kv_heads = self.share.kv.stop - self.share.kv.start
         sizes = ((rows, len(self.share.kv_of_q)), (length, kv_heads), (length, kv_heads))
         tensors = [x.to(dtype).transpose(1, 2) for x in (q, k, v)]
-        shapes = [(len(x), *size, x.shape[3]) for x, size in zip(tensors, sizes, strict=True)]
-        return [x.transpose(1, 2) for x in ExchangeFunction.apply(self.out, shapes, self.ctx.group, *tensors)]
+        return tensors, [(len(x), *size, x.shape[3]) for x, size in zip(tensors, sizes, strict=True)]
 
     def to_tokens(self, out: torch.Tensor) -> torch.Tensor:
         """out [B, rows, h, K] of this rank's share, to all heads of this rank's tokens [B, S, H, K]."""
@@ -109,29 +126,46 @@ class ExchangeFunction(torch.autograd.Function):
 def exchange(
     tensors: Sequence[torch.Tensor], route: Route, shapes: Sequence[Sequence[int]], group: dist.ProcessGroup
 ) -> list[torch.Tensor]:
-    """One all-to-all. What several ranks send for one place, gradients of a kv head they share, is added in float32.
+    """One all-to-all, waited for; see `Exchange`."""
+    return Exchange(tensors, route, shapes, group).result()
+
+
+class Exchange:
+    """One all-to-all on its way. What several ranks send for one place, gradients of a kv head they share, is added in
+    float32.
 
     Allocates what is sent, then what is received, then the results; never all three.
     """
-    blank = [torch.empty(shape, device="meta") for shape in shapes]
-    sent = [sum(piece.of(tensors).numel() for piece in there) for there in route.sent]
-    received = [[piece.of(blank).numel() for piece in there] for there in route.received]
-    arrived = all_to_all(_packed(tensors, route), sent, [sum(there) for there in received], group)
 
-    places = [piece for there in route.received for piece in there]
-    sizes = [size for there in received for size in there]
-    made, added = [], []
-    for i, whole in enumerate(blank):
-        covered = sum(size for place, size in zip(places, sizes, strict=True) if place.tensor == i)
-        added.append(covered > whole.numel())
-        dtype = torch.promote_types(arrived.dtype, torch.float32) if added[i] else arrived.dtype
-        make = arrived.new_zeros if added[i] else arrived.new_empty
-        made.append(make(whole.shape, dtype=dtype))
-    for place, values in zip(places, arrived.split(sizes), strict=True):
-        part = place.of(made)
-        put = part.add_ if added[place.tensor] else part.copy_
-        put(values.view(part.shape))
-    return [tensor.to(arrived.dtype) for tensor in made]
+    def __init__(
+        self, tensors: Sequence[torch.Tensor], route: Route, shapes: Sequence[Sequence[int]], group: dist.ProcessGroup
+    ):
+        self._route, self._blank = route, [torch.empty(shape, device="meta") for shape in shapes]
+        sent = [sum(piece.of(tensors).numel() for piece in there) for there in route.sent]
+        received = [sum(piece.of(self._blank).numel() for piece in there) for there in route.received]
+        self._sent: torch.Tensor | None = _packed(tensors, route)
+        self._arriving = self._sent.new_empty(sum(received))
+        self._work = dist.all_to_all_single(self._arriving, self._sent, received, sent, group=group, async_op=True)
+
+    def result(self) -> list[torch.Tensor]:
+        """Waits for what arrives, and puts it in its places. To be called once."""
+        self._work.wait()
+        self._sent = None
+        arrived, blank = self._arriving, self._blank
+        places = [piece for there in self._route.received for piece in there]
+        sizes = [piece.of(blank).numel() for piece in places]
+        made, added = [], []
+        for i, whole in enumerate(blank):
+            covered = sum(size for place, size in zip(places, sizes, strict=True) if place.tensor == i)
+            added.append(covered > whole.numel())
+            dtype = torch.promote_types(arrived.dtype, torch.float32) if added[i] else arrived.dtype
+            make = arrived.new_zeros if added[i] else arrived.new_empty
+            made.append(make(whole.shape, dtype=dtype))
+        for place, values in zip(places, arrived.split(sizes), strict=True):
+            part = place.of(made)
+            put = part.add_ if added[place.tensor] else part.copy_
+            put(values.view(part.shape))
+        return [tensor.to(arrived.dtype) for tensor in made]
 
 
 def _packed(tensors: Sequence[torch.Tensor], route: Route) -> torch.Tensor:

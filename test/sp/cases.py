@@ -75,6 +75,29 @@ def attention_cases() -> list[tuple[str, str, str, dict]]:
     return found + [(arch, "packed", arch, soft_cap.get(arch, {})) for arch in ARCHS]
 
 
+LAYERS = (  # heads, kind of sequence, groups of heads with the layer tiled; whether attention is computed once more
+    ("gqa 4/2", "plain", None, False),
+    ("odd 9/3", "packed, window", None, False),
+    ("mha 4/4", "plain", "auto", False),
+    ("mha 4/4", "packed", 2, True),
+    ("gqa 4/2", "window", 2, True),
+    ("gqa 4/2", "plain", 2, False),
+    ("odd 9/3", "ragged", 3, True),
+    ("flash 4/2", "packed", 2, True),
+    ("flash 2/1", "mostly padding", 1, True),
+    ("flex 6/3", "packed", 3, True),
+    ("few 2/1", "padded", 1, True),
+    ("mha 4/4", "mostly padding", 4, True),
+)
+
+
+def layer_cases() -> list[tuple[str, str, str, dict, int | str | None, bool]]:
+    return [
+        (f"layer {heads}", kind, HEADS[heads][0], HEADS[heads][1] | KINDS[kind], groups, repeats)
+        for heads, kind, groups, repeats in LAYERS
+    ]
+
+
 def batch_of_kind(kind: str) -> dict[str, torch.Tensor]:
     """A whole batch, with a masked prompt in every row."""
     rows, length = (3, 96) if "padded" in kind else (1, 101 if kind == "ragged" else 96)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from launch import torchrun
-from sp.cases import REDUCERS, attention_cases
+from sp.cases import REDUCERS, attention_cases, layer_cases
 
 WORKER = Path(__file__).with_name("worker.py")
 
@@ -19,7 +19,8 @@ WORKER = Path(__file__).with_name("worker.py")
 def test_attention(ranks: int) -> None:
     """Loss and gradients, of every kind of heads and of sequence; how many all-to-alls there are."""
     output = torchrun(ranks, WORKER, "attention")
-    cases = [f"rank {rank}: {case} {kind} equal" for rank in range(ranks) for case, kind, *_ in attention_cases()]
+    expected = [*attention_cases(), *layer_cases()]
+    cases = [f"rank {rank}: {case} {kind} equal" for rank in range(ranks) for case, kind, *_ in expected]
     assert [case for case in cases if case not in output] == []
 
 

@@ -18,10 +18,12 @@ from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 sys.path.insert(0, str(Path(__file__).parents[1]))
 os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
+import seqtile
 from assertions import relative_error
 from seqtile import sp
+from seqtile.models.layer import groups_of
 from sp.attentions import install
-from sp.cases import QWEN2_VL, WRAPPED, attention_cases, batch_of_kind
+from sp.cases import QWEN2_VL, WRAPPED, attention_cases, batch_of_kind, layer_cases
 from tiny import build, checkpointing, loss_and_gradients
 
 TIME_LIMIT = 120  # seconds a case: ranks that wait for each other end with a traceback of where
@@ -73,6 +75,39 @@ def attention() -> None:
         layers = many.config.num_hidden_layers
         assert forward == 2 * layers, f"{forward} all-to-alls in the forward"
         assert count.calls == (4 if reentrant is None else 6) * layers, f"{count.calls} all-to-alls"
+        assert relative_error(ours.detach(), loss) <= 1e-5, f"{case}, {kind}: loss"
+        for name, gradient in averaged(many).items():
+            error = relative_error(gradient, gradients[name])
+            assert error <= 1e-5, f"{case}, {kind}: {name} is {error:.1e} off"
+        print(f"rank {ctx.rank}: {case} {kind} equal", flush=True)
+    layers(ctx)
+
+
+def layers(ctx: sp.SequenceParallel) -> None:
+    """The same with whole layers tiled, attention by groups of heads: each group is sent before it is waited for."""
+    for i, (case, kind, arch, shape, groups, repeats) in enumerate(layer_cases()):
+        faulthandler.dump_traceback_later(TIME_LIMIT, exit=True)
+        torch.manual_seed(i)
+        one = build(arch, **shape)
+        many = copy.deepcopy(one)
+        many.config._attn_implementation = WRAPPED.get(case.split()[1], one.config._attn_implementation)
+        batch = batch_of_kind(kind)
+        loss, gradients = loss_and_gradients(one, **batch)
+        sp.apply_ulysses(many, ctx)
+        seqtile.apply_seqtile(many, layer=True, head_groups=groups, chunk_tokens=11)
+        reentrant = (None, False, True)[i % 3]
+        checkpointing(many, reentrant)
+        with Collectives() as count:
+            ours = sp.reduce_loss(many(**sp.shard(batch, ctx)).loss, ctx)
+            forward = count.calls
+            ours.backward()
+        found = groups_of(many.model.layers[0].self_attn, groups, ctx.size) or 1
+        layers = many.config.num_hidden_layers
+        if not repeats and many.config.num_attention_heads // found >= ctx.size:  # else ranks share a head's queries
+            once = 2 if found == 1 else 3  # back and there; for groups there once more
+            replay = 0 if reentrant is None else 2
+            assert forward == 2 * found * layers, f"{case}, {kind}: {forward} all-to-alls in the forward"
+            assert count.calls - forward == (once + replay) * found * layers, f"{case}, {kind}: {count.calls}"
         assert relative_error(ours.detach(), loss) <= 1e-5, f"{case}, {kind}: loss"
         for name, gradient in averaged(many).items():
             error = relative_error(gradient, gradients[name])

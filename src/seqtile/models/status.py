@@ -98,7 +98,12 @@ def status(model: nn.Module) -> ModelStatus:
     if "layer" not in applied_parts(model):
         return ModelStatus(type(model).__name__, loss, mlp)
     layers = list(model.base_model.layers)
-    layer = part_status("layer", model, layers, partial(check_layer, arch), partial(why_called, arch))
+
+    def check(layer: nn.Module) -> None:
+        placement = placement_at(layer)
+        check_layer(arch, layer, placement and placement.head_groups)
+
+    layer = part_status("layer", model, layers, check, partial(why_called, arch))
     return ModelStatus(type(model).__name__, loss, mlp, layer)
 
 

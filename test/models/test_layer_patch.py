@@ -27,15 +27,14 @@ def pristine() -> Iterator[None]:
 def snapshot(arch: str, model: nn.Module | None = None) -> list[object]:
     """Everything that a patch of layers could touch."""
     modeling = ARCHS[arch].modeling
-    names = (
+    names = [
         ARCHS[arch].causal_lm_name,
-        f"{ARCHS[arch].prefix}DecoderLayer",
+        ARCHS[arch].layer_class.__name__,
         ARCHS[arch].norm_name,
         *ARCHS[arch].mlp_names,
-    )
-    state: list[object] = [
-        part for name in names for part in (getattr(modeling, name), getattr(modeling, name).forward)
     ]
+    classes = [getattr(modeling, name) for name in names]
+    state: list[object] = [*classes, *(part.forward for part in classes)]
     for module in model.modules() if model is not None else ():
         state += [type(module), sorted(vars(module)), vars(module).get("forward")]
     return state

@@ -11,7 +11,7 @@ import torch
 from seqtile.kernels.launch import rms_norm, rms_norm_backward, rotary_
 from seqtile.ops.checks import check_first_derivative
 from seqtile.ops.layer_parts import Layout, Made, Norm, Pass
-from seqtile.ops.projection import Projection, ProjectionGrad
+from seqtile.ops.stack import Stack
 from seqtile.ops.tiles import tiles
 from seqtile.ops.weight_grad import WeightGrad
 
@@ -119,13 +119,13 @@ def project(state: Pass, group: int, keep_raw: bool = False) -> tuple[torch.Tens
     x, cos, sin, *_ = state.tensors
     weights, layout = state.weights, state.layout
     stack = _stack(state, group)
-    buffer = x.new_empty(len(x), len(stack.weight), dtype=layout.dtype)
+    buffer = x.new_empty(len(x), stack.width, dtype=layout.dtype)
     turned = _turned(layout)
     raw = buffer.new_empty(len(x), turned) if keep_raw and weights.q_norm is not None else None
     rows = x.new_empty(min(len(x), layout.chunk_tokens), x.shape[1], dtype=layout.dtype)
     for tile in tiles(len(x), layout.chunk_tokens):
         normed = rms_norm(x[tile], *weights.norm, out=rows[: tile.stop - tile.start])
-        made = stack.forward(normed, out=buffer[tile])[:, :turned]
+        made = stack.projection.forward(normed, out=buffer[tile])[:, :turned]
         if raw is not None:
             raw[tile] = made
         by_head = made.unflatten(1, (-1, layout.head_dim))
@@ -144,16 +144,13 @@ def _project_backward(state: Pass, group: int, d_qkv: Sequence[torch.Tensor], ra
     if state.sums is None:
         state.sums = _sums(state)
     needs = state.needs[1:]
-    grads = ProjectionGrad(stack, layout.dtype, _any(needs[_Q], needs[_K], needs[_V]), [None] * 4)
+    grads = stack.gradients([needs[place] for place in (_Q, _K, _V)])
     begun = state.d_normed is not None
     if not begun and (state.needs[0] or needs[_NORM]):
         state.d_normed = torch.empty_like(x, dtype=layout.dtype)
     wanted = [d.transpose(1, 2).flatten(0, 1) for d in d_qkv]  # [T, h, K]; a copy only of batches laid out otherwise
-    rows, width = min(len(x), layout.chunk_tokens), len(stack.weight)
-    normed_rows, d_rows = (
-        x.new_empty(rows, x.shape[1], dtype=layout.dtype),
-        x.new_empty(rows, width, dtype=layout.dtype),
-    )
+    rows, widths = min(len(x), layout.chunk_tokens), (x.shape[1], stack.width)
+    normed_rows, d_rows = (x.new_empty(rows, width, dtype=layout.dtype) for width in widths)
     raw_rows = d_rows.new_empty(rows, turned) if raw is None and weights.q_norm is not None else None
     for tile in tiles(len(x), layout.chunk_tokens):
         count = tile.stop - tile.start
@@ -165,7 +162,7 @@ def _project_backward(state: Pass, group: int, d_qkv: Sequence[torch.Tensor], ra
         if weights.q_norm is not None:
             before = raw_rows[:count] if raw is None else raw[tile]
             if raw is None:
-                stack.rows(slice(turned)).forward(normed, out=before)
+                stack.projection.rows(slice(turned)).forward(normed, out=before)
             before = before.unflatten(1, (-1, layout.head_dim))
             norms = _norms_of_heads(weights.q_norm, weights.k_norm, layout)
             for (norm, heads), place in zip(norms, (_Q_NORM, _K_NORM), strict=True):
@@ -173,8 +170,8 @@ def _project_backward(state: Pass, group: int, d_qkv: Sequence[torch.Tensor], ra
                 rms_norm_backward(before[:, heads], *norm, part, part, d_weight=total)
         grads.add(d_tile, normed)
         if state.d_normed is not None:
-            stack.backward(d_tile, out=state.d_normed[tile], add=begun)
-    _spread(state, group, grads)
+            stack.projection.backward(d_tile, out=state.d_normed[tile], add=begun)
+    stack.spread(grads, [state.sums[place] for place in (_Q, _K, _V)])
 
 
 def _turned(layout: Layout) -> int:
@@ -187,61 +184,11 @@ def _norms_of_heads(q_norm: Norm | None, k_norm: Norm | None, layout: Layout) ->
     return [] if q_norm is None else [(q_norm, slice(heads)), (k_norm, slice(heads, heads + kv_heads))]
 
 
-def _projections(state: Pass, group: int) -> list[Projection]:
+def _stack(state: Pass, group: int) -> Stack:
+    """What makes queries, keys and values of a group."""
     weights = state.weights
     of_q, of_kv = state.layout.columns(group)
-    return [weights.q.rows(of_q), weights.k.rows(of_kv), weights.v.rows(of_kv)]
-
-
-def _stack(state: Pass, group: int) -> Projection:
-    """One projection that makes queries, keys and values of a group side by side, in the dtype of the products; of
-    their adapters one whose b has blocks."""
-    parts = [part.to(state.layout.dtype) for part in _projections(state, group)]
-    weight = torch.cat([part.weight for part in parts])
-    bias = None
-    if any(part.bias is not None for part in parts):
-        bias = torch.cat([weight.new_zeros(len(part.weight)) if part.bias is None else part.bias for part in parts])
-    if all(part.a is None for part in parts):
-        return Projection(weight, bias, None, None, 1.0)
-    a = torch.cat([part.a for part in parts if part.a is not None])
-    b = weight.new_zeros(len(weight), len(a))
-    for part, rows, ranks in _blocks(parts):
-        b[rows, ranks] = part.b * part.scale
-    return Projection(weight, bias, a, b, 1.0)
-
-
-def _blocks(parts: Sequence[Projection]) -> list[tuple[Projection, slice, slice]]:
-    """Of projections with adapters, the rows and the columns of their block."""
-    found, row, rank = [], 0, 0
-    for part in parts:
-        rows = slice(row, row + len(part.weight))
-        row = rows.stop
-        if part.a is not None:
-            found.append((part, rows, slice(rank, rank + len(part.a))))
-            rank += len(part.a)
-    return found
-
-
-def _spread(state: Pass, group: int, grads: ProjectionGrad) -> None:
-    """Adds what a group contributes to each parameter's gradient."""
-    d_weight, d_bias, d_a, d_b = grads.totals
-    parts, (of_q, of_kv) = _projections(state, group), state.layout.columns(group)
-    blocks = {id(part): (rows, ranks) for part, rows, ranks in _blocks(parts)}
-    row = 0
-    for part, place, columns in zip(parts, (_Q, _K, _V), (of_q, of_kv, of_kv), strict=True):
-        of_weight, of_bias, of_a, of_b = state.sums[place]
-        rows = slice(row, row + len(part.weight))
-        row = rows.stop
-        if of_weight is not None:
-            of_weight.add_rows(columns, d_weight[rows])
-        if of_bias is not None:
-            of_bias.add_rows(columns, d_bias[rows])
-        if id(part) in blocks:
-            _, ranks = blocks[id(part)]
-            if of_a is not None:
-                of_a.add_whole(d_a[ranks])
-            if of_b is not None:
-                of_b.add_rows(columns, d_b[rows, ranks] * part.scale)
+    return Stack((weights.q, weights.k, weights.v), (of_q, of_kv, of_kv), state.layout.dtype)
 
 
 def _sums(state: Pass) -> list[WeightGrad | None]:
@@ -255,7 +202,3 @@ def _sums(state: Pass) -> list[WeightGrad | None]:
 def _total(grad: WeightGrad | None) -> torch.Tensor | None:
     """A vector to which a norm's backward adds."""
     return None if grad is None else grad.begun()
-
-
-def _any(*needs: Sequence[bool]) -> list[bool]:
-    return [any(of_one) for of_one in zip(*needs, strict=True)]

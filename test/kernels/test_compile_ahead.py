@@ -12,7 +12,7 @@ pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="the inte
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
-from seqtile.kernels import cross_entropy, gated_activation  # noqa: E402
+from seqtile.kernels import cross_entropy, gated_activation, rms_norm, rotary  # noqa: E402
 
 TARGETS = {
     "sm_80": GPUTarget("cuda", 80, 32),
@@ -23,6 +23,9 @@ TARGETS = {
 DTYPES = ("fp32", "bf16", "fp16")
 FLAGS = ("HAS_BIAS", "CAPPED", "HAS_CLASS_WEIGHT", "SMOOTHED", "STORE_LSE", "STORE_ENTROPY", "STORE_PREDICTED")
 FLAGS += ("WRITE_GRAD", "SCALE_ROWS", "ENTROPY_GRAD")
+MODULES = (cross_entropy, gated_activation, rms_norm, rotary)
+# Llama-8B's hidden size, Llama-70B's, one that is no power of two; heads of 128, whose number is no constant.
+NORMS = {"4096": (4096, {"heads": 1}), "8192": (8192, {"heads": 1}), "2880": (2880, {"heads": 1}), "heads": (128, {})}
 LOSS_VARIANTS = {
     "plain": ("WRITE_GRAD",),
     "alone": (),
@@ -63,14 +66,53 @@ def kernels(dtype: str) -> dict[str, tuple]:
             for name, signature in (("", forward), ("_backward", backward))
             for function in ("silu", "gelu")
         },
+        **norms(pointer),
+        **rotaries(pointer),
     }
+
+
+def norms(pointer: str) -> dict[str, tuple]:
+    forward, backward = rms_norm._rms_norm_kernel, rms_norm._rms_norm_backward_kernel
+    found = {}
+    for name, (width, of_heads) in NORMS.items():
+        constants = rms_norm._block(width) | of_heads
+        num_warps = constants.pop("num_warps")
+        found[f"rms_norm_{name}"] = (forward, signature(forward, pointer), constants, num_warps)
+        # What there is not comes as None; heads are normed without a residual.
+        added = {"ADD": True} if of_heads else {"ADD": False, "add_ptr": None}
+        types = signature(backward, pointer, d_weight_ptr="*fp32")
+        for trained, of_weight in (("", {"OF_WEIGHT": True}), ("_frozen", {"OF_WEIGHT": False, "d_weight_ptr": None})):
+            found[f"rms_norm_backward_{name}{trained}"] = (backward, types, constants | added | of_weight, num_warps)
+    return found
+
+
+def rotaries(pointer: str) -> dict[str, tuple]:
+    """Of heads of 128: 5 in Llama-8B's group, 40 in all; their number is no constant."""
+    kernel = rotary._rotary_kernel
+    return {
+        f"rotary{direction}{name}": (
+            kernel,
+            signature(kernel, pointer, cos_ptr=angles, sin_ptr=angles),
+            {"BACKWARD": direction == "_backward"} | rotary._block(128),
+            rotary.NUM_WARPS,
+        )
+        for direction in ("", "_backward")
+        for name, angles in (("", pointer), ("_float32_angles", "*fp32"))
+    }
+
+
+def signature(kernel, pointer: str, **others: str) -> dict[str, str]:
+    """Of a kernel whose arguments are tensors of one dtype but `others`, eps, and integers."""
+    types = {name: pointer if name.endswith("_ptr") else "i32" for name in kernel.arg_names}
+    return types | {"eps": "fp32"} | others
 
 
 def compile_for(target: GPUTarget, kernel, signature: dict[str, str], constants: dict, num_warps: int):
     """Compiled as Triton specialises a launch on a model's shapes: pointers, strides and widths divisible by 16."""
     names = kernel.arg_names
     signature = signature | {name: "constexpr" for name in constants}
-    aligned = [name for name in names if name.endswith(("_ptr", "_stride")) or name in ("width", "vocab")]
+    of_shape = [name for name in names if name.endswith(("_ptr", "_stride")) or name in ("width", "vocab", "half")]
+    aligned = [name for name in of_shape if name not in constants]
     attrs = {(names.index(name),): [["tt.divisibility", 16]] for name in aligned}
     source = ASTSource(
         kernel, {name: signature[name] for name in names}, {(names.index(n),): v for n, v in constants.items()}, attrs
@@ -99,7 +141,7 @@ def test_every_kernel_is_listed() -> None:
     listed = {entry[0].fn.__name__ for entry in kernels("fp32").values()}
     existing = {
         name
-        for module in (cross_entropy, gated_activation)
+        for module in MODULES
         for name, value in vars(module).items()
         if isinstance(value, triton.JITFunction) and name.endswith("_kernel")
     }

@@ -154,7 +154,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tenso
     Args:
         x, out: [C, W], or [C, H, W] of which every head is a row; last dimension contiguous. `out` may be `x`, and may
             have another dtype.
-        weight: [W], any of the three dtypes.
+        weight: [W], contiguous, any of the three dtypes.
 
     Moves 2 * C * H * W elements, allocates nothing on a GPU (the eager twin: some blocks of rows of 1 MiB).
     """
@@ -178,12 +178,14 @@ def rms_norm_backward(
     """The gradient of `rms_norm`'s x, plus `add`, **written** to `out`, which is returned; may be `d_y`, `add` or `x`.
 
     Args:
-        x, weight, eps: as in `rms_norm`. d_y, out: of x's shape. add: [C, W], where x is.
+        x, weight, eps: as in `rms_norm`. d_y, out: of x's shape, in any dtype and strides that `rms_norm` takes.
+        add: [C, W], where x is [C, W]; last dimension contiguous.
         d_weight: [W] float32; the gradient of the weight is **added** there.
 
     Moves 3 * C * H * W elements, 4 with `add`; allocates 256 * W float32 for the weight's (the eager twin: some blocks
     of rows of 1 MiB).
     """
+    assert add is None or (add.shape == x.shape and x.dim() == 2)
     if not isinstance(x, FakeTensor):
         backend: ModuleType = triton_rms_norm if triton_serves(x) else eager
         with torch.cuda.device_of(x):

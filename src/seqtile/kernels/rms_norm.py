@@ -7,8 +7,21 @@ import torch
 import triton
 import triton.language as tl
 
+# Untuned on a GPU: 8 warps hold 16 elements a thread, and rows of up to 8192 compile without spills.
 ELEMENTS = 4096  # of a block, unless a row has more
 PROGRAMS = 256  # that share a backward, each with a sum of weight gradients of its own: two for a multiprocessor
+
+
+@triton.jit
+def token_and_head(row, heads):
+    """Of a row (int32, which divides faster), in int64: times a stride either may pass 2**31."""
+    return (row // heads).to(tl.int64), (row % heads).to(tl.int64)
+
+
+@triton.jit
+def _scale(x, is_row, width, eps):
+    """1 / rms of rows; 1 of those past the last, all zero, as 0 * inf would reach the sum of d_weight with eps 0."""
+    return tl.rsqrt(tl.where(is_row, tl.sum(x * x, 1) / width + eps, 1.0))[:, None]
 
 
 @triton.jit
@@ -27,14 +40,14 @@ def _rms_norm_kernel(
     ROWS: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, WIDTH)
     mask = (row < rows)[:, None] & (columns < width)[None, :]
-    token, head = row // heads, row % heads
+    token, head = token_and_head(row, heads)
     x = tl.load(x_ptr + (token * x_stride + head * x_head_stride)[:, None] + columns[None, :], mask=mask, other=0.0)
     x = x.to(tl.float32)
     weight = tl.load(weight_ptr + columns, mask=columns < width, other=0.0).to(tl.float32)
-    normed = x * tl.rsqrt(tl.sum(x * x, 1) / width + eps)[:, None]
+    normed = x * _scale(x, row < rows, width, eps)
     out_ptrs = out_ptr + (token * out_stride + head * out_head_stride)[:, None] + columns[None, :]
     tl.store(out_ptrs, (normed * weight[None, :]).to(out_ptr.dtype.element_ty), mask=mask)
 
@@ -65,34 +78,35 @@ def _rms_norm_backward_kernel(
 ):
     columns = tl.arange(0, WIDTH)
     inside = columns < width
-    weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
-    d_weight = tl.zeros([WIDTH], tl.float32)
+    d_weight = tl.zeros([ROWS, WIDTH], tl.float32)
     for start in range(tl.program_id(0) * ROWS, rows, tl.num_programs(0) * ROWS):
-        row = (start + tl.arange(0, ROWS)).to(tl.int64)
+        row = start + tl.arange(0, ROWS)
         mask = (row < rows)[:, None] & inside[None, :]
-        token, head = row // heads, row % heads
+        token, head = token_and_head(row, heads)
         x_ptrs = x_ptr + (token * x_stride + head * x_head_stride)[:, None] + columns[None, :]
         d_y_ptrs = d_y_ptr + (token * d_y_stride + head * d_y_head_stride)[:, None] + columns[None, :]
         x = tl.load(x_ptrs, mask=mask, other=0.0).to(tl.float32)
-        d_y = tl.load(d_y_ptrs, mask=mask, other=0.0).to(tl.float32)
-        scale = tl.rsqrt(tl.sum(x * x, 1) / width + eps)[:, None]
+        d_normed = tl.load(d_y_ptrs, mask=mask, other=0.0).to(tl.float32)
+        scale = _scale(x, row < rows, width, eps)
         normed = x * scale
         if OF_WEIGHT:
-            d_weight += tl.sum(d_y * normed, 0)
-        d_normed = d_y * weight[None, :]
+            d_weight += d_normed * normed
+        # In every round again, out of the cache: held in registers, it would push those of wide rows out.
+        weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
+        d_normed *= weight[None, :]
         d_x = scale * (d_normed - normed * (tl.sum(d_normed * normed, 1) / width)[:, None])
         if ADD:
-            d_x += tl.load(add_ptr + (row * add_stride)[:, None] + columns[None, :], mask=mask, other=0.0).to(
-                tl.float32
-            )
+            add_ptrs = add_ptr + (token * add_stride)[:, None] + columns[None, :]
+            d_x += tl.load(add_ptrs, mask=mask, other=0.0).to(tl.float32)
         out_ptrs = out_ptr + (token * out_stride + head * out_head_stride)[:, None] + columns[None, :]
         tl.store(out_ptrs, d_x.to(out_ptr.dtype.element_ty), mask=mask)
     if OF_WEIGHT:
-        tl.store(d_weight_ptr + tl.program_id(0) * width + columns, d_weight, mask=inside)
+        tl.store(d_weight_ptr + tl.program_id(0) * width + columns, tl.sum(d_weight, 0), mask=inside)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> torch.Tensor:
     """See `launch.rms_norm`."""
+    assert x.stride(2) == out.stride(2) == 1 and weight.is_contiguous()
     rows, heads, width = x.shape
     block = _block(width)
     _rms_norm_kernel[(triton.cdiv(rows * heads, block["ROWS"]),)](
@@ -111,6 +125,8 @@ def rms_norm_backward(
     d_weight: torch.Tensor | None,
 ) -> torch.Tensor:
     """See `launch.rms_norm_backward`."""
+    assert x.stride(2) == d_y.stride(2) == out.stride(2) == 1 and weight.is_contiguous()
+    assert add is None or add.stride(1) == 1
     tokens, heads, width = x.shape
     block, rows = _block(width), tokens * heads
     programs = min(PROGRAMS, triton.cdiv(rows, block["ROWS"]))

@@ -8,7 +8,11 @@ import torch
 import triton
 import triton.language as tl
 
-NUM_WARPS = 4
+from seqtile.kernels.rms_norm import token_and_head
+
+# Untuned on a GPU; chosen of what compiles without spills at any number of heads.
+ELEMENTS = 1024  # a program, of each half of its heads
+NUM_WARPS = 4  # 8 columns a thread: one 16-byte access in half precision
 
 
 @triton.jit
@@ -20,26 +24,26 @@ def _rotary_kernel(
     x_head_stride,
     cos_stride,
     sin_stride,
+    rows,
     heads,
     half,
     BACKWARD: tl.constexpr,
-    HEADS: tl.constexpr,
+    ROWS: tl.constexpr,
     HALF: tl.constexpr,
 ):
-    token = tl.program_id(0).to(tl.int64)
-    head = tl.arange(0, HEADS)
-    column = tl.arange(0, HALF)
-    inside = column < half
-    mask = (head < heads)[:, None] & inside[None, :]
-    first = x_ptr + token * x_stride + head[:, None] * x_head_stride + column[None, :]
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    column = tl.arange(0, HALF)[None, :]
+    mask = (row < rows)[:, None] & (column < half)
+    token, head = token_and_head(row, heads)
+    first = x_ptr + (token * x_stride + head * x_head_stride)[:, None] + column
     second = first + half
     x1 = tl.load(first, mask=mask, other=0.0).to(tl.float32)
     x2 = tl.load(second, mask=mask, other=0.0).to(tl.float32)
-    cos, sin = cos_ptr + token * cos_stride + column, sin_ptr + token * sin_stride + column
-    cos1 = tl.load(cos, mask=inside, other=0.0).to(tl.float32)[None, :]
-    cos2 = tl.load(cos + half, mask=inside, other=0.0).to(tl.float32)[None, :]
-    sin1 = tl.load(sin, mask=inside, other=0.0).to(tl.float32)[None, :]
-    sin2 = tl.load(sin + half, mask=inside, other=0.0).to(tl.float32)[None, :]
+    cos, sin = cos_ptr + (token * cos_stride)[:, None] + column, sin_ptr + (token * sin_stride)[:, None] + column
+    cos1 = tl.load(cos, mask=mask, other=0.0).to(tl.float32)
+    cos2 = tl.load(cos + half, mask=mask, other=0.0).to(tl.float32)
+    sin1 = tl.load(sin, mask=mask, other=0.0).to(tl.float32)
+    sin2 = tl.load(sin + half, mask=mask, other=0.0).to(tl.float32)
     if BACKWARD:
         y1 = x1 * cos1 + x2 * sin2
         y2 = x2 * cos2 - x1 * sin1
@@ -52,19 +56,26 @@ def _rotary_kernel(
 
 def rotary_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, backward: bool) -> torch.Tensor:
     """See `launch.rotary_`."""
+    assert x.stride(2) == cos.stride(1) == sin.stride(1) == 1
     tokens, heads, width = x.shape
-    _rotary_kernel[(tokens,)](
+    rows, block = tokens * heads, _block(width)
+    _rotary_kernel[(triton.cdiv(rows, block["ROWS"]),)](
         x,
         cos,
         sin,
         *x.stride()[:2],
         cos.stride(0),
         sin.stride(0),
+        rows,
         heads,
         width // 2,
         BACKWARD=backward,
-        HEADS=triton.next_power_of_2(heads),
-        HALF=triton.next_power_of_2(width // 2),
+        **block,
         num_warps=NUM_WARPS,
     )
     return x
+
+
+def _block(width: int) -> dict[str, int]:
+    half = triton.next_power_of_2(width // 2)
+    return {"ROWS": max(1, ELEMENTS // half), "HALF": half}

@@ -7,11 +7,13 @@ from seqtile.kernels.launch import rms_norm_backward
 from seqtile.ops.checks import check_first_derivative
 
 
+@torch.compiler.disable(reason="seqtile.rms_norm launches its kernel")
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """x / sqrt(mean(x**2) + eps) * weight over the last dimension of x [..., D], in float32, rounded to x's dtype.
 
-    Memory: saves x. Allocates the output, in the backward the gradient of x; nothing else of their size.
-    RuntimeError in the backward for second derivatives (`create_graph=True`).
+    Memory: saves x. Allocates the output, in the backward the gradient of x; nothing else of their size, unless the
+    tokens of x, or of the gradient that comes back, cannot be viewed as rows: a copy then.
+    RuntimeError in the backward for second derivatives (`create_graph=True`). Under torch.compile one graph break.
     """
     return RMSNormFunction.apply(x, weight, eps)
 
@@ -22,7 +24,7 @@ class RMSNormFunction(torch.autograd.Function):
         ctx.save_for_backward(x, weight)
         ctx.eps = eps
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
-        write_rms_norm(x.contiguous().view(-1, x.shape[-1]), weight, eps, y.view(-1, x.shape[-1]))
+        write_rms_norm(_rows(x), weight, eps, _rows(y))
         return y
 
     @staticmethod
@@ -32,6 +34,11 @@ class RMSNormFunction(torch.autograd.Function):
         needs_x, needs_weight, _ = ctx.needs_input_grad
         d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if needs_weight else None
         d_x = torch.empty_like(x, memory_format=torch.contiguous_format)
-        rows, d_rows = (tensor.contiguous().view(-1, x.shape[-1]) for tensor in (x, d_y))
-        rms_norm_backward(rows, weight, ctx.eps, d_rows, d_x.view(rows.shape), d_weight=d_weight)
+        rms_norm_backward(_rows(x), weight, ctx.eps, _rows(d_y), _rows(d_x), d_weight=d_weight)
         return d_x if needs_x else None, None if d_weight is None else d_weight.to(weight.dtype), None
+
+
+def _rows(x: torch.Tensor) -> torch.Tensor:
+    """x [T, D] of x [..., D], as the kernels take it: a view where that is possible."""
+    rows = x.reshape(-1, x.shape[-1])
+    return rows if rows.stride(-1) == 1 else rows.contiguous()

@@ -1,0 +1,149 @@
+import pytest
+import torch
+
+from assertions import assert_as_exact
+from measure import LiveBytes, eager_memory
+from seqtile.ops.rms_norm import rms_norm
+
+D, EPS = 130, 1e-2
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+
+
+def make(*shape: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> list[torch.Tensor]:
+    """x and weight, requiring gradients, and the gradient of the output."""
+    x, weight, d_y = (torch.randn(size, device=device).to(dtype) for size in ((*shape, D), (D,), (*shape, D)))
+    return [x.requires_grad_(), weight.requires_grad_(), d_y]
+
+
+def plain(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """Hugging Face's LlamaRMSNorm, whose float32 is float64 for float64."""
+    wide = x if x.dtype == torch.float64 else x.float()
+    return (weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)).to(x.dtype)
+
+
+def run(
+    function, x: torch.Tensor, weight: torch.Tensor, d_y: torch.Tensor, dtype: torch.dtype | None = None
+) -> list[torch.Tensor | None]:
+    """y and the gradients of x and weight, in `dtype`."""
+    leaves = [o.detach().to(dtype or o.dtype).requires_grad_(o.requires_grad) for o in (x, weight)]
+    y = function(*leaves, EPS)
+    y.backward(d_y.to(y.dtype))
+    return [y, *(leaf.grad for leaf in leaves)]
+
+
+def assert_right(operands: list[torch.Tensor], ours: list[torch.Tensor | None]) -> None:
+    same, truth = run(plain, *operands), run(plain, *operands, torch.float64)
+    for mine, theirs, true in zip(ours, same, truth, strict=True):
+        assert (mine is None) == (theirs is None)
+        if mine is not None:
+            assert mine.dtype == theirs.dtype
+            assert_as_exact(mine, theirs, true)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", [(63,), (3, 17), (2, 3, 17), ()], ids=str)
+def test_output_and_gradients(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
+    operands = make(*shape, dtype=dtype, device=device)
+    ours = run(rms_norm, *operands)
+    assert ours[0].shape == (*shape, D)
+    assert_right(operands, ours)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:])
+def test_weight_of_another_dtype(dtype: torch.dtype, device: str) -> None:
+    """A float32 weight: its gradient is not rounded, and the output has the dtype of x."""
+    x, weight, d_y = make(63, dtype=dtype, device=device)
+    operands = [x, weight.detach().float().requires_grad_(), d_y]
+    assert_right(operands, run(rms_norm, *operands))
+
+
+@pytest.mark.parametrize("trained", ["x", "weight"])
+def test_frozen_operands(trained: str, device: str) -> None:
+    x, weight, d_y = make(63, device=device)
+    (weight if trained == "x" else x).requires_grad_(False)
+    assert_right([x, weight, d_y], run(rms_norm, x, weight, d_y))
+
+
+@pytest.mark.parametrize("view", ["rows", "batch", "transposed", "reversed"])
+def test_views(view: str, device: str) -> None:
+    """x of which rows are further apart than long, one that no view makes rows of, and one of strided columns."""
+    wide, weight, _ = make(8, 2 * 17, device=device)
+    wide = wide.detach()
+    x = {
+        "rows": wide.view(-1, 2 * D)[:, 3 : D + 3],
+        "batch": wide[:, 1:17],
+        "transposed": wide.transpose(0, 1),
+        "reversed": wide.view(-1, D, 2)[..., 1],
+    }[view]
+    assert not x.is_contiguous()
+    d_y, leaf = torch.randn(x.shape, device=device), x.detach().requires_grad_()
+    assert leaf.stride() == x.stride()
+    y = rms_norm(leaf, weight, EPS)
+    y.backward(d_y)
+    assert_right([x.requires_grad_(), weight, d_y], [y, leaf.grad, weight.grad])
+
+
+def test_expanded_upstream_gradient(device: str) -> None:
+    """What sum() and mean() send back has stride 0."""
+    x, weight, d_y = make(3, 17, device=device)
+    rms_norm(x, weight, EPS).sum().backward()
+    same, truth = (run(plain, x, weight, torch.ones_like(d_y), dtype) for dtype in (torch.float32, torch.float64))
+    assert_as_exact(x.grad, same[1], truth[1])
+    assert_as_exact(weight.grad, same[2], truth[2])
+
+
+def live_bytes(x: torch.Tensor, weight: torch.Tensor, d_y: torch.Tensor) -> tuple[int, int]:
+    """What is alive after the forward beside its output, and the peak of both passes."""
+    with LiveBytes() as memory:
+        y = rms_norm(x, weight, EPS)
+        saved = memory.live - y.nbytes
+        y.backward(d_y)
+    return saved, memory.peak
+
+
+@eager_memory
+@pytest.mark.parametrize("strided", [False, True])
+def test_memory(strided: bool) -> None:
+    """Nothing is saved beside x; the peak grows by y and d_x alone, also where rows are further apart than long."""
+    measured = []
+    for tokens in (20_000, 80_000):  # the eager kernel's blocks of 1 MiB are full at both lengths
+        x, weight, d_y = make(tokens, dtype=torch.bfloat16)
+        if strided:
+            x = torch.cat((x, x), -1).detach()[:, :D].requires_grad_()
+        measured.append(live_bytes(x, weight, d_y))
+    (saved, peak), (saved_longer, peak_longer) = measured
+    assert saved == saved_longer == 0
+    assert peak_longer - peak == 60_000 * 2 * 2 * D
+    assert peak - 20_000 * 2 * 2 * D <= 10 * 2**20
+
+
+def test_second_derivatives_raise(device: str) -> None:
+    x, weight, _ = make(63, device=device)
+    with pytest.raises(RuntimeError, match="rms_norm has no second derivative"):
+        torch.autograd.grad(rms_norm(x, weight, EPS).sum(), x, create_graph=True)
+
+
+def test_a_weight_changed_before_the_backward_raises(device: str) -> None:
+    x, weight, d_y = make(63, device=device)
+    y = rms_norm(x, weight, EPS)
+    with torch.no_grad():
+        weight.add_(1)
+    with pytest.raises(RuntimeError, match="inplace operation"):
+        y.backward(d_y)
+
+
+def test_no_tokens(device: str) -> None:
+    x, weight, d_y = make(0, device=device)
+    y, d_x, d_weight = run(rms_norm, x, weight, d_y)
+    assert y.shape == d_x.shape == (0, D) and d_weight.equal(torch.zeros_like(weight))
+
+
+def test_compiled_equals_eager(device: str) -> None:
+    operands = make(63, device=device)
+
+    def step(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+        return rms_norm(x * 1.0, weight, eps) * 1.0
+
+    assert_right(operands, run(torch.compile(step, backend="aot_eager"), *operands))
+    breaks = torch._dynamo.explain(step)(*operands[:2], EPS)
+    assert breaks.graph_break_count == 1 and "seqtile.rms_norm" in breaks.break_reasons[0].reason

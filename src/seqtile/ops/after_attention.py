@@ -30,14 +30,15 @@ class KeepFunction(torch.autograd.Function):
     def backward(ctx, _: torch.Tensor):
         check_first_derivative("decoder_layer")
         state: Pass = ctx.state
-        layout, out = state.layout, state.kept[ctx.group][0]
+        layout, (out, *rest) = state.layout, state.kept[ctx.group]
+        state.kept[ctx.group] = (None, *rest)  # the output, unless attention saved it, is done with
         projection = state.weights.o.columns(layout.columns(ctx.group)[0]).to(layout.dtype)
         d_out = torch.empty_like(out, dtype=layout.dtype)
         for tile in tiles(len(out), layout.chunk_tokens):
             projection.backward(state.d_h[tile].to(layout.dtype), out=d_out[tile])
         if layout.scale != 1:
             d_out.mul_(layout.scale)
-        return d_out.to(out.dtype), None, None, *[None] * (len(state.kept[ctx.group]) - 1)
+        return d_out.to(out.dtype), None, None, *[None] * len(rest)
 
 
 class OnwardFunction(torch.autograd.Function):
@@ -123,6 +124,7 @@ def _backward(
         mlp.backward(normed, d_y_tile, into_grads, down_grad, d_branch)
         rms_norm_backward(h, *weights.mlp_norm, d_branch, d_h[tile], add=d_y[tile], d_weight=of_norm)
         o_grad.add(_scaled(d_h[tile], layout.scale, layout.dtype), attended)
+        del attended  # before the next is gathered
     state.d_h = d_h
     of_o, *of_mlp = ([*grad.results()] for grad in grads)
     of_norm = None if norm_grad is None else norm_grad.result()

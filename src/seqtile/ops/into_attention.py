@@ -57,7 +57,7 @@ class ProjectFunction(torch.autograd.Function):
     def backward(ctx, *d_qkv: torch.Tensor):
         check_first_derivative("decoder_layer")
         state: Pass = ctx.state
-        _, raw = state.projected.pop(ctx.group, (None, None))
+        raw = state.projected.pop(ctx.group, (None, None))[1]  # and lets go of queries, keys and values
         state.kept.pop(ctx.group, None)
         _project_backward(state, ctx.group, d_qkv, raw)
         return d_qkv[0].new_zeros(()), None, None

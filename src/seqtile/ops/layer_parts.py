@@ -119,8 +119,8 @@ class Pass:
     saved: Saved | None = None
     tensors: tuple[torch.Tensor | None, ...] = ()
     """While the forward runs, or the backward: x, cos, sin, and the parameters."""
-    kept: dict[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)
-    """By group, in the backward: attention's output, and what it saved but that and queries, keys and values."""
+    kept: dict[int, tuple[torch.Tensor | None, ...]] = field(default_factory=dict)
+    """By group, in the backward: attention's output until it is used, and what it saved but that and q, k, v."""
     projected: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = field(default_factory=dict)
     """By group, in the backward: queries, keys and values again, and the first two before their norms."""
     repeats: bool = False

@@ -119,6 +119,12 @@ def plan(
     offload: Annotated[
         list[str] | None, typer.Option(help="To host memory in any case: optimizer, weights; repeat it for more.")
     ] = None,
+    layer: Annotated[
+        bool, typer.Option("--layer", help="Plan with layers tiled as a whole, also where less is needed.")
+    ] = False,
+    head_groups: Annotated[
+        str | None, typer.Option(help="Plan with so many groups of kv heads in such layers: a number, or auto.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="The same as JSON.")] = False,
 ) -> None:
     """What fits, before it runs: the longest sequence with each feature turned on, and what a step then holds.
@@ -141,6 +147,8 @@ def plan(
         "dtype": dtype,
         "lora_rank": lora_rank,
         "offload": tuple(offload or ()),
+        "layer": layer,
+        "head_groups": int(head_groups) if head_groups and head_groups.isdigit() else head_groups,
     }
     try:
         found = forecast(model, seq_len, batch_size, **setup)

@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
+from types import MethodType
 from typing import NamedTuple
 from unittest.mock import patch
 
@@ -61,6 +62,18 @@ class NormFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_y):
         return d_y.view_as(d_y) if ctx.in_place else torch.empty_like(d_y), torch.empty_like(ctx.saved_tensors[1]), None
+
+
+class Norm:
+    """Its forward."""
+
+    __module__ = "liger_kernel"  # seqtile asks whose a forward is
+
+    def __init__(self, in_place: bool):
+        self.in_place = in_place
+
+    def __call__(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
+        return NormFunction.apply(x, module.weight, self.in_place)
 
 
 class RopeFunction(torch.autograd.Function):
@@ -155,16 +168,17 @@ def attention(setup: Setup) -> Callable:
     return exchanged
 
 
-def apply_liger(model: nn.Module, tiled: bool) -> None:
+def apply_liger(model: nn.Module) -> None:
+    """To what is not tiled."""
     in_place = model.config.model_type not in OUT_OF_PLACE
-    for module in model.modules():
+    for module in [module for module in model.modules() if "forward" not in vars(module)]:
         if type(module).__name__.endswith(("RMSNorm", "LayerNorm")):
-            module.forward = lambda x, module=module: NormFunction.apply(x, module.weight, in_place)
-        elif not tiled and hasattr(module, "gate_proj"):
+            module.forward = MethodType(Norm(in_place), module)
+        elif hasattr(module, "gate_proj"):
             module.forward = lambda x, module=module: module.down_proj(
                 SwiGLUFunction.apply(module.gate_proj(x), module.up_proj(x))
             )
-        elif not tiled and hasattr(module, "gate_up_proj") and hasattr(module, "down_proj"):
+        elif hasattr(module, "gate_up_proj") and hasattr(module, "down_proj"):
             module.forward = lambda x, module=module: module.down_proj(
                 SwiGLUFunction.apply(*module.gate_up_proj(x).chunk(2, dim=-1))
             )
@@ -201,11 +215,11 @@ def build(config: PreTrainedConfig, setup: Setup, modes: ExitStack, host: HostMe
             causal_lm.enable_input_require_grads()
     modes.enter_context(FakeTensorMode())
     materialise(model.train())
-    tiled = {part: part in setup.tiles for part in ("mlp", "loss")}
+    tiled = {part: part in setup.tiles for part in ("mlp", "loss", "layer")}
     if any(tiled.values()):
-        seqtile.apply_seqtile(model, **tiled, chunk_tokens=setup.chunk_tokens)
+        seqtile.apply_seqtile(model, **tiled, head_groups=setup.head_groups, chunk_tokens=setup.chunk_tokens)
     if setup.liger:
-        apply_liger(causal_lm, tiled["mlp"])
+        apply_liger(causal_lm)
         rope = patch.object(sys.modules[type(causal_lm).__module__], "apply_rotary_pos_emb", RopeFunction.apply)
         modes.enter_context(rope)
     causal_lm.gradient_checkpointing_enable({"use_reentrant": False})

@@ -6,6 +6,7 @@ from transformers import AutoConfig
 from measure import eager_memory
 from memory.simulate import simulate
 from seqtile import memory
+from seqtile.memory.shape import TILED_WHOLE
 from seqtile.memory.step import BUCKET
 from seqtile.models.arch import ARCHS
 
@@ -63,6 +64,7 @@ def test_untiled_parts(arch: str, tiles: tuple[str, ...]) -> None:
         (2 * K, {}),
         (5 * K, {"chunk_tokens": 1000}),
         (1024 * K, {"chunk_tokens": 64 * K, "liger": True}),
+        (16 * K, {"chunk_tokens": 16 * K, "liger": True}),
         (64 * K, {"offload": ("activations",), "liger": True}),
         (64 * K, {"offload": ("activations",), "keep_last": 2}),
         (64 * K, {"offload": ("activations",), "keep_last": 0}),
@@ -85,6 +87,58 @@ def test_untiled_parts(arch: str, tiles: tuple[str, ...]) -> None:
 )
 def test_every_feature(seq_len: int, setup: dict) -> None:
     assert error("llama", seq_len, {}, **setup) <= LIMIT
+
+
+LAYER = {"tiles": memory.TILES}
+GROUPS = LAYER | {"head_groups": "auto"}
+SMALL = {"vocab_size": 8192}  # so that a layer, not the loss, has the peak
+
+
+@pytest.mark.parametrize("setup", [LAYER, GROUPS], ids=["layer", "groups"])
+@pytest.mark.parametrize("arch", TILED_WHOLE)
+def test_layers_tiled_as_a_whole(arch: str, setup: dict) -> None:
+    assert error(arch, 40 * K, SMALL | {"num_hidden_layers": 2}, **setup) <= LIMIT
+
+
+@pytest.mark.parametrize(
+    ("seq_len", "setup"),
+    [
+        (4 * K, LAYER | {"liger": True}),
+        (6 * K, LAYER),
+        (6 * K, GROUPS),
+        (64 * K, LAYER | {"liger": True}),
+        (512 * K, LAYER | {"chunk_tokens": 64 * K}),
+        (512 * K, GROUPS | {"chunk_tokens": 64 * K}),
+        (64 * K, LAYER | {"head_groups": 1}),
+        (64 * K, LAYER | {"head_groups": 2}),
+        (40 * K, LAYER | {"lora_rank": 16}),
+        (40 * K, GROUPS | {"lora_rank": 16}),
+        (32 * K, GROUPS | {"dtype": "float32"}),
+        (64 * K, LAYER | {"offload": ("activations",)}),
+        (64 * K, GROUPS | {"offload": ("activations",), "keep_last": 2}),
+        (64 * K, LAYER | {"gpus": 8}),
+        (64 * K, GROUPS | {"gpus": 8, "offload": ("activations",)}),
+        (512 * K, LAYER | {"gpus": 8, "sequence_parallel": 8}),
+        (512 * K, LAYER | {"gpus": 8, "sequence_parallel": 8, "offload": ("activations",), "lora_rank": 16}),
+    ],
+    ids=str,
+)
+def test_layers_tiled_as_a_whole_with_every_feature(seq_len: int, setup: dict) -> None:
+    assert error("llama", seq_len, SMALL, **setup) <= LIMIT
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen3"])
+def test_attention_of_a_group(arch: str) -> None:
+    """Of so small an MLP that it has the peak, as it has at a million tokens."""
+    widths = SMALL | {"intermediate_size": 2048, "num_hidden_layers": 2}
+    assert error(arch, 512 * K, widths, chunk_tokens=64 * K, **GROUPS) <= LIMIT
+
+
+@pytest.mark.parametrize("setup", [LAYER, GROUPS], ids=["layer", "groups"])
+def test_heads_wider_than_the_model(setup: dict) -> None:
+    """As in Qwen3-32B; 64 heads of 128 over 4,096."""
+    widths = SMALL | {"num_attention_heads": 64, "head_dim": 128}
+    assert error("qwen3", 64 * K, widths, chunk_tokens=16 * K, **setup) <= LIMIT
 
 
 @pytest.mark.parametrize("arch", ["cohere", "gemma2", "glm4", "olmo2", "phi3", "qwen3", "qwen3_moe"])

@@ -2,7 +2,7 @@
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
@@ -13,7 +13,10 @@ from seqtile import memory
 from seqtile.memory.config import DEFAULTS
 from seqtile.memory.layer import mlp_chunk_tokens
 from seqtile.memory.plan import LIGER
+from seqtile.memory.shape import TILED_WHOLE
+from seqtile.memory.tiled_layer import AUTO_GROUPS
 from seqtile.models.arch import ARCHS
+from seqtile.models.layer import AUTO
 from seqtile.ops.tiles import resolve_chunk_tokens
 from tiny import config_of
 
@@ -117,8 +120,16 @@ def test_longest_is_the_longest(name: str, gpus: int, sequence_parallel: int, of
         assert not more.fits and longest.bound == more.bound and longest.bound in str(longest)
         assert longest == memory.longest(shape, **fields)
         lengths.append(longest.tokens)
+    whole = []
+    if shape.tiles_whole:
+        *lengths, layer = lengths
+        if sequence_parallel == 1:
+            *lengths, layer, groups = *lengths, layer
+            assert layer <= groups
+        whole = [layer]
     first, loss, *shared, mlp, light, offloaded, both, liger = lengths
-    assert lengths[-1] == memory.longest(name, **setup | {"offload": ("activations", *offload)}, liger=True).tokens
+    assert liger == memory.longest(name, **setup | {"offload": ("activations", *offload)}, liger=True).tokens
+    assert all(liger <= layer for layer in whole)
     assert first <= loss <= min([*shared, mlp]) and max(mlp, offloaded) <= both <= liger and mlp <= light <= liger
 
 
@@ -181,7 +192,7 @@ def test_the_published_ladder() -> None:
     """ALST's ablation (table 1: Llama-8B, 8 H100 of 80 GB): the same order, each within 40 % of what was measured."""
     published = [32_000, 160_000, 1_100_000, 1_200_000, 2_400_000, 3_700_000]
     rungs = memory.ladder(LLAMA, gpus=8, sequence_parallel=8, offload=("optimizer",))
-    planned = [longest.tokens for rung, longest in rungs if not rung.liger]
+    planned = [longest.tokens for rung, longest in rungs if not rung.liger and "layer" not in rung.tiles]
     assert sorted(planned) == planned
     for ours, theirs in zip(planned, published, strict=True):
         assert 1 / 1.4 < ours / theirs < 1.4, (planned, published)
@@ -209,6 +220,13 @@ def test_the_published_ladder() -> None:
         ({"gpu_memory_gib": float("inf")}, "gpu_memory_gib: expected more than 0 GiB, got inf"),
         ({"gpu_memory_gib": "80"}, "gpu_memory_gib: expected more than 0 GiB, got '80'"),
         ({"tiles": 5}, "tiles: expected some of"),
+        ({"tiles": ("loss", "layer")}, "tiles: expected mlp too, since it is tiled with the layer"),
+        ({"head_groups": 2}, "head_groups: expected None, since tiles has no layer, got 2"),
+        ({"tiles": memory.TILES, "head_groups": 0}, 'head_groups: expected a positive int, "auto" or None, got 0'),
+        ({"tiles": memory.TILES, "head_groups": "all"}, "expected a positive int, \"auto\" or None, got 'all'"),
+        ({"tiles": memory.TILES, "head_groups": True}, 'expected a positive int, "auto" or None, got True'),
+        ({"tiles": memory.TILES, "head_groups": 3}, "head_groups: expected a divisor of the 8 kv heads, got 3"),
+        ({"tiles": memory.TILES, "head_groups": 2, "gpus": 2, "sequence_parallel": 2}, "2 GPUs share are not planned"),
         ({"dtype": ["bfloat16"]}, "dtype: expected one of"),
         ({"liger": "no"}, "liger: expected True or False, got 'no'"),
         ({"optimizer": "adamw_8bit", "offload": ("optimizer",)}, "expected adamw or sgd, got adamw_8bit"),
@@ -219,6 +237,27 @@ def test_the_published_ladder() -> None:
 def test_wrong_setups(arguments: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         memory.plan(LLAMA, **{"seq_len": 8} | arguments)
+
+
+def test_layers_that_are_tiled_as_a_whole() -> None:
+    """Of the model types that seqtile knows to tile so, and of no other; by as many groups of heads as it makes."""
+    assert TILED_WHOLE == tuple(name for name, arch in ARCHS.items() if arch.layer)
+    assert AUTO_GROUPS == AUTO
+    fields = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    fields |= {"num_key_value_heads": 4, "vocab_size": 100}
+    others = [tiny_config("gemma2"), fields | {"model_type": "new"}]
+    others.append({"model_type": "mistral3", "text_config": fields | {"model_type": "mistral"}})
+    for config in others:
+        with pytest.raises(ValueError, match="its layers are not tiled as a whole; expected one of granite, llama, "):
+            memory.plan(config, seq_len=8, tiles=memory.TILES)
+        assert not any("layer" in rung.tiles for rung, _ in memory.ladder(config))
+    config = fields | {"model_type": "llama", "num_attention_heads": 36, "num_key_value_heads": 12, "head_dim": 8}
+    auto, six, four = (
+        memory.plan(config, seq_len=9000, tiles=memory.TILES, head_groups=groups) for groups in ("auto", 6, 4)
+    )
+    assert auto.moments == six.moments != four.moments
+    *_, (rung, longest) = memory.ladder(LLAMA, offload=("optimizer", "weights"), head_groups=2)
+    assert rung.head_groups == 2 and longest.tokens < memory.longest(LLAMA, **asdict(rung) | {"head_groups": 4}).tokens
 
 
 def test_wrong_names() -> None:
@@ -278,8 +317,17 @@ def test_the_readme() -> None:
         plain, light = (memory.longest(names[model], **setup, liger=liger) for liger in (False, True))
         assert lengths == [f"{plain.tokens:,}", f"{light.tokens:,}"] and light.bound.startswith(bound)
     ladder = memory.ladder(LLAMA, gpus=8, sequence_parallel=8, offload=("optimizer",))
-    for longest in [longest for rung, longest in ladder if not rung.liger]:
+    *published, shared = [longest for rung, longest in ladder if not rung.liger]
+    for longest in published:
         assert re.search(rf"^\| .* \| +{longest.tokens:,} \|$", text, re.MULTILINE), longest
+    assert f"\n{shared.tokens:,} tokens predicted" in text
+    rows = re.findall(r"^\| (\S+) +\| +(\d+) GiB \|(.*)\|$", text, re.MULTILINE)
+    assert len(rows) == 6
+    whole = ({}, {"liger": True}, {"tiles": memory.TILES}, {"tiles": memory.TILES, "head_groups": "auto"})
+    for model, gib, lengths in rows:
+        setup = {"gpu_memory_gib": int(gib), "offload": ("activations", "optimizer", "weights")}
+        found = [f"{memory.longest(names[model], **setup, **more).tokens:,}" for more in whole]
+        assert [cell.strip() for cell in lengths.split("|")] == found
 
 
 def test_liger_has_norms_for_them() -> None:

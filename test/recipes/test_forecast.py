@@ -26,13 +26,10 @@ def test_tables() -> None:
     for _, longest in memory.ladder(LLAMA, gpus=8, sequence_parallel=8, offload=("optimizer",)):
         assert f"{longest.tokens:,}" in text
     assert "8.03 billion parameters" in text and "8 GPUs, ZeRO-3, each of 80 GiB" in text
-    for line in (
-        "seqtile.apply_seqtile(model)",
-        "sp.initialize(8)",
-        "offload.enable(model)",
-        "apply_liger_kernel_to_llama",
-    ):
+    for line in ("seqtile.apply_seqtile(model, layer=True)", "sp.initialize(8)", "offload.enable(model)"):
         assert line in text
+    text = said("google/gemma-2-9b", "--gpus", "8", "--offload", "optimizer")
+    assert "seqtile.apply_seqtile(model)" in text and "apply_liger_kernel_to_gemma2" in text
 
 
 def test_least_is_turned_on_that_a_length_needs() -> None:
@@ -44,18 +41,36 @@ def test_least_is_turned_on_that_a_length_needs() -> None:
     assert "apply_seqtile" not in text and "gradient_checkpointing_enable" in text
 
 
+def test_layers_tiled_as_a_whole() -> None:
+    """Planned where nothing else reaches the length, or where they are asked for."""
+    options = ("--offload", "optimizer", "--offload", "weights")
+    *_, (_, light), (_, layer), (_, groups) = memory.ladder(LLAMA, offload=("optimizer", "weights"))
+    plain, whole = "apply_seqtile(model)", "apply_seqtile(model, layer=True)"
+    by_groups = 'apply_seqtile(model, layer=True, head_groups="auto")'
+    for tokens, line in ((light.tokens, plain), (layer.tokens, whole), (groups.tokens, by_groups)):
+        text = said(LLAMA, *options, "--seq-len", str(tokens))
+        assert line in text and f"{tokens:,}" in text
+    few = ("--seq-len", "9000")
+    assert whole in said(LLAMA, *options, *few, "--layer")
+    assert by_groups in said(LLAMA, *options, *few, "--head-groups", "auto")
+    found = json.loads(said(LLAMA, *options, "--head-groups", "4", "--json"))
+    assert [rung["head_groups"] for rung in found["longest"]][-2:] == [None, 4]
+    assert found["plan"]["setup"]["head_groups"] == 4 and "layer" in found["plan"]["setup"]["tiles"]
+    assert found["plan"]["seq_len"] == found["longest"][-1]["tokens"] < groups.tokens
+    assert found["turn_on"][1] == "seqtile.apply_seqtile(model, layer=True, head_groups=4)"
+
+
 def test_what_does_not_fit() -> None:
     text = said(LLAMA)
     assert "This does not fit in GPU memory: weights and optimizer." in text
     for options in (("optimizer",), ("optimizer", "weights")):
-        longest = memory.longest(LLAMA, offload=("activations", *options), liger=True)
+        setup = {"tiles": memory.TILES, "head_groups": "auto"}
+        longest = memory.longest(LLAMA, offload=("activations", *options), **setup)
         assert re.search(rf"With {' '.join(f'--offload {part}' for part in options)}: {longest.tokens:,} tokens", text)
     text = said("Qwen/Qwen3-32B", "--gpus", "8", "--seq-len", "5000000", exit_code=1)
     assert "--offload optimizer:" in text and "weights:" not in text, "only what makes it longer"
-    assert (
-        memory.longest("Qwen/Qwen3-32B", gpus=32, sequence_parallel=32, liger=True, offload=("activations",)).tokens
-        > 5e6
-    )
+    setup = {"gpus": 32, "sequence_parallel": 32, "tiles": memory.TILES, "offload": ("activations",)}
+    assert memory.longest("Qwen/Qwen3-32B", **setup).tokens > 5e6
     assert "With --gpus 32: " in text and "--gpus 16" not in text, "as few as will do"
 
 
@@ -91,6 +106,7 @@ def test_json() -> None:
     found = json.loads(
         said("google/gemma-2-9b", "--gpus", "4", "--sequence-parallel", "2", "--seq-len", "300000", "--json")
     )
+    assert not any(rung["tiled_layer"] for rung in found["longest"])
     assert [rung["sequence_parallel"] for rung in found["longest"]] == [1, 1, 2, 2, 2, 2, 2, 2]
     plan = found["plan"]
     assert plan["seq_len"] == 300_000 and plan["fits"] is True and plan["setup"]["gpus"] == 4
@@ -105,6 +121,10 @@ def test_json() -> None:
         (["no/such"], "model 'no/such': expected a directory with a config.json"),
         ([LLAMA, "--seq-len", "0"], "--seq-len: expected a positive int, got 0"),
         ([LLAMA, "--gpus", "2", "--sequence-parallel", "4"], "expected a divisor of the 2 GPUs"),
+        (["google/gemma-2-9b", "--layer"], "model type gemma2: its layers are not tiled as a whole; expected one of"),
+        ([LLAMA, "--head-groups", "3"], "--head-groups: expected a divisor of the 8 kv heads, got 3"),
+        ([LLAMA, "--head-groups", "all"], "--head-groups: expected a positive int"),
+        ([LLAMA, "--gpus", "2", "--head-groups", "2"], "--head-groups: expected None, got 2: groups of heads of a"),
         ([LLAMA, "--offload", "nothing"], "--offload: expected some of"),
         (["/proc/1/root"], "Permission denied") if Path("/proc/1").exists() else (["x" * 5000], "File name too long"),
     ],

@@ -67,7 +67,12 @@ class Layer:
         self.hidden = tokens * shape.hidden * setup.bytes
         """Bytes of a tensor of hidden states."""
         self.kind = "light" if setup.liger else shape.norms.kind
+        self.light_mlp = setup.liger and "mlp" not in setup.tiles
+        """Whether Liger's product of gate and up runs: not where the MLP is tiled, however short the sequence."""
         self.norm = self.norm_over(shape.hidden)
+        tiled = Norm("light", shape.hidden, setup.bytes, self.trained, in_place=False)
+        self.final_norm = tiled if "layer" in setup.tiles else self.norm
+        """Behind the last layer; tiled with the layers, whatever the length."""
 
     def norm_over(self, width: int) -> Norm:
         return Norm(self.kind, width, self.setup.bytes, self.trained, in_place=not self.shape.norms.after)
@@ -150,7 +155,7 @@ class Layer:
         """Untiled: gate, up, their product, and the activation unless Liger computes it again."""
         shape, setup = self.shape, self.setup
         adapters = (1 if shape.fused_gate_up else 2) * self._for_adapters(shape.hidden) + self._for_adapters(shape.mlp)
-        return self.tokens * shape.mlp * setup.bytes * (3 if setup.liger else 4) + adapters
+        return self.tokens * shape.mlp * setup.bytes * (3 if self.light_mlp else 4) + adapters
 
     # What their backwards need.
 
@@ -169,7 +174,7 @@ class Layer:
         if shape.experts:
             return sums + self._experts(rows * shape.experts_per_token, weights) + self.hidden
         if not self.tiled:
-            gradients = 1 if setup.liger and self.trained else 2  # Liger's are written over what was kept
+            gradients = 1 if self.light_mlp and self.trained else 2  # Liger's are written over what was kept
             return self._kept_by_mlp() + rows * shape.mlp * setup.bytes * gradients
         rounded = weights * setup.bytes if setup.bytes < FLOAT else 0
         d_output = self.hidden if shape.norms.after else 0

@@ -6,9 +6,10 @@ from typing import Any
 
 from seqtile.memory.config import shape_of
 from seqtile.memory.layer import Parts
-from seqtile.memory.setup import GIB, Setup
+from seqtile.memory.setup import GIB, TILES, Setup
 from seqtile.memory.shape import Shape
 from seqtile.memory.step import Moment, Step
+from seqtile.memory.tiled_layer import check_layer
 
 LIGER = ("gemma2", "gemma3_text", "glm4", "granite", "llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen3")
 LIGER += ("qwen3_moe", "smollm3")  # the model types that it has norms for
@@ -104,10 +105,14 @@ def ladder(config: Any, *, batch_size: int = 1, **setup: Any) -> Iterator[tuple[
     """The longest sequence with more and more turned on: nothing but checkpointing, then the tiled loss, sequence
     parallelism, the tiled MLP, offloaded activations, both; the last two with the MLP also with Liger's norms.
     Source of this order: Arctic Long Sequence Training, table 1.
+    Then all of these, but Liger, with the layer tiled, if seqtile tiles such layers; with groups of heads besides,
+    unless the sequence is shared.
 
-    `setup` is what all have: neither tiles nor liger nor offloaded activations, for which it raises ValueError."""
+    `setup` is what all have: neither tiles nor liger nor offloaded activations, for which it raises ValueError; its
+    head_groups are those of the last rung, "auto" by default."""
     if {"tiles", "liger"} & setup.keys() or "activations" in setup.get("offload", ()):
         raise ValueError("tiles, liger and offload of activations: expected neither, since all are tried; use longest")
+    groups = setup.pop("head_groups", None) or "auto"
     shape, last = shape_of(config), Setup(**setup)
     others = tuple(last.offload)
     first = replace(last, tiles=(), sequence_parallel=1, liger=False, offload=others)
@@ -122,6 +127,10 @@ def ladder(config: Any, *, batch_size: int = 1, **setup: Any) -> Iterator[tuple[
         replace(shared, tiles=("loss", "mlp"), offload=("activations", *others)),
         replace(shared, tiles=("loss", "mlp"), offload=("activations", *others), liger=True),
     ]
+    if shape.tiles_whole:
+        steps.append(replace(shared, tiles=TILES, offload=("activations", *others)))
+        if last.sequence_parallel == 1:
+            steps.append(replace(steps[-1], head_groups=groups))
     for step in dict.fromkeys(step for step in steps if shape.model_type in LIGER or not step.liger):
         yield step, _longest(shape, step, batch_size)
 
@@ -129,6 +138,7 @@ def ladder(config: Any, *, batch_size: int = 1, **setup: Any) -> Iterator[tuple[
 def _plan(shape: Shape, setup: Setup, seq_len: int, batch_size: int) -> Plan:
     if setup.lora_rank is not None and shape.experts:
         raise ValueError("lora_rank: adapters of a mixture of experts are not planned; expected None")
+    check_layer(shape, setup)
     for name, value in (("seq_len", seq_len), ("batch_size", batch_size)):
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise ValueError(f"{name}: expected a positive int, got {value!r}")

@@ -8,7 +8,7 @@ GIB = 2**30
 DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
 OPTIMIZERS = {"adamw": 8, "adamw_8bit": 2, "sgd": 0}
 """Bytes of state for each trained parameter; of adamw besides float32 weights, where those trained are in a half."""
-TILES = ("loss", "mlp")
+TILES = ("loss", "mlp", "layer")
 OFFLOAD = ("activations", "optimizer", "weights")
 
 
@@ -26,8 +26,11 @@ class Setup:
     float32 weights under FSDP2's mixed precision have), adamw_8bit or sgd (without that copy)."""
     dtype: str = "bfloat16"
     """Of weights, gradients and activations."""
-    tiles: Collection[str] = TILES
-    """What is computed tile by tile: loss, mlp."""
+    tiles: Collection[str] = ("loss", "mlp")
+    """What is computed tile by tile: loss, mlp, layer, which is all of a decoder layer but attention."""
+    head_groups: int | str | None = None
+    """Groups of kv heads that attend one after the other in a tiled layer; "auto" for as many as divide them, up to 8;
+    None: all heads at once."""
     chunk_tokens: int | None = None
     """Tokens a tile; None for the rule of `seqtile.ops.tiles`."""
     liger: bool = False
@@ -59,6 +62,9 @@ class Setup:
             value = getattr(self, name)
             if not isinstance(value, tuple | list | set | frozenset) or not set(value) <= set(known):
                 raise ValueError(f"{name}: expected some of {known}, got {getattr(self, name)!r}")
+        if "layer" in self.tiles and "mlp" not in self.tiles:
+            raise ValueError(f"tiles: expected mlp too, since it is tiled with the layer, got {self.tiles!r}")
+        self._check_head_groups()
         for name in ("gpu_memory_gib", "host_memory_gib"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
@@ -77,6 +83,20 @@ class Setup:
             raise ValueError("offload of the optimizer: expected adamw or sgd, got adamw_8bit, which computes on a GPU")
         if "weights" in self.offload and self.gpus > 1 and self.zero_stage < 3:
             raise ValueError(f"offload of weights needs zero_stage 3 on {self.gpus} GPUs, got {self.zero_stage}")
+
+    def _check_head_groups(self) -> None:
+        groups = self.head_groups
+        if groups is None:
+            return
+        if groups != "auto" and (isinstance(groups, bool) or not isinstance(groups, int) or groups < 1):
+            raise ValueError(f'head_groups: expected a positive int, "auto" or None, got {groups!r}')
+        if "layer" not in self.tiles:
+            raise ValueError(f"head_groups: expected None, since tiles has no layer, got {groups!r}; add it there")
+        if self.sequence_parallel > 1:
+            raise ValueError(
+                f"head_groups: expected None, got {groups!r}: groups of heads of a sequence that "
+                f"{self.sequence_parallel} GPUs share are not planned yet"
+            )
 
     @property
     def bytes(self) -> int:

@@ -31,6 +31,8 @@ NORMS = {
 }
 """Of the model types whose layers are not Llama's."""
 LIKE_LLAMA = ("granite", "llama", "mistral", "mixtral", "phi3", "qwen2", "smollm3")
+TILED_WHOLE = ("granite", "llama", "mistral", "qwen2", "qwen3", "smollm3")
+"""The model types whose layers seqtile tiles as a whole."""
 
 
 @dataclass(frozen=True)
@@ -65,6 +67,11 @@ class Shape:
     def assumed(self) -> bool:
         """Whether its layers are taken for Llama's because its type is not known."""
         return self.model_type not in (*NORMS, *LIKE_LLAMA)
+
+    @property
+    def tiles_whole(self) -> bool:
+        """Whether seqtile tiles its layers as a whole."""
+        return self.model_type in TILED_WHOLE and self.inside is None
 
     @property
     def notes(self) -> list[str]:

@@ -2,9 +2,10 @@
 
 from dataclasses import dataclass
 
-from seqtile.memory.layer import FLOAT, Layer, Parts, chunk_tokens
+from seqtile.memory.layer import FLOAT, Parts, chunk_tokens
 from seqtile.memory.setup import GIB, OPTIMIZERS, Setup
 from seqtile.memory.shape import Shape
+from seqtile.memory.tiled_layer import layer_of
 
 PARTS = (
     "weights",
@@ -55,7 +56,7 @@ class Step:
 
     def __init__(self, shape: Shape, setup: Setup, tokens: int):
         self.shape, self.setup, self.tokens = shape, setup, tokens
-        self.layer = Layer(shape, setup, tokens)
+        self.layer = layer_of(shape, setup, tokens)
         self.full = setup.lora_rank is None
         self.trained = shape.parameters if self.full else shape.adapter_parameters(setup.lora_rank)
 
@@ -64,7 +65,7 @@ class Step:
         layers at either end stand for all."""
         shape, layers = self.shape, self.shape.layers
         head = shape.head_parameters + shape.hidden
-        norm = {"norms": self.tokens * self.layer.norm.backward}
+        norm = {"norms": self.tokens * self.layer.final_norm.backward}
         # A group of weights comes in a buffer, out of which it is copied; the buffer before is freed thereafter.
         outer_twice = shape.outer_parameters > shape.layer_parameters
         gathering = Progress(gathered=2, outer=2) if outer_twice else Progress(gathered=3)
@@ -166,7 +167,7 @@ class Step:
         """Tiled: hidden states and their gradient; a tile of logits, then the sum of weight gradients rounded. Untiled:
         the size of the logits three times in float32."""
         shape, setup, hidden = self.shape, self.setup, self.layer.hidden
-        kept = {"norms": self.tokens * self.layer.norm.kept}
+        kept = {"norms": self.tokens * self.layer.final_norm.kept}
         if "loss" not in setup.tiles:
             return {"loss": hidden + self.tokens * shape.vocab * (3 * FLOAT + shape.softcap * setup.bytes), **kept}
         rows = min(self.tokens, chunk_tokens(shape, setup))

@@ -41,6 +41,7 @@ def why_no_norm(name: str, norm: nn.Module) -> str | None:
         return f"{name} is a {cls.__module__}.{cls.__qualname__}"
     if getattr(norm, "offset", 0) or getattr(norm, "casting_mode", "llama") != "llama":
         return f"{name} is another kind of RMSNorm than Llama's"
-    if "forward" in vars(norm) and package_of(norm.forward.__func__) not in ("liger_kernel", "seqtile"):
+    own = vars(norm).get("forward")
+    if own is not None and package_of(getattr(own, "__func__", own)) not in ("liger_kernel", "seqtile"):
         return f"{name} has a forward of its own"
     return f"{name} has hooks" if has_hooks(norm, norm) else None

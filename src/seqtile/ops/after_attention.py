@@ -31,7 +31,8 @@ class KeepFunction(torch.autograd.Function):
     def backward(ctx, _: torch.Tensor):
         check_first_derivative("decoder_layer")
         state: Pass = ctx.state
-        layout, out = state.layout, state.kept[ctx.group][0]
+        layout, (out, *rest) = state.layout, state.kept[ctx.group]
+        state.kept[ctx.group] = (None, *rest)  # the output, unless attention saved it, is done with
         if state.travel is not None and not state.repeats:  # now, on every rank: one whose attention saved nothing, too
             project_again(state, ctx.group)
         projection = state.weights.o.columns(layout.columns(ctx.group)[0]).to(layout.dtype)
@@ -40,11 +41,11 @@ class KeepFunction(torch.autograd.Function):
             projection.backward(state.d_h[tile].to(layout.dtype), out=d_out[tile])
         if layout.scale != 1:
             d_out.mul_(layout.scale)
-        return d_out.to(out.dtype), None, None, *[None] * (len(state.kept[ctx.group]) - 1)
+        return d_out.to(out.dtype), None, None, *[None] * len(rest)
 
 
 class OnwardFunction(torch.autograd.Function):
-    """What attention returned, by groups, to the layer's output [T, D]. `tokens` are those of the groups and of x."""
+    """What attention returned, by groups, to the layer's output [B, S, D]. `tokens` are those of the groups and of x."""
 
     @staticmethod
     def forward(
@@ -72,7 +73,7 @@ class OnwardFunction(torch.autograd.Function):
             state.kept = {group: node.saved_tensors for group, node in enumerate(ctx.nodes)}
             outs = [state.kept[group][0] for group in range(len(ctx.nodes))]
         needs = ctx.needs_input_grad[4 + ctx.tokens :]
-        found = _backward(state, outs, d_y.contiguous(), needs, ctx.main_grads)
+        found = _backward(state, outs, d_y.contiguous().view(state.x.shape), needs, ctx.main_grads)
         tokens = [d_y.new_zeros(()) if need else None for need in ctx.needs_input_grad[4 : 4 + ctx.tokens]]
         if tokens[0] is None:
             state.d_h, state.tensors = None, ()
@@ -84,10 +85,11 @@ def _forward(state: Pass, outs: Sequence[torch.Tensor]) -> torch.Tensor:
     weights = state.weights
     o, *into, down = (part.to(layout.dtype) for part in (weights.o, weights.gate, weights.up, weights.down))
     rows = min(len(x), layout.chunk_tokens)
-    y, branch = torch.empty_like(x), x.new_empty(rows, x.shape[1], dtype=layout.dtype)
+    y = x.new_empty(layout.batch, layout.length, x.shape[1])
+    branch = x.new_empty(rows, x.shape[1], dtype=layout.dtype)
     mlp = MLPTile(x, rows, into, down, layout.activation)
     for tile in tiles(len(x), layout.chunk_tokens):
-        h, part = y[tile], branch[: tile.stop - tile.start]
+        h, part = y.view(x.shape)[tile], branch[: tile.stop - tile.start]
         torch.add(x[tile], o.forward(_gathered(outs, tile, layout.dtype), out=part), alpha=layout.scale, out=h)
         h.add_(mlp.forward(rms_norm(h, *weights.mlp_norm, out=part), out=part), alpha=layout.scale)
     return y
@@ -126,6 +128,7 @@ def _backward(
         mlp.backward(normed, d_y_tile, into_grads, down_grad, d_branch)
         rms_norm_backward(h, *weights.mlp_norm, d_branch, d_h[tile], add=d_y[tile], d_weight=of_norm)
         o_grad.add(_scaled(d_h[tile], layout.scale, layout.dtype), attended)
+        del attended  # before the next is gathered
     state.d_h = d_h
     of_o, *of_mlp = ([*grad.results()] for grad in grads)
     of_norm = None if norm_grad is None else norm_grad.result()

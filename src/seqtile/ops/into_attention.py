@@ -60,9 +60,9 @@ class ProjectFunction(torch.autograd.Function):
     def backward(ctx, *d_qkv: torch.Tensor):
         check_first_derivative("decoder_layer")
         state: Pass = ctx.state
-        made = state.projected.pop(ctx.group, None)
         state.kept.pop(ctx.group, None)
-        raw = None if made is None else made.raw
+        raw = state.projected[ctx.group].raw if ctx.group in state.projected else None
+        state.projected.pop(ctx.group, None)  # queries, keys and values
         _finish(state)
         if state.travel is None:
             _project_backward(state, ctx.group, d_qkv, raw)

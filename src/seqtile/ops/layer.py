@@ -88,7 +88,7 @@ def decoder_layer(
     kept = [out.detach() for out in outs]
     y = OnwardFunction.apply(state, kept, of_onward, 1 + len(tokens), entered, *tokens, *_views(onward))
     state.tensors = ()
-    return y.view(x.shape)
+    return y
 
 
 class TouchFunction(torch.autograd.Function):

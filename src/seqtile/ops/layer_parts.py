@@ -147,8 +147,8 @@ class Pass:
     """Whether queries, keys and values are not kept."""
     tensors: tuple[torch.Tensor | None, ...] = ()
     """While the forward runs, or the backward: x, cos, sin, and the parameters."""
-    kept: dict[int, tuple[torch.Tensor, ...]] = field(default_factory=dict)
-    """By group, in the backward: attention's output, and what it saved but that and queries, keys and values."""
+    kept: dict[int, tuple[torch.Tensor | None, ...]] = field(default_factory=dict)
+    """By group, in the backward: attention's output until it is used, and what it saved but that and q, k, v."""
     projected: dict[int, Made] = field(default_factory=dict)
     """By group, in the backward: queries, keys and values again."""
     ahead: dict[int, Callable[[], Made]] = field(default_factory=dict)

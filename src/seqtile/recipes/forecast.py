@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from seqtile.memory import Longest, Plan, Setup, ladder, longest, plan, shape_of
-from seqtile.memory.setup import GIB
+from seqtile.memory.setup import GIB, TILES
 
 
 @dataclass(frozen=True)
@@ -41,6 +41,7 @@ class Forecast:
             )
         for times in (2**power for power in range(1, 8)):
             more_gpus = {"gpus": setup.gpus * times, "sequence_parallel": setup.sequence_parallel * times}
+            more_gpus["head_groups"] = None  # of a sequence that is shared they are not planned
             tried.append((f"--gpus {more_gpus['gpus']}", more_gpus))
         said = {}
         for option, changes in tried:
@@ -62,15 +63,28 @@ class Forecast:
         return found
 
 
-def forecast(model: str, seq_len: int | None, batch_size: int, **setup: Any) -> Forecast:
-    """Raises ValueError as `seqtile.memory` does."""
+def forecast(
+    model: str,
+    seq_len: int | None,
+    batch_size: int,
+    *,
+    layer: bool = False,
+    head_groups: int | str | None = None,
+    **setup: Any,
+) -> Forecast:
+    """With `layer` or `head_groups` the plan has them, even where less would do. Raises ValueError as `seqtile.memory`
+    does."""
     shape = shape_of(model)
-    rungs = list(ladder(shape, batch_size=batch_size, **setup))
+    if layer or head_groups is not None:  # what cannot be is said, rather than left out
+        plan(shape, seq_len=1, batch_size=batch_size, tiles=TILES, head_groups=head_groups, **setup)
+    rungs = list(ladder(shape, batch_size=batch_size, head_groups=head_groups, **setup))
+    wanted = [rung for rung in rungs if "layer" in rung[0].tiles or not layer]
+    wanted = [rung for rung in wanted if rung[0].head_groups is not None or head_groups is None]
     if seq_len is None:
-        chosen, found = max(rungs, key=lambda rung: rung[1].tokens)
+        chosen, found = max(wanted, key=lambda rung: rung[1].tokens)
         seq_len = max(found.tokens, chosen.sequence_parallel)
     else:
-        chosen = next((rung for rung, found in rungs if found.tokens >= seq_len), rungs[-1][0])
+        chosen = next((rung for rung, found in wanted if found.tokens >= seq_len), wanted[-1][0])
     return Forecast(model, rungs, plan(shape, seq_len=seq_len, batch_size=batch_size, **asdict(chosen)))
 
 
@@ -106,6 +120,8 @@ def features(setup: Setup) -> dict[str, Any]:
         "tiled_mlp": "mlp" in setup.tiles,
         "offloaded_activations": "activations" in setup.offload,
         "liger": setup.liger,
+        "tiled_layer": "layer" in setup.tiles,
+        "head_groups": setup.head_groups,
     }
 
 
@@ -135,13 +151,14 @@ def print_forecast(forecast: Forecast, console: Console) -> None:
 
 def _rungs_table(rungs: list[tuple[Setup, Longest]]) -> Table:
     table = Table(title="Longest sequence, every layer checkpointed")
-    table.caption = "loss, MLP: tiled. share: GPUs that share it. host: layer inputs there. Liger: its norms."
-    for column in ("loss", "share", "MLP", "host", "Liger"):
+    table.caption = "loss, MLP, layer: tiled; groups: of heads. share: GPUs that share it. host: layer inputs there."
+    table.caption += " Liger: its norms."
+    for column in ("loss", "share", "MLP", "host", "Liger", "layer", "groups"):
         table.add_column(column, justify="center")
     table.add_column("tokens", justify="right")
     table.add_column("bound by")
     for setup, found in rungs:
-        cells = [f"{value}" if type(value) is int else "x" if value else "" for value in features(setup).values()]
+        cells = ["x" if value is True else f"{value or ''}" for value in features(setup).values()]
         table.add_row(*cells, f"{found.tokens:,}", found.bound.removeprefix("GPU memory: "))
     return table
 
@@ -172,7 +189,10 @@ def to_turn_on(plan: Plan) -> list[str]:
     if setup.lora_rank is not None:
         lines.append(f'model = get_peft_model(model, LoraConfig(r={setup.lora_rank}, target_modules="all-linear"))')
     if setup.tiles and known:
-        lines.append(f"seqtile.apply_seqtile(model{'' if 'mlp' in setup.tiles else ', mlp=False'})")
+        options = "" if "mlp" in setup.tiles else ", mlp=False"
+        options += ", layer=True" if "layer" in setup.tiles else ""
+        groups = f'"{setup.head_groups}"' if setup.head_groups == "auto" else setup.head_groups
+        lines.append(f"seqtile.apply_seqtile(model{options}{f', head_groups={groups}' if groups else ''})")
     elif setup.tiles:
         lines.append("seqtile.linear_cross_entropy and seqtile.tiled by hand: see the notes")
     if setup.sequence_parallel > 1:

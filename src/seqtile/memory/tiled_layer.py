@@ -1,0 +1,111 @@
+"""A layer that is tiled as a whole, moment by moment: only attention has the length of the sequence.
+
+The lists follow `seqtile.ops.layer`. With groups of heads, queries, keys and values, their gradients and the workspace
+exist for one group at a time; attention's output is kept of all, and let go of group by group.
+"""
+
+from seqtile.memory.layer import FLOAT, Layer, Working, chunk_tokens
+from seqtile.memory.setup import Setup
+from seqtile.memory.shape import TILED_WHOLE, Shape
+
+AUTO_GROUPS = 8  # as in seqtile.models.layer, which needs torch
+
+
+def layer_of(shape: Shape, setup: Setup, tokens: int) -> Layer:
+    """One layer, `tokens` of it on this GPU: as `setup` tiles it, if they are more than a tile."""
+    whole = "layer" in setup.tiles and tokens > chunk_tokens(shape, setup)
+    return (TiledLayer if whole else Layer)(shape, setup, tokens)
+
+
+def groups_of(shape: Shape, setup: Setup) -> int | None:
+    """How many groups of kv heads; None if all attend at once. ValueError for a number that does not divide them."""
+    groups = setup.head_groups
+    if groups == "auto":
+        return max(count for count in range(1, AUTO_GROUPS + 1) if shape.kv_heads % count == 0)
+    if groups is not None and shape.kv_heads % groups:
+        raise ValueError(f"head_groups: expected a divisor of the {shape.kv_heads} kv heads, got {groups}")
+    return groups
+
+
+def check_layer(shape: Shape, setup: Setup) -> None:
+    """Raises ValueError if the layers of this model are not tiled as `setup` says."""
+    if "layer" in setup.tiles and not shape.tiles_whole:
+        kind = shape.model_type if shape.inside is None else f"{shape.model_type} in {shape.inside}"
+        raise ValueError(
+            f"model type {kind}: its layers are not tiled as a whole; expected one of {', '.join(TILED_WHOLE)}, or "
+            "tiles without layer"
+        )
+    groups_of(shape, setup)
+
+
+class TiledLayer(Layer):
+    """Everything but attention by tiles, attention by `groups` of heads."""
+
+    def __init__(self, shape: Shape, setup: Setup, tokens: int):
+        super().__init__(shape, setup, tokens)
+        self.groups = groups_of(shape, setup)
+        self.rows = chunk_tokens(shape, setup)
+
+    def moments(self) -> list[Working]:
+        """In the order of the backward. The gradient of what the MLP's part begins with is alive throughout, from the
+        first group on also that of what is projected."""
+        shape, hidden, count = self.shape, self.hidden, self.groups or 1
+        q, kv, _ = self._shares()
+        kept = q + self._lse()  # of attention's output, by all groups
+        after, before = shape.mlp_parameters + shape.hidden * shape.q, shape.hidden * (shape.q + 2 * shape.kv)
+        sums = self._sums(before)
+        group = (self._projected() + self._attention()) // count
+        gradients = (self._raw() + q + 2 * kv) // count
+        moments = [
+            Working("MLP", {"mlp": self._onward(after), "attention": kept + self._waiting(), "norms": 2 * hidden}, 0),
+            Working("attention" + ", last group" * (count > 1), {"attention": kept + group, "norms": hidden}, after),
+        ]
+        if count > 1:
+            parts = {"attention": kept - q // count + group + sums, "norms": 2 * hidden}
+            moments.append(Working("attention, another group", parts, after))
+        rest = kept * (count - 1) // count
+        parts = {"attention": rest + gradients + sums + self._projecting(count), "norms": 2 * hidden}
+        moments.append(Working("projections", parts, after))
+        parts = {"attention": sums + self._rounded(sums), "norms": 2 * hidden}
+        moments.append(Working("norm before attention", parts, after))
+        return moments
+
+    def _waiting(self) -> int:
+        """What waits besides while the MLP's backward runs: queries, keys and values, unless groups compute them again;
+        where GPUs share a sequence, attention's output for this one's tokens."""
+        q, kv, _ = self._shares()
+        here = self.tokens * self.shape.q * self.setup.bytes if self.setup.sequence_parallel > 1 else 0
+        return here + (q + 2 * kv if self.groups is None else 0)
+
+    def _projected(self) -> int:
+        """Queries, keys and values of all groups, while attention's backward runs."""
+        q, kv, _ = self._shares()
+        return q + 2 * kv + self._raw()
+
+    def _raw(self) -> int:
+        """Queries and keys before their norms, kept where they were computed again."""
+        q, kv, _ = self._shares()
+        return q + kv if self.groups is not None and self.shape.norms.of_heads else 0
+
+    def _onward(self, parameters: int) -> int:
+        """Behind attention: tiles, and sums of weight gradients. Its output by groups is gathered for a tile; when all
+        tiles are done, the sums are rounded."""
+        shape, size = self.shape, self.setup.bytes
+        gathered = self.rows * shape.q * size if (self.groups or 1) > 1 else 0
+        sums = self._sums(parameters)
+        return 3 * self.rows * (shape.mlp + shape.hidden) * size + sums + max(gathered, self._rounded(sums))
+
+    def _projecting(self, groups: int) -> int:
+        """In the backward of a group's projections: their weights side by side, sums of their gradients, tiles."""
+        shape, size = self.shape, self.setup.bytes
+        width = (shape.q + 2 * shape.kv) // groups
+        weights = shape.hidden * width
+        return weights * size + self._sums(weights) + self.rows * (shape.hidden + width) * size
+
+    def _sums(self, parameters: int) -> int:
+        """Of their gradients over tiles, in float32."""
+        return parameters * FLOAT if self.trained else 0
+
+    def _rounded(self, sums: int) -> int:
+        """What such sums are rounded to, where that is a copy."""
+        return sums // FLOAT * self.setup.bytes if self.setup.bytes < FLOAT else 0

@@ -45,7 +45,7 @@ class KeepFunction(torch.autograd.Function):
 
 
 class OnwardFunction(torch.autograd.Function):
-    """What attention returned, by groups, to the layer's output [B, S, D]. `tokens`: how many, of the groups and of x."""
+    """What attention returned, by groups, to the layer's output [B, S, D]. `tokens`: how many of these there are."""
 
     @staticmethod
     def forward(

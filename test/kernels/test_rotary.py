@@ -33,11 +33,7 @@ def inputs(
 
 
 @pytest.mark.parametrize("backward", [False, True])
-@pytest.mark.parametrize(
-    ("dtype", "angles"),
-    OF_X_AND_ANGLES,
-    ids=str,
-)
+@pytest.mark.parametrize(("dtype", "angles"), OF_X_AND_ANGLES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_rotary(
     shape: tuple[int, int, int], dtype: torch.dtype, angles: torch.dtype, backward: bool, device: str

@@ -29,27 +29,28 @@ def both(*operands: torch.Tensor | None, eps: float = EPS) -> tuple[list[torch.T
 
 def inputs(
     shape: tuple[int, ...], dtype: torch.dtype, device: str, count: int = 4
-) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """Poisoned slabs, and a tensor in each whose rows are further apart than they are long; of heads, one more lies on
-    either side. The last tensor is NaN."""
+) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """Poisoned slabs, and a tensor in each whose rows are further apart than they are long, in each by more; of heads,
+    one more lies on either side. The last tensor is NaN."""
     tokens, *heads, width = shape
-    slab = poisoned(count, tokens, sum(heads) + 2, width + 3, dtype=dtype, device=device)
-    filled = slab[:, :, 1:-1, :width] if heads else slab[:, :, 0, :width]
-    filled[:-1] = torch.randn(filled[:-1].shape, device=device) * torch.rand(count - 1, *shape[:-1], 1, device=device)
-    return slab, list(filled)
+    slabs = [poisoned(tokens, sum(heads) + 2, width + 3 + i, dtype=dtype, device=device) for i in range(count)]
+    tensors = [slab[:, 1:-1, :width] if heads else slab[:, 0, :width] for slab in slabs]
+    for tensor in tensors[:-1]:
+        tensor.copy_(torch.randn(shape, device=device) * torch.rand(*shape[:-1], 1, device=device))
+    return slabs, tensors
 
 
-def poison_left(slab: torch.Tensor, tensors: list[torch.Tensor]) -> bool:
+def poison_left(slabs: list[torch.Tensor], tensors: list[torch.Tensor]) -> bool:
     """Whether nothing was written beside the tensors."""
     for tensor in tensors:
         tensor.fill_(0)
-    return bool(slab.isnan().sum() == slab.numel() - sum(tensor.numel() for tensor in tensors))
+    return all(s.isnan().sum() == s.numel() - t.numel() for s, t in zip(slabs, tensors, strict=True))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_forward(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
-    slab, tensors = inputs(shape, dtype, device, count=3)
+    slabs, tensors = inputs(shape, dtype, device, count=3)
     x, d_y, out = tensors
     weight = torch.randn(shape[-1], device=device).to(dtype)
     (same, *_), (truth, *_) = both(x, weight, d_y)
@@ -59,14 +60,14 @@ def test_forward(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Non
     assert x.equal(before[0]) and weight.equal(before[1])
     assert rms_norm(x, weight, EPS, x) is x
     assert x.equal(out), "in place"
-    assert poison_left(slab, tensors), "wrote past a row"
+    assert poison_left(slabs, tensors), "wrote past a row"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_backward(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
     """Also: the weight's gradient is added to what is there, and asking for it or not changes nothing else."""
-    slab, tensors = inputs(shape, dtype, device, count=3)
+    slabs, tensors = inputs(shape, dtype, device, count=3)
     x, d_y, out = tensors
     weight = torch.randn(shape[-1], device=device).to(dtype)
     (_, *same), (_, *truth) = both(x, weight, d_y)
@@ -79,7 +80,7 @@ def test_backward(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> No
     frozen = torch.empty_like(out)
     rms_norm_backward(x, weight, EPS, d_y, frozen)
     torch.testing.assert_close(frozen, out)
-    assert poison_left(slab, tensors), "wrote past a row"
+    assert poison_left(slabs, tensors), "wrote past a row"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -88,7 +89,7 @@ def test_backward(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> No
 def test_backward_adds_and_may_overwrite_what_it_reads(
     rows: int, width: int, place: str, dtype: torch.dtype, device: str
 ) -> None:
-    slab, tensors = inputs((rows, width), dtype, device)
+    slabs, tensors = inputs((rows, width), dtype, device)
     x, d_y, add, out = tensors
     weight, d_weight = torch.randn(width, device=device).to(dtype), torch.zeros(width, device=device)
     (_, *same), (_, *truth) = both(x, weight, d_y, add)
@@ -98,12 +99,12 @@ def test_backward_adds_and_may_overwrite_what_it_reads(
     assert_as_exact(named[place], same[0], truth[0])
     assert_as_exact(d_weight, same[1], truth[1])
     assert all(named[name].equal(old) for name, old in before.items())
-    assert poison_left(slab, tensors), "wrote past a row"
+    assert poison_left(slabs, tensors), "wrote past a row"
 
 
 @pytest.mark.parametrize("place", ["x", "d_y"])
 def test_backward_of_heads_in_place(place: str, device: str) -> None:
-    slab, tensors = inputs((63, 3, 128), torch.float32, device)
+    slabs, tensors = inputs((63, 3, 128), torch.float32, device)
     x, d_y, *_ = tensors
     weight, d_weight = torch.randn(128, device=device), torch.zeros(128, device=device)
     (_, *same), (_, *truth) = both(x, weight, d_y)
@@ -111,7 +112,7 @@ def test_backward_of_heads_in_place(place: str, device: str) -> None:
     rms_norm_backward(x, weight, EPS, d_y, out, d_weight=d_weight)
     assert_as_exact(out, same[0], truth[0])
     assert_as_exact(d_weight, same[1], truth[1])
-    assert poison_left(slab, tensors), "wrote past a row"
+    assert poison_left(slabs, tensors), "wrote past a row"
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,12 @@ def finetune(
     offload: Annotated[
         bool, typer.Option("--offload", help="Keep the inputs of checkpointed layers in host memory, not on the GPU.")
     ] = False,
+    layer: Annotated[
+        bool, typer.Option("--layer", help="Tile layers as a whole, everything but attention: longer sequences fit.")
+    ] = False,
+    head_groups: Annotated[
+        str | None, typer.Option(help="With --layer: attention by so many groups of kv heads: a number, or auto.")
+    ] = None,
 ) -> None:
     """Full-parameter fine-tuning of a causal LM on long documents.
 
@@ -83,6 +89,8 @@ def finetune(
         sequence_parallel=sequence_parallel,
         shard=shard,
         offload=offload,
+        layer=layer,
+        head_groups=number_or_name(head_groups),
     )
     console = Console(soft_wrap=True, quiet=not speaks())
     try:
@@ -96,6 +104,10 @@ def finetune(
     except KeyboardInterrupt as error:
         console.print("\ninterrupted" if console.is_terminal else "interrupted")  # there a bar ends without a newline
         raise typer.Exit(130) from error
+
+
+def number_or_name(option: str | None) -> int | str | None:
+    return int(option) if option and option.isdigit() else option
 
 
 @app.command()
@@ -148,7 +160,7 @@ def plan(
         "lora_rank": lora_rank,
         "offload": tuple(offload or ()),
         "layer": layer,
-        "head_groups": int(head_groups) if head_groups and head_groups.isdigit() else head_groups,
+        "head_groups": number_or_name(head_groups),
     }
     try:
         found = forecast(model, seq_len, batch_size, **setup)

@@ -108,6 +108,15 @@ def test_a_group_of_one_only_where_masks_would_be_made(arch: str, changes: dict,
         assert ctx is None
 
 
+def test_layers_tiled_as_a_whole(pretrained: Path, tmp_path: Path) -> None:
+    job = Job(str(pretrained), (), 2500, 2, False, "cpu", "float32", 1e-4, 0, tmp_path, layer=True, head_groups="auto")
+    rows = torch.randint(3, 90, (2, 1, 2500))
+    run = train(job, rows, tiled=True, save_to=None)
+    untiled = train(job, rows, tiled=False, save_to=None)
+    assert "layer seqtile, 2048 tokens a tile, 2 of 2 layers, attention by 2 groups" in run.status
+    assert run.losses == pytest.approx(untiled.losses, rel=1e-5)
+
+
 @pytest.mark.parametrize("tiled", [False, True], ids=["untiled", "tiled"])
 def test_bfloat16_trains_float32_weights(
     pretrained: Path, tmp_path: Path, tiled: bool, monkeypatch: pytest.MonkeyPatch
@@ -180,6 +189,8 @@ def test_bad_input(pretrained: Path, document: Path, tmp_path: Path) -> None:
     alone = "--sequence-parallel is 4, but this is one process; start one on each GPU: torchrun --nproc-per-node 4"
     assert alone in refused(*common, "--sequence-parallel", 4)
     assert "--offload moves what checkpointing keeps off a GPU" in refused(*common, "--offload", "--device", "cpu")
+    assert "--head-groups is for layers tiled as a whole" in refused(*common, "--head-groups", "auto")
+    assert "--head-groups is 'many', expected a number" in refused(*common, "--layer", "--head-groups", "many")
     assert "--steps is 0" in refused(*common, "--steps", 0)
     assert "--dtype is 'int4', expected one of float32, bfloat16" in refused(*common, "--dtype", "int4")
     assert "--device is 'tpu'" in refused(*common, "--device", "tpu")

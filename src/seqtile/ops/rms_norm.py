@@ -5,6 +5,7 @@ import torch
 from seqtile.kernels.launch import rms_norm as write_rms_norm
 from seqtile.kernels.launch import rms_norm_backward
 from seqtile.ops.checks import check_first_derivative
+from seqtile.ops.weight_grad import WeightGrad, main_grad_of
 
 
 @torch.compiler.disable(reason="seqtile.rms_norm launches its kernel")
@@ -22,7 +23,7 @@ class RMSNormFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.eps = eps
+        ctx.eps, ctx.main_grad = eps, main_grad_of(weight)
         y = torch.empty_like(x, memory_format=torch.contiguous_format)
         write_rms_norm(_rows(x), weight, eps, _rows(y))
         return y
@@ -32,10 +33,11 @@ class RMSNormFunction(torch.autograd.Function):
         check_first_derivative("rms_norm")
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, _ = ctx.needs_input_grad
-        d_weight = torch.zeros(weight.shape, dtype=torch.float32, device=weight.device) if needs_weight else None
+        grad = WeightGrad(weight, main_grad=ctx.main_grad) if needs_weight else None
+        d_weight = None if grad is None else grad.begun()
         d_x = torch.empty_like(x, memory_format=torch.contiguous_format)
         rms_norm_backward(_rows(x), weight, ctx.eps, _rows(d_y), _rows(d_x), d_weight=d_weight)
-        return d_x if needs_x else None, None if d_weight is None else d_weight.to(weight.dtype), None
+        return d_x if needs_x else None, None if grad is None else grad.result(), None
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:

@@ -47,7 +47,8 @@ def prepared(job: Job, console: Console, groups: int) -> tuple[torch.Tensor, Pre
     known before training."""
     with redirect_stderr(io.StringIO()), console.status("reading documents"):  # Hugging Face has bars of its own
         config = load_config(job.model)
-        seqtile.apply_seqtile(skeleton(config))  # what it cannot tile it refuses here, before anything is trained
+        # What it cannot tile it refuses here, before anything is trained.
+        seqtile.apply_seqtile(skeleton(config), layer=job.layer, head_groups=job.head_groups)
         tokenizer = load_tokenizer(job.model)
         data = sequences(job.data, tokenizer, job.seq_len, job.steps * groups)
     if data.rows.max() >= config.vocab_size:

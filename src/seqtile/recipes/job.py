@@ -29,6 +29,8 @@ class Job:
     sequence_parallel: int = 1
     shard: str = "fsdp2"
     offload: bool = False
+    layer: bool = False
+    head_groups: int | str | None = None
 
     def check(self) -> None:
         """Raises ValueError for what cannot work."""
@@ -46,6 +48,10 @@ class Job:
             raise ValueError("--device is cuda, but torch sees no GPU; use --device cpu")
         if self.offload and self.device == "cpu":
             raise ValueError("--offload moves what checkpointing keeps off a GPU, but --device is cpu; leave it out")
+        if isinstance(self.head_groups, str) and self.head_groups != "auto":
+            raise ValueError(f"--head-groups is {self.head_groups!r}, expected a number or auto")
+        if self.head_groups is not None and not self.layer:
+            raise ValueError("--head-groups is for layers tiled as a whole; pass --layer too")
         if self.shard not in SHARDS:
             raise ValueError(f"--shard is {self.shard!r}, expected one of {', '.join(SHARDS)}")
         if self.sequence_parallel != 1 and not dist.is_torchelastic_launched():

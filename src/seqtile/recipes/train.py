@@ -106,7 +106,7 @@ def loaded(job: Job, tiled: bool, ctx: sp.SequenceParallel | None) -> Whole:
     with redirect_stderr(io.StringIO()):  # Hugging Face's own bars
         model = load_model(job.model).train()
     if tiled:
-        seqtile.apply_seqtile(model)
+        seqtile.apply_seqtile(model, layer=job.layer, head_groups=job.head_groups)
     if ctx is not None:
         sp.apply_ulysses(model, ctx)
     alone = ctx is None or dist.get_world_size() == 1

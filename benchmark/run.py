@@ -27,7 +27,7 @@ SUBJECTS = {
     "linear_cross_entropy": 18,
     "masked_prompt": 4,
     "gated_mlp": 8,
-    "decoder_layer": 14,
+    "decoder_layer": 18,
     "model_step": 48,
     "offload": 4,
     "tile_of_mlp": 2,

@@ -1,8 +1,8 @@
 """A training step of a model of Llama-8B's size, at growing length until memory is full: the ladder.
 
-The longest steps take minutes a layer, and their time grows with the square: on 140 GiB, at 400 TFLOP/s, all rungs but
-the last four come to their ends in this subject's share of 29 minutes, those in 60 minutes for this subject alone; on
-80 GB in 29.
+The longest steps take minutes a layer, and their time grows with the square. By calculation, at 400 TFLOP/s on 139 GiB,
+all rungs but the last four come to their ends in this subject's share of 29 minutes, and all in 60 minutes of its own;
+on 80 GB in 29 of its own.
 
 Each rung is a process of its own, since patches are a process's and so is a memory that nobody else used. See
 `benchmark/ladder.py` for what is trained, and `benchmark/missing.py` for what stands for the layers left out.

@@ -40,7 +40,7 @@ SIZES = {
     "full": Size("llama3_8b", 32, (8 * K, 32 * K), 7),
 }
 CLOSE = 1.08  # a length that did not fit, over one that did: near enough
-MARGIN = 1.1  # of a step's time over what is expected
+MARGIN = 1.05  # of a step's time over what is expected
 
 
 @dataclass
@@ -114,7 +114,7 @@ def affordable(
     expected = partial(expected_seconds, shape, steps)
     layers = 2 if 3 * expected(tokens, 2) <= seconds else fewest
     while tokens > steps[-1].tokens and MARGIN * expected(tokens, layers) > seconds:
-        tokens = int(0.9 * tokens) // grain * grain
+        tokens = int(0.98 * tokens) // grain * grain
     return (tokens if tokens > steps[-1].tokens else 0), layers
 
 

@@ -25,11 +25,12 @@ class Size:
     """Layers of a step that takes much of the time."""
 
     def of(self, rung: Rung) -> "Size":
-        """Where inputs are offloaded, memory grows at its last pace only where the loss is no longer what needs most:
-        one more length; and a layer by itself shows what a whole model needs."""
+        """Where inputs are offloaded, the loss is what needs most for longer (of Llama-8B, up to 64K tokens), and only
+        beyond is it seen how memory grows; and a layer by itself shows what a whole model needs."""
         size = replace(self, layers=2) if "weights" in rung.offload else self
         if "activations" in rung.offload:
-            size = replace(size, lengths=(*size.lengths, 4 * size.lengths[-1]), fewest=1)
+            first, last = size.lengths
+            size = replace(size, lengths=(first, 2 * last, 4 * last), fewest=1)
         return size
 
 

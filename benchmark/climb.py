@@ -25,12 +25,14 @@ class Size:
     """Layers of a step that takes much of the time."""
 
     def of(self, rung: Rung) -> "Size":
-        """Where inputs are offloaded, the loss is what needs most for longer (of Llama-8B, up to 64K tokens), and only
-        beyond is it seen how memory grows; and a layer by itself shows what a whole model needs."""
+        """Where inputs are offloaded, the loss is what needs most for longer (of Llama-8B beyond 64K tokens, by head
+        groups beyond 128K), and only then is it seen how memory grows; and a layer by itself shows what a whole model
+        needs."""
         size = replace(self, layers=2) if "weights" in rung.offload else self
         if "activations" in rung.offload:
             first, last = size.lengths
-            size = replace(size, lengths=(first, 2 * last, 4 * last), fewest=1)
+            last *= 4 if "head_groups" in rung.setup else 2
+            size = replace(size, lengths=(first, last, 2 * last), fewest=1)
         return size
 
 

@@ -125,7 +125,7 @@ def test_layers_of_a_long_step() -> None:
     offloaded = SIZES["full"].of(RUNGS["seqtile_head_groups_offload_weights"])
     runner = Simulated(2**32, 50_000, CLOCK.now + 10_000)
     steps, _ = climb(runner, offloaded, lambda step: None)
-    assert [layers for _, layers in runner.ran[:3]] == [2, 2, 2] and runner.ran[2][0] == 128 * K
+    assert runner.ran[:3] == [(8 * K, 2), (128 * K, 2), (256 * K, 2)]
     assert steps[-1].layers == 2 and steps[-1].tokens > 2_800_000
     steps, _ = climb(Simulated(2**32, 50_000, CLOCK.now + 2000), offloaded, lambda step: None)
     assert steps[-1].layers == 1 and steps[-1].tokens > 2_800_000

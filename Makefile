@@ -55,7 +55,7 @@ bench:
 	$(PYTHON) -m pip install --quiet --no-index --no-deps --no-compile --upgrade --target build/wheels $(WHEELS)/*.whl
 	PYTHONPATH=src:build/wheels $(PYTHON) $(BENCHMARK)
 else
-bench: $(STAMP)  ## side by side with its peers on this GPU: 30 minutes; BENCH=quick 8; MEMORY_LIMIT=80 (GB); SUBJECTS="gated_mlp ..."
+bench: $(STAMP)  ## side by side with its peers on this GPU: 30 minutes; BENCH=quick 10; MEMORY_LIMIT=80 (GB); SUBJECTS="gated_mlp ..."
 	$(BIN)/python $(BENCHMARK)
 endif
 

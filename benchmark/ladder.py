@@ -3,87 +3,32 @@
 python -m benchmark.ladder RUNG FILE --size SIZE --limit BYTES --deadline TIME
 
 A model of all its layers' size is trained with fewer of them, see `Missing`: bfloat16 weights, gradients that begin at
-None, SGD (an AdamW's states would be in host memory, as in ALST's recipes), every layer checkpointed. Writes what was
-found into FILE as JSON. Source of the ladder: Arctic Long Sequence Training, table 1.
+None, SGD (an AdamW's states would be in host memory, as in ALST's recipes), every layer checkpointed. A step counts if
+its loss and every gradient are finite. Writes what was found into FILE as JSON. Source of the ladder: Arctic Long
+Sequence Training, table 1.
 """
 
 import argparse
 import json
 import statistics
-import time
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from benchmark.climb import SIZES, Step, climb, model_flops
 from benchmark.contest import allowed
 from benchmark.device import DEVICE, DTYPE, Watch, ceilings, free_memory, peak_bytes
 from benchmark.missing import Missing
-from benchmark.rungs import RUNGS, Rung, error, prepared
+from benchmark.rungs import RUNGS, Rung, WrongStep, check_step, error, prepared
 from benchmark.shapes import SHAPES, K, Shape, small
 from transformers import PreTrainedModel
 
 from seqtile import memory
 
-
-@dataclass(frozen=True)
-class Size:
-    shape: str
-    layers: int
-    """Of the first, short step; all others have two."""
-    lengths: tuple[int, int]
-    """Before the longest is looked for."""
-    tries: int
-    grain: int = K
-    """Lengths are multiples of it."""
-
-
-SIZES = {
-    "smoke": Size("tiny", 4, (256, 512), 2, 64),
-    "cpu": Size("smollm2_135m", 4, (1 * K, 2 * K), 4, 256),
-    "quick": Size("llama3_8b", 8, (8 * K, 32 * K), 3),
-    "full": Size("llama3_8b", 32, (8 * K, 32 * K), 7),
-}
 SMALL_GPU = 48 * 10**9  # bytes: below them llama3_8b's weights and gradients leave no room; smollm2_135m is trained
 LIMITS = {"smoke": 24 * 2**20, "cpu": 4 * 2**30}  # bytes, where no GPU sets one
 WARM = 32 * K  # tokens: up to here the median of three steps after a first one; beyond, one step alone
-CLOSE = 1.08  # a length that did not fit, over one that did: near enough
-
-
-@dataclass
-class Step:
-    tokens: int
-    layers: int
-    bytes: int
-    """At the peak, weights and what stands for missing layers included."""
-    seconds: float
-    tokens_per_second: float
-    """Of the whole model, at this utilisation."""
-    utilisation: float
-    """Model FLOPs (nothing computed again) a second, over the matmul rate measured in the same process."""
-
-
-def model_flops(shape: Shape, layers: int, tokens: int) -> float:
-    """Of forward and backward, three times a forward: 2 for each weight in a product and token, attention's core of
-    two products of which causality leaves half."""
-    weights = layers * (shape.attention_parameters + shape.mlp_parameters) + shape.head_parameters
-    return 3 * (2.0 * weights * tokens + layers * 2.0 * tokens**2 * shape.q)
-
-
-def next_length(steps: list[Step], failed: int | None, limit: int, grain: int) -> int | None:
-    """The length to try next: a little below, then a little above what the last two say; None if it is near enough."""
-    low, high = steps[-1].tokens if steps else 0, failed or 2**40
-    if high <= max(CLOSE * low, low + grain):
-        return None
-    guesses = [(low + high) // 2 if failed else 2 * low]
-    if len(steps) > 1:
-        before, last = steps[-2:]
-        a_token = (last.bytes - before.bytes) / (last.tokens - before.tokens)
-        fits = last.tokens + (limit - last.bytes) / max(a_token, 1)
-        guesses = [int(0.97 * fits), int(1.03 * fits), *guesses]
-    rounded = (guess // grain * grain for guess in guesses)
-    return next((guess for guess in rounded if low < guess < high), None)
 
 
 class Runner:
@@ -103,18 +48,21 @@ class Runner:
         return self.model
 
     def __call__(self, tokens: int, layers: int) -> Step:
-        """Raises torch.OutOfMemoryError."""
+        """Raises torch.OutOfMemoryError; WrongStep."""
         free_memory()
         model = self.ready(layers)
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-5, foreach=False)
         ids = torch.randint(self.shape.vocab, (1, tokens), device=DEVICE)
         watches: list[Watch] = []
-        with Missing(model, self.shape, tokens, inputs=not self.rung.offloads) as missing:
+        with Missing(model, self.shape, tokens, offload=self.rung.offload) as missing:
 
             def step() -> None:
                 watches.append(Watch())
                 watches[-1].mark()
-                model(input_ids=ids, labels=ids).loss.backward()
+                (loss := model(input_ids=ids, labels=ids).loss).backward()
+                watches[-1].mark()
+                check_step(model, loss)
+                watches[-1].mark()
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
                 watches[-1].mark()
@@ -126,8 +74,8 @@ class Runner:
                 raise torch.OutOfMemoryError(f"{used / 2**30:.2f} GiB, of {self.limit / 2**30:.2f}")
             for _ in range(3 if tokens <= WARM else 0):
                 step()
-        seconds = statistics.median(watch.seconds()[0] for watch in watches[1:] or watches)
-        return self.figures(tokens, layers, used, seconds)
+        found = [watch.seconds() for watch in watches[1:] or watches]
+        return self.figures(tokens, layers, used, statistics.median(before + after for before, _, after in found))
 
     def figures(self, tokens: int, layers: int, used: int, seconds: float) -> Step:
         rate = model_flops(self.shape, layers, tokens) / seconds
@@ -135,45 +83,20 @@ class Runner:
         return Step(tokens, layers, used, seconds, a_second, rate / self.matmul)
 
 
-def affordable(shape: Shape, last: Step, tokens: int, seconds: float, grain: int) -> int:
-    """The longest length, up to `tokens`, whose step takes no more than this; 0 if it is no longer than the last."""
-    a_flop = last.seconds / model_flops(shape, last.layers, last.tokens)
-    while tokens > last.tokens and a_flop * model_flops(shape, 2, tokens) > seconds:
-        tokens = int(0.9 * tokens) // grain * grain
-    return tokens if tokens > last.tokens else 0
-
-
-def climb(runner: Runner, size: Size, say: Callable[[Step | int], None]) -> tuple[list[Step], dict[str, Any]]:
-    """All steps that ran, the last at the longest length; and what ended the climb. `say` gets each step, or the length
-    that did not fit."""
-    steps: list[Step] = []
-    failed = None
-    todo = list(size.lengths)
-    for _ in range(len(todo) + size.tries):
-        if todo and failed is None:
-            tokens: int | None = todo.pop(0)
-        elif (tokens := next_length(steps, failed, runner.limit, size.grain)) is None:
-            break
-        elif steps:
-            seconds = runner.deadline - time.time()
-            tokens = affordable(runner.shape, steps[-1], tokens, seconds, size.grain)
-        if not tokens:
-            return steps, {"ended_by": "time", "failed_at": failed}
-        try:
-            steps.append(runner(tokens, size.layers if tokens == size.lengths[0] else 2))
-            say(steps[-1])
-        except torch.OutOfMemoryError:
-            failed = tokens
-            say(failed)
-    return steps, {"ended_by": "memory", "failed_at": failed}
-
-
 def predicted(rung: Rung, shape: Shape, limit: int) -> int | None:
     """The longest length by seqtile.memory, where it knows the rung. A plan counts a GiB for CUDA, the limit none."""
-    if rung.setup is None:
+    if rung.setup is None or not set(rung.setup["tiles"]) <= set(memory.TILES):
         return None
     setup = {"zero_stage": 0, "optimizer": "sgd", "dtype": str(DTYPE).removeprefix("torch.")} | rung.setup
     return memory.longest(shape, gpu_memory_gib=1 + limit / 2**30, host_memory_gib=2**20, **setup).tokens
+
+
+def host_bytes(rung: Rung, shape: Shape, tokens: int) -> int:
+    """What a whole model would have in host memory: the inputs of all layers but the last; weights and gradients of all
+    layers. Nothing of an optimizer."""
+    inputs = (shape.layers - 1) * tokens * shape.hidden if "activations" in rung.offload else 0
+    states = 2 * shape.layers * shape.layer_parameters if "weights" in rung.offload else 0
+    return (inputs + states) * DTYPE.itemsize
 
 
 def main() -> None:
@@ -192,6 +115,7 @@ def main() -> None:
     shape = replace(SHAPES[size.shape], layers=max(8, SHAPES[size.shape].layers))
     found: dict[str, Any] = {"status": "measured", "shape": size.shape, "limit_bytes": given.limit, "steps": []}
     found |= {"layers": shape.layers, "predicted": predicted(rung, shape, given.limit)}
+    found |= {"in_host_memory": rung.in_host_memory}
     found |= {"ended_by": "death", "failed_at": None}  # until it is known better
 
     def write(**more: Any) -> None:
@@ -208,9 +132,12 @@ def main() -> None:
     found["error"] = ours
     if not ours <= allowed(theirs):
         return write(status="wrong", why=f"relative error {ours:.1e}")
-    steps, end = climb(Runner(rung, shape, given.limit, given.deadline), size, say)
-    if steps and rung.offloads:
-        end["host_bytes"] = (shape.layers - 1) * steps[-1].tokens * shape.hidden * DTYPE.itemsize
+    try:
+        steps, end = climb(Runner(rung, shape, given.limit, given.deadline), size.of(rung), say)
+    except WrongStep as error_at_length:
+        return write(status="wrong", why=f"{error_at_length}, after {len(found['steps'])} steps", steps=[])
+    if steps and rung.offload:
+        end["host_bytes"] = host_bytes(rung, shape, steps[-1].tokens)
     write(**end)
 
 

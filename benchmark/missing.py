@@ -1,5 +1,7 @@
 """What stands for the layers that a model of few layers lacks."""
 
+from collections.abc import Collection
+
 import torch
 from benchmark.device import DEVICE, DTYPE
 from benchmark.shapes import Shape
@@ -14,20 +16,31 @@ class Missing:
     """Holds the bytes that the missing layers would, when they would: their weights always; in the forward, where they
     are not offloaded, their checkpointed inputs; and, from where the backward reaches the first layer, their gradients.
 
-    They stand between the first layer and the second. At the loss, and in the backward of the last layer, all inputs
-    are held and no gradients; in that of the first layer no inputs and all gradients. Where inputs are offloaded, the
-    peak of a whole model is in the backward of its second layer, when the first one's input is already back: there is
-    that much more, and a layer's gradients less. So each peak of a whole model is met.
+    They stand between the first layer and what is above it. At the loss, and in the backward of the last layer, all
+    inputs are held and no gradients; in that of the first layer no inputs and all gradients. Where inputs are
+    offloaded, the peak of a whole model is in the backward of its second layer, when the first one's input is already
+    back: there is that much more, and a layer's gradients less. So each peak of a whole model is met, where inputs are
+    offloaded by a single layer too.
+
+    With weights in host memory, and the gradients with them, a layer's backward has on the GPU: its own weights and
+    gradients, the weights of the next layer, which are on their way, and the gradients of the layer before, which are
+    on theirs. Two layers have them all; for a single one, bytes stand for those of the others. Embedding and head stay
+    on the GPU with their gradients, and nothing is copied: what is shown is memory.
+
+    Args:
+        offload: what is in host memory: activations, weights.
     """
 
-    def __init__(self, model: nn.Module, shape: Shape, tokens: int, *, inputs: bool):
+    def __init__(self, model: nn.Module, shape: Shape, tokens: int, *, offload: Collection[str]):
         layers = model.model.layers
-        assert len(layers) > 1
-        missing = shape.layers - len(layers)
-        self.weights = held(missing * shape.layer_parameters * DTYPE.itemsize)
-        self._inputs = missing * tokens * shape.hidden * DTYPE.itemsize * inputs
-        early = tokens * shape.hidden * DTYPE.itemsize - shape.layer_parameters * DTYPE.itemsize
-        self._gradients = self.weights.nbytes + (0 if inputs else max(0, early))
+        inputs, weights = "activations" not in offload, "weights" not in offload
+        assert len(layers) > inputs and (weights or not inputs)
+        missing = (shape.layers if weights else max(2, len(layers))) - len(layers)
+        an_input, a_layer = (DTYPE.itemsize * size for size in (tokens * shape.hidden, shape.layer_parameters))
+        self.weights = held(missing * a_layer)
+        self._inputs = missing * an_input if inputs else 0
+        early = max(0, an_input - a_layer) if weights else an_input  # of the input that is back already
+        self._gradients = self.weights.nbytes + (0 if inputs else early)
         self._held: torch.Tensor | None = None
         self._hooks = [
             model.register_forward_pre_hook(lambda *_: self._hold(self._inputs)),

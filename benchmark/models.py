@@ -13,7 +13,7 @@ from seqtile.offload.store import Store
 
 
 def build(
-    shape: Shape, dtype: torch.dtype, layers: int, vocab: int | None = None, positions: int = 2**21
+    shape: Shape, dtype: torch.dtype, layers: int, vocab: int | None = None, positions: int = 2**22
 ) -> PreTrainedModel:
     """In training mode, with sdpa; of another number of layers and, if given, of another vocabulary."""
     config = AutoConfig.for_model(

@@ -56,7 +56,7 @@ def _length_axis(axes: Axes, label: str) -> None:
 
 
 def _ladder(results: Results, rows: list[Row], file: Path) -> Path:
-    figure, axes = pyplot.subplots(figsize=(9, 4.5), layout="constrained")
+    figure, axes = pyplot.subplots(figsize=(9, 1 + 0.5 * len(rows)), layout="constrained")
     label: str | None = "predicted"
     for number, (row, hatch) in enumerate(zip(rows, cycle(HATCHES), strict=False)):
         tokens = row["steps"][-1]["tokens"]

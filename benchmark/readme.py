@@ -1,10 +1,11 @@
 """make table: README's tables, from the results that are committed; and these in full, in the terminal."""
 
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from benchmark.results import RESULTS, Results, Row, load, newest
-from benchmark.terminal import longest, print_tables, sent
+from benchmark.terminal import figure, in_host_memory, longest, print_tables, sent
 
 README = Path(__file__).parent.parent / "README.md"
 UNMEASURED = "Not yet measured on a GPU."
@@ -58,6 +59,7 @@ def measured_on_gpu(results: Results, file: Path) -> list[str]:
     for subject, title in TITLES.items():
         if rows := [row for row in results.rows(subject) if row.get("shape") == SHAPE]:
             parts += [by_length(title, rows)]
+            parts += [over_liger(rows)] if subject == "decoder_layer" else []
             parts += [f"![{title}]({_picture(file, subject)})"] if any("both_ms" in row for row in rows) else []
     if rows := results.rows("model_step"):
         parts += [ladder(rows), f"![The ladder]({_picture(file, 'ladder')})"]
@@ -68,7 +70,20 @@ def _picture(file: Path, name: str) -> str:
     return f"benchmark/results/{file.stem}-{name}.png"
 
 
-def by_length(title: str, rows: list[Row]) -> str:
+def cell_of(row: Row) -> str:
+    if "both_ms" not in row:
+        return row["status"] + (f", error {row['error']:.0e}" if "error" in row and row["status"] == "wrong" else "")
+    return f"x {row['time_x_floor']:.2f}, {row['peak_bytes'] / 2**30:.2f}"
+
+
+def over_liger(rows: list[Row]) -> str:
+    """The ratio by which a tiled layer is judged."""
+    title = "Time of a layer over Hugging Face's with Liger's kernels"
+    ours = [row for row in rows if row["contestant"].startswith("seqtile")]
+    return by_length(title, ours, lambda row: figure(row.get("time_x_liger")))
+
+
+def by_length(title: str, rows: list[Row], cell: Callable[[Row], str] = cell_of) -> str:
     lengths = sorted({row["tokens"] for row in rows})
     cells = {(row["contestant"], row["tokens"]): cell(row) for row in rows}
     contestants = dict.fromkeys(row["contestant"] for row in rows)
@@ -76,30 +91,27 @@ def by_length(title: str, rows: list[Row]) -> str:
     return table([header, *([name, *(cells.get((name, tokens), "") for tokens in lengths)] for name in contestants)])
 
 
-def cell(row: Row) -> str:
-    if "both_ms" not in row:
-        return row["status"] + (f", error {row['error']:.0e}" if "error" in row and row["status"] == "wrong" else "")
-    return f"x {row['time_x_floor']:.2f}, {row['peak_bytes'] / 2**30:.2f}"
-
-
 def ladder(rows: list[Row]) -> str:
     first = next((row for row in rows if "limit_bytes" in row), {"shape": SHAPE, "limit_bytes": 0})
-    header = [f"Longest sequence, {first['shape']}, {first['limit_bytes'] / 1e9:,.3g} GB"]
-    lines = [[*header, "measured", "predicted", "tokens/s", "utilisation", "host memory, GiB"]]
+    header = [f"Longest sequence, {first['shape']}, {first['limit_bytes'] / 1e9:,.3g} GB", "in host memory"]
+    lines = [[*header, "GiB there", "measured", "predicted", "layers run", "tokens/s", "utilisation"]]
     for row in rows:
         if not row.get("steps"):
-            lines.append([row["contestant"], row["status"], *[""] * 4])
+            lines.append([row["contestant"], "", "", row["status"], *[""] * 4])
             continue
         last = row["steps"][-1]
         predicted = f"{row['predicted']:,}" if "predicted" in row else ""
         host = f"{row['host_bytes'] / 2**30:,.0f}" if "host_bytes" in row else ""
-        figures = [f"{last['tokens_per_second']:,.0f}", f"{last['utilisation']:.0%}", host]
-        lines.append([row["contestant"], longest(row), predicted, *figures])
+        figures = [str(last["layers"]), f"{last['tokens_per_second']:,.0f}", f"{last['utilisation']:.0%}"]
+        lines.append([row["contestant"], in_host_memory(row), host, longest(row), predicted, *figures])
     about = (
-        "Measured at that length on two layers and what stands for the others; tokens/s are those of all layers at the "
-        "utilisation (the model's FLOPs over the rate of products); host memory is what all layers would need."
+        "Measured at that length on the layers that are named, with finite gradients of every parameter, and bytes for "
+        "the others; `>`: time was up before memory was full. Predicted is what `seqtile.memory` says. What is in host "
+        "memory is of the layers; of their weights and gradients the GPU then holds two layers', as if they were "
+        "copied while others are computed, and these copies are not made. tokens/s are those of all layers at the "
+        "utilisation (the model's FLOPs over the rate of products); GiB there are what all layers would need."
     )
-    return f"{table(lines)}\n\n{about}"
+    return f"{table(lines, words=2)}\n\n{about}"
 
 
 def ulysses(results: Results) -> str:

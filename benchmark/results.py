@@ -36,7 +36,8 @@ class Results:
 
     def rows(self, subject: str) -> list[Row]:
         """With ratios: to what its products alone would take at the device's matmul rate (`x_floor`), to Hugging Face
-        (`x_hf`), to the fastest or smallest contestant that is not seqtile's (`x_peer`); of time and of memory."""
+        (`x_hf`), to Hugging Face with Liger (`x_liger`), to the fastest or smallest contestant that is not seqtile's
+        (`x_peer`); of time and of memory."""
         if subject not in self.subjects:
             return []
         found = self.subjects[subject]
@@ -56,7 +57,8 @@ def _ratios(row: Row, rows: list[Row], tflops: float | None) -> Row:
         found = {peer["contestant"]: peer[key] for peer in peers if peer.get(key)}
         if key in row and found:
             ratios[f"{name}_x_peer"] = row[key] / min(found.values())
-            ratios |= {f"{name}_x_hf": row[key] / found["huggingface"]} if "huggingface" in found else {}
+            named = {"hf": "huggingface", "liger": "liger"}
+            ratios |= {f"{name}_x_{short}": row[key] / found[peer] for short, peer in named.items() if peer in found}
     return ratios
 
 

@@ -1,8 +1,13 @@
-"""The rungs of the ladder: what is applied to a model, and whether it is still right then."""
+"""The rungs of the ladder: what is applied to a model, and whether it is still right then.
+
+Weights and gradients are on the GPU; of the rungs that end with `weights` they are in host memory, as in the recipes of
+Arctic Long Sequence Training for one GPU, see `Missing`.
+"""
 
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
+from math import isfinite
 from types import MethodType
 from typing import Any
 
@@ -41,13 +46,32 @@ class Rung:
     """Packages, and a GPU for them."""
 
     @property
-    def offloads(self) -> bool:
-        return "offload" in (self.setup or {})
+    def offload(self) -> tuple[str, ...]:
+        """What is in host memory, by the names of `seqtile.memory`."""
+        return (self.setup or {}).get("offload", ())
+
+    @property
+    def in_host_memory(self) -> list[str]:
+        """In words, of the layers."""
+        return ["inputs"] * ("activations" in self.offload) + ["weights", "gradients"] * ("weights" in self.offload)
 
 
 LIGER_BESIDE = {"swiglu": False, "fused_linear_cross_entropy": False}
 TILED = {"tiles": ("loss", "mlp")}
 OFFLOADED = TILED | {"offload": ("activations",)}
+LAYER = OFFLOADED | {"tiles": ("loss", "mlp", "layer")}
+HEAD_GROUPS = LAYER | {"head_groups": "auto"}
+IN_HOST_MEMORY = {"offload": ("activations", "optimizer", "weights")}
+
+
+def layer_tiled(model: PreTrainedModel) -> None:
+    apply_seqtile(model, layer=True)
+
+
+def by_head_groups(model: PreTrainedModel) -> None:
+    apply_seqtile(model, layer=True, head_groups="auto")
+
+
 RUNGS = {
     "huggingface": Rung((), {"tiles": ()}),
     "liger": Rung((liger,), needs=("liger_kernel",)),
@@ -62,6 +86,10 @@ RUNGS = {
         OFFLOADED | {"liger": True},
         needs=("liger_kernel",),
     ),
+    "seqtile_layer_offload": Rung((layer_tiled, offloaded), LAYER),
+    "seqtile_head_groups_offload": Rung((by_head_groups, offloaded), HEAD_GROUPS),
+    "seqtile_layer_offload_weights": Rung((layer_tiled, offloaded), LAYER | IN_HOST_MEMORY),
+    "seqtile_head_groups_offload_weights": Rung((by_head_groups, offloaded), HEAD_GROUPS | IN_HOST_MEMORY),
 }
 
 
@@ -84,6 +112,21 @@ def error(rung: Rung, shape: Shape) -> tuple[float, float]:
     found.append(gradients(prepared(rung, shape, 2), ids))
     theirs, ours = (worst_error(of_model, found[0]) for of_model in found[1:])
     return ours, theirs
+
+
+class WrongStep(Exception):
+    """What is wrong with a step at full length."""
+
+
+def check_step(model: PreTrainedModel, loss: torch.Tensor) -> None:
+    """Raises WrongStep unless the loss and every parameter's gradient are there, finite, and not all zero."""
+    found = {"the loss": loss.detach()} | {f"{name}.grad": each.grad for name, each in model.named_parameters()}
+    for name, tensor in found.items():
+        if tensor is None:
+            raise WrongStep(f"{name} is None")
+        least, most = (bound.item() for bound in tensor.aminmax())  # NaN if there is one; allocates nothing large
+        if not (isfinite(least) and isfinite(most)) or least == most == 0:
+            raise WrongStep(f"{name} is from {least} to {most}")
 
 
 def gradients(model: PreTrainedModel, ids: torch.Tensor) -> list[torch.Tensor]:

@@ -44,7 +44,8 @@ def figure(value: Any, form: str = ".2f") -> str:
 
 def _contest(rows: list[Row]) -> Table:
     """Times in milliseconds: forward, backward, both, and the distance of both's quartiles."""
-    figures = "forward|backward|both, ms|spread|rounds|x floor|x HF|x peer|peak, GiB|x HF |x peer |error"
+    figures = "forward|backward|both, ms|spread|rounds|x floor|x HF|x Liger|x peer"
+    figures += "|peak, GiB|x HF |x Liger |x peer |error"
     table = _table("shape|tokens|contestant", figures)
     before = None
     for row in rows:
@@ -54,25 +55,30 @@ def _contest(rows: list[Row]) -> Table:
         before = case
         cells = [case[0], f"{case[1]:,}", row["contestant"]]
         if "both_ms" not in row:
-            table.add_row(*cells, *[""] * 11, row["status"])
+            table.add_row(*cells, *[""] * 13, row["status"])
             continue
         cells += [figure(row.get(key), ",.1f") for key in ("forward_ms", "backward_ms", "both_ms", "both_iqr_ms")]
-        cells += [str(row["rounds"]), *(figure(row.get(f"time_x_{name}")) for name in ("floor", "hf", "peer"))]
+        cells += [str(row["rounds"]), *(figure(row.get(f"time_x_{name}")) for name in ("floor", "hf", "liger", "peer"))]
         cells.append(figure(row["peak_bytes"] / GIB, ",.3f"))
-        cells += [figure(row.get(f"memory_x_{name}")) for name in ("hf", "peer")]
+        cells += [figure(row.get(f"memory_x_{name}")) for name in ("hf", "liger", "peer")]
         table.add_row(*cells, figure(row.get("error"), ".1e"))
     return table
 
 
 def _ladder(rows: list[Row]) -> Table:
     figures = "peak, GiB|s a step|tokens/s|utilisation|longest|does not fit|predicted|host, GiB|error"
-    table = _table("rung|tokens, layers run", figures)
+    table = _table("rung|in host memory|tokens, layers run", figures)
     for row in rows:
         table.add_section()
         if not row.get("steps"):
-            table.add_row(row["contestant"], row["status"])
+            table.add_row(row["contestant"], "", row["status"])
         for step in row.get("steps", []):
-            cells = [row["contestant"], f"{step['tokens']:,}, {step['layers']}", figure(step["bytes"] / GIB, ",.3f")]
+            cells = [
+                row["contestant"],
+                in_host_memory(row),
+                f"{step['tokens']:,}, {step['layers']}",
+                figure(step["bytes"] / GIB, ",.3f"),
+            ]
             cells += [figure(step["seconds"], ",.2f"), figure(step["tokens_per_second"], ",.0f")]
             cells.append(figure(step["utilisation"], ".0%"))
             if step is row["steps"][-1]:
@@ -81,6 +87,10 @@ def _ladder(rows: list[Row]) -> Table:
                 cells.append(figure(row["error"], ".1e"))
             table.add_row(*cells)
     return table
+
+
+def in_host_memory(row: Row) -> str:
+    return ", ".join(row.get("in_host_memory", []))
 
 
 def longest(row: Row) -> str:

@@ -2,12 +2,14 @@
 
 import pytest
 import torch
-from benchmark import ladder
+from benchmark import climb as module
 from benchmark.bench_model_step import STARTING, seconds_of
-from benchmark.ladder import CLOSE, SIZES, Runner, Step, climb, model_flops, next_length
+from benchmark.climb import CLOSE, SIZES, Step, climb, expected_seconds, model_flops, next_length, parts_of_flops
+from benchmark.device import DTYPE
+from benchmark.ladder import Runner, host_bytes, predicted
 from benchmark.run import MINUTES, SUBJECTS
 from benchmark.run import STARTING as STARTING_A_SUBJECT
-from benchmark.rungs import RUNGS, error
+from benchmark.rungs import RUNGS, WrongStep, check_step, error
 from benchmark.shapes import SHAPES, K, small
 from hypothesis import given
 from hypothesis import strategies as st
@@ -33,21 +35,21 @@ CLOCK = Clock()
 
 @pytest.fixture(autouse=True)
 def clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ladder, "time", CLOCK)
+    monkeypatch.setattr(module, "time", CLOCK)
 
 
 class Simulated(Runner):
     """Memory that grows by so many bytes a token; so many FLOP/s, a third more of them than the model's."""
 
-    def __init__(self, states: int, a_token: float, deadline: float = 1e18, rate: float = 4e14):
-        self.states, self.a_token, self.limit, self.shape, self.rate = states, a_token, LIMIT, SHAPE, rate
+    def __init__(self, states: int, a_token: float, deadline: float = 1e18, rate: float = 4e14, limit: int = LIMIT):
+        self.states, self.a_token, self.limit, self.shape, self.rate = states, a_token, limit, SHAPE, rate
         self.deadline, self.matmul = deadline, 8e14
         self.ran: list[tuple[int, int]] = []
 
     def __call__(self, tokens: int, layers: int) -> Step:
         self.ran.append((tokens, layers))
         seconds = model_flops(SHAPE, layers, tokens) * 4 / 3 / self.rate
-        if (used := int(self.states + self.a_token * tokens)) > LIMIT:
+        if (used := int(self.states + self.a_token * tokens)) > self.limit:
             CLOCK.now += seconds / 2
             raise torch.OutOfMemoryError
         CLOCK.now += seconds * (4 if tokens <= 32 * K else 1)
@@ -76,21 +78,76 @@ def test_time_that_is_up() -> None:
     assert [step.tokens for step in steps] == [8 * K, 32 * K] and end["ended_by"] == "time"
 
 
-def test_each_rung_has_time_for_its_longest_length() -> None:
-    """In a full run on an H200, at 400 TFLOP/s, if 15 s go by in each process before a step: what is planned to fit is
-    reached. Of Liger, which is not planned, what seqtile's loss or both its parts have stands there."""
+ENDS = ("seqtile_layer_offload", "seqtile_head_groups_offload")
+ENDS += tuple(f"{name}_weights" for name in ENDS)
+PLANNED = {  # GiB: tokens, of `ENDS`
+    139: (1_197_000, 2_430_000, 1_457_000, 2_957_000),
+    74.5: (498_000, 1_010_000, 758_000, 1_538_000),
+}
+"""What they may be planned to reach, for a simulation of the time that this takes."""
+
+
+def planned(name: str, gibibytes: float) -> int:
+    """Of Liger, which is not planned, what seqtile's loss or both its parts have stands there."""
+    if name in ENDS:
+        return PLANNED[gibibytes][ENDS.index(name)]
     left = {"liger": {"tiles": ("loss",), "liger": True}}
     left["liger_deepspeed_mlp"] = {"tiles": ("loss", "mlp"), "liger": True}
-    seconds = 60 * MINUTES["full"] - STARTING_A_SUBJECT * len(SUBJECTS)
-    end = CLOCK.now + seconds * SUBJECTS["model_step"] / sum(SUBJECTS.values())
+    setup = {"zero_stage": 0, "optimizer": "sgd", **(RUNGS[name].setup or left[name])}
+    return memory.longest(SHAPE, gpu_memory_gib=1 + gibibytes, host_memory_gib=2**20, **setup).tokens
+
+
+@pytest.mark.parametrize(
+    "gibibytes, minutes, subjects, all_rungs",
+    [(139, MINUTES["full"], list(SUBJECTS), False), (139, 60, ["model_step"], True), (74.5, 29, ["model_step"], True)],
+    ids=["in a full run", "alone", "alone, on 80 GB"],
+)
+def test_rungs_have_time_for_their_longest_length(
+    gibibytes: float, minutes: float, subjects: list[str], all_rungs: bool
+) -> None:
+    """At 400 TFLOP/s, if 15 s go by in each process before a step: what is planned to fit is reached."""
+    seconds = 60 * minutes - STARTING_A_SUBJECT * len(subjects)
+    end = CLOCK.now + seconds * SUBJECTS["model_step"] / sum(SUBJECTS[name] for name in subjects)
     for name, rung in RUNGS.items():
-        setup = {"zero_stage": 0, "optimizer": "sgd", **(rung.setup or left[name])}
-        longest = memory.longest(SHAPE, gpu_memory_gib=140, host_memory_gib=2**20, **setup).tokens
+        longest = planned(name, gibibytes)
         deadline = CLOCK.now + seconds_of(name, end - CLOCK.now)
         CLOCK.now += STARTING
-        states = 17 * 2**30
-        steps, ended = climb(Simulated(states, (LIMIT - states) / longest, deadline), SIZES["full"], lambda step: None)
-        assert steps[-1].tokens > 0.9 * longest, (name, steps[-1].tokens, longest, ended)
+        states = (4 if "weights" in rung.offload else 17) * 2**30
+        limit = int(gibibytes * 2**30)
+        runner = Simulated(states, (limit - states) / longest, deadline, limit=limit)
+        steps, ended = climb(runner, SIZES["full"].of(rung), lambda step: None)
+        assert (name in ENDS and not all_rungs) or steps[-1].tokens > 0.9 * longest, (name, steps[-1].tokens, ended)
+        assert CLOCK.now <= deadline + STARTING
+
+
+def test_layers_of_a_long_step() -> None:
+    """Where inputs are offloaded: two, if that leaves time for two more; else one. Where they are not: two."""
+    offloaded = SIZES["full"].of(RUNGS["seqtile_head_groups_offload_weights"])
+    runner = Simulated(2**32, 50_000, CLOCK.now + 10_000)
+    steps, _ = climb(runner, offloaded, lambda step: None)
+    assert runner.ran[:3] == [(8 * K, 2), (128 * K, 2), (256 * K, 2)]
+    assert steps[-1].layers == 2 and steps[-1].tokens > 2_800_000
+    steps, _ = climb(Simulated(2**32, 50_000, CLOCK.now + 2000), offloaded, lambda step: None)
+    assert steps[-1].layers == 1 and steps[-1].tokens > 2_800_000
+    steps, _ = climb(Simulated(2**32, 50_000, CLOCK.now + 2000), SIZES["full"], lambda step: None)
+    assert steps[-1].layers == 2
+
+
+def test_time_of_a_long_step() -> None:
+    """Attention, whose share grows, may be slower than products with weights; short steps tell both rates."""
+
+    def took(tokens: int, layers: int) -> Step:
+        weights, attention = parts_of_flops(SHAPE, layers, tokens)
+        return Step(tokens, layers, 0, weights / 5e14 + attention / 2e14, 1, 1)
+
+    steps = [took(32 * K, 2), took(128 * K, 2)]
+    right = took(2048 * K, 1).seconds
+    assert expected_seconds(SHAPE, steps, 2048 * K, 1) == pytest.approx(right)
+    assert expected_seconds(SHAPE, steps[1:], 2048 * K, 1) < 0.8 * right  # of one alone
+    steps[1].seconds = steps[0].seconds  # the rate of weights would be negative
+    assert expected_seconds(SHAPE, steps, 256 * K, 2) == pytest.approx(
+        steps[0].seconds * model_flops(SHAPE, 2, 256 * K) / model_flops(SHAPE, 2, 128 * K)
+    )
 
 
 def test_the_next_length() -> None:
@@ -115,3 +172,42 @@ def test_flops_of_a_model() -> None:
 def test_what_runs_is_right(name: str) -> None:
     ours, theirs = error(RUNGS[name], small(SHAPES["tiny"]))
     assert ours <= 3 * theirs + 1e-6
+
+
+def test_a_step_that_is_wrong() -> None:
+    """A gradient that is missing, all zero or not finite is, whichever it is; and so is a loss."""
+    loss = torch.tensor(2.0)
+
+    def model(**changed: float | None) -> torch.nn.Module:
+        found = torch.nn.Linear(4, 3)
+        for name, parameter in found.named_parameters():
+            value = changed.get(name, 1.0)
+            parameter.grad = None if value is None else torch.zeros_like(parameter)
+            if value is not None:
+                parameter.grad.view(-1)[-1] = value
+        return found
+
+    check_step(model(), loss)
+    check_step(model(weight=-1.0), loss)
+    for changed in ({"bias": None}, {"bias": 0.0}, {"weight": torch.nan}, {"weight": torch.inf}, {"bias": -torch.inf}):
+        with pytest.raises(WrongStep, match=f"^{next(iter(changed))}.grad is "):
+            check_step(model(**changed), loss)
+    with pytest.raises(WrongStep, match=r"^the loss is from nan"):
+        check_step(model(), loss * torch.nan)
+
+
+def test_what_is_in_host_memory() -> None:
+    """Of Llama-8B at a million tokens: 8 KB a token and layer; two bytes, twice, of each of 7 billion weights."""
+    tokens, itemsize = 10**6, DTYPE.itemsize / 2
+    inputs, states = (itemsize * size for size in (31 * 8192 * tokens, 4 * 32 * 218_112_000))
+    sizes = [host_bytes(RUNGS[name], SHAPE, tokens) for name in ("seqtile_loss_mlp", *ENDS[1::2])]
+    assert sizes == [0, inputs, inputs + states]
+    words = [RUNGS[name].in_host_memory for name in ("seqtile_loss_mlp", *ENDS[1::2])]
+    assert words == [[], ["inputs"], ["inputs", "weights", "gradients"]]
+
+
+@pytest.mark.skipif("layer" not in memory.TILES, reason="seqtile.memory does not plan it")
+def test_what_is_predicted() -> None:
+    """Of head groups more than of a tiled layer, of weights in host memory more than of weights on the GPU."""
+    layer, groups, layer_weights, groups_weights = (predicted(RUNGS[name], SHAPE, 80 * 10**9) for name in ENDS)
+    assert layer < groups < groups_weights and layer < layer_weights < groups_weights

@@ -1,40 +1,77 @@
-"""What stands for missing layers: the peak of two layers with it is that of six."""
+"""What stands for missing layers: the peak of one layer or two with it is that of six."""
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from functools import cache
 
 import pytest
 import torch
 from benchmark.missing import Missing
 from benchmark.models import build, offloaded
 from benchmark.shapes import Shape
+from torch import nn
 
 from measure import LiveBytes
 from seqtile import apply_seqtile
 from seqtile.offload.checkpointing import enable_checkpointing
 
 SHAPE = Shape(64, 96, 6, 2, 1, 32, 50)
+KEPT, INPUTS, ALL = (), ("activations",), ("activations", "weights")
 
 
-def peak(layers: int, tokens: int, offloads: bool) -> int:
-    """Of a second step: what is registered in the first is."""
+def gradients_leave(model: nn.Module) -> None:
+    """As if they were copied to host memory: a layer's are gone when the layer below has its own."""
+    layers = model.model.layers
+
+    def leave(above: nn.Module) -> Callable[[torch.Tensor], None]:
+        return lambda gradient: above.zero_grad(set_to_none=True)
+
+    def watch(above: nn.Module) -> Callable[..., None]:
+        return lambda layer, args, output: output.requires_grad and output.register_hook(leave(above)) and None
+
+    for layer, above in zip(layers, layers[2:], strict=False):
+        layer.register_forward_hook(watch(above))
+
+
+@cache
+def peak(layers: int, tokens: int, offload: tuple[str, ...]) -> int:
+    """Of a second step: what is registered in the first is. Of all layers with weights in host memory, those of two
+    are counted."""
     torch.manual_seed(0)
     model = build(SHAPE, torch.float32, layers)
     enable_checkpointing(model)
     apply_seqtile(model, chunk_tokens=64)
-    if offloads:
+    if offload:
         offloaded(model)
         model._seqtile_offload.small = 0  # everything, however small
     ids = torch.randint(SHAPE.vocab, (1, tokens))
     weights = sum(parameter.nbytes for parameter in model.parameters())
-    with Missing(model, SHAPE, tokens, inputs=not offloads) as missing, LiveBytes() as memory:
+    if "weights" in offload and layers > 2:
+        gradients_leave(model)
+        weights -= (layers - 2) * SHAPE.layer_parameters * 4
+    lacking = layers < SHAPE.layers
+    with Missing(model, SHAPE, tokens, offload=offload) if lacking else nullcontext() as missing, LiveBytes() as memory:
         for _ in range(2):
             model(input_ids=ids, labels=ids).loss.backward()
             model.zero_grad(set_to_none=True)
-            missing.end()
-    return weights + missing.weights.nbytes + memory.peak
+            if missing is not None:
+                missing.end()
+    return weights + (missing.weights.nbytes if missing is not None else 0) + memory.peak
 
 
-@pytest.mark.parametrize("offloads", [False, True], ids=["kept", "offloaded"])
+@pytest.mark.parametrize(
+    "layers, offload",
+    [(2, KEPT), (2, INPUTS), (1, INPUTS), (2, ALL), (1, ALL)],
+    ids=["kept", "inputs", "inputs, one layer", "all", "all, one layer"],
+)
 @pytest.mark.parametrize("tokens", [8, 700, 1400])
-def test_the_peak_is_that_of_all_layers(tokens: int, offloads: bool) -> None:
+def test_the_peak_is_that_of_all_layers(tokens: int, layers: int, offload: tuple[str, ...]) -> None:
     """Where gradients are most, and where inputs are."""
-    whole = peak(SHAPE.layers, tokens, offloads)
-    assert abs(peak(2, tokens, offloads) / whole - 1) < 0.002
+    whole = peak(SHAPE.layers, tokens, offload)
+    assert abs(peak(layers, tokens, offload) / whole - 1) < 0.002
+
+
+def test_what_it_cannot_stand_for() -> None:
+    """Inputs that are kept, of a single layer: those are gone when its gradients come."""
+    with pytest.raises(AssertionError):
+        Missing(build(SHAPE, torch.float32, 1), SHAPE, 8, offload=KEPT)

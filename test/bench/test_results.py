@@ -43,7 +43,8 @@ ROWS = {
     ],
     "model_step": [
         RUNG | {"contestant": "huggingface", "failed_at": 64 * K, "predicted": 62 * K},
-        RUNG | {"contestant": "seqtile_loss", "ended_by": "time", "host_bytes": 57 * 2**30},
+        RUNG
+        | {"contestant": "seqtile_loss", "ended_by": "time", "host_bytes": 57 * 2**30, "in_host_memory": ["a", "b"]},
         {"subject": "model_step", "contestant": "liger", "status": "absent", "why": "liger_kernel is not installed"},
     ],
 }
@@ -63,6 +64,7 @@ def test_ratios(results: Results) -> None:
     assert ours["time_x_floor"] == 20 / 10  # 8e12 FLOP at 800 TFLOP/s: 10 ms
     assert (ours["time_x_hf"], ours["time_x_peer"]) == (20 / 40, 20 / 25)
     assert (ours["memory_x_hf"], ours["memory_x_peer"]) == (2 / 8, 2 / 6)
+    assert (ours["time_x_liger"], ours["memory_x_liger"]) == (20 / 25, 2 / 6)
     longer = found["seqtile", 64 * K, "llama3_8b"]
     assert longer["time_x_peer"] == 0.25 and "time_x_hf" not in longer
     assert not [key for key in found["cce", 64 * K, "llama3_8b"] if "_x_" in key]
@@ -75,17 +77,27 @@ def test_what_readme_would_show(results: Results) -> None:
         "| huggingface | x 4.00, 8.00 | out of memory |",
         "| seqtile | x 2.00, 2.00 | x 1.25, 3.00 |",
         "| cce |  | absent |",
-        "| huggingface | 61,440 | 63,488 | 6,467 | 50% |  |",
-        "| seqtile_loss | > 61,440 |  | 6,467 | 50% | 57 |",
-        "| liger | absent |  |  |  |  |",
+        "| huggingface |  |  | 61,440 | 63,488 | 2 | 6,467 | 50% |",
+        "| seqtile_loss | a, b | 57 | > 61,440 |  | 2 | 6,467 | 50% |",
+        "| liger |  |  | absent |  |  |  |  |",
     ):
         assert line in text.splitlines()
+    assert "over Hugging Face's with Liger's" not in text
     for part in (
         "NVIDIA H200, memory limited to 80 GB, driver 580.1, torch 2.11, 2026-11-21, commit abc1234",
         "from 64K tokens on one repeat",
     ):
         assert part in text
     assert "quack" not in text and "(benchmark/results/nvidia-h200-2026-11-21-gated_mlp.png)" in text
+
+
+def test_a_layer_over_liger(results: Results) -> None:
+    """By length; nothing where Liger has no figure."""
+    results.subjects["decoder_layer"] = results.subjects.pop("gated_mlp")
+    results.subjects["decoder_layer"].rows[5] = lost("liger", 64 * K, "out of memory")
+    lines = "\n\n".join(measured_on_gpu(results, Path("found.json"))).splitlines()
+    at = lines.index("| Time of a layer over Hugging Face's with Liger's kernels | 8K | 64K |")
+    assert lines[at + 2 : at + 4] == ["| seqtile | 0.80 |  |", ""]
 
 
 def test_what_died_is_shown(results: Results, tmp_path: Path) -> None:

@@ -29,7 +29,7 @@ demo: $(STAMP)  ## fine-tune a real model on a real long document, untiled and t
 
 test: $(STAMP)  ## all tests that need no GPU: plain, in Triton's interpreter, on the oldest transformers, distributed
 	$(PYTEST) -m "not gpu and not dist"
-	TRITON_INTERPRET=1 $(PYTEST) -m "not gpu and not dist" test/kernels test/ops test/models/test_gradients.py
+	TRITON_INTERPRET=1 $(PYTEST) -m "not gpu and not dist" test/kernels test/ops test/models/test_gradients.py test/models/test_layer_gradients.py
 	PYTHONPATH=$(OLDEST) $(PYTEST) -m "not gpu and not dist" test/models test/sp
 	$(MAKE) --no-print-directory test-dist
 

@@ -85,7 +85,7 @@ class Runner:
 
 def predicted(rung: Rung, shape: Shape, limit: int) -> int | None:
     """The longest length by seqtile.memory, where it knows the rung. A plan counts a GiB for CUDA, the limit none."""
-    if rung.setup is None or not set(rung.setup["tiles"]) <= set(memory.TILES):
+    if rung.setup is None:
         return None
     setup = {"zero_stage": 0, "optimizer": "sgd", "dtype": str(DTYPE).removeprefix("torch.")} | rung.setup
     return memory.longest(shape, gpu_memory_gib=1 + limit / 2**30, host_memory_gib=2**20, **setup).tokens

@@ -1,4 +1,4 @@
-"""Layers tiled whole: every parameter's gradient as untiled, whatever the model is trained with."""
+"""Layers tiled whole: trained with adapters, frozen weights, packed samples, other attentions, as untiled; refusals."""
 
 import copy
 from collections.abc import Callable
@@ -12,121 +12,20 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import seqtile
 from assertions import relative_error
+from models.layered import KINDS, LAYERED, assert_equal, tiled_copy, whole
 from seqtile.models.arch import ARCHS
 from seqtile.offload.checkpointing import Checkpoints, hand_out
 from seqtile.offload.store import Store
 from tiny import (
     CHUNK,
     VOCAB,
-    apply_liger,
     batch_of,
     build,
     checkpointing,
-    interpreted,
-    liger_or_skip,
     loss_and_gradients,
-    modeling_restored,
 )
 
-LAYERED = [name for name, arch in ARCHS.items() if arch.layer]
-KINDS = [pytest.param(None, id="plain"), pytest.param(False, id="ckpt"), pytest.param(True, id="reentrant")]
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-
-
-def whole(length: int, device: str = "cpu") -> dict[str, torch.Tensor]:
-    """One sequence without padding, for which attention needs no mask."""
-    batch = batch_of(1, length, device)
-    del batch["attention_mask"]
-    return batch
-
-
-def tiled_copy(model: nn.Module, head_groups: int | str | None = None) -> nn.Module:
-    tiled = copy.deepcopy(model)
-    seqtile.apply_seqtile(tiled, layer=True, head_groups=head_groups, chunk_tokens=CHUNK)
-    return tiled
-
-
-def assert_equal(ours: tuple, theirs: tuple) -> None:
-    """Two results of loss_and_gradients."""
-    assert relative_error(ours[0], theirs[0]) <= 1e-6
-    assert ours[1].keys() == theirs[1].keys()
-    for name, gradient in theirs[1].items():
-        if gradient is None:
-            assert ours[1][name] is None, name
-        else:
-            error = relative_error(ours[1][name], gradient)
-            assert error <= 1e-5, f"{name}: relative error {error:.1e}"
-
-
-@pytest.mark.parametrize(("batch_size", "length"), [(1, 101), (3, 63)])
-@pytest.mark.parametrize("reentrant", KINDS)
-@pytest.mark.parametrize("head_groups", [None, 1, 2])
-@pytest.mark.parametrize("arch", LAYERED)
-def test_gradients_equal(
-    arch: str, head_groups: int | None, reentrant: bool | None, batch_size: int, length: int, device: str
-) -> None:
-    """Padded rows have a mask, under which sdpa saves more than queries, keys and values: it is computed once more."""
-    if interpreted() and (arch not in ("llama", "qwen3") or reentrant is None or head_groups == 1):
-        pytest.skip("the interpreter is slow")
-    untiled = build(arch, device)
-    tiled = tiled_copy(untiled, head_groups)
-    batch = whole(length, device) if batch_size == 1 else batch_of(batch_size, length, device)
-    for model in (untiled, tiled):
-        checkpointing(model, reentrant)
-    assert_equal(loss_and_gradients(tiled, **batch), loss_and_gradients(untiled, **batch))
-
-
-@pytest.mark.parametrize("head_groups", [None, "auto"])
-@pytest.mark.parametrize("arch", LAYERED)
-def test_bfloat16_is_as_exact_as_untiled(arch: str, head_groups: str | None, device: str) -> None:
-    if interpreted() and arch != "llama":
-        pytest.skip("the interpreter is slow")
-    untiled = build(arch, device, num_key_value_heads=4, sliding_window=None, head_dim=64).bfloat16()
-    truth, tiled = copy.deepcopy(untiled).double(), tiled_copy(untiled, head_groups)
-    batch = whole(101, device)
-    (_, ours), (_, same), (_, true) = (loss_and_gradients(model, **batch) for model in (tiled, untiled, truth))
-    floor = 2**-7 if interpreted() else 1e-6
-    for name, gradient in true.items():
-        error, theirs = relative_error(ours[name], gradient), relative_error(same[name], gradient)
-        assert error <= 2 * theirs + floor, f"{name}: relative error {error:.1e}, untiled {theirs:.1e}"
-
-
-@pytest.mark.parametrize("reentrant", KINDS)
-@pytest.mark.parametrize("head_groups", [None, 2])
-@pytest.mark.parametrize("arch", ["llama", "qwen3"])
-def test_autocast(arch: str, head_groups: int | None, reentrant: bool | None, device: str) -> None:
-    """Weights in float32 under bfloat16's autocast: no further from float64 than the untiled model, twice over."""
-    untiled = build(arch, device)
-    truth, tiled = copy.deepcopy(untiled).double(), tiled_copy(untiled, head_groups)
-    batch = whole(101, device)
-    _, true = loss_and_gradients(truth, **batch)
-    found = []
-    for model in (tiled, untiled):
-        checkpointing(model, reentrant)
-        model.zero_grad()
-        with torch.autocast(device, torch.bfloat16):
-            loss = model(**batch).loss
-        loss.backward()
-        found.append({name: parameter.grad for name, parameter in model.named_parameters()})
-    for name, gradient in true.items():
-        error, theirs = (relative_error(gradients[name], gradient) for gradients in found)
-        assert error <= 2 * theirs + 1e-6, f"{name}: relative error {error:.1e}, untiled {theirs:.1e}"
-
-
-@pytest.mark.parametrize("head_groups", [None, 2])
-@pytest.mark.parametrize("arch", ["llama", "mistral", "qwen3"])
-def test_after_liger(arch: str, head_groups: int | None, device: str) -> None:
-    """Whose norms are read, and whose MLP's projections."""
-    liger_or_skip(arch, device)
-    untiled = build(arch, device)
-    tiled = copy.deepcopy(untiled)
-    batch = whole(63, device)
-    truth = loss_and_gradients(untiled, **batch)
-    with modeling_restored():
-        apply_liger(arch, model=tiled)
-        seqtile.apply_seqtile(tiled, layer=True, head_groups=head_groups, chunk_tokens=CHUNK)
-        assert seqtile.status(tiled).layer.generic is None
-        assert_equal(loss_and_gradients(tiled, **batch), truth)
 
 
 def with_adapters(model: nn.Module, dropout: float, names: list[str]) -> nn.Module:

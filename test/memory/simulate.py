@@ -23,6 +23,7 @@ from measure import LiveBytes
 from seqtile.memory.setup import Setup
 from seqtile.offload.checkpointing import Checkpoints, hand_out
 from seqtile.offload.store import Store
+from seqtile.sp.attention import Travel
 from seqtile.sp.exchange import Trade
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -165,7 +166,30 @@ def attention(setup: Setup) -> Callable:
         trade = Trade.of(q.shape[1], k.shape[1], q.shape[2], ctx)
         return trade.to_tokens(FlashFunction.apply(*trade.to_heads(q, k, v))), None
 
+    exchanged.stages = lambda module, mask, **kwargs: Stages(ctx, kwargs["position_ids"].shape[1])
     return exchanged
+
+
+class Stages(NamedTuple):
+    """As `seqtile.sp.attention.Stages`, around an attention without scores."""
+
+    ctx: seqtile.sp.SequenceParallel
+    local: int
+
+    @property
+    def ranks(self) -> int:
+        return self.ctx.size
+
+    def of(self, q_heads: int, kv_heads: int) -> "Travels":
+        return Travels(None, Trade.of(q_heads, kv_heads, self.local, self.ctx))
+
+
+class Travels(Travel):
+    def core(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return FlashFunction.apply(q, k, v)
+
+    def agreed(self, size: int) -> int:
+        return size
 
 
 def apply_liger(model: nn.Module) -> None:

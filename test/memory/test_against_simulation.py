@@ -127,6 +127,22 @@ def test_layers_tiled_as_a_whole_with_every_feature(seq_len: int, setup: dict) -
     assert error("llama", seq_len, SMALL, **setup) <= LIMIT
 
 
+@pytest.mark.parametrize(
+    ("arch", "gpus", "setup"),
+    [
+        ("llama", 2, {"head_groups": 2}),
+        ("qwen3", 2, {"head_groups": "auto"}),
+        ("llama", 4, {"head_groups": "auto", "offload": ("activations",), "lora_rank": 16}),
+        ("llama", 8, {"head_groups": 1}),
+    ],
+)
+def test_groups_of_heads_over_gpus(arch: str, gpus: int, setup: dict) -> None:
+    """One on its way while attention computes with another."""
+    widths = SMALL | {"num_hidden_layers": 2}
+    setup |= {"gpus": gpus, "sequence_parallel": gpus, "chunk_tokens": 16 * K}
+    assert error(arch, 128 * K * gpus, widths, **LAYER | setup) <= LIMIT
+
+
 @pytest.mark.parametrize("arch", ["llama", "qwen3"])
 def test_attention_of_a_group(arch: str) -> None:
     """Of so small an MLP that it has the peak, as it has at a million tokens."""

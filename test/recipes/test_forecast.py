@@ -124,7 +124,10 @@ def test_json() -> None:
         (["google/gemma-2-9b", "--layer"], "model type gemma2: its layers are not tiled as a whole; expected one of"),
         ([LLAMA, "--head-groups", "3"], "--head-groups: expected a divisor of the 8 kv heads, got 3"),
         ([LLAMA, "--head-groups", "all"], "--head-groups: expected a positive int"),
-        ([LLAMA, "--gpus", "2", "--head-groups", "2"], "--head-groups: expected None, got 2: groups of heads of a"),
+        (
+            [LLAMA, "--gpus", "4", "--head-groups", "4"],
+            "--head-groups: expected at most 2 groups, so that each of",
+        ),
         ([LLAMA, "--offload", "nothing"], "--offload: expected some of"),
         (["/proc/1/root"], "Permission denied") if Path("/proc/1").exists() else (["x" * 5000], "File name too long"),
     ],

@@ -9,7 +9,7 @@ from seqtile.memory.layer import Parts
 from seqtile.memory.setup import GIB, TILES, Setup
 from seqtile.memory.shape import Shape
 from seqtile.memory.step import Moment, Step
-from seqtile.memory.tiled_layer import check_layer
+from seqtile.memory.tiled_layer import check_layer, groups_of
 
 LIGER = ("gemma2", "gemma3_text", "glm4", "granite", "llama", "mistral", "mixtral", "olmo2", "phi3", "qwen2", "qwen3")
 LIGER += ("qwen3_moe", "smollm3")  # the model types that it has norms for
@@ -129,7 +129,7 @@ def ladder(config: Any, *, batch_size: int = 1, **setup: Any) -> Iterator[tuple[
     ]
     if shape.tiles_whole:
         steps.append(replace(shared, tiles=TILES, offload=("activations", *others)))
-        if last.sequence_parallel == 1:
+        if groups_of(shape, replace(steps[-1], head_groups=groups)) is not None:
             steps.append(replace(steps[-1], head_groups=groups))
     for step in dict.fromkeys(step for step in steps if shape.model_type in LIGER or not step.liger):
         yield step, _longest(shape, step, batch_size)

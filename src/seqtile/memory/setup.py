@@ -29,8 +29,8 @@ class Setup:
     tiles: Collection[str] = ("loss", "mlp")
     """What is computed tile by tile: loss, mlp, layer, which is all of a decoder layer but attention."""
     head_groups: int | str | None = None
-    """Groups of kv heads that attend one after the other in a tiled layer; "auto" for as many as divide them, up to 8;
-    None: all heads at once."""
+    """Groups of kv heads that attend one after the other in a tiled layer; "auto" for as many as divide them, up to 8,
+    and leave each GPU that shares a sequence a kv head in every group; None: all heads at once."""
     chunk_tokens: int | None = None
     """Tokens a tile; None for the rule of `seqtile.ops.tiles`."""
     liger: bool = False
@@ -92,11 +92,6 @@ class Setup:
             raise ValueError(f'head_groups: expected a positive int, "auto" or None, got {groups!r}')
         if "layer" not in self.tiles:
             raise ValueError(f"head_groups: expected None, since tiles has no layer, got {groups!r}; add it there")
-        if self.sequence_parallel > 1:
-            raise ValueError(
-                f"head_groups: expected None, got {groups!r}: groups of heads of a sequence that "
-                f"{self.sequence_parallel} GPUs share are not planned yet"
-            )
 
     @property
     def bytes(self) -> int:

@@ -159,7 +159,7 @@ class Step:
         next on its way; and under adapters the first, a leaf then that autograd holds on to."""
         if "activations" in self.setup.offload:
             kept = max(0, waiting - (self.shape.layers - self.setup.keep_last))
-            waiting = min(waiting, max(kept, 1) + backward + (not self.full))
+            waiting = min(waiting, max(kept, 1) + backward) + (not self.full)
         leaf = not self.full and self.shape.scales_embedding  # whose product is the first layer's input
         return (waiting + leaf) * self.layer.hidden
 

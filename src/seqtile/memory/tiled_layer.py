@@ -19,11 +19,17 @@ def layer_of(shape: Shape, setup: Setup, tokens: int) -> Layer:
 
 def groups_of(shape: Shape, setup: Setup) -> int | None:
     """How many groups of kv heads; None if all attend at once. ValueError for a number that does not divide them."""
-    groups = setup.head_groups
+    groups, heads, ranks = setup.head_groups, shape.kv_heads, setup.sequence_parallel
     if groups == "auto":
-        return max(count for count in range(1, AUTO_GROUPS + 1) if shape.kv_heads % count == 0)
-    if groups is not None and shape.kv_heads % groups:
-        raise ValueError(f"head_groups: expected a divisor of the {shape.kv_heads} kv heads, got {groups}")
+        many = [count for count in range(2, AUTO_GROUPS + 1) if heads % count == 0 and heads // count >= ranks]
+        return max(many, default=None)
+    if groups is not None and heads % groups:
+        raise ValueError(f"head_groups: expected a divisor of the {heads} kv heads, got {groups}")
+    if groups is not None and ranks > 1 and heads // groups < ranks:
+        raise ValueError(
+            f"head_groups: expected at most {heads // ranks} groups, so that each of the {ranks} GPUs that share a "
+            f"sequence has a kv head of its own in every group, got {groups}; more are not planned"
+        )
     return groups
 
 
@@ -56,19 +62,30 @@ class TiledLayer(Layer):
         sums = self._sums(before)
         group = (self._projected() + self._attention()) // count
         gradients = (self._raw() + q + 2 * kv) // count
+        here, travelling = self._over_gpus(count)
         moments = [
-            Working("MLP", {"mlp": self._onward(after), "attention": kept + self._waiting(), "norms": 2 * hidden}, 0),
-            Working("attention" + ", last group" * (count > 1), {"attention": kept + group, "norms": hidden}, after),
+            Working("MLP", {"mlp": self._onward(after), "attention": kept + self._waiting(), "norms": 2 * hidden}, 0)
         ]
-        if count > 1:
-            parts = {"attention": kept - q // count + group + sums, "norms": 2 * hidden}
-            moments.append(Working("attention, another group", parts, after))
+        for past in range(min(count, 3)):  # groups that are through, the last first
+            alive = kept - q * past // count + group + here * (count - 1 - past) // count
+            alive += travelling * ((past > 0) + (past < count - 1))
+            begun = past > (travelling > 0)  # on their way for one group longer
+            parts = {"attention": alive + sums * begun, "norms": hidden * (1 + begun)}
+            moments.append(Working("attention" + f", {past + 1} of {count} groups" * (count > 1), parts, after))
         rest = kept * (count - 1) // count
         parts = {"attention": rest + gradients + sums + self._projecting(count), "norms": 2 * hidden}
         moments.append(Working("projections", parts, after))
         parts = {"attention": sums + self._rounded(sums), "norms": 2 * hidden}
         moments.append(Working("norm before attention", parts, after))
         return moments
+
+    def _over_gpus(self, count: int) -> tuple[int, int]:
+        """Where GPUs share a sequence, in groups: attention's output for this one's tokens, of all groups; and what of
+        a group is sent and arriving, queries, keys and values or their gradients."""
+        if self.setup.sequence_parallel == 1 or self.groups is None:
+            return 0, 0
+        q, kv, _ = self._shares()
+        return self.tokens * self.shape.q * self.setup.bytes, (2 * (q + 2 * kv) + self._raw()) // count
 
     def _waiting(self) -> int:
         """What waits besides while the MLP's backward runs: queries, keys and values, unless groups compute them again;

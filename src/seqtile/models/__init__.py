@@ -63,7 +63,8 @@ def _entry(arch: Arch) -> Callable[..., None]:
             values, and what attention returned; the norm behind the last layer as well.
         head_groups: then compute attention for so many groups of kv heads one after the other, so that queries, keys
             and values exist for one group at a time, and are not kept; "auto": as many as divide the kv heads, up to
-            8. An attention that keeps other large tensors is refused, or, given a number, computed once more.
+            8. An attention that keeps other large tensors is refused, or, given a number, computed once more. It must
+            treat every head alike (no slopes or biases by head), since it is not told which heads it is given.
         chunk_tokens: tokens a tile; None for the rule of `seqtile.ops.tiles`.
 
     Applying twice changes nothing. Apply after Liger, whose RMSNorm and RoPE stay. `seqtile.restore` undoes it,

@@ -8,11 +8,13 @@ import torch
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.utils import logging
 
 from seqtile.models.arch import Arch
 from seqtile.models.called_layer import called_layer
 from seqtile.models.mlp import activation_of, read_mlp, why_generic
 from seqtile.models.norm import read_norm, why_no_norm
+from seqtile.models.placement import KNOWN_PACKAGES, is_known, package_of
 from seqtile.models.projections import check_not_zero3, has_hooks, read_projection, unreadable
 from seqtile.models.stand_in import stand_in_for
 from seqtile.ops.layer import decoder_layer
@@ -20,6 +22,7 @@ from seqtile.ops.layer_parts import LayerWeights
 from seqtile.ops.projection import Projection
 from seqtile.ops.tiles import resolve_chunk_tokens
 
+logger = logging.get_logger(__name__)
 HeadGroups = int | str | None
 _FORWARD_CHECKPOINTS = "__init_subclass__" in vars(GradientCheckpointingLayer)  # since transformers 5.2x; else __call__
 AUTO = 8  # groups at most: what exists of one group only is an eighth then, and its products are wide still
@@ -49,7 +52,8 @@ def tiled_layer_forward(
         kwargs = {"position_ids": position_ids, "use_cache": use_cache, **kwargs}
         tokens = hidden_states.shape[:-1].numel()
         fits = tokens <= resolve_chunk_tokens(chunk_tokens, hidden_states.shape[-1])
-        if (fits and not _is_zero3(self)) or kwargs.get("output_attentions"):
+        asked = kwargs.get("output_attentions", getattr(self.self_attn.config, "output_attentions", False))
+        if (fits and not _is_zero3(self)) or asked:
             named = {"past_key_values": past_key_values, "position_embeddings": position_embeddings}
             return inner(self, hidden_states, attention_mask=attention_mask, **named, **kwargs)
         grouped = None if past_key_values is not None else head_groups
@@ -79,7 +83,9 @@ def tiled_layer_forward(
     def forward(self, *args, **kwargs):
         outermost = on_model or type(self).forward is forward
         if _FORWARD_CHECKPOINTS and outermost and self.gradient_checkpointing and self.training:
-            kwargs |= {"use_cache": False, "past_key_values": None}  # a replay would fill it once more
+            if kwargs.get("use_cache") or kwargs.get("past_key_values") is not None:
+                logger.warning_once("checkpointed layers have no cache, which a replay would fill once more")
+                kwargs |= {"use_cache": False, "past_key_values": None}
             return self._gradient_checkpointing_func(partial(tiled, self, **kwargs), *args)
         return tiled(self, *args, **kwargs)
 
@@ -154,7 +160,8 @@ def groups_of(attention: nn.Module, head_groups: HeadGroups, ranks: int = 1) -> 
 def check_layer(arch: Arch, layer: nn.Module, head_groups: HeadGroups = None) -> None:
     """Raises ValueError where a tiled layer would refuse to run, or not compute what `layer` computes."""
     attention = layer.self_attn
-    if not isinstance(attention, getattr(arch.modeling, f"{arch.prefix}Attention")) or "forward" in vars(attention):
+    of_this_model = isinstance(attention, getattr(arch.modeling, f"{arch.prefix}Attention"))
+    if not of_this_model or "forward" in vars(attention) or not is_known(attention):
         raise ValueError("a tiled layer skips its attention's forward, which is not Hugging Face's; apply layer=False")
     if _has_foreign_hooks(attention, _base_of(layer)):
         raise ValueError("a tiled layer skips its attention's forward, which has hooks; apply with layer=False")
@@ -174,6 +181,10 @@ def why_called(arch: Arch, layer: nn.Module) -> str | None:
     reasons = [why_no_norm(*norm) for norm in norms] + [unreadable(*projection) for projection in projections]
     if has_hooks(layer.mlp, _base_of(layer)):
         reasons.append("its MLP has hooks")
+    if not is_known(layer.mlp):
+        reasons.append("its MLP has a forward of its own")
+    if package_of(arch.modeling.apply_rotary_pos_emb) not in KNOWN_PACKAGES:
+        reasons.append("its rotary embedding was replaced")
     return next((reason for reason in (*reasons, why_generic(layer.mlp)) if reason is not None), None)
 
 

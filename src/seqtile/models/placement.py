@@ -48,6 +48,11 @@ def placement_of(function: Callable | None) -> Placement | None:
     return vars(function).get("seqtile_placement") if hasattr(function, "__dict__") else None
 
 
+def is_known(owner: Owner) -> bool:
+    """Whether a tiled forward may stand in for what runs as the owner's forward: ours, Hugging Face's or Liger's."""
+    return placement_at(owner) is not None or package_of(current_forward(owner)) in KNOWN_PACKAGES
+
+
 def wrappers_at(owner: Owner) -> list[Callable]:
     """Other libraries' wrappers around the tiled forward at `owner`, the outermost first."""
     placement = placement_at(owner)

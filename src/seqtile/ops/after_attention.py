@@ -75,7 +75,7 @@ class OnwardFunction(torch.autograd.Function):
         needs = ctx.needs_input_grad[4 + ctx.tokens :]
         found = _backward(state, outs, d_y.contiguous().view(state.x.shape), needs, ctx.main_grads)
         tokens = [d_y.new_zeros(()) if need else None for need in ctx.needs_input_grad[4 : 4 + ctx.tokens]]
-        if tokens[0] is None:
+        if not any(ctx.needs_input_grad[4 : 4 + ctx.tokens]):
             state.d_h, state.tensors = None, ()
         return None, None, None, None, *tokens, *found
 

@@ -3,7 +3,8 @@
 Autograd shows a hook every tensor that it saves (`torch.autograd.graph.saved_tensors_hooks`). The tensors that lie in
 the storages that the attention was given are queries, keys and values, whatever their shape; for those the hook leaves
 where they lie. All others, such as the output and its log-sum-exp, are saved a second time by a node behind the
-attention, where a checkpoint around the layer sees them like any saved tensor.
+attention, where a checkpoint around the layer sees them like any saved tensor. An attention must not change what it is
+given: it would be computed again unchanged.
 """
 
 from collections.abc import Callable, Sequence

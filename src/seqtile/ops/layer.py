@@ -13,14 +13,14 @@ Source: Arctic Long Sequence Training, 3.1; Mini-Sequence Transformer, 3; the gr
 from collections.abc import Callable, Sequence
 
 import torch
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint, get_device_states, set_device_states
 
 from seqtile.ops.after_attention import KeepFunction, OnwardFunction
-from seqtile.ops.checks import autocast_dtype
+from seqtile.ops.checks import autocast_dtype, check_operands
 from seqtile.ops.into_attention import EnterFunction, ProjectFunction, project_again
 from seqtile.ops.kept import attend_and_keep, too_large
 from seqtile.ops.layer_parts import LayerWeights, Layout, Pass, Travel
-from seqtile.ops.saver import save_inputs
+from seqtile.ops.saver import Saved, save_input, save_inputs
 from seqtile.ops.tiles import resolve_chunk_tokens
 from seqtile.ops.weight_grad import main_grad_of
 
@@ -51,11 +51,12 @@ def decoder_layer(
         rotary: cos and sin, [B or 1, S, K]; None for a layer without positions.
         attend: the attention, of all heads or of a group of them.
         head_groups: how many groups of kv heads attend one after the other; None: all at once, and attention keeps what
-            it saves. It divides the number of kv heads.
+            it saves. It divides the number of kv heads. The attention must treat every head alike: it is not told which
+            heads it is given.
         travel: with groups, where the tokens are spread over ranks: the steps of an attention over ranks for a group,
             taken in the place of `attend`; one group travels while attention computes with the one before.
         may_repeat: whether an attention that saves more than what it was given, its output and small change is run once
-            more in its backward; else it is refused.
+            more in its backward; else it is refused. In each pass the first group finds out, and runs twice then.
         given: tensors that the attention uses besides, such as masks.
         activation, chunk_tokens: as in `gated_mlp`. scale: of what attention and MLP add.
 
@@ -64,9 +65,12 @@ def decoder_layer(
     float32 sums of the weights' gradients; tiles.
 
     Raises:
-        ValueError: an attention that saves something else of the size of its output, in groups, unless `may_repeat`.
+        TypeError, ValueError: dtypes or devices that do not fit; angles that require a gradient, which they would not
+            get; in groups a mask with heads, and an attention that saves something else of the size of its output,
+            unless `may_repeat`.
         RuntimeError: in the backward, for second derivatives (`create_graph=True`).
     """
+    _check(x, weights, rotary, head_groups, given)
     layout = _layout(x, weights, head_dim, head_groups, activation, scale, chunk_tokens)
     rows = x.contiguous().view(-1, x.shape[-1])
     cos, sin = (None, None) if rotary is None else (_by_token(angles, layout) for angles in rotary)
@@ -82,6 +86,9 @@ def decoder_layer(
     outs, tokens = [], []
     for group in range(layout.groups):
         out, rest = _attended(state, entered, group, attend, may_repeat, given)
+        if state.saved is None and out.requires_grad:  # all that is before it is frozen, attention itself is not
+            out, node = save_input(out, *state.tensors)
+            state.saved = Saved(node, None)
         outs.append(out)
         tokens.append(KeepFunction.apply(out, state, group, *rest))
     of_onward = [main_grad_of(tensor) for tensor in onward]
@@ -123,7 +130,8 @@ def _attended(
     if not (state.grouped and entered.requires_grad and torch.is_grad_enabled()):
         return attend_to_group(), ()
     if state.repeats:
-        return checkpoint(attend_to_group, use_reentrant=False), ()
+        return _repeated(attend_to_group, entered), ()
+    random = (torch.get_rng_state(), *get_device_states(entered)) if may_repeat else None
     qkv = ProjectFunction.apply(entered, state, group, bases)
     out, rest = attend_and_keep(core, qkv, bases, lambda: project_again(state, group), lambda: state.kept[group][1:])
     size = too_large(out, rest, given)
@@ -140,7 +148,31 @@ def _attended(
     state.repeats = True
     del qkv, out, rest
     bases.clear()
-    return checkpoint(attend_to_group, use_reentrant=False), ()
+    torch.set_rng_state(random[0])  # so that what is drawn is what a pass without this trial would draw
+    set_device_states(*random[1:])
+    return _repeated(attend_to_group, entered), ()
+
+
+def _repeated(function: Callable[[], torch.Tensor], entered: torch.Tensor) -> torch.Tensor:
+    """function(), computed again in the backward. By its argument a checkpoint knows whose random numbers to replay."""
+    return checkpoint(lambda token: function(), entered, use_reentrant=False)
+
+
+def _check(
+    x: torch.Tensor,
+    weights: LayerWeights,
+    rotary: tuple[torch.Tensor, torch.Tensor] | None,
+    head_groups: int | None,
+    given: Sequence[torch.Tensor],
+) -> None:
+    operands = {"x": x, "norm": weights.norm.weight, "mlp_norm": weights.mlp_norm.weight}
+    for name in ("q", "k", "v", "o", "gate", "up", "down"):
+        operands[f"{name}_weight"] = getattr(weights, name).weight
+    check_operands("decoder_layer", "x", operands)
+    if rotary is not None and any(angles.requires_grad for angles in rotary):
+        raise ValueError("decoder_layer: expected fixed angles, got some that require a gradient; leave it untiled")
+    if head_groups is not None and any(tensor.dim() == 4 and tensor.shape[1] > 1 for tensor in given):
+        raise ValueError("decoder_layer: a mask for each head cannot be cut into groups; expected head_groups=None")
 
 
 def _layout(

@@ -165,7 +165,9 @@ class Pass:
     """Gradients of the parameters before attention."""
 
     def read(self) -> None:
-        """Begins the backward. A checkpoint lets what was saved be read once."""
+        """Begins the backward, afresh. A checkpoint lets what was saved be read once."""
+        self.d_h = self.d_normed = self.sums = self.returning = None
+        self.projected, self.ahead = {}, {}
         if self.saved is not None:
             self.tensors = self.saved.tensors
 

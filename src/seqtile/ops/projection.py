@@ -120,7 +120,7 @@ class ProjectionGrad:
     @property
     def totals(self) -> list[torch.Tensor | None]:
         """What was added so far, in float32."""
-        return [None if grad is None else grad.total.view(grad._shape) for grad in self._grads]
+        return [None if grad is None else grad.begun() for grad in self._grads]
 
     def results(self) -> Iterator[torch.Tensor | None]:
         for grad in self._grads:

@@ -10,7 +10,8 @@ from seqtile.ops.weight_grad import WeightGrad, main_grad_of
 
 @torch.compiler.disable(reason="seqtile.rms_norm launches its kernel")
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / sqrt(mean(x**2) + eps) * weight over the last dimension of x [..., D], in float32, rounded to x's dtype.
+    """x / sqrt(mean(x**2) + eps) * weight over the last dimension of x [..., D], in float32, rounded to the wider dtype
+    of x and weight.
 
     Memory: saves x. Allocates the output, in the backward the gradient of x; nothing else of their size, unless the
     tokens of x, or of the gradient that comes back, cannot be viewed as rows: a copy then.
@@ -24,7 +25,8 @@ class RMSNormFunction(torch.autograd.Function):
     def forward(ctx, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
         ctx.save_for_backward(x, weight)
         ctx.eps, ctx.main_grad = eps, main_grad_of(weight)
-        y = torch.empty_like(x, memory_format=torch.contiguous_format)
+        dtype = torch.promote_types(x.dtype, weight.dtype)
+        y = torch.empty_like(x, dtype=dtype, memory_format=torch.contiguous_format)
         write_rms_norm(_rows(x), weight, eps, _rows(y))
         return y
 

@@ -43,12 +43,15 @@ class Saved(NamedTuple):
     """Tensors that a node saves."""
 
     node: Node
-    first: int
+    first: int | None
+    """Which of them the node saves foremost; None if that is none of them."""
 
     @property
     def tensors(self) -> tuple[torch.Tensor | None, ...]:
         """In the order in which they were given."""
         foremost, *others = self.node.saved_tensors
+        if self.first is None:
+            return tuple(others)
         return (*others[: self.first], foremost, *others[self.first :])
 
 

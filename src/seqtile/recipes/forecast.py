@@ -41,7 +41,6 @@ class Forecast:
             )
         for times in (2**power for power in range(1, 8)):
             more_gpus = {"gpus": setup.gpus * times, "sequence_parallel": setup.sequence_parallel * times}
-            more_gpus["head_groups"] = None  # of a sequence that is shared they are not planned
             tried.append((f"--gpus {more_gpus['gpus']}", more_gpus))
         said = {}
         for option, changes in tried:

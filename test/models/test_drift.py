@@ -104,3 +104,44 @@ def test_mlp_forward(arch: str) -> None:
             "down_proj = self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))",
             "return down_proj",
         ]
+
+
+LAYERED = [name for name, arch in ARCHS.items() if arch.layer]
+
+
+@pytest.mark.parametrize("arch", LAYERED)
+def test_layer_forward(arch: str) -> None:
+    """A layer that is tiled whole is Llama's, but for what its Arch names."""
+    body = body_of(ARCHS[arch].layer_class.forward)
+    if scale := ARCHS[arch].residual_scale:
+        assert sum(line.count(f" * self.{scale}") for line in body) == 2
+        body = [line.replace(f" * self.{scale}", "") for line in body]
+    assert body == body_of(ARCHS["llama"].layer_class.forward)
+    assert [line for line in body if "hidden_states = " in line and "self_attn" not in line] == [
+        "hidden_states = self.input_layernorm(hidden_states)",
+        "hidden_states = residual + hidden_states",
+        "hidden_states = self.post_attention_layernorm(hidden_states)",
+        "hidden_states = self.mlp(hidden_states)",
+        "hidden_states = residual + hidden_states",
+    ]
+
+
+@pytest.mark.parametrize("arch", LAYERED)
+def test_attention_forward(arch: str) -> None:
+    """Of itself it uses what a tiled layer knows of, and nothing else."""
+    forward = getattr(ARCHS[arch].modeling, f"{ARCHS[arch].prefix}Attention").forward
+    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(forward))))
+    used = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "self"
+    }
+    known = {"q_proj", "k_proj", "v_proj", "o_proj", "head_dim", "config", "layer_idx"}
+    known |= {"training", "attention_dropout", "scaling"}
+    assert used >= known
+    assert used - known <= {"q_norm", "k_norm", "use_rope", "sliding_window"}
+    text = inspect.getsource(forward)
+    assert ("sliding_window=" in text) == ARCHS[arch].windows
+    assert list(inspect.signature(forward).parameters) == [
+        *("self", "hidden_states", "position_embeddings", "attention_mask", "past_key_values", "kwargs")
+    ]

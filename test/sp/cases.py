@@ -53,6 +53,16 @@ REDUCERS = {
 }
 
 
+LAYER_REDUCERS = {"fsdp2": None, "zero2": 2, "zero3": 2}  # with whole layers tiled as well: groups of heads
+
+
+def reducer_cases(family: str) -> list[tuple[str, dict]]:
+    """Reducers, and what seqtile applies besides to the model."""
+    found = [(strategy, {}) for strategy in REDUCERS[family]]
+    layers = {name: groups for name, groups in LAYER_REDUCERS.items() if name in REDUCERS[family]}
+    return found + [(name, {"layer": True, "head_groups": groups}) for name, groups in layers.items()]
+
+
 QWEN2_VL = {
     "vocab_size": VOCAB,
     "hidden_size": 48,

@@ -29,7 +29,7 @@ from distributed.worker import ddp, fsdp2, full, zero
 from seqtile import sp
 from seqtile.sp.attention import ulysses_attention
 from seqtile.sp.documents import Layout
-from sp.cases import REDUCERS
+from sp.cases import reducer_cases
 from tiny import batch_of, build
 
 WINDOW = 2  # batches a step
@@ -126,7 +126,7 @@ def by_many(model: nn.Module, optimizer: object, step: int, ctx: sp.SequencePara
 def reducers(family: str) -> None:
     """Two groups of two ranks, windows of two batches, tiled: each step leaves all parameters as one process does."""
     ctx = sp.initialize(2)
-    for strategy in REDUCERS[family]:
+    for strategy, options in reducer_cases(family):
         torch.manual_seed(0)
         one = build("llama", tie_word_embeddings=False)
         with torch.no_grad():
@@ -135,7 +135,7 @@ def reducers(family: str) -> None:
         many = copy.deepcopy(one)
         start = full(one)
         sp.apply_ulysses(many, ctx)
-        seqtile.apply_seqtile(many, chunk_tokens=20)
+        seqtile.apply_seqtile(many, chunk_tokens=20, **options)
         wrapped, optimizer = STRATEGIES[strategy](many)
         for step, tolerance in enumerate((1e-5, 1e-4)):  # the second step begins where the first one's error left it
             theirs = by_one_process(one, ctx.data_parallel_size, step)
@@ -150,7 +150,7 @@ def reducers(family: str) -> None:
                 assert error <= allowed, f"{strategy}: the update of {name} is {error:.1e} off, times {factor:.3f}"
         if wrapped is optimizer:
             wrapped.destroy()
-        print(f"rank {dist.get_rank()}: {strategy} equal", flush=True)
+        print(f"rank {dist.get_rank()}: {strategy} {options} equal", flush=True)
 
 
 def refusals() -> None:

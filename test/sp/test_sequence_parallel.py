@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from launch import torchrun
-from sp.cases import REDUCERS, attention_cases, layer_cases
+from sp.cases import REDUCERS, attention_cases, layer_cases, reducer_cases
 
 WORKER = Path(__file__).with_name("worker.py")
 
@@ -29,7 +29,8 @@ def test_attention(ranks: int) -> None:
 def test_reducers(family: str) -> None:
     """Two groups of two ranks, accumulating over batches of unequal labels, under every reducer of gradients."""
     output = torchrun(4, WORKER, "reducers", family)
-    cases = [f"rank {rank}: {strategy} equal" for rank in range(4) for strategy in REDUCERS[family]]
+    expected = reducer_cases(family)
+    cases = [f"rank {rank}: {strategy} {options} equal" for rank in range(4) for strategy, options in expected]
     assert [case for case in cases if case not in output] == []
 
 

@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from types import MethodType
+from types import FunctionType, MethodType
 from typing import NamedTuple
 from unittest.mock import patch
 
@@ -87,6 +87,13 @@ class RopeFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dq, dk):
         return dq.view_as(dq), dk.view_as(dk), None, None
+
+
+# A function of the package that it stands for: one of another's would be called, see `seqtile.models.layer`.
+LIGERS_ROPE = FunctionType(
+    (lambda q, k, cos, sin: RopeFunction.apply(q, k, cos, sin)).__code__,
+    {"__name__": "liger_kernel", "RopeFunction": RopeFunction},
+)
 
 
 class SwiGLUFunction(torch.autograd.Function):
@@ -244,7 +251,7 @@ def build(config: PreTrainedConfig, setup: Setup, modes: ExitStack, host: HostMe
         seqtile.apply_seqtile(model, **tiled, head_groups=setup.head_groups, chunk_tokens=setup.chunk_tokens)
     if setup.liger:
         apply_liger(causal_lm)
-        rope = patch.object(sys.modules[type(causal_lm).__module__], "apply_rotary_pos_emb", RopeFunction.apply)
+        rope = patch.object(sys.modules[type(causal_lm).__module__], "apply_rotary_pos_emb", LIGERS_ROPE)
         modes.enter_context(rope)
     causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
     if "activations" in setup.offload:

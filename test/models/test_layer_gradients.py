@@ -59,7 +59,7 @@ def test_autocast(arch: str, head_groups: int | None, reentrant: bool | None, de
     """Weights in float32 under bfloat16's autocast: no further from float64 than the untiled model, twice over."""
     if interpreted():
         pytest.skip("the interpreter does not round to bfloat16, it truncates")
-    untiled = build(arch, device)
+    untiled = build(arch, device, head_dim=64)  # norms of a dozen weights would be noise
     truth, tiled = copy.deepcopy(untiled).double(), tiled_copy(untiled, head_groups)
     batch = whole(101, device)
     _, true = loss_and_gradients(truth, **batch)

@@ -80,10 +80,10 @@ def attention() -> None:
             error = relative_error(gradient, gradients[name])
             assert error <= 1e-5, f"{case}, {kind}: {name} is {error:.1e} off"
         print(f"rank {ctx.rank}: {case} {kind} equal", flush=True)
-    layers(ctx)
+    whole_layers(ctx)
 
 
-def layers(ctx: sp.SequenceParallel) -> None:
+def whole_layers(ctx: sp.SequenceParallel) -> None:
     """The same with whole layers tiled, attention by groups of heads: each group is sent before it is waited for."""
     for i, (case, kind, arch, shape, groups, repeats) in enumerate(layer_cases()):
         faulthandler.dump_traceback_later(TIME_LIMIT, exit=True)

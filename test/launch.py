@@ -6,11 +6,15 @@ import sys
 from pathlib import Path
 
 
+def torchrun_command(ranks: int, *command: str | Path) -> list[str]:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return [*launcher, *map(str, command)]
+
+
 def torchrun(ranks: int, *command: str | Path, check: bool = True, **environment: str) -> str:
     """What the ranks print; a failure of theirs is this test's if `check`, their last words included."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     result = subprocess.run(
-        [*launcher, *map(str, command)],
+        torchrun_command(ranks, *command),
         capture_output=True,
         text=True,
         timeout=900,

@@ -25,6 +25,7 @@ FOREIGN = {  # package -> the rooms that may import it; a package that is not he
     "triton": {"kernels"},
     "deepspeed": {"recipes"},
     "transformers": {"models", "sp", "recipes", "offload"},
+    "huggingface_hub": {"recipes"},
     "matplotlib": {"recipes"},
     "rich": {"recipes", "cli"},
     "typer": {"cli"},

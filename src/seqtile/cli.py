@@ -11,6 +11,7 @@ from rich.console import Console
 
 from seqtile import memory
 from seqtile.recipes.forecast import figures, forecast, print_forecast
+from seqtile.recipes.job import Job
 
 PACKAGES = ("seqtile", "torch", "triton", "transformers", "accelerate", "peft", "trl", "deepspeed", "liger-kernel")
 PACKAGES += ("flash-attn", "datasets", "safetensors")
@@ -58,30 +59,19 @@ def finetune(
     head_groups: Annotated[
         str | None, typer.Option(help="With --layer: attention by so many groups of kv heads: a number, or auto.")
     ] = None,
+    local_rank: Annotated[str | None, typer.Option(envvar="LOCAL_RANK", hidden=True, help="Set by torchrun.")] = None,
 ) -> None:
     """Full-parameter fine-tuning of a causal LM on long documents.
 
     On several GPUs: torchrun --nproc-per-node 4 -m seqtile.cli finetune --sequence-parallel 4 ...
     """
-    try:
-        import torch
-
-        from seqtile.recipes.alone import RunOutOfMemory
-        from seqtile.recipes.documents import standard_library
-        from seqtile.recipes.finetune import finetune as run
-        from seqtile.recipes.job import Job
-        from seqtile.recipes.ranks import leave, speaks
-    except ModuleNotFoundError as error:
-        console = Console(soft_wrap=True)
-        console.print(f"[red]error:[/red] {error}: pip install 'seqtile\\[demo]'", highlight=False)
-        raise typer.Exit(1) from error
     job = Job(
         model=model,
-        data=tuple(data) if data else standard_library(),
+        data=tuple(data or ()),
         seq_len=seq_len,
         steps=steps,
         compare=compare,
-        device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
+        device=device,
         dtype=dtype,
         learning_rate=learning_rate,
         seed=seed,
@@ -92,18 +82,35 @@ def finetune(
         layer=layer,
         head_groups=number_or_name(head_groups),
     )
-    console = Console(soft_wrap=True, quiet=not speaks())
+    console = Console(soft_wrap=True)
     try:
-        run(job, Console(quiet=not speaks()))
-        leave()
-    except (ValueError, OSError, RunOutOfMemory) as error:
-        console.quiet &= isinstance(error, ValueError)  # which all ranks raise alike
+        if local_rank is None:  # before anything slow is imported; ranks do it once they know which of them speaks
+            job.check()
+        run_and_leave(job, console)
+    except (ModuleNotFoundError, ValueError, OSError, MemoryError) as error:
         console.print("[red]error:[/red]", end=" ")
         console.print(str(error), markup=False, highlight=False)
         raise typer.Exit(1) from error
     except KeyboardInterrupt as error:
-        console.print("\ninterrupted" if console.is_terminal else "interrupted")  # there a bar ends without a newline
+        text = f"interrupted {error}".strip()
+        console.print(f"\n{text}" if console.is_terminal else text)  # there a bar ends without a newline
         raise typer.Exit(130) from error
+
+
+def run_and_leave(job: Job, console: Console) -> None:
+    """Runs `job` and, as a rank, ends the process. `console` is to print its errors."""
+    try:
+        from seqtile.recipes.finetune import finetune as run
+        from seqtile.recipes.ranks import leave, speaks
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"{error}: pip install 'seqtile[demo]'") from error
+    console.quiet = not speaks()
+    try:
+        run(job, Console(quiet=console.quiet))
+        leave()
+    except (OSError, MemoryError):
+        console.quiet = False  # not all ranks raise it alike
+        raise
 
 
 def number_or_name(option: str | None) -> int | str | None:

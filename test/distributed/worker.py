@@ -21,6 +21,7 @@ from assertions import relative_error
 from distributed.cases import Case, cases
 from seqtile.models.arch import ARCHS
 from seqtile.models.patch import mlps_of
+from seqtile.models.placement import computed_forward
 from tiny import (
     CHUNK,
     apply_liger,
@@ -216,7 +217,7 @@ def made_tiled(case: Case) -> nn.Module:
     called = case.adapter == "generic" or ARCHS[case.arch].routed
     assert (status.mlp.generic is not None) == (called and case.mlp), status
     norm = base.model.norm
-    assert ("liger" in norm.forward.__func__.__module__) == (case.liger != "none")
+    assert ("liger" in computed_forward(norm).__module__) == (case.liger != "none")
     return model
 
 

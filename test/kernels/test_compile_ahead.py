@@ -22,7 +22,7 @@ TARGETS = {
 }
 DTYPES = ("fp32", "bf16", "fp16")
 FLAGS = ("HAS_BIAS", "CAPPED", "HAS_CLASS_WEIGHT", "SMOOTHED", "STORE_LSE", "STORE_ENTROPY", "STORE_PREDICTED")
-FLAGS += ("WRITE_GRAD", "SCALE_ROWS", "ENTROPY_GRAD")
+FLAGS += ("WRITE_GRAD", "SCALE_ROWS", "LSE_GRAD", "ENTROPY_GRAD")
 MODULES = (cross_entropy, gated_activation, rms_norm, rotary)
 # Llama-8B's hidden size, Llama-70B's, one that is no power of two; heads of 128, whose number is no constant.
 NORMS = {"4096": (4096, {"heads": 1}), "8192": (8192, {"heads": 1}), "2880": (2880, {"heads": 1}), "heads": (128, {})}
@@ -31,6 +31,7 @@ LOSS_VARIANTS = {
     "alone": (),
     "metrics": ("WRITE_GRAD", "STORE_LSE", "STORE_ENTROPY", "STORE_PREDICTED"),
     "log_probs_backward": ("WRITE_GRAD", "SCALE_ROWS", "ENTROPY_GRAD"),
+    "z_loss_by_hand": ("WRITE_GRAD", "SCALE_ROWS", "LSE_GRAD"),
     "everything": FLAGS,
 }
 
@@ -40,7 +41,7 @@ def kernels(dtype: str) -> dict[str, tuple]:
     pointer = f"*{dtype}"
     rows = {"logits_ptr": pointer, "logits_row_stride": "i32", "target_ptr": "*i64", "predicted_ptr": "*i64"}
     rows |= {"bias_ptr": pointer, "class_weight_ptr": "*fp32", "vocab": "i32"}
-    rows |= {f"{name}_ptr": "*fp32" for name in ("loss", "lse", "entropy", "row_scale", "entropy_scale")}
+    rows |= {f"{name}_ptr": "*fp32" for name in ("loss", "lse", "entropy", "row_scale", "lse_scale", "entropy_scale")}
     rows |= {name: "fp32" for name in ("logit_scale", "softcap", "temperature", "label_smoothing", "z_loss")}
     forward = {"gate_ptr": pointer, "up_ptr": pointer, "gate_row_stride": "i32", "up_row_stride": "i32", "width": "i32"}
     backward = {name: pointer for name in ("gate_ptr", "up_ptr", "product_ptr")}

@@ -7,6 +7,8 @@ from seqtile.kernels.launch import cross_entropy_
 from seqtile.kernels.loss_options import LossOptions
 
 PLAIN = LossOptions()
+VECTORS = ("bias", "class_weight", "row_scale", "lse_scale", "entropy_scale")
+NONE: dict[str, torch.Tensor | None] = dict.fromkeys(VECTORS)
 OPTIONS = {
     "plain": PLAIN,
     "softcap": LossOptions(softcap=4.0),
@@ -42,10 +44,12 @@ def reference(
     )
     entropies = entropies_of(logits)
     total = losses if vectors["row_scale"] is None else losses * vectors["row_scale"]
-    if vectors["entropy_scale"] is not None:
-        total = total + entropies * vectors["entropy_scale"]
+    lse = logits.logsumexp(1)
+    for values, scale in ((lse, vectors["lse_scale"]), (entropies, vectors["entropy_scale"])):
+        if scale is not None:
+            total = total + values * scale
     (gradient,) = torch.autograd.grad(total.sum() * options.temperature / options.logit_scale, leaf)
-    return [losses, logits.logsumexp(1), entropies, gradient]
+    return [losses, lse, entropies, gradient]
 
 
 def run(
@@ -62,25 +66,23 @@ def run(
     return outputs
 
 
-@pytest.mark.parametrize("vectors", [(), ("bias", "class_weight"), ("row_scale", "entropy_scale"), "all"], ids=str)
+@pytest.mark.parametrize(
+    "given", [(), ("bias", "class_weight"), ("row_scale", "entropy_scale"), ("lse_scale",), VECTORS], ids=str
+)
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("rows", "vocab"), [(63, 1000), (17, 4097)])
 def test_values_and_gradient(
-    rows: int, vocab: int, dtype: torch.dtype, options: LossOptions, vectors: tuple | str, device: str
+    rows: int, vocab: int, dtype: torch.dtype, options: LossOptions, given: tuple[str, ...], device: str
 ) -> None:
     products, slab, target = inputs(rows, vocab, dtype, device)
-    given: dict[str, torch.Tensor | None] = {
-        "bias": torch.randn(vocab, device=device).to(dtype),
-        "class_weight": torch.rand(vocab, device=device),
-        "row_scale": torch.randn(rows, device=device),
-        "entropy_scale": torch.randn(rows, device=device),
-    }
-    given = {name: value if vectors == "all" or name in vectors else None for name, value in given.items()}
-    same = reference(products, target, options, given)
-    truth = reference(products.double(), target, options, given)
+    vectors = {name: torch.randn(rows, device=device) for name in VECTORS}
+    vectors |= {"bias": torch.randn(vocab, device=device).to(dtype), "class_weight": torch.rand(vocab, device=device)}
+    vectors = {name: value if name in given else None for name, value in vectors.items()}
+    same = reference(products, target, options, vectors)
+    truth = reference(products.double(), target, options, vectors)
 
-    ours = run(products, target, options, write_grad=True, **given)
+    ours = run(products, target, options, write_grad=True, **vectors)
 
     for value, theirs, true in zip((ours["losses"], ours["lse"], ours["entropy"], products), same, truth, strict=True):
         assert_as_exact(value, theirs, true)
@@ -90,8 +92,7 @@ def test_values_and_gradient(
 @pytest.mark.parametrize(("rows", "vocab"), [(3, 49152), (2, 128256)])
 def test_real_vocabularies(rows: int, vocab: int, device: str) -> None:
     products, _, target = inputs(rows, vocab, torch.bfloat16, device)
-    none = dict.fromkeys(("bias", "class_weight", "row_scale", "entropy_scale"))
-    same, truth = (reference(tile, target, PLAIN, none) for tile in (products, products.double()))
+    same, truth = (reference(tile, target, PLAIN, NONE) for tile in (products, products.double()))
     ours = run(products, target, write_grad=True)
     for value, theirs, true in zip((ours["losses"], ours["lse"], ours["entropy"], products), same, truth, strict=True):
         assert_as_exact(value, theirs, true)
@@ -146,8 +147,7 @@ def test_softcap_of_small_and_large_logits(device: str) -> None:
     """tanh to float32's precision where it cancels (near 0) and where it saturates."""
     products = torch.logspace(-6, 3, 4000, device=device).repeat(2, 1) * torch.tensor([[1.0], [-1.0]], device=device)
     target = torch.tensor([0, 3999], device=device)
-    none = dict.fromkeys(("bias", "class_weight", "row_scale", "entropy_scale"))
-    same, truth = (reference(tile, target, OPTIONS["softcap"], none) for tile in (products, products.double()))
+    same, truth = (reference(tile, target, OPTIONS["softcap"], NONE) for tile in (products, products.double()))
     ours = run(products, target, OPTIONS["softcap"], write_grad=True)
     for value, theirs, true in zip((ours["losses"], products), (same[0], same[3]), (truth[0], truth[3]), strict=True):
         assert_as_exact(value, theirs, true)
@@ -160,8 +160,7 @@ def test_row_offsets_are_int64(device: str) -> None:
     products = slab.as_strided((4, vocab), (stride, 1))
     products.copy_(torch.randn(4, vocab, device=device))
     target = torch.randint(0, vocab, (4,), device=device)
-    none = dict.fromkeys(("bias", "class_weight", "row_scale", "entropy_scale"))
-    losses, _, _, gradient = reference(products.contiguous(), target, PLAIN, none)
+    losses, _, _, gradient = reference(products.contiguous(), target, PLAIN, NONE)
     ours = run(products, target, write_grad=True)
     torch.testing.assert_close(ours["losses"], losses)
     torch.testing.assert_close(products.contiguous(), gradient)
@@ -174,5 +173,5 @@ def test_the_custom_op_is_sound(which: str, device: str) -> None:
     losses, lse, entropy = torch.empty(3, 5, device=device).unbind()
     outputs = (lse, entropy, torch.empty_like(target)) if which == "everything" else (None, None, None)
     bias = torch.randn(100, device=device)
-    arguments = (products, target, losses, bias, None, *outputs, None, None, True, 1.0, 0.0, 1.0, 0.0, 0.0)
+    arguments = (products, target, losses, bias, None, *outputs, None, None, None, True, 1.0, 0.0, 1.0, 0.0, 0.0)
     torch.library.opcheck(torch.ops.seqtile.cross_entropy_, arguments)

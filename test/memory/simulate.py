@@ -3,12 +3,14 @@
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
-from types import FunctionType, MethodType
+from types import MethodType
 from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
+from liger_kernel.transformers import rms_norm as ligers_norm
+from liger_kernel.transformers import rope as ligers_rope
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -21,6 +23,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedCon
 import seqtile
 from measure import LiveBytes
 from seqtile.memory.setup import Setup
+from seqtile.models.placement import placement_at
 from seqtile.offload.checkpointing import Checkpoints, hand_out
 from seqtile.offload.store import Store
 from seqtile.sp.attention import Travel
@@ -55,26 +58,15 @@ class NormFunction(torch.autograd.Function):
     """Liger's RMSNorm: it keeps its input."""
 
     @staticmethod
-    def forward(ctx, x, weight, in_place):
+    def forward(ctx, x, weight, eps, offset, casting_mode, in_place, row_mode):
         ctx.in_place = in_place
         ctx.save_for_backward(x, weight, torch.empty(x.shape[:-1], dtype=torch.float32))
         return torch.empty_like(x)
 
     @staticmethod
     def backward(ctx, d_y):
-        return d_y.view_as(d_y) if ctx.in_place else torch.empty_like(d_y), torch.empty_like(ctx.saved_tensors[1]), None
-
-
-class Norm:
-    """Its forward."""
-
-    __module__ = "liger_kernel"  # seqtile asks whose a forward is
-
-    def __init__(self, in_place: bool):
-        self.in_place = in_place
-
-    def __call__(self, module: nn.Module, x: torch.Tensor) -> torch.Tensor:
-        return NormFunction.apply(x, module.weight, self.in_place)
+        d_x = d_y.view_as(d_y) if ctx.in_place else torch.empty_like(d_y)
+        return d_x, torch.empty_like(ctx.saved_tensors[1]), None, None, None, None, None
 
 
 class RopeFunction(torch.autograd.Function):
@@ -87,13 +79,6 @@ class RopeFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, dq, dk):
         return dq.view_as(dq), dk.view_as(dk), None, None
-
-
-# A function of the package that it stands for: one of another's would be called, see `seqtile.models.layer`.
-LIGERS_ROPE = FunctionType(
-    (lambda q, k, cos, sin: RopeFunction.apply(q, k, cos, sin)).__code__,
-    {"__name__": "liger_kernel", "RopeFunction": RopeFunction},
-)
 
 
 class SwiGLUFunction(torch.autograd.Function):
@@ -199,12 +184,19 @@ class Travels(Travel):
         return size
 
 
-def apply_liger(model: nn.Module) -> None:
-    """To what is not tiled."""
+def apply_liger(model: nn.Module, modes: ExitStack) -> None:
+    """To what is not tiled: Liger's own forwards of norms and RoPE, which seqtile knows, with other kernels in them."""
     in_place = model.config.model_type not in OUT_OF_PLACE
-    for module in [module for module in model.modules() if "forward" not in vars(module)]:
+    modes.enter_context(patch.object(ligers_norm, "LigerRMSNormFunction", NormFunction))
+    modes.enter_context(patch.object(ligers_rope, "dispatch", lambda _, *tensors: RopeFunction.apply(*tensors[:4])))
+    modeling = sys.modules[type(model).__module__]
+    modes.enter_context(patch.object(modeling, "apply_rotary_pos_emb", ligers_rope.liger_rotary_pos_emb))
+    for module in [module for module in model.modules() if placement_at(module) is None]:
         if type(module).__name__.endswith(("RMSNorm", "LayerNorm")):
-            module.forward = MethodType(Norm(in_place), module)
+            vars(module).update(
+                variance_epsilon=1e-6, offset=0.0, casting_mode="llama", in_place=in_place, row_mode=None
+            )
+            module.forward = MethodType(ligers_norm.LigerRMSNorm.forward, module)
         elif hasattr(module, "gate_proj"):
             module.forward = lambda x, module=module: module.down_proj(
                 SwiGLUFunction.apply(module.gate_proj(x), module.up_proj(x))
@@ -250,9 +242,7 @@ def build(config: PreTrainedConfig, setup: Setup, modes: ExitStack, host: HostMe
     if any(tiled.values()):
         seqtile.apply_seqtile(model, **tiled, head_groups=setup.head_groups, chunk_tokens=setup.chunk_tokens)
     if setup.liger:
-        apply_liger(causal_lm)
-        rope = patch.object(sys.modules[type(causal_lm).__module__], "apply_rotary_pos_emb", LIGERS_ROPE)
-        modes.enter_context(rope)
+        apply_liger(causal_lm, modes)
     causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
     if "activations" in setup.offload:
         hand_out(Checkpoints(Store(host, Copies())), causal_lm, setup.keep_last)

@@ -3,6 +3,7 @@
 import json
 import re
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -211,7 +212,9 @@ def test_the_published_ladder() -> None:
         ({"zero_stage": 4}, "zero_stage: expected 0, 1, 2 or 3, got 4"),
         ({"optimizer": "lion"}, "optimizer: expected one of adamw, adamw_8bit, sgd, got 'lion'"),
         ({"dtype": torch.bfloat16}, "dtype: expected one of bfloat16, float16, float32"),
-        ({"tiles": "mlp"}, "tiles: expected some of"),
+        ({"tiles": "norm"}, "tiles: expected some of loss, mlp, layer, got 'norm'"),
+        ({"offload": "optimiser"}, "offload: expected some of activations, optimizer, weights, got 'optimiser'"),
+        ({"offload": [["optimizer"]]}, "offload: expected some of activations, optimizer, weights, got "),
         ({"offload": ("gradients",)}, "offload: expected some of"),
         ({"keep_last": -1}, "keep_last: expected 0 or more layers"),
         ({"lora_rank": 0}, "lora_rank: expected a positive int"),
@@ -263,9 +266,24 @@ def test_layers_that_are_tiled_as_a_whole() -> None:
     assert rung.head_groups == 2 and longest.tokens < memory.longest(LLAMA, **asdict(rung) | {"head_groups": 4}).tokens
 
 
+@pytest.mark.parametrize(("option", "name"), [("offload", "optimizer"), ("tiles", "loss")])
+def test_one_name_is_taken_as_one(option: str, name: str) -> None:
+    longest, found = (memory.longest(LLAMA, gpus=8, **{option: value}) for value in (name, (name,)))
+    assert longest == found != memory.longest(LLAMA, gpus=8)
+
+
 def test_wrong_names() -> None:
-    with pytest.raises(TypeError, match="unexpected keyword argument 'gpu'"):
-        memory.longest(LLAMA, gpu=8)
+    for name, closest in (
+        ("gpu", "gpus"),
+        ("offlod", "offload"),
+        ("batchsize", "batch_size"),
+        ("headgroups", "head_groups"),
+    ):
+        for function in (memory.longest, partial(memory.plan, seq_len=8), lambda *a, **b: list(memory.ladder(*a, **b))):
+            with pytest.raises(TypeError, match=f"{name} is no option of a plan; did you mean {closest}\\?"):
+                function(LLAMA, **{name: 8})
+    with pytest.raises(TypeError, match="colour is no option of a plan; expected some of batch_size, gpus, "):
+        memory.longest(LLAMA, colour="red")
     for name in ("no/such", "x" * 5000):
         with pytest.raises(ValueError, match=r"model '.*': expected .* one of meta-llama/Llama-3\.1-8B, "):
             memory.longest(name)

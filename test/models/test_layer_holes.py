@@ -6,14 +6,14 @@ import pytest
 import torch
 from peft import PrefixTuningConfig, get_peft_model
 from torch import nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, DynamicCache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
 import seqtile
 from assertions import relative_error
 from models.layered import assert_equal, tiled_copy, whole
-from tiny import build, checkpointing, loss_and_gradients, modeling_restored
+from tiny import CHUNK, build, checkpointing, loss_and_gradients, modeling_restored
 
 
 @pytest.fixture(autouse=True)
@@ -182,3 +182,98 @@ def test_a_mask_for_each_head_is_no_groups() -> None:
     angles = model.model.rotary_emb(x, torch.arange(101)[None])
     with pytest.raises(ValueError, match="a mask for each head cannot be cut into groups"):
         layer(x, torch.zeros(1, 4, 101, 101), position_embeddings=angles)
+
+
+@pytest.mark.parametrize("head_groups", [None, 2])
+@pytest.mark.parametrize("changed", ["output", "queries"])
+def test_an_attention_that_works_in_place(changed: str, head_groups: int | None) -> None:
+    """Where Hugging Face raises, since what the backward needs was changed, so does a tiled layer; where not, it is
+    right."""
+
+    def attention(module: nn.Module, q, k, v, mask, **options: object):
+        if changed == "queries":
+            q.mul_(0.5)
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], 1) for x in (k, v))
+        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+        return (out.mul_(0.5) if changed == "output" else out).transpose(1, 2).contiguous(), None
+
+    AttentionInterface.register("in place", attention)
+    untiled = build("llama", attn_implementation="in place")
+    tiled, batch = tiled_copy(untiled, head_groups), whole(101)
+    if changed == "queries":
+        assert_equal(loss_and_gradients(tiled, **batch), loss_and_gradients(untiled, **batch))
+        return
+    for model in (untiled, tiled):
+        with pytest.raises(RuntimeError, match=r"modified by an inplace operation|changed in place a tensor"):
+            loss_and_gradients(model, **batch)
+
+
+@pytest.mark.parametrize("on_classes", [False, True], ids=["model", "classes"])
+def test_no_cache_is_made_in_training(on_classes: bool) -> None:
+    """Hugging Face's config asks for one by default: heads are in groups all the same, and masks are those that Hugging
+    Face makes where there is a cache, which do not tell packed documents apart."""
+    heads: list[int] = []
+
+    def attention(module: nn.Module, q, k, v, mask, **options: object):
+        heads.append(q.shape[1])
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, q, k, v, mask, **options)
+
+    AttentionInterface.register("counting heads", attention)
+    untiled = build("llama", attn_implementation="counting heads")
+    batch = whole(101) | {"position_ids": torch.cat([torch.arange(n) for n in (17, 84)])[None]}
+    del batch["use_cache"]
+    truth = loss_and_gradients(untiled, **batch)
+    if on_classes:
+        seqtile.apply_seqtile_to_llama(layer=True, head_groups=2, chunk_tokens=CHUNK)
+        tiled = build("llama", attn_implementation="counting heads")
+        tiled.load_state_dict(untiled.state_dict())
+    else:
+        tiled = tiled_copy(untiled, 2)
+    assert "in training none is made" in str(seqtile.status(tiled))
+    heads.clear()
+    output = tiled(**batch)
+    assert output.past_key_values is None and heads == [2] * 4
+    base = tiled.model(**{name: batch[name] for name in ("input_ids", "position_ids")}, return_dict=False)
+    assert isinstance(base, tuple) and len(base) == 1
+    assert_equal(loss_and_gradients(tiled, **batch), truth)
+    heads.clear()
+    cache = DynamicCache(config=tiled.config)
+    assert_equal(loss_and_gradients(tiled, **batch, past_key_values=cache), truth)
+    assert cache.get_seq_length() == 101 and heads == [4] * 2, "a cache that is given is filled"
+    short = {name: tensor[:, :40] for name, tensor in batch.items()}
+    assert tiled(**short).past_key_values.get_seq_length() == 40, "the layers run untiled"
+
+
+@pytest.mark.parametrize("head_groups", [None, 2])
+def test_gradients_through_a_cache(head_groups: int | None) -> None:
+    """Of a sequence in two parts, the second of which attends to the first."""
+    untiled = build("llama")
+    tiled, batch, found = tiled_copy(untiled, head_groups), whole(160), []
+    for model in (untiled, tiled):
+        cache = DynamicCache(config=model.config)
+        parts = [
+            {name: batch[name][:, part] for name in ("input_ids", "labels")} for part in (slice(80), slice(80, 160))
+        ]
+        losses = [model(**part, past_key_values=cache).loss for part in parts]
+        losses[1].backward()
+        found.append((losses[1].detach(), {name: weight.grad for name, weight in model.named_parameters()}))
+    assert_equal(found[1], found[0])
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen3"])
+def test_short_sequences_and_evaluation_run_the_original_norms(arch: str) -> None:
+    """One graph where a sequence fits in a tile; in evaluation the logits are Hugging Face's to the bit."""
+    untiled = build(arch).bfloat16()
+    getattr(seqtile, f"apply_seqtile_to_{arch}")(layer=True, chunk_tokens=CHUNK)
+    tiled = build(arch).bfloat16()
+    tiled.load_state_dict(untiled.state_dict())
+    ids = whole(40)["input_ids"]
+    torch._dynamo.reset()
+    graph = torch.compile(tiled.model, backend="eager", fullgraph=True)
+    assert relative_error(graph(ids).last_hidden_state, untiled.model(ids).last_hidden_state) <= 1e-2
+    torch._dynamo.reset()
+    with torch.no_grad():
+        ours, theirs = (model.eval()(ids).logits for model in (tiled, untiled))
+        assert ours.equal(theirs)
+        x = torch.randn(1, 101, 48, dtype=torch.bfloat16)
+        assert tiled.model.norm(x).equal(untiled.model.norm(x))

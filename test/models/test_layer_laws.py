@@ -13,7 +13,7 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 import seqtile
 from measure import FlopCount, LiveBytes, eager_memory
-from seqtile.ops import into_attention
+from seqtile.ops.decoder_layer import qkv
 from tiny import CHUNK, batch_of, build, checkpointing, loss_and_gradients
 
 pytestmark = eager_memory
@@ -61,7 +61,7 @@ def test_products_under_checkpointing(arch: str, head_groups: int | None, on_cla
 
 
 def test_products_of_modules_that_are_called() -> None:
-    """One forward of what is before attention, and of output and down, more than by reading weights: 9.5 % at most."""
+    """Queries, keys, values and down are computed once more than by reading weights."""
     model = build("llama")
     checkpointing(model, False)
     untiled = flops_of(model)
@@ -142,14 +142,14 @@ def test_products_at_full_size(arch: str, head_groups: str | None) -> None:
 def test_a_dropped_graph_is_freed(head_groups: int | None, reentrant: bool | None, monkeypatch) -> None:
     """At once, without the garbage collector: nothing of it refers to itself."""
     made: list[weakref.ref] = []
-    project = into_attention.project
+    project = qkv.project
 
     def watched(*args: object, **options: object):
         buffer, raw = project(*args, **options)
         made.append(weakref.ref(buffer.untyped_storage()))
         return buffer, raw
 
-    monkeypatch.setattr(into_attention, "project", watched)
+    monkeypatch.setattr(qkv, "project", watched)
     model = build("llama")
     seqtile.apply_seqtile(model, layer=True, head_groups=head_groups, chunk_tokens=CHUNK)
     checkpointing(model, reentrant)

@@ -30,6 +30,7 @@ def snapshot(arch: str, model: nn.Module | None = None) -> list[object]:
     names = [
         ARCHS[arch].causal_lm_name,
         ARCHS[arch].layer_class.__name__,
+        ARCHS[arch].base_class.__name__,
         ARCHS[arch].norm_name,
         *ARCHS[arch].mlp_names,
     ]
@@ -97,7 +98,15 @@ def test_status_text() -> None:
         "  loss  seqtile, 50 tokens a tile",
         "  mlp   seqtile, 50 tokens a tile, 2 of 2 layers",
         "  layer seqtile, 50 tokens a tile, 2 of 2 layers, attention by 2 groups of heads",
+        "  note: in training the loss is computed without logits, which are None; skip_logits=False asks for them",
+        "  note: a sequence of at most 50 tokens fits in a tile: its MLPs and layers run untiled",
+        "  note: the config asks for a cache: in training none is made; one that is given is filled, heads not in "
+        "groups",
+        "  note: activation checkpointing is off, so every layer keeps what its attention saves as well as its input",
     ]
+    checkpointing(model, False)
+    assert "checkpointing is off" not in str(seqtile.status(model))
+    checkpointing(model, None)
     model.model.layers[1].mlp.act_fn = nn.GELU()
     assert "REFUSES: attention by groups of heads reads its weights, and its activation is GELU" in str(
         seqtile.status(model).layer

@@ -146,7 +146,7 @@ def test_a_copy_is_tiled_and_restored_by_itself() -> None:
     seqtile.apply_seqtile(model, chunk_tokens=CHUNK)
     copied = copy.deepcopy(model)
     assert runs_tiled(copied) == [True, True]
-    assert vars(copied)["forward"].__self__ is copied
+    assert copied.forward.__self__ is copied
     seqtile.restore(copied)
     assert runs_tiled(copied) == [False, False] and runs_tiled(model) == [True, True]
 
@@ -247,7 +247,9 @@ def test_status_text() -> None:
     )
     seqtile.apply_seqtile(model)
     assert str(seqtile.status(model)) == (
-        "Qwen3ForCausalLM\n  loss  seqtile, 2048 tokens a tile\n  mlp   seqtile, 2048 tokens a tile, 2 of 2 layers"
+        "Qwen3ForCausalLM\n  loss  seqtile, 2048 tokens a tile\n  mlp   seqtile, 2048 tokens a tile, 2 of 2 layers\n"
+        "  note: in training the loss is computed without logits, which are None; skip_logits=False asks for them\n"
+        "  note: a sequence of at most 2048 tokens fits in a tile: its MLPs run untiled"
     )
 
 

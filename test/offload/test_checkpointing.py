@@ -137,6 +137,19 @@ def test_without_a_gpu_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any(layer.gradient_checkpointing for layer in model.model.layers)
 
 
+@pytest.mark.parametrize(("gpus", "device"), [(0, "cuda"), (0, "cuda:0"), (2, "cuda:2")])
+def test_a_gpu_that_is_not_there(gpus: int, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Refused, and what was enabled before stays."""
+    model = build("llama")
+    spread(model)
+    enabled = model._seqtile_offload
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: gpus > 0)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: gpus)
+    with pytest.raises(ValueError, match=f"device is {device}, but torch finds {gpus} GPUs here"):
+        offload.enable(model, device=device)
+    assert model._seqtile_offload is enabled and all(layer.gradient_checkpointing for layer in model.model.layers)
+
+
 def test_bad_input() -> None:
     model = build("llama")
     for arguments, message in (

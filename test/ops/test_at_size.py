@@ -85,6 +85,8 @@ def test_the_device_is_never_waited_for_without_ignored_tokens() -> None:
         linear_cross_entropy(hidden, weight, target, ignore_index=None, num_items=num_items).backward()
         linear_cross_entropy(hidden, weight, target, ignore_index=None, bias=weight[:, 0]).backward()
         linear_cross_entropy(hidden, weight, target, ignore_index=None, reduction="none").sum().backward()
+        loss, metrics = linear_cross_entropy(hidden, weight, target, ignore_index=None, return_metrics=True)
+        (loss + metrics.logsumexp.square().mean() - metrics.mean_entropy).backward()
         with pytest.raises(RuntimeError, match="synchronizing"):
             linear_cross_entropy(hidden, weight, target)
     finally:

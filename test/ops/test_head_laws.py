@@ -149,7 +149,8 @@ def test_products(frozen: str) -> None:
             assert operand.grad is None
 
 
-def test_the_device_is_waited_for_once_a_call(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("metrics", [False, True])
+def test_the_device_is_waited_for_once_a_call(metrics: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """nonzero, to count the labelled tokens, is the one operation whose result's shape depends on values; none reads a
     value. With ignore_index=None there is not even that one."""
     waits: list[str] = []
@@ -168,6 +169,11 @@ def test_the_device_is_waited_for_once_a_call(monkeypatch: pytest.MonkeyPatch) -
     target[::3] = IGNORE
     for ignore_index, labels, expected in ((IGNORE, target, ["nonzero"]), (None, target.clamp(min=0), [])):
         with Waits() as flops:
-            linear_cross_entropy(hidden, weight, labels, chunk_tokens=20, ignore_index=ignore_index).backward()
+            options = {"chunk_tokens": 20, "ignore_index": ignore_index}
+            if metrics:
+                loss, found = linear_cross_entropy(hidden, weight, labels, return_metrics=True, **options)
+                (loss + found.logsumexp.square().sum() + found.mean_entropy).backward()
+            else:
+                linear_cross_entropy(hidden, weight, labels, **options).backward()
         assert flops.total > 0 and waits == expected
         waits.clear()

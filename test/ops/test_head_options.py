@@ -67,18 +67,22 @@ def check(function, reference, head: dict, device: str, upstream: torch.Tensor |
         assert_as_exact(value, theirs, true)
 
 
-@drawn
-@given(head=heads(), data=st.data())
-def test_linear_cross_entropy(device: str, head: dict, data: st.DataObject) -> None:
-    vocab, tokens = head["operands"][1].shape[0], head["operands"][0].shape[0]
-    reduction = data.draw(st.sampled_from(["mean", "sum", "none"]))
-    options = {
+def loss_options(data: st.DataObject, vocab: int, reduction: str) -> dict:
+    return {
         "reduction": reduction,
         "num_items": data.draw(st.sampled_from([None, 37])) if reduction == "mean" else None,
         "label_smoothing": data.draw(st.sampled_from([0.0, 0.1, 1.0])),
         "class_weight": torch.rand(vocab) + 0.1 if data.draw(st.booleans()) else None,
         "z_loss": data.draw(st.sampled_from([0.0, 1e-4, 0.1])),
     }
+
+
+@drawn
+@given(head=heads(), data=st.data())
+def test_linear_cross_entropy(device: str, head: dict, data: st.DataObject) -> None:
+    vocab, tokens = head["operands"][1].shape[0], head["operands"][0].shape[0]
+    reduction = data.draw(st.sampled_from(["mean", "sum", "none"]))
+    options = loss_options(data, vocab, reduction)
     upstream = torch.randn(tokens) if reduction == "none" else data.draw(st.sampled_from([1.0, -3.0, 1 / 32]))
 
     def ours(*operands: torch.Tensor, **arguments: object) -> torch.Tensor:
@@ -88,6 +92,32 @@ def test_linear_cross_entropy(device: str, head: dict, data: st.DataObject) -> N
         return loss
 
     check(ours, cross_entropy_reference, head, device, upstream, **options)
+
+
+def metrics_reference(hidden, weight, target, *, bias, softcap, logit_scale, ignore_index, **options):
+    """[n + 2]: the sum of the losses, the mean entropy, and every token's log-sum-exp."""
+    head = {"bias": bias, "softcap": softcap, "logit_scale": logit_scale}
+    loss = cross_entropy_reference(hidden, weight, target, **head, ignore_index=ignore_index, **options)
+    logits = logits_of(hidden @ weight.T, **head)
+    labelled = torch.ones_like(target, dtype=torch.bool) if ignore_index is None else target != ignore_index
+    entropies = entropies_of(logits)[labelled]
+    return torch.cat([loss.sum()[None], entropies.mean()[None], logits.logsumexp(1) * labelled])
+
+
+@drawn
+@given(head=heads(), data=st.data())
+def test_metrics(device: str, head: dict, data: st.DataObject) -> None:
+    """Their values and, beside the loss's or alone, their gradients."""
+    vocab, tokens = head["operands"][1].shape[0], head["operands"][0].shape[0]
+    options = loss_options(data, vocab, data.draw(st.sampled_from(["mean", "sum", "none"])))
+    upstream = torch.cat([torch.randn(2), torch.randn(tokens) / tokens])
+    upstream[:2] *= torch.tensor(data.draw(st.sampled_from([(0.0, 0.0), (0.0, 1.0), (1.0, 0.0), (1.0, 1.0)])))
+
+    def ours(*operands: torch.Tensor, **arguments: object) -> torch.Tensor:
+        loss, metrics = linear_cross_entropy(*operands, **arguments, return_metrics=True)
+        return torch.cat([loss.sum()[None], metrics.mean_entropy[None], metrics.logsumexp])
+
+    check(ours, metrics_reference, head, device, upstream, **options)
 
 
 def log_probs_reference(

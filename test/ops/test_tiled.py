@@ -239,7 +239,13 @@ X = torch.zeros(95, D)
         (torch.sin, (X,), {"params": [X * torch.ones(1, requires_grad=True)]}, ValueError, "computed from others"),
         (torch.sin, (X,), {"params": X}, TypeError, "params is a Tensor, expected a list of tensors"),
         (torch.sin, (X,), {"shared": 3}, TypeError, "shared is a int, expected a list of tensors"),
-        (torch.sin, (X,), {"params": [sharded()]}, ValueError, "parameter 0 is a Parameter sharded over ranks"),
+        (
+            torch.sin,
+            (X,),
+            {"params": [sharded()]},
+            ValueError,
+            "parameter 0 is sharded .* by ZeRO-3.*use ZeRO-2",
+        ),
         (
             lambda x: x.sum(0, keepdim=True),
             (X,),
@@ -249,6 +255,8 @@ X = torch.zeros(95, D)
         ),
         (lambda x: (x, None), (X,), {}, TypeError, "output 1 of fn is a NoneType"),
         (torch.sin, (X,), {"chunk_tokens": 0}, ValueError, "chunk_tokens"),
+        (torch.sin, (X.to_sparse(),), {}, TypeError, "input 0 is sparse_coo, expected a dense tensor"),
+        (torch.sin, (X,), {"params": [X.to_sparse().requires_grad_()]}, TypeError, "parameter 0 is sparse_coo"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )

@@ -19,9 +19,8 @@ from assertions import relative_error
 from measure import LiveBytes
 from recipes.tiny_pretrained import save_tiny
 from seqtile.cli import app
-from seqtile.recipes.alone import is_out_of_memory
-from seqtile.recipes.documents import read_texts, sequences, standard_library
 from seqtile.recipes.job import Job
+from seqtile.recipes.out_of_memory import is_out_of_memory
 from seqtile.recipes.pretrained import load_config
 from seqtile.recipes.ranks import group_of_one
 from seqtile.recipes.report import picture, print_table
@@ -136,25 +135,55 @@ def test_bfloat16_trains_float32_weights(
     assert moved > 0.7 * sum(old.numel() for old, _ in pairs)
 
 
-@pytest.mark.parametrize("signum, code", [(signal.SIGINT, 130), (signal.SIGTERM, -signal.SIGTERM)])
-def test_interrupted(pretrained: Path, document: Path, tmp_path: Path, signum: int, code: int) -> None:
-    """Ctrl-C, which a terminal sends to every process, or a kill of the parent alone: its worker ends with it."""
+def lines_until(beginning: str, process: subprocess.Popen) -> list[str]:
+    """What `process` prints, up to the line that begins so."""
+    lines = [""]
+    while not lines[-1].startswith(beginning):
+        lines.append(process.stdout.readline())
+        assert lines[-1], (lines, process.stderr.read())
+    return lines[1:]
+
+
+@pytest.mark.parametrize(
+    ("signum", "times", "code"),
+    [(signal.SIGINT, 1, 130), (signal.SIGINT, 2, 130), (signal.SIGTERM, 1, -signal.SIGTERM)],
+    ids=["interrupted", "interrupted twice", "killed"],
+)
+def test_ended_early(pretrained: Path, document: Path, tmp_path: Path, signum: int, times: int, code: int) -> None:
+    """Ctrl-C, which a terminal sends to every process, saves what was trained, and a second time ends it at once, as a
+    kill of the parent alone does: its worker ends with it, and nothing is written."""
+    output = tmp_path / "run"
     command = [sys.executable, "-m", "seqtile.cli", "finetune", "--model", str(pretrained), "--data", str(document)]
-    command += ["--seq-len", "50", "--steps", "20000", "--device", "cpu", "--output", str(tmp_path / "run")]
+    command += ["--seq-len", "15000" if times == 2 else "50", "--steps", "20000", "--device", "cpu"]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
-    with subprocess.Popen(command, text=True, start_new_session=True, **pipes) as process:
+    with subprocess.Popen([*command, "--output", output], text=True, start_new_session=True, **pipes) as process:
         try:
-            read = [process.stdout.readline() for _ in range(3)]
+            read = lines_until("seqtile: step 1/20000  loss ", process)
             (os.killpg if signum == signal.SIGINT else os.kill)(process.pid, signum)
-            rest, errors = process.communicate(timeout=30)  # until the worker has closed its end of the pipes too
+            if times == 2:
+                lines_until("interrupted: after this step the model is saved; Ctrl-C again ends it at once", process)
+                os.killpg(process.pid, signum)
+            rest, errors = process.communicate(timeout=60)  # until the worker has closed its end of the pipes too
         finally:
             try:
                 os.killpg(process.pid, signal.SIGKILL)
             except ProcessLookupError:  # as it should be
                 pass
-    assert read[1].startswith("seqtile: step 1/20000  loss ") and "step 20000/" not in rest
+    assert read[0].startswith("data: 1 file read, ") and "step 20000/" not in rest
     assert process.returncode == code and "Traceback" not in errors, errors
-    assert rest.rstrip().endswith("interrupted") == (signum == signal.SIGINT)
+    if signum == signal.SIGINT and times == 1:
+        report = json.loads((output / "report.json").read_text())
+        done = report["steps"]
+        assert 1 <= done < 20_000 and len(report["seqtile"]["losses"]) == done
+        assert f"model, report.json and report.png are in {output}\ninterrupted after step {done} of 20000; " in rest
+        assert "note: no layer was tiled, since 50 tokens are no more than a tile of 2,048;" in rest
+        trained = AutoModelForCausalLM.from_pretrained(output / "model")
+        before = AutoModelForCausalLM.from_pretrained(pretrained)
+        assert all(relative_error(b, a) > 0 for a, b in zip(before.parameters(), trained.parameters(), strict=True))
+        assert sorted(file.name for file in output.iterdir()) == ["model", "report.json", "report.png"]
+    else:
+        assert rest.rstrip().endswith("interrupted") == (signum == signal.SIGINT)
+        assert not list(output.iterdir())
 
 
 def test_many_steps_stay_readable() -> None:
@@ -194,7 +223,7 @@ def test_bad_input(pretrained: Path, document: Path, tmp_path: Path) -> None:
     assert "--steps is 0" in refused(*common, "--steps", 0)
     assert "--dtype is 'int4', expected one of float32, bfloat16" in refused(*common, "--dtype", "int4")
     assert "--device is 'tpu'" in refused(*common, "--device", "tpu")
-    assert "--learning-rate" in refused(*common, "--learning-rate", 0)
+    assert "--learning-rate is 10000.0, expected more than 0 and at most 1" in refused(*common, "--learning-rate", 1e4)
     assert "--model: /nowhere does not exist" in refused(*common, "--model", "/nowhere")
     assert "holds no config.json" in refused(*common, "--model", tmp_path)
     short = refused(*common, "--data", document, "--seq-len", 1_000_000)
@@ -203,6 +232,12 @@ def test_bad_input(pretrained: Path, document: Path, tmp_path: Path) -> None:
     assert "--data holds no UTF-8 text: 1 file skipped" in refused(*common, "--data", tmp_path / "binary.dat")
     GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=50)).save_pretrained(tmp_path / "gpt2")
     assert "'gpt2' is not supported; seqtile supports cohere" in refused(*common, "--model", tmp_path / "gpt2")
+    damaged = tmp_path / "damaged"
+    shutil.copytree(pretrained, damaged)
+    weights = damaged / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])
+    said = refused(*common, "--data", document, "--model", damaged, "--output", tmp_path / "other")
+    assert "the weights of" in said and "cannot be loaded" in said and not list((tmp_path / "other").iterdir())
     small = tmp_path / "small"
     shutil.copytree(pretrained, small)
     build("llama", vocab_size=60).save_pretrained(small)
@@ -212,10 +247,17 @@ def test_bad_input(pretrained: Path, document: Path, tmp_path: Path) -> None:
     assert "cannot be written to" in blocked and "choose another directory" in blocked
 
 
-def test_a_model_that_is_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-    message = refused("--model", "runs/nope", "--output", tmp_path / "run")
-    assert "--model: there is no directory runs/nope here" in message and "hub could not be reached (" in message
+def test_bad_options_are_told_before_anything_slow_is_imported() -> None:
+    for arguments, message in (
+        (("--seq-len", "1"), "--seq-len is 1, expected at least 2"),
+        (("--dtype", "int4"), "--dtype is 'int4'"),
+        (("--model", "./nowhere"), "--model: nowhere does not exist"),
+        (("--data", "nowhere"), "--data: nowhere does not exist"),
+    ):
+        code = "import sys; from seqtile.cli import main; sys.argv[0] = 'seqtile'\ntry: main()\n"
+        code += "finally: assert not {'torch', 'transformers', 'matplotlib'} & sys.modules.keys()"
+        result = subprocess.run([sys.executable, "-c", code, "finetune", *arguments], capture_output=True, text=True)
+        assert result.returncode == 1 and message in result.stdout and not result.stderr, result.stdout + result.stderr
 
 
 def test_running_out_of_memory_is_told_from_a_mistake() -> None:
@@ -225,31 +267,6 @@ def test_running_out_of_memory_is_told_from_a_mistake() -> None:
         torch.zeros(2) @ torch.zeros(3)
     assert is_out_of_memory(allocation.value) and not is_out_of_memory(mistake.value)
     assert is_out_of_memory(BrokenProcessPool())
-
-
-def test_documents_are_read_in_order_and_binaries_skipped(pretrained: Path, tmp_path: Path) -> None:
-    (tmp_path / "b.txt").write_text("second")
-    (tmp_path / "a").mkdir()
-    (tmp_path / "a" / "x.md").write_text("first")
-    (tmp_path / "c.bin").write_bytes(b"\xff\xfe\x00")
-    (tmp_path / "d.txt").write_bytes(b"zero\x00byte")
-    assert list(read_texts((tmp_path,))) == ["first", "second", None, None]
-    assert list(read_texts((tmp_path / "b.txt",))) == ["second"]
-    tokenizer = AutoTokenizer.from_pretrained(pretrained)
-    read = sequences((tmp_path,), tokenizer, seq_len=4, count=5)
-    rows = read.rows
-    letters = [tokenizer.convert_ids_to_tokens(row) for row in rows.tolist()]
-    assert letters[0] == list("firs") and letters[1] == ["t", "</s>", "s", "e"]
-    assert rows.shape == (5, 4) and rows[3].equal(rows[0]), "full sequences repeat when the text ends"
-    assert rows.dtype == torch.int64
-    text = "2 files read, 13 tokens (2 files skipped as not UTF-8 text); the text fills 3 sequences"
-    assert str(read) == f"data: {text}: 5 steps go over it 1.7 times"
-    enough = sequences((tmp_path,), tokenizer, seq_len=4, count=1)
-    assert str(enough) == "data: 1 file read, 6 tokens; enough for 1 sequence, one a step"
-
-
-def test_the_default_document_is_long() -> None:
-    assert sum(path.stat().st_size for path in standard_library()) > 1_000_000
 
 
 def test_env_lists_versions() -> None:

@@ -1,15 +1,18 @@
 """`seqtile finetune` on several processes, each with a part of a sequence, beside one process that has all of it."""
 
 import json
+import os
+import signal
 import subprocess
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from launch import torchrun
+from launch import torchrun, torchrun_command
 from recipes.tiny_pretrained import save_tiny
 from seqtile.recipes.documents import sequences, standard_library
 
@@ -69,3 +72,26 @@ def test_bad_input(tmp_path: Path) -> None:
         printed = " ".join(torchrun(2, *FINETUNE, *job, *arguments, check=False).split())
         assert printed.count(message) == 1, printed
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.dist
+def test_interrupted(tmp_path: Path) -> None:
+    """Ctrl-C reaches torchrun, which passes it on: all ranks end after the same step, and what they trained is kept."""
+    save_tiny(tmp_path / "start")
+    job = ("--model", tmp_path / "start", "--seq-len", "50", "--steps", "20000", "--sequence-parallel", "2")
+    command = torchrun_command(2, *FINETUNE, *job, "--output", tmp_path / "run")
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
+        try:
+            while "seqtile: step 2/20000" not in (line := process.stdout.readline()):
+                assert line, "it ended early"
+            os.killpg(process.pid, signal.SIGINT)
+            printed, _ = process.communicate(timeout=120)
+        finally:
+            with suppress(ProcessLookupError):  # as it should be
+                os.killpg(process.pid, signal.SIGKILL)
+    report = json.loads((tmp_path / "run" / "report.json").read_text())
+    assert (
+        printed.count(f"interrupted after step {report['steps']} of 20000; what was trained until then is saved") == 1
+    )
+    start, trained = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("start", "run/model"))
+    assert all((a != b).any() for a, b in zip(start.parameters(), trained.parameters(), strict=True))

@@ -25,6 +25,7 @@ from transformers import (
 )
 
 import seqtile
+from assertions import relative_error
 from distributed.worker import ddp, fsdp2, full, zero
 from seqtile import sp
 from seqtile.sp.attention import ulysses_attention
@@ -123,8 +124,28 @@ def by_many(model: nn.Module, optimizer: object, step: int, ctx: sp.SequencePara
     return total.item() / dist.get_world_size()
 
 
+def evaluated_whole(one: nn.Module, many: nn.Module, wrapped: nn.Module, ctx: sp.SequenceParallel) -> None:
+    """Between two steps: each rank its own whole sequence, as README has it."""
+    batch = batch_of(1, 40 + 9 * dist.get_rank())
+    sp.restore(many)
+    wrapped.eval()
+    with torch.no_grad():
+        theirs, ours = one.eval()(**batch), wrapped(**batch)
+    assert relative_error(ours.logits, theirs.logits) <= 1e-4 and relative_error(ours.loss, theirs.loss) <= 1e-5
+    one.train(), wrapped.train()
+    sp.apply_ulysses(many, ctx)
+
+
+def forgotten(wrapped: nn.Module, optimizer: object, ctx: sp.SequenceParallel) -> None:
+    """A share's backward: the last that is done with a model, since a reducer need not survive an error."""
+    loss = wrapped(**sp.shard(batch_of(1, 40), ctx)).loss
+    with pytest.raises(RuntimeError, match=r"expected loss = sp\.reduce_loss\(loss, ctx\)"):
+        wrapped.backward(loss, scale_wrt_gas=False) if wrapped is optimizer else loss.backward()
+
+
 def reducers(family: str) -> None:
-    """Two groups of two ranks, windows of two batches, tiled: each step leaves all parameters as one process does."""
+    """Two groups of two ranks, windows of two batches, tiled: each step leaves all parameters as one process does.
+    Whole sequences are evaluated between the steps, and a share's backward raises."""
     ctx = sp.initialize(2)
     for strategy, options in reducer_cases(family):
         torch.manual_seed(0)
@@ -138,6 +159,8 @@ def reducers(family: str) -> None:
         seqtile.apply_seqtile(many, chunk_tokens=20, **options)
         wrapped, optimizer = STRATEGIES[strategy](many)
         for step, tolerance in enumerate((1e-5, 1e-4)):  # the second step begins where the first one's error left it
+            if step == 1:
+                evaluated_whole(one, many, wrapped, ctx)
             theirs = by_one_process(one, ctx.data_parallel_size, step)
             ours = by_many(wrapped, optimizer, step, ctx)
             assert abs(ours - theirs) <= 1e-5 * theirs, f"{strategy}: loss {ours}, expected {theirs}"
@@ -148,6 +171,7 @@ def reducers(family: str) -> None:
                 error = (weights[name] - weight).norm()
                 allowed = tolerance * moved.norm() + 2**-23 * weight.norm()  # each weight is rounded once
                 assert error <= allowed, f"{strategy}: the update of {name} is {error:.1e} off, times {factor:.3f}"
+        forgotten(wrapped, optimizer, ctx)
         if wrapped is optimizer:
             wrapped.destroy()
         print(f"rank {dist.get_rank()}: {strategy} {options} equal", flush=True)
@@ -172,9 +196,11 @@ def refusals() -> None:
     with pytest.raises(ValueError, match="DeviceMesh of one dimension"):
         sp.initialize(mesh=mesh)
 
+    torch.manual_seed(0)  # the ranks' batch
     model, batch = build("llama"), batch_of(1, 60)
-    with pytest.raises(TypeError, match="expected a Hugging Face model"):
-        sp.apply_ulysses(nn.Linear(2, 2), ctx)
+    for function in (lambda model: sp.apply_ulysses(model, ctx), sp.restore):
+        with pytest.raises(TypeError, match=r"a Hugging Face model, got a DistributedDataParallel; .*module"):
+            function(nn.parallel.DistributedDataParallel(build("llama")))
     for kind, config, match in NOT_SPREAD:
         other = kind(config)
         before = other.config._attn_implementation
@@ -241,7 +267,7 @@ def refusals() -> None:
     qwen2_moe = Qwen2MoeForCausalLM(Qwen2MoeConfig(**QWEN2_MOE))
     sp.apply_ulysses(qwen2_moe, ctx)
     with pytest.raises(ValueError, match="a window of 8 is not passed on to attention by this model"):
-        qwen2_moe(input_ids=torch.ones(1, 30, dtype=torch.int64), use_cache=False)
+        qwen2_moe(input_ids=shard["input_ids"] % 50, position_ids=shard["position_ids"], use_cache=False)
     prompted = peft.get_peft_model(build("llama"), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
     with pytest.raises(ValueError, match="puts tokens before a sequence"):
         sp.apply_ulysses(prompted, ctx)
@@ -263,6 +289,7 @@ def keep(hidden_states: torch.Tensor, **_: object) -> tuple[torch.Tensor, None]:
 def death() -> None:
     """A step of all ranks, then one without rank 1."""
     ctx = sp.initialize(3)
+    torch.manual_seed(0)
     model = build("llama")
     sp.apply_ulysses(model, ctx)
     for step in range(2):

@@ -1,5 +1,6 @@
 """What a rank keeps of a batch."""
 
+import io
 import pickle
 from types import SimpleNamespace
 
@@ -7,7 +8,8 @@ import pytest
 import torch
 from transformers import DataCollatorWithFlattening
 
-from seqtile import sp
+from seqtile import apply_seqtile, sp
+from tiny import batch_of, build
 
 
 def shards(batch: dict, size: int) -> list[dict]:
@@ -58,6 +60,43 @@ def test_packed_by_hugging_faces_collator() -> None:
     assert batch["position_ids"].tolist() == [[0, 1, 0]], "the last of two documents, and a token of padding"
     assert batch["shift_labels"].tolist() == [[9, -100, -100]]
     assert batch["num_items_in_batch"] == 3, "no document's first token is a label of the one before"
+
+
+def test_a_batch_has_its_hash() -> None:
+    """The same in every shard, over any number of ranks, saved and loaded; another where an integer is another, or
+    elsewhere."""
+    ids = torch.randperm(1000)[:40].view(2, 20)
+    batch = {
+        "input_ids": ids,
+        "labels": ids.clone(),
+        "weights": torch.randn(2, 20),
+        "position_ids": torch.arange(20)[None],
+    }
+    parts = [part for size in (1, 2, 3) for part in shards(batch, size)]
+    found = {int(part["batch_hash"]) for part in parts}
+    assert len(found) == 1 and {int(part["batch_hash"]) for part in shards(batch | {"weights": ids / 3}, 2)} == found
+    file = io.BytesIO()
+    torch.save(parts[0], file)
+    file.seek(0)
+    assert torch.load(file, weights_only=True)["batch_hash"].equal(parts[0]["batch_hash"])
+    for name in ("input_ids", "labels", "position_ids"):
+        row = batch[name].flatten()
+        for other in (row.flip(0), row + 1, row.index_fill(0, torch.tensor(7), -100), row[torch.randperm(len(row))]):
+            found.add(int(shards(batch | {name: other.view_as(batch[name])}, 2)[0]["batch_hash"]))
+    assert len(found) == 1 + 3 * 4
+
+
+@pytest.mark.parametrize("tiled", [False, True], ids=["untiled", "tiled"])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_a_model_that_is_not_spread_takes_the_batch_too(implementation: str, tiled: bool) -> None:
+    model = build("llama", num_key_value_heads=4, attn_implementation=implementation)
+    batch = batch_of(1, 40)
+    del batch["attention_mask"]
+    shard = shards(batch, 1)[0]
+    expected = model(**{name: value for name, value in shard.items() if name != "batch_hash"}).loss
+    if tiled:
+        apply_seqtile(model, chunk_tokens=15, layer=True, head_groups=2)
+    torch.testing.assert_close(model(**shard).loss, expected)
 
 
 def test_a_batch_without_tokens() -> None:

@@ -147,15 +147,15 @@ def test_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     packed = torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
     axes = torch.tensor([[0, 1, 1, 1, 2, 3, 4], [0, 1, 1, 2, 2, 3, 4], [0, 1, 2, 1, 2, 3, 9]])[:, None]
     left, right = torch.tensor([0, 0, 1, 1, 1, 1, 1]), torch.tensor([1, 1, 1, 1, 1, 0, 0])
-    assert layout_of((1, 7), packed, None, ctx, "sdpa").documents == (((0, 3), (3, 7)),)
-    layout = layout_of((1, 7), axes, None, ctx, "sdpa")
-    assert layout.documents == (((0, 7),),) and layout.last_position == 9
-    assert layout_of((1, 7), torch.cat([packed[None], axes]), None, ctx, "sdpa").documents == (((0, 3), (3, 7)),)
-    rows = layout_of((2, 7), torch.arange(7)[None], torch.stack([left, right]), ctx, "sdpa").documents
+    assert layout_of(7, packed, None, ctx, "sdpa").documents == (((0, 3), (3, 7)),)
+    layout = layout_of(7, axes, None, ctx, "sdpa")
+    assert layout.documents == (((0, 7),),)
+    assert layout_of(7, torch.cat([packed[None], axes]), None, ctx, "sdpa").documents == (((0, 3), (3, 7)),)
+    rows = layout_of(7, torch.arange(7)[None], torch.stack([left, right]), ctx, "sdpa").documents
     assert rows == (((2, 7),), ((0, 5),))
     for positions, mask in ((torch.arange(7)[None], torch.tensor([[1, 1, 0, 1, 1, 1, 1]])), (packed, right[None])):
         with pytest.raises(ValueError, match="has a hole, or position_ids restart under it"):
-            layout_of((1, 7), positions, mask, ctx, "sdpa")
+            layout_of(7, positions, mask, ctx, "sdpa")
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])

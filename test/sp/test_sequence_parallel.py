@@ -10,6 +10,7 @@ import pytest
 
 from launch import torchrun
 from sp.cases import REDUCERS, attention_cases, layer_cases, reducer_cases
+from sp.misuse import MIXED_UP
 
 WORKER = Path(__file__).with_name("worker.py")
 
@@ -38,6 +39,20 @@ def test_reducers(family: str) -> None:
 def test_refusals() -> None:
     output = torchrun(2, WORKER, "refusals")
     assert all(f"rank {rank}: refused what it must" in output for rank in range(2))
+
+
+@pytest.mark.dist
+def test_batches_that_are_not_the_shards_of_one() -> None:
+    """Whole sequences, other samples, entries that were dropped: refused by every rank, and none waits."""
+    output = torchrun(2, WORKER, "batches")
+    cases = [f"rank {rank}: {case} refused" for rank in range(2) for case in MIXED_UP]
+    assert [case for case in cases if case not in output] == []
+
+
+@pytest.mark.dist
+def test_losses_that_are_not_reduced() -> None:
+    output = torchrun(2, WORKER, "losses")
+    assert all(f"rank {rank}: losses noticed" in output for rank in range(2))
 
 
 @pytest.mark.dist

@@ -1,7 +1,7 @@
 """One rank of a group: trains spread over the ranks and in one process, and compares.
 
-torchrun --standalone --nproc-per-node N worker.py attention | reducers FAMILY | refusals | loader | death |
-    train FILE SIZE | train_zero3 FILE SIZE
+torchrun --standalone --nproc-per-node N worker.py attention | reducers FAMILY | refusals | batches | losses | loader |
+    death | train FILE SIZE | train_zero3 FILE SIZE
 """
 
 import copy
@@ -9,6 +9,7 @@ import faulthandler
 import os
 import sys
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -53,67 +54,69 @@ def averaged(model: nn.Module) -> dict[str, torch.Tensor]:
     return {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
+class Spread(NamedTuple):
+    """What was counted of a step over the ranks."""
+
+    model: nn.Module
+    forward: int
+    """All-to-alls."""
+    backward: int
+    replays: bool
+
+
+def compared(
+    i: int, case: str, kind: str, arch: str, shape: dict, ctx: sp.SequenceParallel, **options: object
+) -> Spread:
+    """The i-th case's step in one process and over the ranks, there with `options` applied: same loss and gradients."""
+    faulthandler.dump_traceback_later(TIME_LIMIT, exit=True)
+    torch.manual_seed(i)
+    one = build(arch, **shape)
+    many = copy.deepcopy(one)
+    heads = case.removeprefix("layer ").split()[0]
+    many.config._attn_implementation = WRAPPED.get(heads, one.config._attn_implementation)
+    batch = batch_of_kind(kind)
+    loss, gradients = loss_and_gradients(one, **batch)
+    sp.apply_ulysses(many, ctx)
+    if options:
+        seqtile.apply_seqtile(many, chunk_tokens=11, **options)
+    reentrant = (None, False, True)[i % 3]
+    checkpointing(many, reentrant)
+    with Collectives() as count:
+        ours = sp.reduce_loss(many(**sp.shard(batch, ctx)).loss, ctx)
+        forward = count.calls
+        ours.backward()
+    assert relative_error(ours.detach(), loss) <= 1e-5, f"{case}, {kind}: loss"
+    for name, gradient in averaged(many).items():
+        error = relative_error(gradient, gradients[name])
+        assert error <= 1e-5, f"{case}, {kind}: {name} is {error:.1e} off"
+    print(f"rank {ctx.rank}: {case} {kind} equal", flush=True)
+    return Spread(many, forward, count.calls - forward, reentrant is not None)
+
+
 def attention() -> None:
     """Loss and gradients of every kind of heads and of sequence; two all-to-alls a layer and direction."""
     install()
     ctx = sp.initialize(dist.get_world_size())
-    for i, (case, kind, arch, shape) in enumerate(attention_cases()):
-        faulthandler.dump_traceback_later(TIME_LIMIT, exit=True)
-        torch.manual_seed(i)
-        one = build(arch, **shape)
-        many = copy.deepcopy(one)
-        many.config._attn_implementation = WRAPPED.get(case.split()[0], one.config._attn_implementation)
-        batch = batch_of_kind(kind)
-        loss, gradients = loss_and_gradients(one, **batch)
-        sp.apply_ulysses(many, ctx)
-        reentrant = (None, False, True)[i % 3]
-        checkpointing(many, reentrant)
-        with Collectives() as count:
-            ours = sp.reduce_loss(many(**sp.shard(batch, ctx)).loss, ctx)
-            forward = count.calls
-            ours.backward()
-        layers = many.config.num_hidden_layers
-        assert forward == 2 * layers, f"{forward} all-to-alls in the forward"
-        assert count.calls == (4 if reentrant is None else 6) * layers, f"{count.calls} all-to-alls"
-        assert relative_error(ours.detach(), loss) <= 1e-5, f"{case}, {kind}: loss"
-        for name, gradient in averaged(many).items():
-            error = relative_error(gradient, gradients[name])
-            assert error <= 1e-5, f"{case}, {kind}: {name} is {error:.1e} off"
-        print(f"rank {ctx.rank}: {case} {kind} equal", flush=True)
+    for i, case in enumerate(attention_cases()):
+        spread = compared(i, *case, ctx)
+        layers = spread.model.config.num_hidden_layers
+        assert spread.forward == 2 * layers, f"{case}: {spread.forward} all-to-alls in the forward"
+        assert spread.backward == (4 if spread.replays else 2) * layers, f"{case}: {spread.backward} in the backward"
     whole_layers(ctx)
+    axes(ctx)
 
 
 def whole_layers(ctx: sp.SequenceParallel) -> None:
     """The same with whole layers tiled, attention by groups of heads: each group is sent before it is waited for."""
-    for i, (case, kind, arch, shape, groups, repeats) in enumerate(layer_cases()):
-        faulthandler.dump_traceback_later(TIME_LIMIT, exit=True)
-        torch.manual_seed(i)
-        one = build(arch, **shape)
-        many = copy.deepcopy(one)
-        many.config._attn_implementation = WRAPPED.get(case.split()[1], one.config._attn_implementation)
-        batch = batch_of_kind(kind)
-        loss, gradients = loss_and_gradients(one, **batch)
-        sp.apply_ulysses(many, ctx)
-        seqtile.apply_seqtile(many, layer=True, head_groups=groups, chunk_tokens=11)
-        reentrant = (None, False, True)[i % 3]
-        checkpointing(many, reentrant)
-        with Collectives() as count:
-            ours = sp.reduce_loss(many(**sp.shard(batch, ctx)).loss, ctx)
-            forward = count.calls
-            ours.backward()
-        found = groups_of(many.model.layers[0].self_attn, groups, ctx.size) or 1
-        layers = many.config.num_hidden_layers
-        if not repeats and many.config.num_attention_heads // found >= ctx.size:  # else ranks share a head's queries
+    for i, (*case, groups, repeats) in enumerate(layer_cases()):
+        spread = compared(i, *case, ctx, layer=True, head_groups=groups)
+        config = spread.model.config
+        found = groups_of(spread.model.model.layers[0].self_attn, groups, ctx.size) or 1
+        if not repeats and config.num_attention_heads // found >= ctx.size:  # else ranks share a head's queries
+            attentions = found * config.num_hidden_layers
             once = 2 if found == 1 else 3  # back and there; for groups there once more
-            replay = 0 if reentrant is None else 2
-            assert forward == 2 * found * layers, f"{case}, {kind}: {forward} all-to-alls in the forward"
-            assert count.calls - forward == (once + replay) * found * layers, f"{case}, {kind}: {count.calls}"
-        assert relative_error(ours.detach(), loss) <= 1e-5, f"{case}, {kind}: loss"
-        for name, gradient in averaged(many).items():
-            error = relative_error(gradient, gradients[name])
-            assert error <= 1e-5, f"{case}, {kind}: {name} is {error:.1e} off"
-        print(f"rank {ctx.rank}: {case} {kind} equal", flush=True)
-    axes(ctx)
+            assert spread.forward == 2 * attentions, f"{case}: {spread.forward} all-to-alls in the forward"
+            assert spread.backward == (once + 2 * spread.replays) * attentions, f"{case}: {spread.backward}"
 
 
 def axes(ctx: sp.SequenceParallel) -> None:
@@ -150,9 +153,10 @@ def main(what: str, *arguments: str) -> None:
     if what == "attention":
         attention()
     else:
-        from sp import loading, steps, trainer
+        from sp import loading, misuse, steps, trainer
 
-        room = {"loader": loading, "train": trainer, "train_zero3": trainer}.get(what, steps)
+        rooms = {"batches": misuse, "losses": misuse, "loader": loading, "train": trainer, "train_zero3": trainer}
+        room = rooms.get(what, steps)
         getattr(room, what)(*arguments)
     dist.barrier()
     dist.destroy_process_group()

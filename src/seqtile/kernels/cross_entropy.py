@@ -107,6 +107,7 @@ def _cross_entropy_kernel(
     entropy_ptr,
     predicted_ptr,
     row_scale_ptr,
+    lse_scale_ptr,
     entropy_scale_ptr,
     vocab,
     logit_scale,
@@ -123,6 +124,7 @@ def _cross_entropy_kernel(
     STORE_PREDICTED: tl.constexpr,
     WRITE_GRAD: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
+    LSE_GRAD: tl.constexpr,
     ENTROPY_GRAD: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -161,6 +163,8 @@ def _cross_entropy_kernel(
         if SCALE_ROWS:
             row_scale = tl.load(row_scale_ptr + row)
         of_all = row_scale * (of_target + of_class * weight_sum + 2.0 * z_loss * lse)
+        if LSE_GRAD:
+            of_all += tl.load(lse_scale_ptr + row)
         of_target *= row_scale
         of_class *= row_scale
         for start in range(0, vocab, BLOCK):
@@ -193,10 +197,11 @@ def cross_entropy_(
     predicted: torch.Tensor | None,
     write_grad: bool,
     row_scale: torch.Tensor | None,
+    lse_scale: torch.Tensor | None,
     entropy_scale: torch.Tensor | None,
 ) -> None:
     """See `launch.cross_entropy_`."""
-    vectors = (target, losses, bias, class_weight, lse, entropy, predicted, row_scale, entropy_scale)
+    vectors = (target, losses, bias, class_weight, lse, entropy, predicted, row_scale, lse_scale, entropy_scale)
     assert logits.stride(1) == 1 and all(vector is None or vector.is_contiguous() for vector in vectors)
     rows, vocab = logits.shape
     _cross_entropy_kernel[(rows,)](
@@ -210,6 +215,7 @@ def cross_entropy_(
         entropy,
         predicted,
         row_scale,
+        lse_scale,
         entropy_scale,
         vocab,
         options.logit_scale,
@@ -226,6 +232,7 @@ def cross_entropy_(
         STORE_PREDICTED=predicted is not None,
         WRITE_GRAD=write_grad,
         SCALE_ROWS=row_scale is not None,
+        LSE_GRAD=lse_scale is not None,
         ENTROPY_GRAD=entropy_scale is not None,
         BLOCK=BLOCK,
         num_warps=NUM_WARPS,

@@ -26,6 +26,7 @@ def cross_entropy_(
     predicted: torch.Tensor | None,
     write_grad: bool,
     row_scale: torch.Tensor | None,
+    lse_scale: torch.Tensor | None,
     entropy_scale: torch.Tensor | None,
 ) -> None:
     vocab = logits.shape[1]
@@ -65,6 +66,8 @@ def cross_entropy_(
             gradient -= of_class * weights
         if row_scale is not None:
             gradient *= row_scale[rows].unsqueeze(1)
+        if lse_scale is not None:
+            gradient += lse_scale[rows].unsqueeze(1) * probability
         if entropy_scale is not None:
             surprise = (probability * (logp + row_entropy)).masked_fill_(probability == 0, 0.0)
             gradient -= entropy_scale[rows].unsqueeze(1) * surprise

@@ -46,6 +46,7 @@ def cross_entropy_(
     predicted: torch.Tensor | None = None,
     write_grad: bool = False,
     row_scale: torch.Tensor | None = None,
+    lse_scale: torch.Tensor | None = None,
     entropy_scale: torch.Tensor | None = None,
 ) -> None:
     """Cross-entropy of every row of a tile of products hidden W', and its gradient written over them.
@@ -53,22 +54,22 @@ def cross_entropy_(
     Args:
         logits: [C, V] float32, bfloat16 or float16, last dimension contiguous: products, which `options` and `bias`
             make logits. **Destroyed**: with `write_grad` it holds afterwards the gradient of
-            sum(row_scale * losses + entropy_scale * entropies) with respect to the capped logits' argument, times
-            `temperature`: what is left to multiply is logit_scale / temperature (for the bias, 1 / temperature).
-            Without, it is as it was.
+            sum(row_scale * losses + lse_scale * lse + entropy_scale * entropies) with respect to the capped logits'
+            argument, times `temperature`: what is left to multiply is logit_scale / temperature (for the bias,
+            1 / temperature). Without, it is as it was.
         target: [C] int64. A row whose target lies outside [0, V) is poisoned with NaN; nothing out of bounds is read.
         losses: [C] float32, **written**: with w = class_weight and s = label_smoothing,
             (1 - s) w[target] (lse - x[target]) + s / V * sum(w (lse - x)) + z_loss * lse**2.
         bias: [V], any of the three dtypes. class_weight: [V] float32.
         lse, entropy: [C] float32, predicted: [C] int64, **written** if given: log-sum-exp of the logits, entropy of
             their softmax, index of the largest.
-        row_scale, entropy_scale: [C] float32; None for ones and for zeros.
+        row_scale: [C] float32, None for ones. lse_scale, entropy_scale: [C] float32, None for zeros.
 
     Vectors are contiguous. Moves 2 * C * V elements (3 with the gradient); allocates nothing (the eager twin: some
     blocks of rows of 1 MiB).
     """
-    vectors = (bias, class_weight, lse, entropy, predicted, row_scale, entropy_scale)
-    opaque = torch.compiler.is_compiling() or isinstance(logits, FakeTensor)
+    vectors = (bias, class_weight, lse, entropy, predicted, row_scale, lse_scale, entropy_scale)
+    opaque = torch.compiler.is_compiling() or isinstance(logits, FakeTensor) or logits.is_meta
     run = torch.ops.seqtile.cross_entropy_ if opaque else _cross_entropy_
     run(logits, target, losses, *vectors, write_grad, *astuple(options))
 
@@ -83,6 +84,7 @@ def _cross_entropy_(
     entropy: torch.Tensor | None,
     predicted: torch.Tensor | None,
     row_scale: torch.Tensor | None,
+    lse_scale: torch.Tensor | None,
     entropy_scale: torch.Tensor | None,
     write_grad: bool,
     logit_scale: float,
@@ -105,6 +107,7 @@ def _cross_entropy_(
             predicted=predicted,
             write_grad=write_grad,
             row_scale=row_scale,
+            lse_scale=lse_scale,
             entropy_scale=entropy_scale,
         )
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from seqtile.memory.config import shape_of
 from seqtile.memory.layer import Parts
-from seqtile.memory.setup import GIB, TILES, Setup
+from seqtile.memory.setup import GIB, TILES, Setup, setup_of
 from seqtile.memory.shape import Shape
 from seqtile.memory.step import Moment, Step
 from seqtile.memory.tiled_layer import check_layer, groups_of
@@ -93,12 +93,12 @@ def plan(config: Any, *, seq_len: int, batch_size: int = 1, **setup: Any) -> Pla
 
     Raises ValueError for lengths, sizes and names that cannot be; TypeError for a name that is no field of Setup.
     """
-    return _plan(shape_of(config), Setup(**setup), seq_len, batch_size)
+    return _plan(shape_of(config), setup_of(setup), seq_len, batch_size)
 
 
 def longest(config: Any, *, batch_size: int = 1, **setup: Any) -> Longest:
     """The longest sequence that fits, of `plan`'s arguments without `seq_len`; a multiple of the GPUs that share it."""
-    return _longest(shape_of(config), Setup(**setup), batch_size)
+    return _longest(shape_of(config), setup_of(setup), batch_size)
 
 
 def ladder(config: Any, *, batch_size: int = 1, **setup: Any) -> Iterator[tuple[Setup, Longest]]:
@@ -110,10 +110,10 @@ def ladder(config: Any, *, batch_size: int = 1, **setup: Any) -> Iterator[tuple[
 
     `setup` is what all have: neither tiles nor liger nor offloaded activations, for which it raises ValueError; its
     head_groups are those of the last rung, "auto" by default."""
-    if {"tiles", "liger"} & setup.keys() or "activations" in setup.get("offload", ()):
-        raise ValueError("tiles, liger and offload of activations: expected neither, since all are tried; use longest")
     groups = setup.pop("head_groups", None) or "auto"
-    shape, last = shape_of(config), Setup(**setup)
+    shape, last = shape_of(config), setup_of(setup)
+    if {"tiles", "liger"} & setup.keys() or "activations" in last.offload:
+        raise ValueError("tiles, liger and offload of activations: expected neither, since all are tried; use longest")
     others = tuple(last.offload)
     first = replace(last, tiles=(), sequence_parallel=1, liger=False, offload=others)
     shared = replace(first, tiles=("loss",), sequence_parallel=last.sequence_parallel)

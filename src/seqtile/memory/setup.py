@@ -1,8 +1,10 @@
 """How a model is trained: everything its memory depends on but its shape and the length."""
 
 import math
-from collections.abc import Collection
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from typing import Any
 
 GIB = 2**30
 DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
@@ -26,7 +28,7 @@ class Setup:
     float32 weights under FSDP2's mixed precision have), adamw_8bit or sgd (without that copy)."""
     dtype: str = "bfloat16"
     """Of weights, gradients and activations."""
-    tiles: Collection[str] = ("loss", "mlp")
+    tiles: Collection[str] | str = ("loss", "mlp")
     """What is computed tile by tile: loss, mlp, layer, which is all of a decoder layer but attention."""
     head_groups: int | str | None = None
     """Groups of kv heads that attend one after the other in a tiled layer; "auto" for as many as divide them, up to 8,
@@ -35,7 +37,7 @@ class Setup:
     """Tokens a tile; None for the rule of `seqtile.ops.tiles`."""
     liger: bool = False
     """Liger's norms, RoPE and, where the MLP is not tiled, its product of gate and up: they keep less."""
-    offload: Collection[str] = ()
+    offload: Collection[str] | str = ()
     """What is in host memory: activations (`seqtile.offload`), optimizer (with the gradients), weights."""
     keep_last: int = 1
     """Layers whose inputs stay on the GPU all the same."""
@@ -60,8 +62,10 @@ class Setup:
                 raise ValueError(f"{name}: expected one of {', '.join(known)}, got {getattr(self, name)!r}")
         for name, known in (("tiles", TILES), ("offload", OFFLOAD)):
             value = getattr(self, name)
-            if not isinstance(value, tuple | list | set | frozenset) or not set(value) <= set(known):
-                raise ValueError(f"{name}: expected some of {known}, got {getattr(self, name)!r}")
+            parts = (value,) if isinstance(value, str) else value
+            if not isinstance(parts, tuple | list | set | frozenset) or not all(part in known for part in parts):
+                raise ValueError(f"{name}: expected some of {', '.join(known)}, got {value!r}")
+            object.__setattr__(self, name, parts)
         if "layer" in self.tiles and "mlp" not in self.tiles:
             raise ValueError(f"tiles: expected mlp too, since it is tiled with the layer, got {self.tiles!r}")
         self._check_head_groups()
@@ -101,6 +105,17 @@ class Setup:
     def ranks(self, stage: int) -> int:
         """Over how many GPUs something is spread that is spread from this ZeRO stage on."""
         return self.gpus if self.zero_stage >= stage else 1
+
+
+def setup_of(options: Mapping[str, Any]) -> Setup:
+    """TypeError, with the closest name there is, for one that is no field of Setup."""
+    names = ("batch_size", *(field.name for field in fields(Setup)))
+    for name in options:
+        if name not in names:
+            close = get_close_matches(name, names, n=1)
+            remedy = f"did you mean {close[0]}?" if close else f"expected some of {', '.join(names)}"
+            raise TypeError(f"{name} is no option of a plan; {remedy}")
+    return Setup(**options)
 
 
 def _positive(name: str, value: object) -> None:

@@ -1,6 +1,6 @@
 """A layer that is tiled as a whole, moment by moment: only attention has the length of the sequence.
 
-The lists follow `seqtile.ops.layer`. With groups of heads, queries, keys and values, their gradients and the workspace
+The lists follow `seqtile.ops.decoder_layer`. With groups of heads, queries, keys, values, their gradients and workspace
 exist for one group at a time; attention's output is kept of all, and let go of group by group.
 """
 
@@ -64,7 +64,9 @@ class TiledLayer(Layer):
         gradients = (self._raw() + q + 2 * kv) // count
         here, travelling = self._over_gpus(count)
         moments = [
-            Working("MLP", {"mlp": self._onward(after), "attention": kept + self._waiting(), "norms": 2 * hidden}, 0)
+            Working(
+                "MLP", {"mlp": self._after_attention(), "attention": kept + self._waiting(), "norms": 2 * hidden}, 0
+            )
         ]
         for past in range(min(count, 3)):  # groups that are through, the last first
             alive = kept - q * past // count + group + here * (count - 1 - past) // count
@@ -104,13 +106,14 @@ class TiledLayer(Layer):
         q, kv, _ = self._shares()
         return q + kv if self.groups is not None and self.shape.norms.of_heads else 0
 
-    def _onward(self, parameters: int) -> int:
-        """Behind attention: tiles, and sums of weight gradients. Its output by groups is gathered for a tile; when all
-        tiles are done, the sums are rounded."""
+    def _after_attention(self) -> int:
+        """Sums of weight gradients, and tiles. Attention's output by groups is gathered for a tile. When all tiles are
+        done, and gone, the sums are rounded."""
         shape, size = self.shape, self.setup.bytes
         gathered = self.rows * shape.q * size if (self.groups or 1) > 1 else 0
-        sums = self._sums(parameters)
-        return 3 * self.rows * (shape.mlp + shape.hidden) * size + sums + max(gathered, self._rounded(sums))
+        tiles = 3 * self.rows * (shape.mlp + shape.hidden) * size + gathered
+        sums = self._sums(shape.mlp_parameters)
+        return sums + max(tiles, self._rounded(sums))
 
     def _projecting(self, groups: int) -> int:
         """In the backward of a group's projections: their weights side by side, sums of their gradients, tiles."""

@@ -60,7 +60,8 @@ def _entry(arch: Arch) -> Callable[..., None]:
         mlp: tile the MLPs.
         loss: tile lm_head and loss: in training, with labels, no logits are computed and none are returned.
         layer: tile everything else of a layer too, but attention itself, and keep of a layer its input, queries, keys,
-            values, and what attention returned; the norm behind the last layer as well.
+            values, and what attention returned; the norm behind the last layer as well. Of Liger's norms and RoPE the
+            weights are read then, and no kernel is called.
         head_groups: then compute attention for so many groups of kv heads one after the other, so that queries, keys
             and values exist for one group at a time, and are not kept; "auto": as many as divide the kv heads, up to
             8. An attention that keeps other large tensors is refused, or, given a number, computed once more. It must

@@ -1,5 +1,6 @@
 """The table of architectures. One entry each; a field is added only when a real architecture needs it."""
 
+import sys
 from dataclasses import dataclass
 from importlib import import_module
 from types import ModuleType
@@ -31,9 +32,13 @@ class Arch:
     """Its layers' name for what is multiplied to what attention and MLP add."""
 
     @property
-    def modeling(self) -> ModuleType:
+    def modeling_name(self) -> str:
         name = self.module or self.model_type
-        return import_module(f"transformers.models.{name}.modeling_{name}")
+        return f"transformers.models.{name}.modeling_{name}"
+
+    @property
+    def modeling(self) -> ModuleType:
+        return sys.modules.get(self.modeling_name) or import_module(self.modeling_name)  # a compiler traces no import
 
     @property
     def causal_lm_name(self) -> str:
@@ -46,6 +51,11 @@ class Arch:
     @property
     def layer_class(self) -> type:
         return getattr(self.modeling, f"{self.prefix}DecoderLayer")
+
+    @property
+    def base_class(self) -> type:
+        """The model without its head."""
+        return getattr(self.modeling, f"{self.prefix}Model")
 
     @property
     def norm_name(self) -> str:

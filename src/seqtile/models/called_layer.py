@@ -1,6 +1,6 @@
 """A decoder layer whose weights cannot be read: its modules are called, tile by tile.
 
-This costs the products before attention, and those of output and down, once more than reading the weights does.
+This costs the projections to queries, keys and values, and down, once more than reading the weights does.
 """
 
 from collections.abc import Callable
@@ -9,6 +9,8 @@ import torch
 from torch import nn
 
 from seqtile.models.arch import Arch
+from seqtile.models.called_again import called_again
+from seqtile.models.projections import trained
 from seqtile.ops.tiled import tiled
 
 
@@ -40,12 +42,10 @@ def called_layer(
         h = x + attention.o_proj(attended) * scale
         return h + layer.mlp(layer.post_attention_layernorm(h)) * scale
 
-    def trained(*modules: nn.Module) -> list[nn.Parameter]:
-        return [parameter for module in modules for parameter in module.parameters() if parameter.requires_grad]
-
     of_heads = [getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
-    first = trained(layer.input_layernorm, attention.q_proj, attention.k_proj, attention.v_proj, *of_heads)
-    q, k, v = tiled(into, x, *(rotary or ()), params=first, chunk_tokens=chunk_tokens, dim=1)
+    first = (layer.input_layernorm, attention.q_proj, attention.k_proj, attention.v_proj, *of_heads)
+    tiles = {"chunk_tokens": chunk_tokens, "dim": 1}
+    q, k, v = tiled(called_again(into, *first), x, *(rotary or ()), params=trained(*first), **tiles)
     attended = attend(*(heads.transpose(1, 2) for heads in (q, k, v))).flatten(2)
-    then = trained(attention.o_proj, layer.post_attention_layernorm, layer.mlp)
-    return tiled(onward, x, attended, params=then, chunk_tokens=chunk_tokens, dim=1)
+    then = (attention.o_proj, layer.post_attention_layernorm, layer.mlp)
+    return tiled(called_again(onward, *then), x, attended, params=trained(*then), **tiles)

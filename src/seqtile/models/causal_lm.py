@@ -6,24 +6,40 @@ is Hugging Face.
 
 import inspect
 from collections.abc import Callable
-from functools import partial
+from dataclasses import fields
+from functools import partial, wraps
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedConfig
-from transformers.loss.loss_utils import ForCausalLMLoss
+from transformers.loss import loss_utils
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
-from transformers.utils import can_return_tuple
 
 from seqtile.models.arch import Arch
-from seqtile.models.projections import call_in_place_of, check_not_zero3, read_projection, unreadable
+from seqtile.models.called_again import called_again
+from seqtile.models.notes import note_that_all_is_kept
+from seqtile.models.plain import named, origin, why_none_is_plain
+from seqtile.models.projections import (
+    call_in_place_of,
+    check_not_zero3,
+    check_untransformed,
+    read_projection,
+    trained,
+    unreadable,
+)
 from seqtile.models.stand_in import stand_in_for
 from seqtile.ops.linear_cross_entropy import linear_cross_entropy
 from seqtile.ops.tiled import tiled
 from seqtile.ops.tiles import resolve_chunk_tokens
 
+_CROSS_ENTROPIES = (  # where one of these was written
+    "torch.nn.functional.cross_entropy",
+    "liger_kernel.transformers.functional.liger_cross_entropy",
+)
+# A compiler knows torch's own by identity alone.
+_CROSS_ENTROPY = F.cross_entropy if origin(F.cross_entropy) in _CROSS_ENTROPIES else None
 _LOSS_ARGUMENTS = ("shift_labels", "num_items_in_batch", "ignore_index")  # of Hugging Face's loss, beside the labels
 
 
@@ -40,7 +56,7 @@ def tiled_loss_forward(arch: Arch, original: Callable, chunk_tokens: int | None)
     takes_skip_logits = "skip_logits" in names
 
     @stand_in_for(original)
-    @can_return_tuple
+    @_as_tuple_if_asked
     def forward(
         self,
         input_ids=None,
@@ -88,6 +104,21 @@ def tiled_loss_forward(arch: Arch, original: Callable, chunk_tokens: int | None)
     return forward
 
 
+def _as_tuple_if_asked(forward: Callable) -> Callable:
+    """Lets a forward take `return_dict`, as Hugging Face's do: a tuple of what is not None, and of the logits, which
+    keep their place where they were not computed."""
+
+    @wraps(forward)
+    def wrapper(self, *args, return_dict=None, **kwargs):
+        output = forward(self, *args, **kwargs)
+        if isinstance(output, tuple) or (self.config.return_dict if return_dict is None else return_dict):
+            return output
+        values = {field.name: getattr(output, field.name) for field in fields(output)}
+        return tuple(value for name, value in values.items() if value is not None or name == "logits")
+
+    return wrapper
+
+
 def _without_logits(
     arch: Arch, model: nn.Module, labels: torch.Tensor | None, chunk_tokens: int | None, inputs: dict[str, Any]
 ) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast:
@@ -96,12 +127,15 @@ def _without_logits(
     if arch.routed and inputs.get("output_router_logits") is None:
         inputs["output_router_logits"] = model.config.output_router_logits
     outputs = model.model(**inputs)
+    note_that_all_is_kept(model, outputs.last_hidden_state.shape[:-1].numel())
     options = {"chunk_tokens": chunk_tokens, **logit_options(arch, model.config)}
     called = why_generic_head(model) is not None
     arguments = {name: inputs[name] for name in _LOSS_ARGUMENTS if name in inputs}
     head_loss = partial(_loss, head=model.lm_head, called=called, labels=labels, options=options, **arguments)
+    if not called:  # one that is called has its weight gathered by its own call
+        head_loss = partial(call_in_place_of, model.lm_head, head_loss)
     output = CausalLMOutputWithPast(
-        loss=call_in_place_of(model.lm_head, head_loss, outputs.last_hidden_state),
+        loss=head_loss(outputs.last_hidden_state),
         past_key_values=outputs.past_key_values,
         hidden_states=outputs.hidden_states,
         attentions=outputs.attentions,
@@ -128,13 +162,25 @@ def _balanced(
 
 def check_loss(model: nn.Module) -> None:
     """Raises ValueError where the tiled loss would refuse to run, or not compute what `model` computes."""
+    check_untransformed()
     if (reason := why_generic_head(model)) is not None:
         check_not_zero3(model.lm_head, reason)
-    if model.loss_function is not ForCausalLMLoss:
+    if (reason := _why_another_loss(model.loss_function)) is not None:
         raise ValueError(
-            f"model.loss_function is {model.loss_function!r}, expected Hugging Face's ForCausalLMLoss, the only loss "
-            "that seqtile tiles; apply with loss=False"
+            f"{reason}; expected Hugging Face's ForCausalLMLoss, the one loss that seqtile tiles; apply with loss=False"
         )
+
+
+def _why_another_loss(function: Any) -> str | None:
+    """Why a model's loss is not the cross-entropy that is computed in its place; None if it is."""
+    if origin(function) != "transformers.loss.loss_utils.ForCausalLMLoss":
+        return f"model.loss_function is {function!r}"
+    inner = loss_utils.fixed_cross_entropy
+    if origin(inner) != (name := "transformers.loss.loss_utils.fixed_cross_entropy"):
+        return f"{name}, which model.loss_function calls, was replaced by {named(inner)}"
+    if F.cross_entropy is not _CROSS_ENTROPY and origin(F.cross_entropy) not in _CROSS_ENTROPIES:
+        return f"torch.nn.functional.cross_entropy was replaced by {named(F.cross_entropy)}"
+    return None
 
 
 def logit_options(arch: Arch, config: PreTrainedConfig) -> dict[str, float | None]:
@@ -146,7 +192,7 @@ def logit_options(arch: Arch, config: PreTrainedConfig) -> dict[str, float | Non
 
 def why_generic_head(model: nn.Module) -> str | None:
     """Why lm_head is called tile by tile rather than read; None if it is read."""
-    reason = unreadable("lm_head", model.lm_head)
+    reason = why_none_is_plain() or unreadable("lm_head", model.lm_head)
     if reason is None and hasattr(model.lm_head, "lora_A"):
         return "lm_head has an adapter"
     return reason
@@ -197,7 +243,8 @@ def _called_losses(
         )
         return losses.view(targets.shape)
 
-    params = [parameter for parameter in head.parameters() if parameter.requires_grad]
     # torch's cross-entropy keeps four tiles where ours keeps one
     quarter = max(1, resolve_chunk_tokens(chunk_tokens, hidden.shape[-1]) // 4)
-    return tiled(losses_of, hidden, targets.unsqueeze(-1), params=params, chunk_tokens=quarter)
+    return tiled(
+        called_again(losses_of, head), hidden, targets.unsqueeze(-1), params=trained(head), chunk_tokens=quarter
+    )

@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 from transformers import PreTrainedConfig
 
+from seqtile.models.called_again import called_again
 from seqtile.models.projections import check_not_zero3
 from seqtile.models.stand_in import stand_in_for
 from seqtile.ops.tiled import tiled
@@ -39,7 +40,7 @@ def tiled_experts_forward(original: Callable, chunk_tokens: int | None) -> Calla
             return original(seen, hidden, index, weights)
 
         return tiled(
-            of_tile,
+            called_again(of_tile),
             hidden_states,
             top_k_index,
             top_k_weights,

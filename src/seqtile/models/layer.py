@@ -1,6 +1,6 @@
 """The tiled forward of a decoder layer of Llama's shape: norm, attention, norm, gated MLP, one after the other."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -12,13 +12,16 @@ from transformers.utils import logging
 
 from seqtile.models.arch import Arch
 from seqtile.models.called_layer import called_layer
-from seqtile.models.mlp import activation_of, read_mlp, why_generic
+from seqtile.models.mlp import activation_of, is_gated_mlp, read_mlp, why_generic
 from seqtile.models.norm import read_norm, why_no_norm
-from seqtile.models.placement import KNOWN_PACKAGES, is_known, package_of
-from seqtile.models.projections import check_not_zero3, has_hooks, read_projection, unreadable
+from seqtile.models.own_class import is_own_class
+from seqtile.models.placement import computed_forward
+from seqtile.models.plain import named, origin, why_call_changed, why_calls_matter, why_changed, why_none_is_plain
+from seqtile.models.projections import check_not_zero3, check_untransformed, read_projection, unreadable
 from seqtile.models.stand_in import stand_in_for
-from seqtile.ops.layer import decoder_layer
-from seqtile.ops.layer_parts import LayerWeights
+from seqtile.models.uncached import is_unfilled
+from seqtile.ops.decoder_layer.function import decoder_layer
+from seqtile.ops.decoder_layer.params import AttentionParams, LayerParams, MLPParams
 from seqtile.ops.projection import Projection
 from seqtile.ops.tiles import resolve_chunk_tokens
 
@@ -35,7 +38,8 @@ def tiled_layer_forward(
     to stand on a layer rather than on its class.
 
     `original` itself where the sequence fits in a tile, and where attentions are asked for. With a cache, which holds
-    all keys and values, heads are not computed in groups.
+    all keys and values, heads are not computed in groups; where gradients may flow through it, modules are called. None
+    is made in training, see `uncached_forward`.
     """
     inner = original.__wrapped__ if _FORWARD_CHECKPOINTS else original
 
@@ -53,25 +57,32 @@ def tiled_layer_forward(
         tokens = hidden_states.shape[:-1].numel()
         fits = tokens <= resolve_chunk_tokens(chunk_tokens, hidden_states.shape[-1])
         asked = kwargs.get("output_attentions", getattr(self.self_attn.config, "output_attentions", False))
+        cached = {"past_key_values": past_key_values, "position_embeddings": position_embeddings}
+        untiled = partial(inner, self, hidden_states, attention_mask=attention_mask, **cached, **kwargs)
         if (fits and not _is_zero3(self)) or asked:
-            named = {"past_key_values": past_key_values, "position_embeddings": position_embeddings}
-            return inner(self, hidden_states, attention_mask=attention_mask, **named, **kwargs)
+            return untiled()
+        past_key_values = None if is_unfilled(past_key_values) else past_key_values
         grouped = None if past_key_values is not None else head_groups
-        check_layer(arch, self, grouped)
+        reason = check_layer(arch, self, grouped)
+        if reason is not None and why_calls_matter() is not None:  # that of the attention, too, which no tile can make
+            return untiled()
+        if reason is None and past_key_values is not None and torch.is_grad_enabled():
+            reason = "gradients may flow through the cache"
+            check_not_zero3(self, reason)
         attend, stages, given = _attention(arch, self.self_attn, attention_mask, past_key_values, kwargs)
         rotary = position_embeddings if getattr(self.self_attn, "use_rope", True) else None
         scale = getattr(self, arch.residual_scale) if arch.residual_scale else 1.0
-        if why_called(arch, self) is not None:
+        if reason is not None:
             return called_layer(arch, self, hidden_states, rotary, attend, scale, chunk_tokens)
         groups = groups_of(self.self_attn, grouped, 1 if stages is None else stages.ranks)
         return decoder_layer(
             hidden_states,
-            _weights_of(self),
+            _params_of(self),
             rotary,
             attend,
             head_dim=self.self_attn.head_dim,
             head_groups=groups,
-            travel=_travel(self.self_attn, stages, groups),
+            exchange=_exchange(self.self_attn, stages, groups),
             may_repeat=grouped != "auto",
             given=given,
             activation=activation_of(self.mlp),
@@ -81,7 +92,7 @@ def tiled_layer_forward(
 
     @stand_in_for(original)
     def forward(self, *args, **kwargs):
-        outermost = on_model or type(self).forward is forward
+        outermost = is_own_class(type(self)) if on_model else type(self).forward is forward
         if _FORWARD_CHECKPOINTS and outermost and self.gradient_checkpointing and self.training:
             if kwargs.get("use_cache") or kwargs.get("past_key_values") is not None:
                 logger.warning_once("checkpointed layers have no cache, which a replay would fill once more")
@@ -97,7 +108,7 @@ def _is_zero3(layer: nn.Module) -> bool:
     return hasattr(layer.input_layernorm.weight, "ds_id")
 
 
-def _weights_of(layer: nn.Module) -> LayerWeights:
+def _params_of(layer: nn.Module) -> LayerParams:
     """In the order in which an untiled layer uses them: under ZeRO-3 each reading is a collective."""
 
     def read(module: nn.Module, name: str) -> Projection:
@@ -110,9 +121,8 @@ def _weights_of(layer: nn.Module) -> LayerWeights:
     k_norm = read_norm(attention.k_norm) if hasattr(attention, "k_norm") else None
     v, o = read(attention, "v_proj"), read(attention, "o_proj")
     mlp_norm = read_norm(layer.post_attention_layernorm)
-    return LayerWeights(
-        norm, q, k, v, q_norm, k_norm, o, mlp_norm, *(Projection.of(*part) for part in read_mlp(layer.mlp))
-    )
+    mlp = MLPParams(mlp_norm, *(Projection.of(*part) for part in read_mlp(layer.mlp)))
+    return LayerParams(AttentionParams(norm, q, k, v, q_norm, k_norm, o), mlp)
 
 
 def _attention(
@@ -137,11 +147,11 @@ def _attention(
     return attend, stages and stages(attention, mask, **options, **kwargs), given
 
 
-def _travel(attention: nn.Module, stages: Any, groups: int | None) -> Any:
-    """The steps of a group's attention over ranks; None on one rank, or without groups."""
-    if stages is None or groups is None:
+def _exchange(attention: nn.Module, stages: Any, groups: int | None) -> Any:
+    """The steps of a group's attention over ranks; None on one rank."""
+    if stages is None:
         return None
-    kv_heads = attention.config.num_key_value_heads // groups
+    kv_heads = attention.config.num_key_value_heads // (groups or 1)
     return stages.of(kv_heads * attention.num_key_value_groups, kv_heads)
 
 
@@ -157,51 +167,49 @@ def groups_of(attention: nn.Module, head_groups: HeadGroups, ranks: int = 1) -> 
     return head_groups
 
 
-def check_layer(arch: Arch, layer: nn.Module, head_groups: HeadGroups = None) -> None:
-    """Raises ValueError where a tiled layer would refuse to run, or not compute what `layer` computes."""
+@torch.compiler.disable(reason="seqtile looks at what the modules of a layer are")
+def check_layer(arch: Arch, layer: nn.Module, head_groups: HeadGroups = None) -> str | None:
+    """Raises ValueError where a tiled layer would refuse to run, or not compute what `layer` computes; returns why its
+    modules are called, see `why_called`."""
+    check_untransformed()
     attention = layer.self_attn
-    of_this_model = isinstance(attention, getattr(arch.modeling, f"{arch.prefix}Attention"))
-    if not of_this_model or "forward" in vars(attention) or not is_known(attention):
-        raise ValueError("a tiled layer skips its attention's forward, which is not Hugging Face's; apply layer=False")
-    if _has_foreign_hooks(attention, _base_of(layer)):
-        raise ValueError("a tiled layer skips its attention's forward, which has hooks; apply with layer=False")
+    forward = computed_forward(attention)
+    if origin(forward) != f"{arch.modeling_name}.{arch.prefix}Attention.forward" or "forward" in vars(attention):
+        raise ValueError(
+            f"a tiled layer skips its attention's forward, which is not Hugging Face's but {named(forward)}; apply "
+            "layer=False"
+        )
+    if (changed := why_changed(attention, recording=False)) is not None:
+        raise ValueError(f"a tiled layer skips its attention's forward, which {changed}; apply with layer=False")
     if (reason := why_called(arch, layer)) is not None:
         check_not_zero3(layer, reason)
         if head_groups is not None:
             raise ValueError(f"attention by groups of heads reads its weights, and {reason}; apply head_groups=None")
     groups_of(attention, head_groups)
+    return reason
 
 
 def why_called(arch: Arch, layer: nn.Module) -> str | None:
     """Why a layer's modules are called tile by tile rather than read; None if they are read."""
-    attention = layer.self_attn
-    norms = [(name, getattr(layer, name)) for name in ("input_layernorm", "post_attention_layernorm")]
-    norms += [(name, getattr(attention, name)) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
-    projections = [(name, getattr(attention, name)) for name in ("q_proj", "k_proj", "v_proj", "o_proj")]
-    reasons = [why_no_norm(*norm) for norm in norms] + [unreadable(*projection) for projection in projections]
-    if has_hooks(layer.mlp, _base_of(layer)):
-        reasons.append("its MLP has hooks")
-    if not is_known(layer.mlp):
-        reasons.append("its MLP has a forward of its own")
-    if package_of(arch.modeling.apply_rotary_pos_emb) not in KNOWN_PACKAGES:
-        reasons.append("its rotary embedding was replaced")
-    return next((reason for reason in (*reasons, why_generic(layer.mlp)) if reason is not None), None)
+    return why_none_is_plain() or next((reason for reason in _reasons(arch, layer) if reason is not None), None)
 
 
-def _base_of(layer: nn.Module) -> nn.Module:
-    down = layer.mlp.down_proj
-    return getattr(down, "base_layer", down)
-
-
-def _has_foreign_hooks(attention: nn.Module, sharded: nn.Module) -> bool:
-    """Hooks but those by which Hugging Face records attentions, which do nothing unless these are asked for."""
-    own = [hook for hook in attention._forward_hooks.values() if "output_capturing" in getattr(hook, "__module__", "")]
-    return has_hooks(attention, sharded) and len(own) < sum(
-        len(hooks)
-        for hooks in (
-            attention._forward_hooks,
-            attention._forward_pre_hooks,
-            attention._backward_hooks,
-            attention._backward_pre_hooks,
-        )
-    )
+def _reasons(arch: Arch, layer: nn.Module) -> Iterator[str | None]:
+    attention, mlp = layer.self_attn, layer.mlp
+    for name in ("input_layernorm", "post_attention_layernorm"):
+        yield why_no_norm(name, getattr(layer, name))
+    for name in ("q_norm", "k_norm"):
+        if hasattr(attention, name):
+            yield why_no_norm(name, getattr(attention, name))
+    for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
+        yield unreadable(name, getattr(attention, name))
+    if not is_gated_mlp(computed_forward(mlp)):
+        yield "its MLP has a forward of its own"
+    if (reason := why_call_changed(mlp)) is not None:
+        yield f"its MLP {reason}"
+    if origin(arch.modeling.apply_rotary_pos_emb) not in (
+        f"{arch.modeling_name}.apply_rotary_pos_emb",
+        "liger_kernel.transformers.rope.liger_rotary_pos_emb",
+    ):
+        yield "its rotary embedding was replaced"
+    yield why_generic(mlp)

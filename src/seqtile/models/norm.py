@@ -5,18 +5,31 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from seqtile.models.placement import package_of
-from seqtile.models.projections import has_hooks
+from seqtile.models.arch import ARCHS
+from seqtile.models.placement import computed_forward
+from seqtile.models.plain import named, origin, why_call_changed, why_none_is_plain
 from seqtile.models.stand_in import stand_in_for
-from seqtile.ops.layer_parts import Norm
+from seqtile.ops.decoder_layer.params import Norm
 from seqtile.ops.rms_norm import rms_norm
+from seqtile.ops.tiles import resolve_chunk_tokens
+
+_FORWARDS = {  # where one that `rms_norm` computes was written
+    "liger_kernel.transformers.rms_norm.LigerRMSNorm.forward",
+    *(f"{arch.modeling_name}.{arch.prefix}RMSNorm.forward" for arch in ARCHS.values() if arch.layer),
+}
 
 
 def tiled_norm_forward(original: Callable, chunk_tokens: int | None) -> Callable:
-    """A forward in place of `original`, an RMSNorm's forward (a plain function); rows need no tiles."""
+    """A forward in place of `original`, an RMSNorm's forward (a plain function); rows need no tiles.
+
+    `original` itself in evaluation, where a sequence fits in a tile, and for heads [B, S, H, K].
+    """
 
     @stand_in_for(original)
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        fits = hidden_states.shape[:-1].numel() <= resolve_chunk_tokens(chunk_tokens, hidden_states.shape[-1])
+        if fits or not self.training or hidden_states.dim() != 3 or why_none_is_plain() is not None:
+            return original(self, hidden_states)
         return rms_norm(hidden_states, *read_norm(self))
 
     return forward
@@ -34,14 +47,12 @@ def check_norm(norm: nn.Module) -> None:
 
 
 def why_no_norm(name: str, norm: nn.Module) -> str | None:
-    """Why a norm must be called rather than read; None if it may be read."""
+    """Why a norm must be called rather than read; None if it may be read, unless `why_none_is_plain`."""
     cls = type(norm)
-    plain = cls.__name__.endswith("RMSNorm") and hasattr(norm, "variance_epsilon")
-    if not plain or package_of(cls.forward) not in ("transformers", "liger_kernel", "seqtile"):
-        return f"{name} is a {cls.__module__}.{cls.__qualname__}"
+    if origin(computed_forward(norm)) not in _FORWARDS:
+        own = "forward" in vars(norm)
+        return f"{name} has a forward of its own" if own else f"{name} is a {named(cls)}"
     if getattr(norm, "offset", 0) or getattr(norm, "casting_mode", "llama") != "llama":
         return f"{name} is another kind of RMSNorm than Llama's"
-    own = vars(norm).get("forward")
-    if own is not None and package_of(getattr(own, "__func__", own)) not in ("liger_kernel", "seqtile"):
-        return f"{name} has a forward of its own"
-    return f"{name} has hooks" if has_hooks(norm, norm) else None
+    reason = why_call_changed(norm)
+    return None if reason is None else f"{name} {reason}"

@@ -19,6 +19,7 @@ from seqtile.models.layer import HeadGroups, check_layer, tiled_layer_forward
 from seqtile.models.mlp import check_mlp, tiled_mlp_forward
 from seqtile.models.norm import check_norm, tiled_norm_forward
 from seqtile.models.placement import Wrap, check_place, check_unplace, place, placement_at, unplace
+from seqtile.models.uncached import uncached_forward
 from seqtile.ops.tiles import resolve_chunk_tokens
 
 
@@ -95,7 +96,7 @@ def apply_to_classes(arch: Arch, wanted: Wanted) -> None:
     places = [Place(arch.causal_lm, partial(tiled_loss_forward, arch))] * wanted.loss
     if wanted.layer:
         wrap = partial(tiled_layer_forward, arch, head_groups=wanted.head_groups, on_model=False)
-        places.append(Place(arch.layer_class, wrap, wanted.head_groups))
+        places += [Place(arch.layer_class, wrap, wanted.head_groups), Place(arch.base_class, uncached_forward)]
     for owner, _, head_groups in [
         *places,
         *(Place(getattr(arch.modeling, name), wrap) for name, wrap in named.items()),
@@ -140,10 +141,12 @@ def apply_to_model(arch: Arch, model: nn.Module, wanted: Wanted) -> None:
             places.append(Place(layer, wrap, wanted.head_groups))
         check_norm(model.base_model.norm)
         places.append(Place(model.base_model.norm, tiled_norm_forward))
+        places.append(Place(model.base_model, uncached_forward))
     for owner, _, head_groups in places:
         check_place(owner, wanted.chunk_tokens, head_groups)
+    classes: dict[type, type] = {}
     for owner, wrap, head_groups in places:
-        place(owner, wrap, wanted.chunk_tokens, head_groups)
+        place(owner, wrap, wanted.chunk_tokens, head_groups, classes)
     setattr(model, _PARTS, getattr(model, _PARTS, frozenset()) | wanted.parts)
 
 
@@ -154,7 +157,8 @@ def mlps_of(model: nn.Module) -> list[nn.Module]:
 
 def places_of(model: nn.Module) -> list[nn.Module]:
     """Every module whose forward may be tiled."""
-    return [model, *mlps_of(model), *model.base_model.layers, model.base_model.norm]
+    base = model.base_model
+    return [*dict.fromkeys((model, base)), *mlps_of(model), *base.layers, base.norm]
 
 
 def restore(target: nn.Module | str | None = None) -> None:
@@ -173,7 +177,8 @@ def restore(target: nn.Module | str | None = None) -> None:
         arch = find_arch(target)
         if (patch := _CLASSES.get(target)) is None:
             return
-        _unplace_all([arch.causal_lm, *([arch.layer_class] if arch.layer else []), *patch.swapped])
+        of_layers = [arch.layer_class, arch.base_class] if arch.layer else []
+        _unplace_all([arch.causal_lm, *of_layers, *patch.swapped])
         for name in (*arch.mlp_names, arch.norm_name):
             if (current := getattr(arch.modeling, name, None)) in patch.swapped:
                 setattr(arch.modeling, name, current.__base__)

@@ -1,8 +1,8 @@
 """Putting one tiled forward in one place and taking it off again.
 
-On a model the forward is bound on the instance, on a class it is assigned. Every tiled forward carries a `Placement`,
-which says what it stands in for, so that a copy of a model can be restored as well as the model, and no list of models
-is kept.
+On a class the forward is assigned; a module gets a class of its own and holds the forward, see `own_class.py`. Every
+tiled forward carries a `Placement`, which says what it stands in for, so that a copy of a model can be restored as well
+as the model, and no list of models is kept.
 """
 
 from collections.abc import Callable, Iterator
@@ -13,6 +13,9 @@ from types import CellType, FunctionType, MethodType
 from typing import Any
 
 from torch import nn
+
+from seqtile.models.own_class import HELD, is_own_class, own_class, own_class_of
+from seqtile.models.plain import origin
 
 Owner = type | nn.Module
 Wrap = Callable[[Callable, int | None], Callable]
@@ -33,6 +36,12 @@ class Placement:
     head_groups: int | str | None = None
     """Of a layer."""
 
+    def __deepcopy__(self, memo: dict) -> "Placement":
+        return self  # a copied module holds the same
+
+    def __reduce__(self) -> tuple:
+        return type(None), ()  # a module comes out of a pickle untiled
+
     def is_of(self, chunk_tokens: int | None, head_groups: int | str | None) -> bool:
         return (self.chunk_tokens, self.head_groups) == (chunk_tokens, head_groups)
 
@@ -48,9 +57,18 @@ def placement_of(function: Callable | None) -> Placement | None:
     return vars(function).get("seqtile_placement") if hasattr(function, "__dict__") else None
 
 
-def is_known(owner: Owner) -> bool:
-    """Whether a tiled forward may stand in for what runs as the owner's forward: ours, Hugging Face's or Liger's."""
-    return placement_at(owner) is not None or package_of(current_forward(owner)) in KNOWN_PACKAGES
+def forward_in_place_of(owner: Owner) -> Callable:
+    """What the tiled forward at `owner` stands in for, also behind other libraries' wrappers; if none, what runs."""
+    placement = placement_at(owner)
+    return placement.original if placement else current_forward(owner)
+
+
+def computed_forward(owner: Owner) -> Callable:
+    """What calling `owner` computes: what ours stands in for, if ours is what runs; another library's wrapper around
+    ours is that wrapper."""
+    forward = current_forward(owner)
+    placement = placement_of(forward)
+    return placement.original if placement else forward
 
 
 def wrappers_at(owner: Owner) -> list[Callable]:
@@ -67,6 +85,7 @@ def inwards(owner: Owner, forward: Callable | None = None) -> Iterator[Callable]
     while waiting:
         function = waiting.pop(0)
         function = function.__func__ if isinstance(function, MethodType) else function
+        function = _held_in(owner, function)
         if function is None or id(function) in seen:
             continue
         seen.add(id(function))
@@ -78,16 +97,37 @@ def inwards(owner: Owner, forward: Callable | None = None) -> Iterator[Callable]
 
 
 def own_forward(owner: Owner) -> Any:
-    """What stands under `forward` in the owner's own namespace, unbound if it is a method of it; None if nothing."""
+    """What another library has put under `forward` in the owner's own namespace, unbound if it is a method of it; None
+    if nothing. On a class that may be a tiled forward."""
     forward = vars(owner).get("forward")
-    return forward.__func__ if isinstance(forward, MethodType) else forward
+    forward = forward.__func__ if isinstance(forward, MethodType) and forward.__self__ is owner else forward
+    return None if forward is not _held_in(owner, forward) else forward
+
+
+def _held_in(owner: Owner, function: Any) -> Any:
+    """What `function` runs if it is that of a module's own class; else itself."""
+    cls = None if isinstance(owner, type) else own_class_of(owner)
+    if cls is None or function is not vars(cls)["forward"]:
+        return function
+    held = vars(owner).get(HELD)
+    return cls.__base__.forward if held is None else held.forward
+
+
+def _class_forward(module: nn.Module) -> Any:
+    """What the forward of a module's class runs; on a class derived from a module's own, such as FSDP2's, that is found
+    in what Hugging Face puts around every decoder layer's forward, to checkpoint it."""
+    forward = inner = type(module).forward
+    while _held_in(module, inner) is inner and origin(inner).startswith("transformers.modeling_layers."):
+        inner = inner.__wrapped__
+    held = _held_in(module, inner)
+    return forward if held is inner else held
 
 
 def current_forward(owner: Owner) -> Any:
     """The function that runs as the owner's forward."""
     if isinstance(owner, type):
         return owner.forward
-    return own_forward(owner) or type(owner).forward
+    return own_forward(owner) or _class_forward(owner)
 
 
 def check_place(owner: Owner, chunk_tokens: int | None, head_groups: int | str | None = None) -> None:
@@ -111,27 +151,44 @@ def check_place(owner: Owner, chunk_tokens: int | None, head_groups: int | str |
         )
 
 
-def place(owner: Owner, wrap: Wrap, chunk_tokens: int | None, head_groups: int | str | None = None) -> None:
-    """Makes `wrap`'s tiled forward the forward of `owner`, unless the same one is there already.
+def place(
+    owner: Owner,
+    wrap: Wrap,
+    chunk_tokens: int | None,
+    head_groups: int | str | None = None,
+    classes: dict[type, type] | None = None,
+) -> None:
+    """Makes `wrap`'s tiled forward the forward of `owner`, unless the same one is there already. Modules of one class
+    get the same one of the `classes`, which is extended.
 
     The same one of its class does not count: what was applied to a model stays when the classes are restored.
     """
-    current, before = current_forward(owner), own_forward(owner)
-    there = placement_at(owner)
-    if there is not None and there.is_of(chunk_tokens, head_groups) and before is not None:
+    there, before = placement_at(owner), own_forward(owner)
+    mine = _placed_at(owner)
+    if there is not None and there.is_of(chunk_tokens, head_groups) and (there is mine or before is not None):
         return
-    original = current if there is None else there.original
-    if there is not None and before is there.forward:
+    original = current_forward(owner) if there is None else there.original
+    if there is not None and there is mine:
         before = there.before  # a tiled forward with other options gives way to this one
     forward = wrap(original, chunk_tokens)
     forward.seqtile_placement = Placement(forward, original, before, chunk_tokens, head_groups)
-    _put(owner, forward)
+    if isinstance(owner, type):
+        owner.forward = forward
+        return
+    if own_class_of(owner) is None:
+        classes = {} if classes is None else classes
+        base = type(owner)
+        owner.__class__ = classes.get(base) or classes.setdefault(base, own_class(base))
+    vars(owner).pop("forward", None)
+    vars(owner)[HELD] = forward.seqtile_placement
 
 
 def check_unplace(owner: Owner) -> None:
     """Raises ValueError if another library's wrapper stands around a tiled forward at `owner`."""
-    placement = _placed_at(owner)
-    if placement is not None and placement.forward is not own_forward(owner):
+    placement, around = _placed_at(owner), own_forward(owner)
+    if placement is None or around is None or around is placement.forward:
+        return
+    if placement_at(owner, around) is placement:
         raise ValueError(
             f"seqtile's forward of {name_of(owner)} is wrapped by another library's; take that off first "
             "(accelerator.unwrap_model(model, keep_fp32_wrapper=False) for Accelerate's)"
@@ -141,33 +198,44 @@ def check_unplace(owner: Owner) -> None:
 def unplace(owner: Owner) -> None:
     """Puts back what `place` found. What another library has put there since stays."""
     placement = _placed_at(owner)
-    if placement is not None:
-        _put(owner, placement.before)
+    if isinstance(owner, type):
+        if placement is None:
+            return
+        if placement.before is None:
+            del owner.forward
+        else:
+            owner.forward = placement.before
+        return
+    taken = own_forward(owner) is not None
+    vars(owner).pop(HELD, None)
+    if placement is not None and not taken:
+        vars(owner).pop("forward", None)
+        if placement.before is not None:
+            owner.forward = MethodType(placement.before, owner)
+    if is_own_class(type(owner)):
+        owner.__class__ = type(owner).__base__
 
 
 def _placed_at(owner: Owner) -> Placement | None:
-    """The Placement at the owner itself, not that of its class behind a wrapper on the model."""
+    """The Placement at the owner itself, not that of its class."""
+    if not isinstance(owner, type):
+        return vars(owner).get(HELD)
     own = own_forward(owner)
-    placement = None if own is None else placement_at(owner, own)
-    if isinstance(owner, type) or placement is None:
-        return placement
-    return None if placement is placement_at(type(owner)) else placement
-
-
-def _put(owner: Owner, forward: Callable | None) -> None:
-    """Sets the owner's own `forward`, bound if the owner is a model; None takes it out of its namespace."""
-    if forward is None:
-        delattr(owner, "forward")
-    else:
-        owner.forward = forward if isinstance(owner, type) else MethodType(forward, owner)
+    return None if own is None else placement_at(owner, own)
 
 
 def package_of(forward: Callable) -> str:
-    """The package whose code a forward is; a wrapper is its own author's, whatever name functools.wraps gave it."""
-    while isinstance(forward, partial):
-        forward = forward.func
-    namespace = getattr(forward, "__globals__", None) or {"__name__": type(forward).__module__}
-    return namespace["__name__"].split(".")[0]
+    """The package whose code a forward is; a wrapper is its own author's, whatever name functools.wraps gave it. Only
+    those that Hugging Face's decorators make, and which stand around anyone's forwards, are those of what they wrap."""
+    while True:
+        namespace = getattr(forward, "__globals__", None) or {"__name__": type(forward).__module__}
+        package = namespace["__name__"].split(".")[0]
+        if isinstance(forward, partial):
+            forward = forward.func
+        elif package == "transformers" and hasattr(forward, "__wrapped__"):
+            forward = forward.__wrapped__
+        else:
+            return package
 
 
 def name_of(owner: Owner) -> str:

@@ -1,9 +1,10 @@
 """Reading a projection's tensors directly, without calling the projection, where that computes the same.
 
-So read a plain nn.Linear and a plain LoRA of PEFT's over one. Anything else, such as a quantised layer, an exotic
-adapter or a layer with hooks, is called as it is, tile by tile; `unreadable` says why.
+So read a plain nn.Linear and a plain LoRA of PEFT's over one, see `plain.py`. Anything else, such as a quantised
+layer, an exotic adapter or a layer with hooks, is called as it is, tile by tile; `unreadable` says why.
 """
 
+import sys
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
+from seqtile.models.plain import named, origin, why_changed, why_no_linear
 from seqtile.ops.checks import DTYPES
 from seqtile.ops.projection import LowRank
 
@@ -42,49 +44,47 @@ def read_projection(name: str, module: nn.Module) -> tuple[torch.Tensor, torch.T
 
 
 def unreadable(name: str, module: nn.Module | None) -> str | None:
-    """Why a projection must be called rather than read; None if it may be read."""
+    """Why a projection must be called rather than read; None if it may be read, unless `why_none_is_plain`."""
     layers = _layers_of(module)
     if isinstance(layers, str):
         return f"{name} {layers}"
-    for part in {module, *(layer for layer in layers[:3] if layer is not None)}:
-        if "forward" in vars(part):
-            return f"{name} has a forward of its own, such as Accelerate's device_map gives it"
-        if _has_hooks(part, layers.base):
-            return f"{name} has hooks"
     for layer in layers[:3]:
         weight = None if layer is None else layer.weight
         if weight is not None and type(weight) not in _PLAIN and not isinstance(weight, DTensor):
-            return f"{name}.weight is a {_full_name(type(weight))}"
+            return f"{name}.weight is a {named(type(weight))}"
         if weight is not None and weight.dtype not in DTYPES:
             return f"{name}.weight is {weight.dtype}"
     return None
 
 
-def has_hooks(module: nn.Module, sharded: nn.Module) -> bool:
-    """Whether `module` has hooks that a tiled forward would not call; see `_has_hooks` for `sharded`."""
-    layers = _layers_of(sharded)
-    return _has_hooks(module, layers.base if isinstance(layers, Layers) else sharded)
+def trained(*modules: nn.Module) -> list[torch.Tensor]:
+    """Every leaf that requires a gradient and that calling the modules uses: parameters, and the scaling of LoRA
+    adapters where it is learned, which PEFT keeps in a plain dict."""
+    found = [parameter for module in modules for parameter in module.parameters()]
+    for part in (part for module in modules for part in module.modules()):
+        if _is_lora(part):
+            found += [scale for scale in part.scaling.values() if isinstance(scale, torch.Tensor)]
+    return list({id(leaf): leaf for leaf in found if leaf.requires_grad}.values())
 
 
-def _has_hooks(module: nn.Module, base: nn.Module) -> bool:
-    """FSDP2's and ZeRO-3's do not count; theirs are known by the weight of `base`, since ZeRO-3 hooks every module."""
-    if isinstance(base, FSDPModule) or hasattr(getattr(base, "weight", None), "ds_id"):
-        return False
-    hooks = (module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks)
-    return any(hooks)
-
-
-def _layers_of(module: nn.Module | None) -> Layers | str:
+def _layers_of(module: Any) -> Layers | str:
     """What a projection is made of, if it is a plain linear layer or a plain LoRA over one; else what it is instead."""
-    if type(module).__module__ == "peft.tuners.lora.layer" and type(module).__name__ == "Linear":
+    if _is_lora(module):
         return _lora_layers(module)
-    if isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward:
-        return Layers(module)
-    return f"is a {_full_name(type(module))}"
+    return why_no_linear(module) or Layers(module)
+
+
+def _is_lora(module: Any) -> bool:
+    """Whether a module is PEFT's LoRA of a linear layer, and of no subclass."""
+    return type(module) is getattr(sys.modules.get("peft.tuners.lora.layer"), "Linear", None)
 
 
 def _lora_layers(module: Any) -> Layers | str:
     """Of PEFT's LoRA: without dropout, of the plain kind, one active adapter at most, neither half merged."""
+    if origin(type(module).forward) != "peft.tuners.lora.layer.Linear.forward":
+        return f"is a {named(type(module))}, whose forward was replaced"
+    if (reason := why_changed(module)) is not None:
+        return reason
     base = _layers_of(module.base_layer)
     if isinstance(base, str):
         return f"is a LoRA adapter whose base layer {base}"
@@ -95,17 +95,30 @@ def _lora_layers(module: Any) -> Layers | str:
     active = [name for name in module.active_adapters if name in module.lora_A]
     if module.merged or module.disable_adapters or not active:
         return base
-    name = active[0]
-    dropout = module.lora_dropout[name]
     if len(active) > 1:
         return f"has {len(active)} active LoRA adapters"
+    return _adapted(base, module, active[0])
+
+
+def _adapted(base: Layers, module: Any, name: str) -> Layers | str:
+    """`base` with the adapter `name`."""
+    a, b, dropout, scale = (part[name] for part in (module.lora_A, module.lora_B, module.lora_dropout, module.scaling))
     if name in module.lora_variant:
         return f"has a LoRA adapter of another kind, {type(module.lora_variant[name]).__name__}"
-    if module.lora_B[name].bias is not None:
+    for half, part in (("lora_A", a), ("lora_B", b)):
+        if (reason := why_no_linear(part)) is not None:
+            return f"has a LoRA adapter whose {half} {reason}"
+    if a.bias is not None or b.bias is not None:
         return "has a LoRA adapter with a bias"
-    if not isinstance(dropout, nn.Identity) and dropout.training and dropout.p > 0:
+    if not isinstance(scale, int | float):
+        return f"has a LoRA adapter whose scaling is a {named(type(scale))}"
+    if type(dropout) is nn.Dropout and dropout.training and dropout.p > 0:
         return f"has a LoRA adapter with dropout {dropout.p}"
-    return Layers(base.base, module.lora_A[name], module.lora_B[name], module.scaling[name])
+    if type(dropout) not in (nn.Identity, nn.Dropout):
+        return f"has a LoRA adapter whose dropout is a {named(type(dropout))}"
+    if (reason := why_changed(dropout)) is not None:
+        return f"has a LoRA adapter whose dropout {reason}"
+    return Layers(base.base, a, b, scale)
 
 
 def _whole(name: str, weight: torch.Tensor) -> torch.Tensor:
@@ -129,6 +142,15 @@ def call_in_place_of(module: nn.Module, function: Callable, *args: torch.Tensor)
         del module.forward
 
 
+def check_untransformed() -> None:
+    """Raises ValueError inside a transform of torch.func."""
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():  # a node in a compiled graph
+        raise ValueError(
+            "expected no transform of torch.func (grad, vmap, jvp, ...) around a tiled model, whose tiles they cannot "
+            "follow: use torch.autograd, or take seqtile off first with seqtile.restore(model)"
+        )
+
+
 def check_not_zero3(module: nn.Module, reason: str) -> None:
     """Raises ValueError for a module that would be called once per tile under ZeRO-3."""
     if any(hasattr(parameter, "ds_id") for parameter in module.parameters()):
@@ -137,7 +159,3 @@ def check_not_zero3(module: nn.Module, reason: str) -> None:
             "different numbers of tiles would wait for each other for ever: leave this part untiled (mlp=False or "
             "loss=False; seqtile.restore(model) first), or use ZeRO-2 or FSDP2"
         )
-
-
-def _full_name(cls: type) -> str:
-    return f"{cls.__module__}.{cls.__qualname__}"

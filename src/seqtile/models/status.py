@@ -1,6 +1,6 @@
 """What is tiled, by whom, and what another library took back."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -11,6 +11,7 @@ from seqtile.models.causal_lm import check_loss, why_generic_head
 from seqtile.models.experts import spread_of
 from seqtile.models.layer import check_layer, groups_of, why_called
 from seqtile.models.mlp import check_mlp, why_generic
+from seqtile.models.notes import is_checkpointed
 from seqtile.models.patch import applied_parts, mlps_of, model_type_of, unwrapped
 from seqtile.models.placement import current_forward, package_of, placement_at, wrappers_at
 from seqtile.ops.tiles import resolve_chunk_tokens
@@ -76,11 +77,14 @@ class ModelStatus:
     mlp: PartStatus
     layer: PartStatus | None = None
     """Everything of a layer but attention; None where that was not asked for. Its tiles take the MLP along."""
+    notes: tuple[str, ...] = ()
+    """Where what is tiled does nothing, or is not what one may expect."""
 
     def __str__(self) -> str:
         lines = [self.model]
         parts = (self.loss, self.mlp, self.layer)
         lines += [f"  {part.name:<5} {part}" for part in parts if part is not None]
+        lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)
 
 
@@ -96,7 +100,7 @@ def status(model: nn.Module) -> ModelStatus:
         loss = part_status("loss", model, [model], check_loss, why_generic_head)
     mlp = part_status("mlp", model, mlps_of(model), check_mlp, why_generic)
     if "layer" not in applied_parts(model):
-        return ModelStatus(type(model).__name__, loss, mlp)
+        return ModelStatus(type(model).__name__, loss, mlp, notes=tuple(notes_on(model, loss, mlp, None)))
     layers = list(model.base_model.layers)
 
     def check(layer: nn.Module) -> None:
@@ -104,7 +108,21 @@ def status(model: nn.Module) -> ModelStatus:
         check_layer(arch, layer, placement and placement.head_groups)
 
     layer = part_status("layer", model, layers, check, partial(why_called, arch))
-    return ModelStatus(type(model).__name__, loss, mlp, layer)
+    return ModelStatus(type(model).__name__, loss, mlp, layer, tuple(notes_on(model, loss, mlp, layer)))
+
+
+def notes_on(model: nn.Module, loss: PartStatus | None, mlp: PartStatus, layer: PartStatus | None) -> Iterator[str]:
+    """What a reader of `status` may not expect."""
+    if loss is not None and loss.tiled:
+        yield "in training the loss is computed without logits, which are None; skip_logits=False asks for them"
+    if mlp.tiled:
+        tiles = " or ".join(map(str, mlp.chunk_tokens))
+        parts = "MLPs and layers" if layer else "MLPs"
+        yield f"a sequence of at most {tiles} tokens fits in a tile: its {parts} run untiled"
+    if layer is not None and layer.tiled and model.config.use_cache:
+        yield "the config asks for a cache: in training none is made; one that is given is filled, heads not in groups"
+    if layer is not None and layer.tiled and not is_checkpointed(model):
+        yield "activation checkpointing is off, so every layer keeps what its attention saves as well as its input"
 
 
 def part_status(

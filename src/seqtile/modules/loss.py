@@ -14,7 +14,9 @@ from seqtile.ops.linear_log_probs import linear_log_probs
 class LinearCrossEntropyLoss(nn.Module):
     """nn.CrossEntropyLoss()(hidden @ weight.T + bias, target) without the logits; see `seqtile.linear_cross_entropy`.
 
-    `class_weight` is a buffer: it moves with the module and is in its state_dict.
+    `class_weight` is a buffer: it moves with the module and is in its state_dict. With it a "mean" divides `z_loss` too
+    by the sum of the labels' weights, where Liger divides it by their number. `return_metrics`: a call returns
+    (loss, LossMetrics), of which `logsumexp` and `mean_entropy` have gradients.
     """
 
     class_weight: torch.Tensor | None
@@ -56,7 +58,7 @@ class LinearCrossEntropyLoss(nn.Module):
         bias: torch.Tensor | None = None,
         num_items: int | float | torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, LossMetrics]:
-        """hidden [T, D] or [B, S, D], weight [V, D], target [T] or [B, S], bias [V], num_items as in
+        """hidden [..., D], weight [V, D], target [...], bias [V], num_items as in
         `seqtile.linear_cross_entropy`."""
         return linear_cross_entropy(
             hidden, weight, target, bias=bias, num_items=num_items, class_weight=self.class_weight, **self.options
@@ -95,7 +97,7 @@ class LinearLogProbs(nn.Module):
     def forward(
         self, hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, *, bias: torch.Tensor | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """hidden [T, D] or [B, S, D], weight [V, D], target [T] or [B, S], bias [V]."""
+        """hidden [..., D], weight [V, D], target [...], bias [V]."""
         return linear_log_probs(hidden, weight, target, bias=bias, **self.options)
 
     def extra_repr(self) -> str:

@@ -120,7 +120,7 @@ def enable(
     the one before.
 
     Raises ValueError, and changes nothing, for a model without such layers, for keep_last or host_memory_limit
-    below 0 and for tokens < 1.
+    below 0, for tokens < 1 and for a GPU that is not there.
     """
     layers = layers_of(model) if isinstance(model, nn.Module) else []
     if not layers or not getattr(model, "supports_gradient_checkpointing", False):
@@ -132,11 +132,10 @@ def enable(
     if tokens is not None and tokens < 1:
         raise ValueError(f"tokens is {tokens}, expected at least 1")
     weight = next(model.parameters())
-    device = torch.device(weight.device if device is None else device)
+    device = _present(torch.device(weight.device if device is None else device))
     disable(model)
     checkpoints = None
     if device.type == "cuda":
-        device = torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
         checkpoints = Checkpoints(store_on(device, host_memory_limit), strict, device=device)
         if tokens is not None:
             size = tokens * model.config.get_text_config().hidden_size * weight.element_size()
@@ -148,6 +147,18 @@ def enable(
         setattr(model, _ENABLED, None)
     else:
         hand_out(checkpoints, model, keep_last)
+
+
+def _present(device: torch.device) -> torch.device:
+    """The device, with its number if it is a GPU. ValueError for a GPU that is not there."""
+    if device.type != "cuda":
+        return device
+    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if (device.index or 0) >= gpus:
+        raise ValueError(
+            f"device is {device}, but torch finds {gpus} GPUs here; leave device out to take where the weights are"
+        )
+    return torch.device("cuda", torch.cuda.current_device() if device.index is None else device.index)
 
 
 def enable_checkpointing(model: nn.Module) -> None:

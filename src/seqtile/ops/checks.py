@@ -17,11 +17,10 @@ def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
 def check_operands(op: str, reference: str, operands: dict[str, torch.Tensor]) -> None:
     """All of `operands` (name -> tensor) plain, on one device and, outside autocast, of one dtype: that of `reference`.
 
-    Raises TypeError for a type or dtype, ValueError for a device.
+    Raises TypeError for a type, layout or dtype, ValueError for a device.
     """
     for name, tensor in operands.items():
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{op}: {name} is a {type(tensor).__name__}, expected a tensor")
+        check_dense(op, name, tensor)
     first = operands[reference]
     for name, tensor in operands.items():
         if is_traceable_wrapper_subclass(tensor):
@@ -39,9 +38,24 @@ def check_operands(op: str, reference: str, operands: dict[str, torch.Tensor]) -
             )
 
 
+def check_dense(op: str, name: str, tensor: torch.Tensor) -> None:
+    """Raises TypeError unless `tensor` is a tensor whose numbers lie in memory as strides say."""
+    if not isinstance(tensor, torch.Tensor):
+        raise TypeError(f"{op}: {name} is a {type(tensor).__name__}, expected a tensor")
+    if tensor.is_nested:
+        raise TypeError(f"{op}: {name} is a nested tensor, expected a dense one; torch.cat its parts")
+    if tensor.layout is not torch.strided:
+        layout = str(tensor.layout).removeprefix("torch.")
+        raise TypeError(f"{op}: {name} is {layout}, expected a dense tensor; use .to_dense()")
+
+
 def check_device(op: str, name: str, tensor: torch.Tensor, reference: str, first: torch.Tensor) -> None:
-    if tensor.device != first.device:
-        raise ValueError(f"{op}: {name} is on {tensor.device}, {reference} on {first.device}; move them to one device")
+    if tensor.device == first.device:
+        return
+    remedy = "move them to one device"
+    if "meta" in (tensor.device.type, first.device.type):
+        remedy = "what is on meta has no values: load it first"
+    raise ValueError(f"{op}: {name} is on {tensor.device}, {reference} on {first.device}; {remedy}")
 
 
 def check_shape(op: str, name: str, tensor: torch.Tensor, expected: tuple[int, ...], meaning: str) -> None:
@@ -54,3 +68,12 @@ def check_first_derivative(op: str) -> None:
     """Raises RuntimeError in a backward that is itself to be differentiated (`create_graph=True`)."""
     if torch.is_grad_enabled():
         raise RuntimeError(f"{op} has no second derivative; call its backward without create_graph=True")
+
+
+def check_no_transform(op: str) -> None:
+    """Raises ValueError inside torch.vmap and torch.func's transforms, such as grad and jvp."""
+    if torch._C._are_functorch_transforms_active():
+        raise ValueError(
+            f"{op} cannot be transformed by torch.vmap or torch.func; loop over the batch, and take gradients by "
+            "torch.autograd"
+        )

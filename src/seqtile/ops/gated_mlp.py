@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.graph import Node
 
-from seqtile.ops.checks import autocast_dtype, check_first_derivative
+from seqtile.ops.checks import autocast_dtype, check_first_derivative, check_no_transform
 from seqtile.ops.mlp_checks import check_gated_mlp
 from seqtile.ops.mlp_tile import MLPTile
 from seqtile.ops.projection import LowRank, Projection, ProjectionGrad
@@ -86,6 +86,7 @@ def _plain(x: torch.Tensor, *projections: Projection, activation: str) -> torch.
 
 @torch.compiler.disable(reason="seqtile.gated_mlp saves its input in a node of its own")
 def _tiled(x: torch.Tensor, projections: list[Projection], activation: str, chunk_tokens: int) -> torch.Tensor:
+    check_no_transform("gated_mlp")
     # Each parameter gets a node of its own, in this order: gradients then arrive as they do without tiles, last one
     # first. ZeRO-1 and -2 fill their buckets as gradients arrive, so ranks with and without tiles must agree.
     tensors = [tensor for projection in projections for tensor in projection.tensors]

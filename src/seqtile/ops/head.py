@@ -8,7 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from seqtile.kernels.loss_options import LossOptions
-from seqtile.ops.checks import autocast_dtype
+from seqtile.ops.checks import autocast_dtype, check_no_transform
 from seqtile.ops.head_checks import check_class_weight, check_head, check_labels, check_number
 from seqtile.ops.logit_tiles import Operands, Settings
 from seqtile.ops.tiles import resolve_chunk_tokens
@@ -64,9 +64,10 @@ def run_head(op: str, run: Callable, operands: Operands, ignore_index: int | Non
 
 
 def _run_operands(op: str, run: Callable, operands: Operands, ignore_index: int | None, *args: Any) -> Any:
+    check_no_transform(op)  # here, since asking would put a node into a graph that breaks before it has another
     hidden, weight, bias, target, _, class_weight = operands
+    hidden, target = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1).long().contiguous()
     check_labels(op, target, weight.shape[0], ignore_index)
-    hidden, target = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1).contiguous()
     rows = None if ignore_index is None else labelled_rows(target, ignore_index)
     bias = None if bias is None else bias.contiguous()
     class_weight = None if class_weight is None else class_weight.float().contiguous()
@@ -81,10 +82,10 @@ def _run_labelled_operands(*args: Any) -> Any:
 def labelled_rows(target: torch.Tensor, ignore_index: int) -> torch.Tensor | None:
     """Where `target` [T] is not `ignore_index`: [n] int64, or None if that is everywhere.
 
-    The one wait for the device in a call: the loop over tiles must know n. A simulation on fake tensors, where n is not
-    known, takes all tokens down the path that some would take.
+    The one wait for the device in a call: the loop over tiles must know n. A simulation, where n is not known, takes
+    all tokens down the path that some would take.
     """
-    if isinstance(target, FakeTensor):
+    if isinstance(target, FakeTensor) or target.is_meta:
         return torch.arange(target.shape[0], device=target.device)
     rows = (target != ignore_index).nonzero().squeeze(1)
     return None if rows.shape[0] == target.shape[0] else rows

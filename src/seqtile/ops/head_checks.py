@@ -6,7 +6,10 @@ from numbers import Integral, Real
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from seqtile.ops.checks import check_device, check_operands, check_shape
+from seqtile.ops.checks import check_dense, check_device, check_operands, check_shape
+
+_LABELS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32)
+"""What a target may be: int64, and what becomes int64 exactly."""
 
 
 def check_head(
@@ -21,19 +24,18 @@ def check_head(
     """Raises TypeError or ValueError for tensors that do not fit each other."""
     operands = {"hidden": hidden, "weight": weight} | ({} if bias is None else {"bias": bias})
     check_operands(op, "hidden", operands)
-    if hidden.dim() not in (2, 3):
-        raise ValueError(f"{op}: hidden has shape {list(hidden.shape)}, expected [T, D] or [B, S, D]")
+    if hidden.dim() == 0:
+        raise ValueError(f"{op}: hidden has shape [], expected [..., D]")
     if hidden.numel() == 0:
         raise ValueError(f"{op}: hidden has shape {list(hidden.shape)}, an empty sequence; pass at least one token")
     if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
         raise ValueError(f"{op}: weight has shape {list(weight.shape)}, expected [V, D] with D = {hidden.shape[-1]}")
     if bias is not None:
         check_shape(op, "bias", bias, (weight.shape[0],), "[V]")
-    if not isinstance(target, torch.Tensor):
-        raise TypeError(f"{op}: target is a {type(target).__name__}, expected a tensor")
+    check_dense(op, "target", target)
     check_shape(op, "target", target, tuple(hidden.shape[:-1]), "hidden's shape without D")
-    if target.dtype != torch.int64:
-        raise TypeError(f"{op}: target is {target.dtype}, expected torch.int64; use target.long()")
+    if target.dtype not in _LABELS:
+        raise TypeError(f"{op}: target is {target.dtype}, expected torch.int64 or a smaller integer; use target.long()")
     check_device(op, "target", target, "hidden", hidden)
     if ignore_index is not None and (not isinstance(ignore_index, Integral) or isinstance(ignore_index, bool)):
         raise TypeError(f"{op}: ignore_index is {ignore_index!r}, expected an int, or None if nothing is ignored")
@@ -44,9 +46,11 @@ def check_head(
 
 
 def check_class_weight(op: str, class_weight: torch.Tensor, hidden: torch.Tensor, vocab: int) -> None:
-    if not isinstance(class_weight, torch.Tensor) or not class_weight.is_floating_point():
-        kind = getattr(class_weight, "dtype", type(class_weight).__name__)
-        raise TypeError(f"{op}: class_weight is {kind}, expected a floating-point tensor of one weight a token id")
+    check_dense(op, "class_weight", class_weight)
+    if not class_weight.is_floating_point():
+        raise TypeError(
+            f"{op}: class_weight is {class_weight.dtype}, expected a floating-point tensor of one weight a token id"
+        )
     check_shape(op, "class_weight", class_weight, (vocab,), "[V]")
     check_device(op, "class_weight", class_weight, "hidden", hidden)
     if class_weight.requires_grad:

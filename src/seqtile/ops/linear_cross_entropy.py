@@ -14,12 +14,15 @@ _OP = "linear_cross_entropy"
 
 
 class LossMetrics(NamedTuple):
-    """What the tiles know besides the loss, without gradients.
+    """What the tiles know besides the loss.
 
     token_accuracy: share of the labelled tokens that are predicted right; a float32 scalar, NaN if none is labelled.
     predicted_tokens: the token of the largest logit; int64, target's shape, -1 for ignored tokens.
     mean_entropy: of the softmax over labelled tokens, in nats; a float32 scalar, NaN if none is labelled.
     logsumexp: of the logits; float32, target's shape, 0 for ignored tokens.
+
+    The last two are differentiable, for a z-loss or an entropy bonus of one's own. Like a loss they hold the graph, so
+    detach what is kept for longer than a step.
     """
 
     token_accuracy: torch.Tensor
@@ -49,9 +52,9 @@ def linear_cross_entropy(
     """cross_entropy(logits, target) without the logits, which are logit_scale * hidden @ weight.T + bias, soft-capped.
 
     Args:
-        hidden: [T, D] or [B, S, D], float32, bfloat16 or float16.
+        hidden: [..., D], as [T, D] or [B, S, D]; float32, bfloat16 or float16.
         weight: [V, D], bias: [V] or None, the dtype of `hidden` (any of the three under autocast).
-        target: [T] or [B, S], int64, already shifted: target[t] is the token that follows hidden[t].
+        target: [...], integers, int64 without a copy, already shifted: target[t] is the token that follows hidden[t].
         ignore_index: tokens with this target count for nothing and cost nothing. None: no token is ignored, and the
             device is never waited for.
         reduction: "mean" over labelled tokens (with `class_weight`, over their weights), "sum", or "none".
@@ -59,7 +62,9 @@ def linear_cross_entropy(
         label_smoothing: in [0, 1], as torch's cross_entropy defines it.
         class_weight: [V], any floating dtype, as torch's cross_entropy defines it.
         z_loss: adds z_loss * logsumexp(logits)**2 to every labelled token's loss, under the same reduction: without its
-            class_weight, but divided by what the sum is divided by.
+            class_weight, but divided by what the sum is divided by. So with `class_weight` a "mean" divides it by the
+            sum of the labels' weights, where Liger divides it by n, the number of labelled tokens: for Liger's value
+            leave it 0 and add z_loss * metrics.logsumexp.square().sum() / n.
         logit_scale: multiplies hidden @ weight.T, before the bias.
         softcap: logits become softcap * tanh(logits / softcap); None for no cap.
         accumulate_dtype: of the gradients of weight and bias while they add up over tiles; None for their own dtype.
@@ -72,10 +77,12 @@ def linear_cross_entropy(
 
     Gradients: of `hidden` in its dtype, of `weight` and `bias` summed over tiles in float32 and rounded once. The
     upstream gradient is applied in the backward, once, in float32. With "none" it differs from token to token, so the
-    backward recomputes the tiles; so does a second backward (`retain_graph=True`).
+    backward recomputes the tiles; so does a second backward (`retain_graph=True`), and one in which metrics have a
+    gradient.
 
     FLOPs: n labelled tokens cost 3 u, where u = 2 n D V; 4 u with "none"; 1 u less for a frozen hidden or weight;
-    1 u without gradients.
+    1 u without gradients. Metrics cost none, but a backward in which they have a gradient costs 3 u more (with "none"
+    no more). A compiled graph cannot know whether they will: `return_metrics` makes it 4 u there in any case.
 
     Memory: one tile of logits [chunk_tokens, V], d_hidden (the size of `hidden`), d_weight in float32 and its rounding.
     If some tokens are ignored also a tile [chunk_tokens, D]; under autocast the cast weight. Nothing else grows with T
@@ -84,12 +91,13 @@ def linear_cross_entropy(
 
     Under autocast the operands are cast, hidden tile by tile. Under torch.compile all of it is compiled, anew for each
     number of tokens (torch's limit is 8) and with one more sum of d_weight alive, if `ignore_index` is None; else
-    counting the labelled tokens breaks the graph and the op runs eagerly. torch.func's transforms are not supported.
+    counting the labelled tokens breaks the graph and the op runs eagerly.
 
     Raises:
-        TypeError, ValueError: types, dtypes, devices, shapes or numbers that do not fit, an empty sequence; on a CPU
-            also a target outside [0, V). On a GPU, where such a target cannot be looked at without waiting for the
-            device, and in a compiled graph, it makes its loss and the gradients NaN.
+        TypeError, ValueError: types, dtypes, devices, shapes or numbers that do not fit, an empty sequence, sparse or
+            nested tensors, a transform of torch.func; on a CPU also a target outside [0, V). On a GPU, where such a
+            target cannot be looked at without waiting for the device, and in a compiled graph, it makes its loss and
+            the gradients NaN.
         RuntimeError: in a backward with `create_graph=True`.
     """
     check_reduction(_OP, reduction, num_items)
@@ -152,6 +160,6 @@ def _metrics(operands: Operands, values: Values, shape: torch.Size) -> LossMetri
     return LossMetrics(
         token_accuracy=(values.predicted == labels).float().mean(),
         predicted_tokens=spread(values.predicted, operands.rows, shape, fill=-1),
-        mean_entropy=values.entropy.detach().mean(),
+        mean_entropy=values.entropy.mean(),
         logsumexp=spread(values.lse, operands.rows, shape),
     )

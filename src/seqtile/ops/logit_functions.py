@@ -10,73 +10,93 @@ from seqtile.ops.weight_grad import main_grad_of
 
 
 class TotalLossFunction(torch.autograd.Function):
-    """The sum of the losses of `operands`, and without gradients their log-sum-exp, entropies and predicted tokens.
+    """The sum of the losses of `operands`, and if wanted their log-sum-exp and entropies, all three with gradients, and
+    their predicted tokens.
 
     3 matrix products in all, 1 without gradients. The upstream gradient is applied in the backward, once, in float32,
     in place, and what it is applied to is given away: a second backward (`retain_graph=True`) recomputes the tiles.
+    So does a backward in which log-sum-exps or entropies have a gradient, which is known only there: 3 products more.
     """
 
     @staticmethod
     def forward(ctx, settings: Settings, metrics: bool, differentiate: bool, *operands: torch.Tensor | None):
         operands = Operands(*operands)
         values = operands.new_values(metrics, metrics)
-        ctx.settings = settings
-        ctx.main_grads = [main_grad_of(parameter) for parameter in (operands.weight, operands.bias)]
         ctx.needs = [differentiate and needed for needed in ctx.needs_input_grad[3:6]]
+        _prepare_backward(ctx, settings, operands, values)
         ctx.gradients, ctx.unit = _total_gradients(ctx, operands, values)
-        ctx.save_for_backward(*operands)
-        ctx.mark_non_differentiable(*(value for value in values[1:] if value is not None))
         return values.losses.sum(), *values[1:]
 
     @staticmethod
-    def backward(ctx, upstream: torch.Tensor, *_):
+    def backward(ctx, upstream: torch.Tensor | None, *d_metrics: torch.Tensor | None):
         check_first_derivative("linear_cross_entropy")
         gradients, ctx.gradients = ctx.gradients, None
+        if any(d_values is not None for d_values in d_metrics):
+            del gradients  # before there are others
+            operands = _saved(ctx)
+            d_losses = None if upstream is None else upstream.expand(operands.labelled())
+            return _recomputed(ctx, operands, d_losses, *d_metrics)
+        if upstream is None:
+            return (None,) * 9
         if gradients is None:
             operands = _saved(ctx)
             gradients, _ = _total_gradients(ctx, operands, operands.new_values())
         return None, None, None, *gradients.scaled(upstream * ctx.unit, ctx.settings, ctx.main_grads), None, None, None
 
 
-def _total_gradients(ctx, operands: Operands, values: Values) -> tuple[Gradients, torch.Tensor | float]:
-    """Writes `values`; the gradients of their sum, up to a factor, and that factor."""
-    if operands.class_weight is None or not any(ctx.needs):
-        return sweep(operands, ctx.settings, values, ctx.needs), 1.0
-    unit = power_of_two(operands.class_weight)
-    return sweep(operands, ctx.settings, values, ctx.needs, (1 / unit).expand_as(values.losses).contiguous()), unit
-
-
 class TokenLossFunction(torch.autograd.Function):
-    """The loss and, if wanted, the entropy of every labelled token, both with gradients; log-sum-exp and predicted
-    token without. One matrix product in the forward, three in the backward; nothing but the operands is kept.
+    """The loss of every labelled token, and if wanted its log-sum-exp and entropy, all with gradients, and predicted
+    token. One matrix product in the forward, three in the backward; nothing but the operands is kept.
     """
 
     @staticmethod
     def forward(ctx, settings: Settings, entropy: bool, metrics: bool, *operands: torch.Tensor | None):
         operands = Operands(*operands)
         values = operands.new_values(entropy or metrics, metrics)
+        _prepare_backward(ctx, settings, operands, values)
         sweep(operands, settings, values)
-        ctx.settings = settings
-        ctx.main_grads = [main_grad_of(parameter) for parameter in (operands.weight, operands.bias)]
-        ctx.save_for_backward(*operands)
-        ctx.set_materialize_grads(False)
-        ctx.mark_non_differentiable(*(value for value in (values.lse, values.predicted) if value is not None))
         return tuple(values)
 
     @staticmethod
-    def backward(ctx, d_losses: torch.Tensor | None, _, d_entropy: torch.Tensor | None, __):
+    def backward(ctx, *d_values: torch.Tensor | None):
         check_first_derivative("linear_log_probs, or linear_cross_entropy with reduction='none',")
-        operands = _saved(ctx)
-        values = operands.new_values()
-        row_scale = torch.zeros_like(values.losses) if d_losses is None else d_losses.contiguous()
-        entropy_scale = None if d_entropy is None else d_entropy.contiguous()
-        unit = power_of_two(row_scale, entropy_scale)
-        if operands.class_weight is not None:
-            unit = unit * power_of_two(operands.class_weight)
-        row_scale = row_scale / unit
-        entropy_scale = None if entropy_scale is None else entropy_scale / unit
-        gradients = sweep(operands, ctx.settings, values, ctx.needs_input_grad[3:6], row_scale, entropy_scale)
-        return None, None, None, *gradients.scaled(unit, ctx.settings, ctx.main_grads), None, None, None
+        return _recomputed(ctx, _saved(ctx), *d_values)
+
+
+def _prepare_backward(ctx, settings: Settings, operands: Operands, values: Values) -> None:
+    """What both functions leave for their backward; a gradient that is not there is then None, not zeros."""
+    ctx.settings = settings
+    ctx.main_grads = [main_grad_of(parameter) for parameter in (operands.weight, operands.bias)]
+    ctx.save_for_backward(*operands)
+    ctx.set_materialize_grads(False)
+    if values.predicted is not None:
+        ctx.mark_non_differentiable(values.predicted)
+
+
+def _total_gradients(ctx, operands: Operands, values: Values) -> tuple[Gradients, torch.Tensor | float]:
+    """Writes `values`; the gradients of the sum of the losses, up to a factor, and that factor."""
+    if operands.class_weight is None or not any(ctx.needs):
+        return sweep(operands, ctx.settings, values, ctx.needs), 1.0
+    unit = power_of_two(operands.class_weight)
+    return sweep(operands, ctx.settings, values, ctx.needs, (1 / unit).expand_as(values.losses).contiguous()), unit
+
+
+def _recomputed(
+    ctx,
+    operands: Operands,
+    d_losses: torch.Tensor | None,
+    d_lse: torch.Tensor | None,
+    d_entropy: torch.Tensor | None,
+    _: None,
+) -> tuple[torch.Tensor | None, ...]:
+    """What a backward returns where every labelled token has gradients of its own, [n] float32 each, by one sweep."""
+    values = operands.new_values()
+    d_losses = torch.zeros_like(values.losses) if d_losses is None else d_losses
+    of_losses = d_losses if operands.class_weight is None else d_losses * power_of_two(operands.class_weight)
+    unit = power_of_two(of_losses, d_lse, d_entropy)
+    scales = [None if scale is None else scale.contiguous() / unit for scale in (d_losses, d_lse, d_entropy)]
+    gradients = sweep(operands, ctx.settings, values, ctx.needs_input_grad[3:6], *scales)
+    return None, None, None, *gradients.scaled(unit, ctx.settings, ctx.main_grads), None, None, None
 
 
 def _saved(ctx) -> Operands:

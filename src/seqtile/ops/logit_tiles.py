@@ -106,10 +106,12 @@ def sweep(
     values: Values,
     needs: Sequence[bool] = (False, False, False),
     row_scale: torch.Tensor | None = None,
+    lse_scale: torch.Tensor | None = None,
     entropy_scale: torch.Tensor | None = None,
 ) -> Gradients:
     """Goes over the tiles once, writes `values`, and returns those gradients of hidden, weight and bias that are in
-    `needs`: of sum(row_scale * losses + entropy_scale * entropies), None standing for ones and for zeros.
+    `needs`: of sum(row_scale * losses + lse_scale * lse + entropy_scale * entropies). None stands for ones as
+    `row_scale`, for zeros as the others.
 
     2 n D V FLOP for the logits, as many for d_hidden and for d_weight. Allocates one tile of logits [C, V], d_hidden
     and d_weight; where some tokens are ignored, or autocast changes the dtype, one tile [C, D] besides.
@@ -136,6 +138,7 @@ def sweep(
             predicted=_part(values.predicted, tile),
             write_grad=any(needs),
             row_scale=_part(row_scale, tile),
+            lse_scale=_part(lse_scale, tile),
             entropy_scale=_part(entropy_scale, tile),
         )
         d_logits = logits

@@ -6,7 +6,7 @@ from numbers import Real
 import torch
 
 from seqtile.kernels.launch import ACTIVATIONS
-from seqtile.ops.checks import DTYPES, check_device, check_operands, check_shape
+from seqtile.ops.checks import DTYPES, check_dense, check_device, check_operands, check_shape
 from seqtile.ops.projection import LowRank, Projection
 
 _OP = "gated_mlp"
@@ -55,8 +55,7 @@ def _check_projection(name: str, projection: Projection, out_features: int, in_f
     if isinstance(projection.scale, bool) or not isinstance(projection.scale, Real):
         raise TypeError(f"{_OP}: {name}_lora.scale is {projection.scale!r}, expected a Python number")
     for part, tensor in (("a", projection.a), ("b", projection.b)):
-        if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"{_OP}: {name}_lora.{part} is a {type(tensor).__name__}, expected a tensor")
+        check_dense(_OP, f"{name}_lora.{part}", tensor)
         if tensor.dim() != 2 or tensor.dtype not in DTYPES:
             raise ValueError(
                 f"{_OP}: {name}_lora.{part} is {tensor.dtype} {list(tensor.shape)}, expected a floating-point matrix"

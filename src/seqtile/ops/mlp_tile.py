@@ -32,7 +32,8 @@ class MLPTile:
         down_grad: ProjectionGrad,
         out: torch.Tensor | None,
     ) -> None:
-        """Adds to the gradients, and writes that of x to `out` if given. Gate and up again, then 6 u: 8 u."""
+        """Adds to the gradients, and writes that of x to `out` if given, which must not be x. Gate and up again, then
+        6 u: 8 u."""
         gate, up, both = self._gate_and_up(x)
         if self._product is None:
             self._product = self._both.new_empty(self._both.shape[0], self._both.shape[1] // 2)

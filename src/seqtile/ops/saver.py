@@ -55,11 +55,13 @@ class Saved(NamedTuple):
         return (*others[: self.first], foremost, *others[self.first :])
 
 
-def save_inputs(tensors: Sequence[torch.Tensor | None]) -> tuple[list[torch.Tensor | None], Saved | None]:
-    """Saves the tensors, now, by the first of them that requires a gradient. Returns them, that one as a view, and
-    where they are saved; None if none requires a gradient, or none is wanted."""
+def save_inputs(
+    tensors: Sequence[torch.Tensor | None], *also: torch.Tensor
+) -> tuple[list[torch.Tensor | None], Saved | None]:
+    """Saves the tensors, then `also`, now, by the first of `tensors` that requires a gradient. Returns `tensors`, that
+    one as a view, and where all are saved; None if none of them requires a gradient, or none is wanted."""
     first = next((i for i, tensor in enumerate(tensors) if tensor is not None and tensor.requires_grad), None)
     if first is None or not torch.is_grad_enabled():
         return list(tensors), None
-    view, node = save_input(tensors[first], *tensors[:first], *tensors[first + 1 :])
+    view, node = save_input(tensors[first], *tensors[:first], *tensors[first + 1 :], *also)
     return [*tensors[:first], view, *tensors[first + 1 :]], Saved(node, first)

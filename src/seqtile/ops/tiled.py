@@ -5,17 +5,16 @@ once, so that what is inside the function never has the length of the sequence.
 Source: Arctic Long Sequence Training, 3.1 (TiledCompute).
 """
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
-from torch.autograd.graph import Node, saved_tensors_hooks
+from torch.autograd.graph import saved_tensors_hooks
 
-from seqtile.ops.checks import check_first_derivative
-from seqtile.ops.saver import save_input
-from seqtile.ops.tiled_checks import check_inputs, check_leaves, check_outputs, listed
+from seqtile.ops.checks import check_first_derivative, check_no_transform
+from seqtile.ops.saver import Saved, save_inputs
+from seqtile.ops.tiled_checks import check_inputs, check_leaves, listed
+from seqtile.ops.tiled_plan import Plan, plan_for
+from seqtile.ops.tiled_trial import check_by_trial
 from seqtile.ops.tiles import resolve_chunk_tokens, tiles
 from seqtile.ops.weight_grad import WeightGrad, main_grad_of
 
@@ -29,6 +28,7 @@ def tiled(
     shared: Iterable[torch.Tensor] = (),
     chunk_tokens: int | None = None,
     dim: int = -2,
+    check: bool = False,
 ) -> Outputs:
     """fn(*inputs, *shared), computed tile by tile along `dim`.
 
@@ -42,15 +42,26 @@ def tiled(
         chunk_tokens: tokens a tile (all dimensions but `dim` and the last counted in), see `ops/tiles.py`; None for its
             rule.
         dim: the dimension that is cut.
+        check: compute 8 tokens whole, once more and cut in two first, and raise ValueError if fn mixes tokens, keeps
+            state or draws random numbers; what it changed is put back. For trying a function out: it waits for the
+            device, and copies `shared` and what fn holds.
 
-    Random numbers: a tile draws in the backward what it drew in the forward, not what an untiled fn would. Autocast
-    is in the backward what it was in the forward; casts are not cached between tiles.
+    State: fn runs once a tile and again in the backward, so it must change nothing. A change in place raises: of its
+    inputs, of `shared` and `params`, and of tensors that it holds (in its closure, defaults and bound arguments, in
+    globals that it names, as buffers and attributes of modules there). So do random numbers from a generator that it
+    holds. What was changed is put back before, unless it is larger than a tile. Not seen without `check` are changes
+    through `.data`, a tensor put in another's place, numbers of Python, what is kept elsewhere, and what F.batch_norm
+    is given (nn.BatchNorm is seen).
+
+    Random numbers of torch's default generators: a tile draws in the backward what it drew in the forward, not what an
+    untiled fn would. Autocast is in the backward what it was in the forward; casts are not cached between tiles.
 
     FLOPs: one forward of `fn` more than untiled. Under non-reentrant checkpointing, whose replay stops before `fn`, no
     more, but for what the replay of an untiled `fn` leaves out at its end.
 
     Memory: saves the inputs and nothing of what is inside; allocates the outputs, in the backward the gradients of the
-    inputs and a float32 sum for each of `params` and `shared`; and what `fn` needs for one tile.
+    inputs and a float32 sum for each of `params` and `shared`; what `fn` needs for one tile; a copy of the first
+    tile's inputs, and as much at most of small tensors that `fn` holds.
 
     No more tokens than a tile: fn is called as it is.
 
@@ -59,61 +70,19 @@ def tiled(
     Raises:
         TypeError, ValueError: inputs that are no tensors or of different lengths; an output that is not as long as its
             inputs; a leaf that `fn` uses but that is not in `params`; parameters that are sharded (ZeRO-3, DTensor):
-            each tile would gather them, and ranks with different numbers of tiles would wait for each other for ever.
-        RuntimeError: in the backward, for second derivatives (`create_graph=True`).
+            each tile would gather them, and ranks with different numbers of tiles would wait for each other for ever;
+            state, as above; sparse inputs; torch.vmap or torch.func around it.
+        RuntimeError: in the backward, for second derivatives (`create_graph=True`), and for a leaf that is not in
+            `params` and that only a later tile uses.
     """
     params, shared = listed("params", params), listed("shared", shared)
     length, tokens_of_one = check_inputs(inputs, shared, params, dim)
     step = max(1, resolve_chunk_tokens(chunk_tokens, inputs[0].shape[-1]) // max(1, tokens_of_one))
+    if check:
+        check_by_trial(fn, inputs, shared, dim)
     if length <= step:
         return fn(*inputs, *shared)
     return _tiled(fn, inputs, params, shared, step, dim)
-
-
-@dataclass
-class Plan:
-    """What a tile is and how it is computed: the same in the forward and in the backward."""
-
-    fn: Callable[..., Outputs]
-    step: int
-    dim: int
-    inputs: int
-    """How many of the saved tensors are inputs; the shared ones follow, then the parameters."""
-    shared: int
-    device: torch.device
-    autocast: dict[str, Any]
-    random_states: list[torch.Tensor]
-
-    def cut(self, tensor: torch.Tensor, tile: slice) -> torch.Tensor:
-        return tensor.narrow(self.dim, tile.start, tile.stop - tile.start)
-
-    def run(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        with torch.autocast(**self.autocast, cache_enabled=False):  # a cached cast's graph would serve one tile only
-            outputs = self.fn(*tensors)
-        return outputs if isinstance(outputs, tuple) else (outputs,)
-
-    @contextmanager
-    def replayed_random(self) -> Iterator[None]:
-        """Random numbers from where the forward drew them."""
-        devices = [] if self.device.type == "cpu" else [self.device]
-        with torch.random.fork_rng(devices, device_type=self.device.type if devices else "cuda"):
-            torch.set_rng_state(self.random_states[0])
-            if devices:
-                torch.get_device_module(self.device).set_rng_state(self.random_states[1], self.device)
-            yield
-
-
-def _plan(fn: Callable, inputs: tuple[torch.Tensor, ...], shared: int, step: int, dim: int) -> Plan:
-    device = inputs[0].device
-    states = [torch.get_rng_state()]
-    if device.type != "cpu":
-        states.append(torch.get_device_module(device).get_rng_state(device))
-    autocast = {
-        "device_type": device.type,
-        "dtype": torch.get_autocast_dtype(device.type),
-        "enabled": torch.is_autocast_enabled(device.type),
-    }
-    return Plan(fn, step, dim, len(inputs), shared, device, autocast, states)
 
 
 @torch.compiler.disable(reason="seqtile.tiled runs its function tile by tile")
@@ -125,50 +94,46 @@ def _tiled(
     step: int,
     dim: int,
 ) -> Outputs:
-    plan = _plan(fn, inputs, len(shared), step, dim)
+    check_no_transform("tiled")
+    plan = plan_for(fn, inputs, len(shared), step, dim)
     given = (*inputs, *shared)
     leaves = [param.view_as(param) for param in params]  # gradients then arrive in the reverse of this order
-    node, first = None, next((i for i, tensor in enumerate(given) if tensor.requires_grad), None)
-    if torch.is_grad_enabled() and first is not None:
-        saved, node = save_input(given[first], *given[:first], *given[first + 1 :], *params)
-        given = (*given[:first], saved, *given[first + 1 :])
-    outputs = TiledFunction.apply(plan, params, first or 0, node, torch.is_grad_enabled(), *given, *leaves)
+    given, saved = save_inputs(given, *params)
+    outputs = TiledFunction.apply(plan, params, saved, torch.is_grad_enabled(), *given, *leaves)
     return outputs if len(outputs) > 1 else outputs[0]
 
 
 class TiledFunction(torch.autograd.Function):
-    """`tensors` are inputs, shared tensors and leaves that stand for `params`, which take their gradients. `node` holds
-    them for the backward, that of index `first` foremost, if one of them requires a gradient."""
+    """`tensors` are inputs, shared tensors and leaves that stand for `params`, which take their gradients. They are
+    `saved` for the backward if an input or shared tensor requires a gradient."""
 
     @staticmethod
     def forward(
         ctx,
         plan: Plan,
         params: tuple[torch.Tensor, ...],
-        first: int,
-        node: Node | None,
+        saved: Saved | None,
         differentiate: bool,
         *tensors: torch.Tensor,
     ) -> tuple[torch.Tensor, ...]:
         given = tensors[: plan.inputs + plan.shared]
-        ctx.plan, ctx.params, ctx.first, ctx.node = plan, params, first, node
+        ctx.plan, ctx.params, ctx.saved = plan, params, saved
         ctx.main_grads = [None] * plan.shared + [main_grad_of(param) for param in params]
-        if node is None:
+        if saved is None:
             ctx.save_for_backward(*given, *params)
         inputs, shared = given[: plan.inputs], given[plan.inputs :]
         length = inputs[0].shape[plan.dim]
+        watch = plan.watch(inputs, shared, params)
         outputs: list[torch.Tensor] = []
         for tile in tiles(length, plan.step):
             pieces = [plan.cut(tensor, tile) for tensor in inputs]
-            if not outputs and differentiate:  # what fn uses is the same in every tile, so the first tells
+            if not outputs and differentiate:  # most functions use the same in every tile, so the first tells
                 with torch.enable_grad(), saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach):
                     leaves = _leaves((*pieces, *shared))  # the hooks hide what is saved here from a checkpoint around
-                    results = plan.run(*leaves)
-                check_outputs(results, tile.stop - tile.start, plan.dim)
+                    results = plan.run(watch, (*watch.guarded(leaves[: plan.inputs]), *leaves[plan.inputs :]))
                 check_leaves(results, (*leaves, *params))
             else:
-                results = plan.run(*pieces, *shared)
-                check_outputs(results, tile.stop - tile.start, plan.dim)
+                results = plan.run(watch, (*(pieces if outputs else watch.guarded(pieces)), *shared))
             if not outputs:
                 outputs = [_lengthened(result, length, plan.dim) for result in results]
             for output, result in zip(outputs, results, strict=True):
@@ -180,9 +145,10 @@ class TiledFunction(torch.autograd.Function):
     def backward(ctx, *d_outputs: torch.Tensor):
         check_first_derivative("tiled")
         plan: Plan = ctx.plan
-        given = _saved(ctx)
+        saved = ctx.saved_tensors if ctx.saved is None else ctx.saved.tensors
+        given = saved[: plan.inputs + plan.shared]
         inputs, shared = given[: plan.inputs], given[plan.inputs :]
-        needs = ctx.needs_input_grad[5:]
+        needs = ctx.needs_input_grad[4:]
         d_inputs = [torch.empty_like(x) if need else None for x, need in zip(inputs, needs, strict=False)]
         sums = [
             WeightGrad(tensor, main_grad=main_grad) if need else None
@@ -191,10 +157,13 @@ class TiledFunction(torch.autograd.Function):
             )
         ]
 
+        watch = plan.watch(inputs, shared, ctx.params)
+
         def add_tile(tile: slice) -> None:  # a function, so that the gradients of a tile are gone before the next
             with torch.enable_grad():
                 leaves = _leaves((*(plan.cut(x, tile) for x in inputs), *shared))
-                results = plan.run(*leaves)
+                results = plan.run(watch, leaves, RuntimeError)
+            check_leaves(results, (*leaves, *ctx.params), RuntimeError)  # a later tile may use what the first does not
             gradients = _gradients(results, [plan.cut(d, tile) for d in d_outputs], [*leaves, *ctx.params], list(needs))
             for d_input, gradient in zip(d_inputs, gradients, strict=False):
                 if d_input is not None:
@@ -204,19 +173,10 @@ class TiledFunction(torch.autograd.Function):
                 if total is not None and gradient is not None:
                     total.add_whole(gradient)
 
-        with plan.replayed_random():
+        with plan.state.random_as_then():
             for tile in tiles(inputs[0].shape[plan.dim], plan.step):
                 add_tile(tile)
-        return None, None, None, None, None, *d_inputs, *(None if total is None else total.result() for total in sums)
-
-
-def _saved(ctx) -> tuple[torch.Tensor, ...]:
-    """Inputs and shared tensors, in their order."""
-    count = ctx.plan.inputs + ctx.plan.shared
-    if ctx.node is None:
-        return ctx.saved_tensors[:count]
-    foremost, *others = ctx.node.saved_tensors[:count]
-    return (*others[: ctx.first], foremost, *others[ctx.first :])
+        return None, None, None, None, *d_inputs, *(None if total is None else total.result() for total in sums)
 
 
 def _leaves(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:

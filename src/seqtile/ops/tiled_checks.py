@@ -5,6 +5,8 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from seqtile.ops.checks import check_dense
+
 
 def listed(name: str, tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
     """The tensors of an iterable; a TypeError for what is none, or one tensor by itself."""
@@ -23,6 +25,8 @@ def check_inputs(
         for i, tensor in enumerate(tensors):
             if not isinstance(tensor, torch.Tensor):
                 raise TypeError(f"tiled: {kind} {i} is a {type(tensor).__name__}, expected a tensor")
+            if kind == "input" or tensor.requires_grad:  # what is neither cut nor summed may be of any layout
+                check_dense("tiled", f"{kind} {i}", tensor)
     for i, tensor in enumerate(inputs):
         if not -tensor.dim() <= dim < tensor.dim() or tensor.shape[dim] == 0:
             raise ValueError(f"tiled: input {i} has shape {list(tensor.shape)}, expected tokens along dimension {dim}")
@@ -34,10 +38,17 @@ def check_inputs(
     for i, param in enumerate(params):
         if not param.is_leaf:
             raise ValueError(f"tiled: parameter {i} is computed from others; pass it as shared, or list those")
-        if hasattr(param, "ds_id") or is_traceable_wrapper_subclass(param):
+        if hasattr(param, "ds_id"):
             raise ValueError(
-                f"tiled: parameter {i} is a {type(param).__name__} sharded over ranks (by ZeRO-3, or as a DTensor): "
-                "every tile would gather it, and ranks may have different numbers of tiles; gather it first"
+                f"tiled: parameter {i} is sharded over ranks by ZeRO-3: every tile would gather it, inside "
+                "GatheredParameters too, and ranks may have different numbers of tiles; leave this part untiled, use "
+                "ZeRO-2 or FSDP2, or inside GatheredParameters around forward and backward pass its clone as shared"
+            )
+        if is_traceable_wrapper_subclass(param):
+            raise ValueError(
+                f"tiled: parameter {i} is a {type(param).__name__}, sharded over ranks: every tile would gather it, "
+                "and ranks may have different numbers of tiles; under FSDP2 call tiled in the forward of the module "
+                "that is sharded, where its parameters are whole, else pass .full_tensor() as shared"
             )
     first = inputs[0]
     others = [size for i, size in enumerate(first.shape[:-1]) if i != dim % first.dim()]
@@ -56,8 +67,10 @@ def check_outputs(results: Sequence[torch.Tensor], length: int, dim: int) -> Non
             )
 
 
-def check_leaves(results: Sequence[torch.Tensor], known: Sequence[torch.Tensor]) -> None:
-    """Raises ValueError if the results' graph reaches a leaf that is not `known`: its gradient would be lost."""
+def check_leaves(
+    results: Sequence[torch.Tensor], known: Sequence[torch.Tensor], error: type[Exception] = ValueError
+) -> None:
+    """Raises `error` if the results' graph reaches a leaf that is not `known`: its gradient would be lost."""
     allowed = {id(tensor) for tensor in known}
     seen, pending = set(), [result.grad_fn for result in results if result.grad_fn is not None]
     while pending:
@@ -67,7 +80,7 @@ def check_leaves(results: Sequence[torch.Tensor], known: Sequence[torch.Tensor])
         seen.add(node)
         leaf = getattr(node, "variable", None)
         if leaf is not None and id(leaf) not in allowed:
-            raise ValueError(
+            raise error(
                 f"tiled: fn uses a tensor {list(leaf.shape)} that requires a gradient and that it was not given; list "
                 "it in params, or if it is computed from others pass what fn uses as shared"
             )

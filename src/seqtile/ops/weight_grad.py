@@ -52,8 +52,9 @@ class WeightGrad:
             self.total.add_(torch.mm(left.t(), right, out_dtype=torch.float32))
 
     def add_whole(self, gradient: torch.Tensor) -> None:
-        """Adds a tile's gradient that is there already, of the parameter's shape."""
+        """Adds a tile's gradient that is there already, of the parameter's shape; it may be sparse."""
         total = self.total.view(self._shape)
+        gradient = gradient.to_dense() if gradient.is_sparse else gradient
         total.copy_(gradient) if self._empty else total.add_(gradient)
         self._empty = False
 

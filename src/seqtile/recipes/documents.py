@@ -1,12 +1,15 @@
 """Long documents: text files, one after the other, cut into sequences of exactly the length asked for."""
 
 import os
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase
+
+from seqtile.recipes.tokens import tokens_of
 
 
 def standard_library() -> tuple[Path, ...]:
@@ -20,8 +23,8 @@ class Sequences:
 
     rows: torch.Tensor  # [count, seq_len] int64 token ids
     files: int
-    skipped: int  # files that are not UTF-8 text
-    tokens: int
+    skipped: int  # files that are not UTF-8 text, as far as they were read
+    tokens: int  # of what was read
 
     def __str__(self) -> str:
         count, seq_len = self.rows.shape
@@ -40,17 +43,33 @@ def counted(number: int, noun: str) -> str:
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
 
 
-def read_texts(paths: tuple[Path, ...]) -> Iterator[str | None]:
-    """The texts of the files, and of the files under the directories, in sorted order; None for what is not UTF-8."""
+class NotText(ValueError):
+    """A file holds zero bytes: it is binary, though it may be UTF-8."""
+
+
+def files_of(paths: tuple[Path, ...]) -> Iterator[Path]:
+    """The files, and those under the directories, in sorted order."""
     for path in paths:
-        files = sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
-        for file in files:
-            try:
-                text = file.read_text(encoding="utf-8")
-            except UnicodeDecodeError:
-                yield None
-            else:
-                yield None if "\0" in text else text
+        yield from sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+
+
+def file_tokens(file: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
+    """The token ids of a text file, some at a time, then the end-of-text token if there were any; it is read no further
+    than they need. UnicodeDecodeError or NotText once it turns out to be no text."""
+
+    def read(characters: int) -> str:
+        text = opened.read(characters)
+        if "\0" in text:
+            raise NotText
+        return text
+
+    found = False
+    with file.open(encoding="utf-8") as opened:
+        for ids in tokens_of(read, tokenizer):
+            found = found or bool(ids)
+            yield ids
+    if found and tokenizer.eos_token_id is not None:
+        yield [tokenizer.eos_token_id]
 
 
 def sequences(paths: tuple[Path, ...], tokenizer: PreTrainedTokenizerBase, seq_len: int, count: int) -> Sequences:
@@ -58,16 +77,19 @@ def sequences(paths: tuple[Path, ...], tokenizer: PreTrainedTokenizerBase, seq_l
 
     If the text ends before `count` sequences are full, the full ones are repeated. ValueError if not one is full.
     """
-    ids: list[int] = []
+    ids = array("q")
     files = skipped = 0
-    separator = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    for text in read_texts(paths):
-        if text is None:
+    for file in files_of(paths):
+        before = len(ids)
+        try:
+            for more in file_tokens(file, tokenizer):
+                ids.extend(more)
+                if len(ids) >= count * seq_len:
+                    break
+            files += 1
+        except (UnicodeDecodeError, NotText):
+            del ids[before:]
             skipped += 1
-            continue
-        files += 1
-        if text:
-            ids += tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] + separator
         if len(ids) >= count * seq_len:
             break
     if skipped and not files:
@@ -78,5 +100,5 @@ def sequences(paths: tuple[Path, ...], tokenizer: PreTrainedTokenizerBase, seq_l
             f"--data holds {len(ids)} tokens, expected at least {seq_len}, one sequence; pass more text, or a shorter "
             "--seq-len"
         )
-    rows = torch.tensor(ids[: full * seq_len], dtype=torch.int64).view(full, seq_len)
+    rows = torch.frombuffer(ids, dtype=torch.int64)[: full * seq_len].view(full, seq_len)
     return Sequences(rows[torch.arange(count) % full], files, skipped, len(ids))

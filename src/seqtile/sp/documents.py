@@ -49,35 +49,24 @@ class Layout:
 
 
 def layout_of(
-    shape: tuple[int, int],
+    local: int,
     position_ids: torch.Tensor,
     attention_mask: torch.Tensor | None,
     ctx: SequenceParallel,
     implementation: str,
-    items: int = 0,
+    last_position: int = 0,
 ) -> Layout:
     """What the ranks of a group hold together. `position_ids` [B or 1, S], or of several axes [3 or 4, B, S], and
-    `attention_mask` [B, S] are local.
+    `attention_mask` [B, S] are local, and of the same shape on every rank.
 
     As for Hugging Face, documents are told by positions that restart, where there is no mask; of several axes by the
-    first of four, that of the text. `items` are the group's labelled tokens, by which other samples are found out.
+    first of four, that of the text.
 
-    Two or three small collectives and a few waits for the device, once per forward. Raises ValueError on every rank if
-    the ranks hold batches of different shapes, and for a mask with a hole or over documents.
+    One or two small collectives and a few waits for the device, once per forward. Raises ValueError on every rank for a
+    mask with a hole or over documents.
     """
-    batch, local = shape
-    device = position_ids.device
     masked = attention_mask is not None
     positions = _of_text(position_ids, local, ctx)
-    mine = torch.tensor([batch, local, int(masked), len(positions), items, int(position_ids.max())], device=device)
-    *shapes, last = torch.stack(gather(mine, ctx)).T.tolist()
-    shapes = [list(shape) for shape in zip(*shapes, strict=True)]
-    if any(other != shapes[0] for other in shapes):
-        raise ValueError(
-            f"the ranks of a group hold batches of different shapes, [batch, tokens, has a mask, rows of position_ids, "
-            f"labelled tokens] = {shapes}; expected shards of the same batch, as sp.DataShardingCollator cuts them if "
-            "the ranks of a group draw the same samples"
-        )
     positions = torch.cat(gather(positions, ctx), 1)
     valid = torch.ones_like(positions, dtype=torch.bool)
     if masked:
@@ -89,7 +78,7 @@ def layout_of(
             "row see each other; expected padding at the ends of rows, or packed documents without an attention_mask"
         )
     documents = rows if any(row != rows[0] for row in rows) else rows[:1]
-    return Layout(ctx, local, documents, implementation, max(last))
+    return Layout(ctx, local, documents, implementation, last_position)
 
 
 def _of_text(position_ids: torch.Tensor, local: int, ctx: SequenceParallel) -> torch.Tensor:

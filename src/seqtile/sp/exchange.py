@@ -144,14 +144,14 @@ class Exchange:
         sent = [sum(piece.of(tensors).numel() for piece in there) for there in route.sent]
         received = [sum(piece.of(self._blank).numel() for piece in there) for there in route.received]
         self._sent: torch.Tensor | None = _packed(tensors, route)
-        self._arriving = self._sent.new_empty(sum(received))
+        self._arriving: torch.Tensor | None = self._sent.new_empty(sum(received))
         self._work = dist.all_to_all_single(self._arriving, self._sent, received, sent, group=group, async_op=True)
 
     def result(self) -> list[torch.Tensor]:
         """Waits for what arrives, and puts it in its places. To be called once."""
         self._work.wait()
-        self._sent = None
         arrived, blank = self._arriving, self._blank
+        self._sent = self._arriving = None
         places = [piece for there in self._route.received for piece in there]
         sizes = [piece.of(blank).numel() for piece in places]
         made, added = [], []

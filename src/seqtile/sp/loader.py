@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from seqtile.sp.collator import shard_of
+from seqtile.sp.collator import completed, part_of
 from seqtile.sp.context import SequenceParallel, device_of
 from seqtile.sp.exchange import all_to_all
 
@@ -137,9 +137,10 @@ def _parcels(batches: Iterator[dict[str, Any]], ctx: SequenceParallel) -> tuple[
     try:
         if (batch := next(batches, None)) is None:
             return [torch.empty(0, dtype=torch.uint8)] * ctx.size, None
+        whole = completed(batch)
         for rank in range(ctx.size):
             parcel = io.BytesIO()
-            torch.save(shard_of(batch, rank, ctx.size), parcel)
+            torch.save(part_of(whole, rank, ctx.size), parcel)
             parcels.append(torch.frombuffer(parcel.getbuffer(), dtype=torch.uint8))
     except Exception as error:  # raised on every rank, once all know of it
         return [], error

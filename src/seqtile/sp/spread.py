@@ -2,7 +2,8 @@
 
 `apply_ulysses` gives the model an attention by name, through Hugging Face's registry. Before its forward a hook adds
 the `Layout` to the keyword arguments, which Hugging Face passes to every attention, also in a checkpoint's replay.
-Others tell rotary embeddings that depend on the length what it is, and check that every layer has attended.
+Others tell rotary embeddings that depend on the length what it is, and check that every layer has attended and that
+the loss is reduced over the ranks before its backward.
 Source: Arctic Long Sequence Training, 3.2 and 4.2.
 """
 
@@ -17,8 +18,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from seqtile.sp.attention import NAME, ulysses_attention
 from seqtile.sp.context import SequenceParallel
 from seqtile.sp.documents import Layout, layout_of
+from seqtile.sp.loss import share_of_loss
+from seqtile.sp.same_batch import BATCH_HASH, check_same_batch
 
 _APPLIED = "_seqtile_ulysses"  # on a model: what was applied to it
+_BY_KEYWORD = "under sequence parallelism pass input_ids or inputs_embeds, and the rest by keyword"
 _SPREAD = ("full_attention", "sliding_attention")  # kinds of layers that mix tokens in attention alone
 
 
@@ -33,15 +37,15 @@ def apply_ulysses(model: PreTrainedModel, ctx: SequenceParallel) -> None:
     """Spreads the attention of this model, which may be in PEFT's wrapper, over the ranks of `ctx`. Applying twice
     changes nothing.
 
-    Every forward then takes shards: `input_ids` [B, S / size] and, where documents are packed or rows are padded, the
-    shards of `position_ids` and `attention_mask`, as `DataShardingCollator` cuts them.
+    Every forward then takes shards: `input_ids` [B, S / size], the shards of `position_ids` and, where rows are padded,
+    of `attention_mask`, as `DataShardingCollator` cuts them. It raises ValueError, on every rank, where the ranks of a
+    group are given other samples each, or whole sequences. The loss that it returns is this rank's share, whose
+    backward raises RuntimeError unless it went through `reduce_loss`.
 
     Raises ValueError, and changes nothing, for a model that mixes tokens in another way than by an attention of Hugging
     Face's interface, and TypeError for anything but a Hugging Face model.
     """
     model = _without_adapter(model)
-    if not isinstance(model, PreTrainedModel):
-        raise TypeError(f"expected a Hugging Face model, got a {type(model).__name__}; pass the model itself")
     if (applied := getattr(model, _APPLIED, None)) is not None:
         if applied.ctx is not ctx:
             raise ValueError("this model is spread over other ranks already: sp.restore(model) first")
@@ -54,7 +58,8 @@ def apply_ulysses(model: PreTrainedModel, ctx: SequenceParallel) -> None:
 
 
 def restore(model: PreTrainedModel) -> None:
-    """Takes `apply_ulysses` back."""
+    """Takes `apply_ulysses` back, of the model that it was given; of one that is not spread it changes nothing. Raises
+    TypeError for anything but a Hugging Face model."""
     model = _without_adapter(model)
     if (applied := vars(model).pop(_APPLIED, None)) is not None:
         for handle in applied.handles:
@@ -63,10 +68,17 @@ def restore(model: PreTrainedModel) -> None:
 
 
 def _without_adapter(model: nn.Module) -> nn.Module:
-    """The model in PEFT's wrapper. Raises ValueError for an adapter that adds tokens."""
+    """The model in PEFT's wrapper. Raises ValueError for an adapter that adds tokens, TypeError for what is no model of
+    Hugging Face's."""
     if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
         raise ValueError("an adapter that puts tokens before a sequence would put them before every shard")
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(
+            f"expected a Hugging Face model, got a {type(model).__name__}; pass the model itself, which is "
+            "model.module in the wrappers of DDP and DeepSpeed"
+        )
+    return model
 
 
 def _check(model: PreTrainedModel, implementation: str) -> None:
@@ -93,19 +105,29 @@ def _check(model: PreTrainedModel, implementation: str) -> None:
 def _hooks(model: PreTrainedModel, ctx: SequenceParallel, implementation: str) -> list[RemovableHandle]:
     layers = model.config.get_text_config().num_hidden_layers
     last = torch.zeros((), dtype=torch.int64, device="cpu")  # of this forward; on the host, where reading it is free
+    held: dict[str, torch.Tensor] = {}  # what the model was given and its layers are not
 
-    def add_layout(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        kwargs = with_layout(args, kwargs, ctx, implementation)
-        last.fill_(kwargs["ulysses_layout"].last_position)
-        return args, kwargs
-
-    def check_labels(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+    def check_batch(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         needed = [name for name in ("shift_labels", "num_items_in_batch") if kwargs.get(name) is None]
-        if needed and ctx.size > 1 and (kwargs.get("labels") is not None or kwargs.get("shift_labels") is not None):
+        if len(args) > 1:
+            raise ValueError(_BY_KEYWORD)
+        if needed and ctx.size > 1 and _labelled(kwargs):
             raise ValueError(
                 f"labels came without {' and '.join(needed)}, which a shard's loss needs; cut batches by sp.shard, "
                 "sp.DataShardingCollator or sp.ShardedDataLoader, and drop none of their entries"
             )
+        held.clear()
+        held.update({BATCH_HASH: kwargs[BATCH_HASH]} if BATCH_HASH in kwargs else {})
+        return args, {name: value for name, value in kwargs.items() if name != BATCH_HASH}
+
+    def add_layout(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        kwargs = with_layout(args, dict(held) | kwargs, ctx, implementation)
+        held.clear()
+        last.fill_(kwargs["ulysses_layout"].last_position)
+        return args, kwargs
+
+    def guard_loss(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+        return _with_guarded_loss(output, ctx) if ctx.size > 1 and _labelled(kwargs) else output
 
     def check_layers(module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         if (asked := len(kwargs["ulysses_layout"].asked)) < layers:
@@ -121,7 +143,8 @@ def _hooks(model: PreTrainedModel, ctx: SequenceParallel, implementation: str) -
 
     base = model.base_model
     handles = [
-        model.register_forward_pre_hook(check_labels, with_kwargs=True),
+        model.register_forward_pre_hook(check_batch, with_kwargs=True),
+        model.register_forward_hook(guard_loss, with_kwargs=True),
         base.register_forward_pre_hook(add_layout, with_kwargs=True),
         base.register_forward_hook(check_layers, with_kwargs=True),
     ]
@@ -133,21 +156,37 @@ def _hooks(model: PreTrainedModel, ctx: SequenceParallel, implementation: str) -
     return handles
 
 
+def _labelled(kwargs: dict[str, Any]) -> bool:
+    return kwargs.get("labels") is not None or kwargs.get("shift_labels") is not None
+
+
+def _with_guarded_loss(output: Any, ctx: SequenceParallel) -> Any:
+    """What a model returned, a dict or a tuple, with a loss that has to be reduced before its backward."""
+    key = 0 if isinstance(output, tuple) else "loss"
+    loss = output[0] if key == 0 else output.get(key)
+    if loss is None or not loss.requires_grad:
+        return output
+    if key == 0:
+        return (share_of_loss(loss, ctx), *output[1:])
+    output[key] = share_of_loss(loss, ctx)
+    return output
+
+
 def with_layout(args: tuple, kwargs: dict[str, Any], ctx: SequenceParallel, implementation: str) -> dict[str, Any]:
     """The keyword arguments of a base model's forward with the whole sequences' layout, and global position_ids."""
     ids = kwargs.get("input_ids", args[0] if args else None)
     tokens = ids if ids is not None else kwargs.get("inputs_embeds")
     if tokens is None or len(args) > 1:
-        raise ValueError("under sequence parallelism pass input_ids or inputs_embeds, and the rest by keyword")
+        raise ValueError(_BY_KEYWORD)
     if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
         raise ValueError("a cache is not spread over ranks: use_cache=False, or sp.restore(model) before generating")
     if kwargs.get("output_router_logits"):
         raise ValueError("the router's balancing loss is not spread over ranks: output_router_logits=False")
     batch, local = tokens.shape[:2]
     positions = kwargs.get("position_ids")
-    if positions is None:
-        positions = torch.arange(ctx.rank * local, (ctx.rank + 1) * local, device=tokens.device)[None]
-    if positions.shape[-1] != local:
+    if positions is None and ctx.size == 1:
+        positions = torch.arange(local, device=tokens.device)[None]
+    if positions is not None and positions.shape[-1] != local:
         raise ValueError(
             f"position_ids is {list(positions.shape)} for {local} tokens, expected this rank's shard of it"
         )
@@ -155,12 +194,13 @@ def with_layout(args: tuple, kwargs: dict[str, Any], ctx: SequenceParallel, impl
     if mask is not None and (not isinstance(mask, torch.Tensor) or mask.shape != (batch, local)):
         kind = list(mask.shape) if isinstance(mask, torch.Tensor) else f"a {type(mask).__name__}"
         raise ValueError(f"attention_mask is {kind}, expected this rank's shard of it, {[batch, local]}")
-    items = int(kwargs.get("num_items_in_batch") or 0)
-    layout = layout_of((batch, local), positions, mask, ctx, implementation, items)
+    items, batch_hash = kwargs.get("num_items_in_batch"), kwargs.get(BATCH_HASH)
+    last = check_same_batch(tokens, positions, mask is not None, items, batch_hash, ctx)
+    layout = layout_of(local, positions, mask, ctx, implementation, last)
     if (lengths := kwargs.get("cu_seq_lens_q")) is not None and lengths.tolist() != _ends(layout, int(lengths[-1])):
         raise ValueError("cu_seq_lens_q tells other documents than position_ids, which have to tell them here")
     whole = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")  # of whole sequences, as the layout is
-    kwargs = {name: value for name, value in kwargs.items() if name not in whole}
+    kwargs = {name: value for name, value in kwargs.items() if name not in (*whole, BATCH_HASH)}
     return kwargs | {"position_ids": positions, "attention_mask": None, "use_cache": False, "ulysses_layout": layout}
 
 

@@ -7,7 +7,7 @@ from torch.utils.data import DataLoader
 
 from seqtile.sp.collator import DataShardingCollator
 from seqtile.sp.context import SequenceParallel
-from seqtile.sp.loss import reduce_loss
+from seqtile.sp.loss import let_through, reduce_loss
 from seqtile.sp.spread import apply_ulysses
 
 
@@ -68,13 +68,24 @@ class SequenceParallelTrainerMixin:
             )
         return loader
 
-    def compute_loss(self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-        if self.model.training:
-            return super().compute_loss(model, inputs, *args, **kwargs)
-        kwargs["num_items_in_batch"] = None  # the labels of all groups; the batch has its own group's
-        result = super().compute_loss(model, inputs, *args, **kwargs)
+    def compute_loss(
+        self,
+        model: Any,
+        inputs: dict[str, Any],
+        return_outputs: bool = False,
+        num_items_in_batch: torch.Tensor | int | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        training = self.model.training
+        if training and (num_items_in_batch is None or not self.model_accepts_loss_kwargs):
+            raise ValueError(
+                "Trainer did not count the labels of this step, by which it scales the loss; expected batches with "
+                "labels, and a model whose forward takes keyword arguments for its loss"
+            )
+        items = num_items_in_batch if training else None  # those of all groups; the batch has its own group's
+        result = super().compute_loss(model, inputs, return_outputs, items, **kwargs)
         loss, *others = result if isinstance(result, tuple) else (result,)
-        loss = reduce_loss(loss, self.sequence_parallel)
+        loss = let_through(loss, self.sequence_parallel) if training else reduce_loss(loss, self.sequence_parallel)
         return (loss, *others) if others else loss
 
     def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:

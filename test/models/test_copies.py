@@ -1,0 +1,178 @@
+"""Copies of tiled models and of their modules compute with what is theirs, and are restored by themselves."""
+
+import copy
+import pickle
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+from transformers.models.llama.modeling_llama import LlamaMLP
+
+import seqtile
+from assertions import relative_error
+from models.layered import assert_equal, whole
+from seqtile.models.placement import placement_at
+from tiny import CHUNK, build, checkpointing, loss_and_gradients, modeling_restored
+
+MODES = {"mlp": {}, "layer": {"layer": True}, "groups": {"layer": True, "head_groups": 2}}
+
+
+@pytest.fixture(autouse=True)
+def pristine() -> Iterator[None]:
+    with modeling_restored():
+        yield
+        seqtile.restore()
+
+
+def shallow(module: nn.Module) -> nn.Module:
+    """A copy whose children can be replaced without replacing those of the module."""
+    copied = copy.copy(module)
+    copied._modules, copied._parameters = dict(module._modules), dict(module._parameters)
+    return copied
+
+
+def with_head(model: nn.Module) -> nn.Module:
+    copied = shallow(model)
+    copied.lm_head = copy.deepcopy(model.lm_head)
+    doubled(copied.lm_head.weight)
+    return copied
+
+
+def doubled(weight: torch.Tensor) -> None:
+    with torch.no_grad():
+        weight.mul_(2)
+
+
+def with_module(*path: str) -> Callable[[nn.Module], nn.Module]:
+    """A copy of the model in which everything on the way to a module is a shallow copy, and its weight is doubled."""
+
+    def change(model: nn.Module) -> nn.Module:
+        copied = module = shallow(model)
+        for name in path[:-1]:
+            child = shallow(module._modules[name])
+            module._modules[name] = child
+            module = child
+        module._modules[path[-1]] = copy.deepcopy(module._modules[path[-1]])
+        doubled(module._modules[path[-1]].weight)
+        return copied
+
+    return change
+
+
+COPIES = {
+    "head": with_head,
+    "deep": copy.deepcopy,
+    "mlp": with_module("model", "layers", "1", "mlp", "down_proj"),
+    "attention": with_module("model", "layers", "1", "self_attn", "q_proj"),
+    "norm": with_module("model", "norm"),
+    "replica": lambda model: with_head(model)._replicate_for_data_parallel(),
+}
+
+
+def replica_of_parts(model: nn.Module, copied: nn.Module) -> nn.Module:
+    """DataParallel puts parameters and children back into its replicas by itself."""
+    source = with_head(model)
+    copied._parameters, copied._modules = source._parameters, source._modules
+    return copied
+
+
+@pytest.mark.parametrize("how", ["called", "forward"])
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", COPIES)
+def test_a_copy_uses_what_is_its_own(name: str, mode: str, how: str) -> None:
+    untiled = build("llama", tie_word_embeddings=False)
+    tiled = copy.deepcopy(untiled)
+    seqtile.apply_seqtile(tiled, chunk_tokens=CHUNK, **MODES[mode])
+    batch, found = whole(101), []
+    for model in (untiled, tiled):
+        copied = COPIES[name](model)
+        if name == "replica":
+            copied = replica_of_parts(model, copied)
+        output = copied(**batch) if how == "called" else copied.forward(**batch)
+        output.loss.backward()
+        found.append((output.loss.detach(), {name: p.grad for name, p in copied.named_parameters()}))
+        if name != "deep":
+            assert relative_error(output.loss, model(**batch).loss) > 1e-6, "nothing is the copy's own"
+    assert_equal(found[1], found[0])
+    assert output.logits is None
+
+
+@pytest.mark.parametrize("how", [copy.copy, copy.deepcopy])
+def test_copies_are_restored_by_themselves(how: Callable[[nn.Module], nn.Module]) -> None:
+    model = build("llama")
+    before = type(model), sorted(vars(model))
+    seqtile.apply_seqtile(model, mlp=False, chunk_tokens=CHUNK)
+    copied = how(model)
+    seqtile.restore(copied)
+    assert copied(**whole(101)).logits is not None and model(**whole(101)).logits is None
+    assert (type(copied), sorted(vars(copied))) == before
+    copied = how(model)
+    seqtile.restore(model)
+    assert copied(**whole(101)).logits is None and model(**whole(101)).logits is not None
+    assert (type(model), sorted(vars(model))) == before
+
+
+def test_a_copy_with_other_options() -> None:
+    model = build("llama")
+    seqtile.apply_seqtile(model, mlp=False, chunk_tokens=CHUNK)
+    copied = copy.copy(model)
+    seqtile.apply_seqtile(copied, mlp=False, chunk_tokens=7)
+    assert [seqtile.status(each).loss.chunk_tokens for each in (model, copied)] == [(CHUNK,), (7,)]
+
+
+class Odd(type):
+    pass
+
+
+class OddMLP(LlamaMLP, metaclass=Odd):
+    pass
+
+
+@pytest.mark.parametrize("layer", [False, True])
+def test_pickles(layer: bool) -> None:
+    """Through pickle and torch.save a model comes back untiled, of the classes that it was of."""
+    model = build("llama")
+    model.model.layers[0].mlp.__class__ = OddMLP
+    truth = loss_and_gradients(model, **(batch := whole(101)))
+    seqtile.apply_seqtile(model, layer=layer, chunk_tokens=CHUNK)
+    loaded = pickle.loads(pickle.dumps(model))
+    assert not any(placement_at(module) for module in loaded.modules())
+    assert {type(module).__module__ for module in loaded.modules()}.isdisjoint({"seqtile.models.own_class"})
+    assert type(loaded.model.layers[0].mlp) is OddMLP
+    assert_equal(loss_and_gradients(loaded, **batch), truth)
+    seqtile.apply_seqtile(loaded, layer=layer, chunk_tokens=CHUNK)
+    assert loaded(**batch).logits is None
+    assert_equal(loss_and_gradients(loaded, **batch), truth)
+
+
+def test_modules_of_a_class_stay_of_one_class() -> None:
+    """By which Accelerate finds the layers that FSDP is to wrap."""
+    model = build("llama")
+    seqtile.apply_seqtile(model, layer=True, chunk_tokens=CHUNK)
+    assert (
+        len({type(layer) for layer in model.model.layers})
+        == len({type(layer.mlp) for layer in model.model.layers})
+        == 1
+    )
+
+
+@pytest.mark.parametrize("reentrant", [None, False])
+def test_restoring_below_a_class_that_another_library_derived(reentrant: bool | None) -> None:
+    """As FSDP2 derives one; its checkpointing goes on."""
+    model = build("llama")
+    truth = loss_and_gradients(model, **(batch := whole(101)))
+    seqtile.apply_seqtile(model, layer=True, chunk_tokens=CHUNK)
+    for layer in model.model.layers:
+        layer.__class__ = type(f"FSDP{type(layer).__name__}", (type(layer),), {})
+    checkpointing(model, reentrant)
+    assert_equal(loss_and_gradients(model, **batch), truth)
+    seqtile.restore(model)
+    assert not any(placement_at(module) for module in model.modules())
+    runs: list[int] = []
+    hook = model.model.layers[0].self_attn.register_forward_hook(lambda *_: runs.append(1))
+    assert_equal(loss_and_gradients(model, **batch), truth)
+    assert len(runs) == (1 if reentrant is None else 2)
+    hook.remove()
+    seqtile.apply_seqtile(model, layer=True, chunk_tokens=7)
+    assert seqtile.status(model).layer.chunk_tokens == (7,)

@@ -1,0 +1,136 @@
+"""What a tiled model returns in training, and the losses and transforms that it refuses."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from transformers import LlamaForCausalLM
+from transformers.loss import loss_utils
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+from transformers.utils import can_return_tuple
+
+import seqtile
+from assertions import relative_error
+from models.layered import tiled_copy, whole
+from tiny import CHUNK, batch_of, build, config_of
+
+ASKED = {
+    "loss": {"use_cache": False},
+    "cache": {"use_cache": True},
+    "hidden states": {"use_cache": False, "output_hidden_states": True},
+    "attentions": {"use_cache": True, "output_hidden_states": True, "output_attentions": True},
+}
+
+
+def assert_same_structure(ours: object, theirs: object) -> None:
+    assert type(ours) is type(theirs)
+    if isinstance(theirs, tuple):
+        assert len(ours) == len(theirs)
+        for one, other in zip(ours, theirs, strict=True):
+            assert_same_structure(one, other)
+    elif isinstance(theirs, torch.Tensor):
+        assert relative_error(ours, theirs) <= 1e-5
+
+
+@pytest.mark.parametrize("asked", ASKED)
+@pytest.mark.parametrize("arch", ["llama", "mixtral"])
+def test_a_tuple_keeps_a_place_for_the_logits(arch: str, asked: str) -> None:
+    untiled = build(arch, attn_implementation="eager")
+    batch = batch_of(1, 101) | ASKED[asked] | {"return_dict": False}
+    if arch == "mixtral":
+        batch["output_router_logits"] = True
+    theirs = untiled(**batch)
+    seqtile.apply_seqtile(untiled, chunk_tokens=CHUNK)
+    ours = untiled(**batch)
+    assert len(ours) == len(theirs)
+    logits = [i for i, value in enumerate(theirs) if isinstance(value, torch.Tensor) and value.shape[-1:] == (211,)]
+    assert [i for i, value in enumerate(ours) if value is None] == logits and len(logits) == 1
+    for i, (one, other) in enumerate(zip(ours, theirs, strict=True)):
+        if i not in logits:
+            assert_same_structure(one, other)
+    assert_same_structure(untiled(**batch, skip_logits=False), theirs)
+    assert_same_structure(untiled.eval()(**batch), theirs)
+
+
+def other_fixed(source: torch.Tensor, target: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+    return F.cross_entropy(source, target) * 2
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "match"),
+    [
+        (loss_utils, "fixed_cross_entropy", "transformers.loss.loss_utils.fixed_cross_entropy, which"),
+        (F, "cross_entropy", "torch.nn.functional.cross_entropy was replaced by"),
+    ],
+)
+def test_a_replaced_cross_entropy_is_refused(
+    owner: object, name: str, match: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """When it is applied and in every forward; nothing is changed, and what does not use it goes on."""
+    tiled, fresh, batch = tiled_copy(build("llama")), build("llama"), whole(101)
+    monkeypatch.setattr(owner, name, other_fixed)
+    for refused in (lambda: tiled(**batch), lambda: seqtile.apply_seqtile(fresh)):
+        with pytest.raises(ValueError, match=f"{match}.*apply with loss=False"):
+            refused()
+    assert match in seqtile.status(tiled).loss.problem and seqtile.status(fresh).loss.tiled == 0
+    seqtile.apply_seqtile(fresh, loss=False)
+    monkeypatch.undo()
+    assert tiled(**batch).loss.isfinite()
+
+
+class DecoratedModel(LlamaForCausalLM):
+    """Its forward is its own, in a wrapper of Hugging Face's."""
+
+    @can_return_tuple
+    def forward(self, *args: object, **kwargs: object):
+        output = super().forward(*args, **kwargs)
+        output.loss = output.loss * 2
+        return output
+
+
+class DecoratedLayer(LlamaDecoderLayer):
+    """Its forward is its own, in the wrapper by which every layer is checkpointed."""
+
+    def forward(self, *args: object, **kwargs: object):
+        return super().forward(*args, **kwargs) * 2
+
+
+def test_a_forward_in_a_wrapper_of_hugging_faces() -> None:
+    with pytest.raises(ValueError, match="the forward of DecoratedModel is from"):
+        seqtile.apply_seqtile(DecoratedModel(config_of("llama")))
+    model = build("llama")
+    model.model.layers[1].__class__ = DecoratedLayer
+    with pytest.raises(ValueError, match="the forward of DecoratedLayer is from"):
+        seqtile.apply_seqtile(model, layer=True)
+
+
+def gradient_of_loss(model: torch.nn.Module) -> object:
+    def loss(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+        return torch.func.functional_call(model, parameters, kwargs=whole(101)).loss
+
+    return torch.func.grad(loss)(dict(model.named_parameters()))
+
+
+def mapped_mlp(model: torch.nn.Module) -> object:
+    return torch.vmap(model.model.layers[0].mlp)(torch.randn(2, 101, 48))
+
+
+def mapped_layers(model: torch.nn.Module) -> object:
+    return torch.vmap(lambda x: model.model(inputs_embeds=x, use_cache=False)[0])(torch.randn(2, 1, 101, 48))
+
+
+@pytest.mark.parametrize("transformed", [gradient_of_loss, mapped_mlp, mapped_layers])
+def test_transforms_of_functions_are_refused(transformed: Callable[[torch.nn.Module], object]) -> None:
+    model = tiled_copy(build("llama"))
+    with pytest.raises(ValueError, match=r"torch\.func.*seqtile\.restore\(model\)"):
+        transformed(model)
+    seqtile.restore(model)
+    transformed(model)
+
+
+def test_transforms_of_what_fits_in_a_tile() -> None:
+    model = tiled_copy(build("llama"))
+    mlp = model.model.layers[0].mlp
+    x = torch.randn(2, CHUNK, 48)
+    assert relative_error(torch.vmap(mlp)(x), mlp(x)) <= 1e-6

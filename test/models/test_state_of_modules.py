@@ -1,0 +1,93 @@
+"""Modules that keep state would keep another tile by tile: refused by name, with their buffers as they were."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+import seqtile
+from assertions import relative_error
+from tiny import CHUNK, batch_of, build, checkpointing, loss_and_gradients
+
+
+class Counting(nn.Module):
+    """Normalises by a running mean over the tokens that it has met in training, and counts them."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.register_buffer("mean_square", torch.ones(width))
+        self.register_buffer("tokens", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.training:
+            with torch.no_grad():
+                self.tokens += x.shape[:-1].numel()
+                self.mean_square.lerp_(x.detach().square().flatten(0, -2).mean(0), 0.1)
+        return x * (self.mean_square + 1e-6).rsqrt()
+
+
+def spectral(model: nn.Module) -> None:
+    nn.utils.spectral_norm(model.model.layers[1].mlp.up_proj)
+
+
+def counting(model: nn.Module) -> None:
+    model.model.layers[1].mlp.act_fn = nn.Sequential(nn.SiLU(), Counting(130))
+
+
+def spectral_head(model: nn.Module) -> None:
+    nn.utils.spectral_norm(model.lm_head)
+
+
+def counting_projection(model: nn.Module) -> None:
+    attention = model.model.layers[1].self_attn
+    attention.q_proj = nn.Sequential(attention.q_proj, Counting(48))
+
+
+# what is done to the model -> the name of its state, and whether it is in the part that is tiled without layer=True
+KEEPING: dict[str, tuple[Callable[[nn.Module], None], str, bool]] = {
+    "spectral norm of a projection": (spectral, r"up_proj\.weight_u", True),
+    "statistics in the MLP": (counting, r"act_fn\.1\.(mean_square|tokens)", True),
+    "spectral norm of the head": (spectral_head, r"head\.weight_u", True),
+    "statistics in attention": (counting_projection, r"q_proj\.1\.(mean_square|tokens)", False),
+}
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True], ids=["plain", "ckpt", "reentrant"])
+@pytest.mark.parametrize("layer", [False, True], ids=["mlp", "layer"])
+@pytest.mark.parametrize("name", KEEPING)
+def test_state_is_refused(name: str, layer: bool, reentrant: bool | None, device: str) -> None:
+    change, state, is_in_mlp = KEEPING[name]
+    if not layer and not is_in_mlp:
+        pytest.skip("attention is not tiled then")
+    model = build("llama", device, tie_word_embeddings=False)
+    change(model.to(device))
+    model.to(device)
+    checkpointing(model, reentrant)
+    seqtile.apply_seqtile(model, layer=layer, chunk_tokens=CHUNK)
+    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
+    with pytest.raises(ValueError, match=rf"fn changes .*{state}.*eval mode"):
+        loss_and_gradients(model, **batch_of(3, 101, device))
+    for name, buffer in model.named_buffers():
+        assert buffer.equal(buffers[name]), name
+
+
+@pytest.mark.parametrize("layer", [False, True], ids=["mlp", "layer"])
+@pytest.mark.parametrize("name", KEEPING)
+def test_state_that_stays_is_right(name: str, layer: bool, device: str) -> None:
+    """With what keeps state in evaluation, and the rest in training, loss and gradients are the untiled ones."""
+    change, _, _ = KEEPING[name]
+    model = build("llama", device, tie_word_embeddings=False)
+    change(model)
+    model.to(device)
+    model(**batch_of(2, 31, device))
+    for module in model.modules():
+        if any(True for _ in module.buffers(recurse=False)):
+            module.eval()
+    batch = batch_of(3, 101, device)
+    loss, gradients = loss_and_gradients(model, **batch)
+    seqtile.apply_seqtile(model, layer=layer, chunk_tokens=CHUNK)
+    tiled_loss, tiled_gradients = loss_and_gradients(model, **batch)
+    assert relative_error(tiled_loss, loss) <= 1e-6
+    for parameter, gradient in gradients.items():
+        assert relative_error(tiled_gradients[parameter], gradient) <= 1e-5, parameter

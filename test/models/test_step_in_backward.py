@@ -1,0 +1,117 @@
+"""Weights that change while a backward runs, or between forward and backward: never a gradient of two weights mixed."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+
+import seqtile
+from assertions import relative_error
+from models.layered import KINDS, whole
+from tiny import CHUNK, build, checkpointing, loss_and_gradients
+
+MODES = {"mlp": {}, "layer": {"layer": True}, "groups": {"layer": True, "head_groups": 2}}
+Step = Callable[[nn.Parameter], None]
+
+
+def adamw(parameter: nn.Parameter) -> Step:
+    """As in PyTorch's tutorial on optimizer steps inside the backward."""
+    optimizer = torch.optim.AdamW([parameter], lr=1e-3)
+    return lambda _: optimizer.step()
+
+
+def in_data(_: nn.Parameter) -> Step:
+    return lambda parameter: parameter.data.add_(parameter.grad, alpha=-0.1)
+
+
+def without_grad(_: nn.Parameter) -> Step:
+    @torch.no_grad()
+    def step(parameter: nn.Parameter) -> None:
+        parameter.add_(parameter.grad, alpha=-0.1)
+
+    return step
+
+
+def trained(model: nn.Module, make_step: Callable[[nn.Parameter], Step], batches: list[dict]) -> dict:
+    """Every parameter steps as soon as its gradient is there; returns them."""
+
+    def hook(step: Step) -> Step:
+        def stepped(parameter: nn.Parameter) -> None:
+            step(parameter)
+            parameter.grad = None
+
+        return stepped
+
+    wanted = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    for parameter in wanted.values():
+        parameter.register_post_accumulate_grad_hook(hook(make_step(parameter)))
+    for batch in batches:
+        model(**batch).loss.backward()
+    return wanted
+
+
+def with_adapters(model: nn.Module) -> nn.Module:
+    """LoRA on every projection and the head, its halves trained as well as the norms."""
+    model = get_peft_model(model, LoraConfig(r=3, target_modules="all-linear"))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora" in name or "norm" in name)
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.1)
+    model.enable_input_require_grads()
+    return model
+
+
+@pytest.mark.parametrize("make_step", [adamw, in_data, without_grad])
+@pytest.mark.parametrize("reentrant", KINDS)
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("what", ["llama", "qwen3", "adapters"])
+def test_steps_inside_the_backward(what: str, mode: str, reentrant: bool | None, make_step: Callable) -> None:
+    """qwen3's embeddings are tied to its head. Four steps; Hugging Face does the same."""
+    untiled = with_adapters(build("llama")) if what == "adapters" else build(what)
+    tiled = copy.deepcopy(untiled)
+    seqtile.apply_seqtile(tiled, chunk_tokens=CHUNK, **MODES[mode])
+    before = {name: parameter.detach().clone() for name, parameter in untiled.named_parameters()}
+    batches = [whole(length) for length in (101, 77, 40, 63)]
+    for model in (untiled, tiled):
+        checkpointing(model.get_base_model() if what == "adapters" else model, reentrant)
+    theirs, ours = trained(untiled, make_step, batches), trained(tiled, make_step, batches)
+    for name, parameter in theirs.items():
+        assert relative_error(parameter, before[name]) > 1e-4, f"{name} was not trained"
+        error = relative_error(ours[name], parameter)  # AdamW divides what rounding left of small gradients by itself
+        assert error <= 1e-4, f"{name}: relative error {error:.1e}"
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_weight_changed_between_forward_and_backward(mode: str) -> None:
+    """Where torch raises: the same error, or the gradients of the weight that the forward used."""
+    untiled = build("qwen3", tie_word_embeddings=False)
+    tiled = copy.deepcopy(untiled)
+    seqtile.apply_seqtile(tiled, chunk_tokens=CHUNK, **MODES[mode])
+    batch = whole(101)
+    _, truth = loss_and_gradients(untiled, **batch)
+    raised = set()
+    for name, parameter in untiled.named_parameters():
+        if "embed" in name:
+            continue  # which no forward of seqtile's reads
+        ours = tiled.get_parameter(name)
+        for model, changed in ((untiled, parameter), (tiled, ours)):
+            model.zero_grad(set_to_none=True)
+            loss = model(**batch).loss
+            with torch.no_grad():
+                changed.mul_(1.5)
+            try:
+                loss.backward()
+            except RuntimeError as error:
+                assert "modified by an inplace operation" in str(error)
+                raised.add((model is tiled, name))
+            with torch.no_grad():
+                changed.div_(1.5)
+        if (True, name) in raised:
+            continue
+        assert (False, name) in raised, "torch does not raise for this weight"
+        for other, gradient in truth.items():
+            assert relative_error(tiled.get_parameter(other).grad, gradient) <= 1e-5, f"{name} changed: {other}"
+    assert len(raised) > len(truth), "almost all raise, on both sides"

@@ -1,0 +1,236 @@
+"""metrics.logsumexp and metrics.mean_entropy are differentiable: a z-loss or an entropy bonus written by hand."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from assertions import assert_as_exact
+from head_reference import IGNORE, entropies_of, logits_of, losses_of, reduced
+from measure import FlopCount, LiveBytes, eager_memory
+from seqtile import linear_cross_entropy
+
+D, V = 64, 1000
+Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+
+
+def make(tokens: int, dtype: torch.dtype, device: str) -> Operands:
+    hidden = torch.randn(tokens, D, device=device).to(dtype).requires_grad_()
+    weight = (torch.randn(V, D, device=device) * 0.3).to(dtype).requires_grad_()
+    target = torch.randint(0, V, (tokens,), device=device)
+    target[torch.rand(tokens, device=device) < 0.3] = IGNORE
+    target[0] = 1
+    return hidden, weight, target
+
+
+def total(loss: torch.Tensor, logsumexp: torch.Tensor, mean_entropy: torch.Tensor, parts: str) -> torch.Tensor:
+    """A loss of which `parts` says what it is made of."""
+    made_of = {"loss": loss.sum(), "z": 0.01 * logsumexp.square().sum() / 133, "entropy": -0.3 * mean_entropy}
+    return sum(value for name, value in made_of.items() if name in parts)
+
+
+def ours(operands: Operands, parts: str, **options: object) -> torch.Tensor:
+    loss, metrics = linear_cross_entropy(*operands, return_metrics=True, chunk_tokens=63, **options)
+    return total(loss, metrics.logsumexp, metrics.mean_entropy, parts)
+
+
+def reference(operands: Operands, parts: str, dtype: torch.dtype, upstream: float = 1.0, **options) -> list:
+    """The gradients of hidden and weight, from torch and the logits in `dtype`."""
+    hidden, weight = (x.detach().to(dtype).requires_grad_() for x in operands[:2])
+    target, labelled = operands[2], operands[2] != IGNORE
+    logits = logits_of(hidden @ weight.T)
+    losses = losses_of(logits, target, class_weight=options.get("class_weight"))
+    loss = reduced(losses, target, **options)
+    value = total(loss, logits.logsumexp(1) * labelled, entropies_of(logits)[labelled].mean(), parts)
+    return list(torch.autograd.grad(value * upstream, (hidden, weight)))
+
+
+PARTS = ["loss z entropy", "loss z", "loss entropy", "z", "entropy"]
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+@pytest.mark.parametrize("parts", PARTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_gradients(dtype: torch.dtype, parts: str, reduction: str, device: str) -> None:
+    operands = make(190, dtype, device)
+    same, truth = (
+        reference(operands, parts, reference_dtype, reduction=reduction) for reference_dtype in (dtype, torch.float64)
+    )
+    gradients = torch.autograd.grad(ours(operands, parts, reduction=reduction), operands[:2])
+    for gradient, theirs, true in zip(gradients, same, truth, strict=True):
+        assert gradient.dtype == dtype
+        assert_as_exact(gradient, theirs, true)
+
+
+@pytest.mark.parametrize("upstream", [0.0, 1 / 32, -3.0, 65536.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_upstream_gradient(upstream: float, dtype: torch.dtype, device: str) -> None:
+    """A GradScaler's factor included."""
+    operands = make(190, dtype, device)
+    same, truth = (
+        reference(operands, "loss z entropy", reference_dtype, upstream) for reference_dtype in (dtype, torch.float64)
+    )
+    gradients = torch.autograd.grad(ours(operands, "loss z entropy") * upstream, operands[:2])
+    for gradient, theirs, true in zip(gradients, same, truth, strict=True):
+        assert_as_exact(gradient, theirs, true)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_z_loss_by_hand_beside_class_weights_beyond_float16(reduction: str, device: str) -> None:
+    """Weights of a billion beside a z-loss as large, and beside one alone, which they must not push out of float16."""
+    operands = make(190, torch.float16, device)
+    class_weight = torch.rand(V, device=device) * 1e9
+    for parts, upstream in (("loss z", 64e-9 if reduction == "none" else 64.0), ("z", 2.0**14)):
+        options = {"reduction": reduction, "class_weight": class_weight}
+        same, truth = (
+            reference(operands, parts, dtype, upstream, **options) for dtype in (torch.float16, torch.float64)
+        )
+        gradients = torch.autograd.grad(ours(operands, parts, **options) * upstream, operands[:2])
+        for gradient, theirs, true in zip(gradients, same, truth, strict=True):
+            assert_as_exact(gradient, theirs, true)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
+def test_z_loss_by_hand_is_the_option(reduction: str, device: str) -> None:
+    operands = make(190, torch.float32, device)
+    labelled = int((operands[2] != IGNORE).sum())
+    loss, metrics = linear_cross_entropy(*operands, reduction=reduction, return_metrics=True, chunk_tokens=63)
+    by_hand = loss.sum() + 0.01 * metrics.logsumexp.square().sum() / (labelled if reduction == "mean" else 1)
+    option = linear_cross_entropy(*operands, reduction=reduction, z_loss=0.01, chunk_tokens=63).sum()
+    torch.testing.assert_close(by_hand, option)
+    pairs = zip(*(torch.autograd.grad(value, operands[:2]) for value in (by_hand, option)), strict=True)
+    for ours, expected in pairs:
+        torch.testing.assert_close(ours, expected)
+
+
+def test_z_loss_over_the_number_of_labels_beside_class_weights(device: str) -> None:
+    """Liger's mean, as the docstring says to write it."""
+    hidden, weight, target = make(190, torch.float32, device)
+    class_weight, n = torch.rand(V, device=device), int((target != IGNORE).sum())
+    loss, metrics = linear_cross_entropy(hidden, weight, target, class_weight=class_weight, return_metrics=True)
+    logits = hidden @ weight.T
+    z_loss = 0.01 * logits.logsumexp(1)[target != IGNORE].square().mean()
+    by_hand = loss + 0.01 * metrics.logsumexp.square().sum() / n
+    torch.testing.assert_close(by_hand, F.cross_entropy(logits, target, class_weight) + z_loss)
+
+
+def test_what_has_gradients(device: str) -> None:
+    operands = make(63, torch.float32, device)
+    for reduction in ("mean", "none"):
+        _, metrics = linear_cross_entropy(*operands, reduction=reduction, return_metrics=True)
+        required = {name for name, value in metrics._asdict().items() if value.requires_grad}
+        assert required == {"mean_entropy", "logsumexp"}
+    with torch.no_grad():
+        _, metrics = linear_cross_entropy(*operands, return_metrics=True)
+    assert not any(value.requires_grad for value in metrics)
+
+
+def test_no_token_labelled(device: str) -> None:
+    hidden, weight, target = make(63, torch.float32, device)
+    gradients = torch.autograd.grad(ours((hidden, weight, target.fill_(IGNORE)), "loss z entropy"), (hidden, weight))
+    assert not any(gradient.any() for gradient in gradients)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_backward_again_and_again(reduction: str, device: str) -> None:
+    """The loss and its metrics each by a backward of its own, in any order, add up to one of their sum."""
+    hidden, weight, target = make(190, torch.float32, device)
+    expected = torch.autograd.grad(ours((hidden, weight, target), "loss z entropy", reduction=reduction), weight)
+    for order in (("loss", "z", "entropy"), ("entropy", "loss", "z")):
+        weight.grad = None
+        loss, metrics = linear_cross_entropy(
+            hidden, weight, target, return_metrics=True, reduction=reduction, chunk_tokens=63
+        )
+        for part in order:
+            total(loss, metrics.logsumexp, metrics.mean_entropy, part).backward(retain_graph=True)
+        torch.testing.assert_close(weight.grad, *expected)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_weight_changed_before_the_backward(reduction: str, device: str) -> None:
+    """The tiles are recomputed: from another weight they would give the gradient of something else."""
+    operands = make(63, torch.float32, device)
+    loss = ours(operands, "loss z", reduction=reduction)
+    with torch.no_grad():
+        operands[1].mul_(2)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
+
+
+def test_autocast(device: str) -> None:
+    operands = make(190, torch.float32, device)
+    same, truth = (reference(operands, "loss z entropy", dtype) for dtype in (torch.bfloat16, torch.float64))
+    with torch.autocast(device, torch.bfloat16):
+        loss = ours(operands, "loss z entropy")
+    for gradient, theirs, true in zip(torch.autograd.grad(loss, operands[:2]), same, truth, strict=True):
+        assert gradient.dtype == torch.float32
+        assert_as_exact(gradient.bfloat16(), theirs, true)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_main_grad(reduction: str, device: str) -> None:
+    operands = make(190, torch.bfloat16, device)
+    hidden, weight, _ = operands
+    weight.main_grad = torch.ones_like(weight, dtype=torch.float32)
+    ours(operands, "loss z entropy", reduction=reduction).backward()
+    same, truth = (
+        reference(operands, "loss z entropy", dtype, reduction=reduction) for dtype in (torch.bfloat16, torch.float64)
+    )
+    assert weight.grad is None and hidden.grad is not None
+    assert_as_exact(weight.main_grad - 1, same[1], truth[1])
+
+
+def test_second_derivatives_raise(device: str) -> None:
+    operands = make(63, torch.float32, device)
+    with pytest.raises(RuntimeError, match="create_graph"):
+        torch.autograd.grad(ours(operands, "z"), operands[0], create_graph=True)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_compiles_in_one_graph(reduction: str, device: str) -> None:
+    hidden, weight, target = make(190, torch.float32, device)
+    target.clamp_(min=0)
+
+    def step(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return ours((hidden * 1.0, weight, target), "loss z entropy", ignore_index=None, reduction=reduction)
+
+    eager = step(hidden, weight)
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)(hidden, weight)
+    torch.testing.assert_close(compiled, eager)
+    expected = torch.autograd.grad(eager, (hidden, weight))
+    torch.testing.assert_close(torch.autograd.grad(compiled, (hidden, weight)), expected)
+
+
+@eager_memory
+@pytest.mark.parametrize("frozen", ["hidden", "weight", None])
+@pytest.mark.parametrize(
+    ("parts", "reduction", "units"),
+    [("loss", "mean", 3), ("loss z", "mean", 6), ("entropy", "sum", 6), ("loss", "none", 4), ("loss z", "none", 4)],
+)
+def test_products(parts: str, reduction: str, units: int, frozen: str | None) -> None:
+    """Metrics cost products only where their gradients are asked for: three more, or with "none" no more."""
+    hidden, weight, target = make(190, torch.float32, "cpu")
+    hidden.requires_grad_(frozen != "hidden")
+    weight.requires_grad_(frozen != "weight")
+    unit = 2 * int((target != IGNORE).sum()) * D * V
+    with FlopCount() as flops:
+        loss, metrics = linear_cross_entropy(
+            hidden, weight, target, return_metrics=True, reduction=reduction, chunk_tokens=63
+        )
+        total(loss, metrics.logsumexp, metrics.mean_entropy, parts).backward()
+    sweeps_with_gradients = 2 if units == 6 else 1
+    assert flops.total == (units - (frozen is not None) * sweeps_with_gradients) * unit and not flops.unknown
+
+
+@eager_memory
+@pytest.mark.parametrize("parts", ["loss", "loss z"])
+def test_memory(parts: str) -> None:
+    """One d_hidden and one d_weight alive, not those of the loss beside those of its metrics."""
+    chunk_tokens, vocab = 1500, 30_000
+    hidden, weight = (torch.randn(rows, D, requires_grad=True) for rows in (2 * chunk_tokens, vocab))
+    target = torch.randint(0, vocab, (2 * chunk_tokens,))
+    with LiveBytes() as memory:
+        loss, metrics = linear_cross_entropy(
+            hidden, weight, target, return_metrics=True, chunk_tokens=chunk_tokens, ignore_index=None
+        )
+        total(loss, metrics.logsumexp, metrics.mean_entropy, parts).backward()
+    assert memory.peak <= 4 * (1.05 * chunk_tokens * vocab + hidden.numel() + weight.numel())

@@ -1,0 +1,117 @@
+"""Models that cannot be loaded, and names that may be misspelt: one sentence, before anything is trained."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from recipes.tiny_pretrained import save_tiny
+from seqtile.recipes.pretrained import load_config, load_model, load_tokenizer
+from seqtile.recipes.source import source, what_is_here
+
+WEIGHTS = "model.safetensors"
+UP = "model.layers.0.mlp.up_proj.weight"
+
+
+def cut(file: str, size: int) -> Callable[[Path], None]:
+    return lambda directory: (directory / file).write_bytes((directory / file).read_bytes()[:size]) and None
+
+
+def configured(**changes: object) -> Callable[[Path], None]:
+    def change(directory: Path) -> None:
+        file = directory / "config.json"
+        file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+    return change
+
+
+def weights(change: Callable[[dict], object]) -> Callable[[Path], None]:
+    def do(directory: Path) -> None:
+        held = load_file(directory / WEIGHTS)
+        change(held)
+        save_file(held, directory / WEIGHTS, metadata={"format": "pt"})
+
+    return do
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (cut(WEIGHTS, 5000), r"the weights of .* cannot be loaded \(.*not fully covered\); get its files again"),
+        (cut(WEIGHTS, 0), r"the weights of .* cannot be loaded"),
+        (lambda directory: (directory / WEIGHTS).unlink(), r"the weights of .* cannot be loaded .*no file named model"),
+        (lambda directory: (directory / WEIGHTS).rename(directory / "pytorch_model.bin"), "the weights of .* cannot"),
+        (weights(lambda held: held.pop(UP)), rf"the weights of .* lack {UP}; get its files again, or"),
+        (configured(num_hidden_layers=3), r"lack model.layers.2.input_layernorm.weight, .*, .* and 6 more;"),
+        (weights(lambda held: held.update({UP: torch.ones(3, 2)})), rf"{UP} of .* has shape \[3, 2\], but its config"),
+        (cut("config.json", 9), r"the configuration of .* cannot be loaded"),
+        (configured(num_hidden_layers="two"), r"the configuration of .* cannot be loaded .*expected int, got str"),
+        (configured(model_type="nope"), r"the configuration of .* cannot be loaded .*`nope`"),
+        (cut("tokenizer.json", 9), r"the tokenizer of .* cannot be loaded"),
+        (lambda directory: (directory / "tokenizer.json").write_text("{}"), r"the tokenizer of .* cannot be loaded"),
+    ],
+)
+def test_damaged_files(damage: Callable[[Path], None], said: str, tmp_path: Path) -> None:
+    save_tiny(tmp_path)
+    damage(tmp_path)
+    with pytest.raises(ValueError, match=said) as caught:
+        for load in (load_config, load_tokenizer, load_model):
+            load(str(tmp_path))
+    assert str(caught.value).startswith("--model: ") and "\n" not in str(caught.value)
+
+
+def test_too_little_memory_is_not_taken_for_damage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save_tiny(tmp_path)
+
+    def full(*args: object, **options: object) -> None:
+        torch.empty(2**56)
+
+    monkeypatch.setattr("seqtile.recipes.pretrained.AutoModelForCausalLM.from_pretrained", full)
+    with pytest.raises(RuntimeError, match="can't allocate memory"):
+        load_model(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("modles/llama", "; did you mean models/llama?"),
+        ("models/lama", "; did you mean models/llama?"),
+        ("models/qwen", "; models is here, but no qwen in it"),
+        ("./modles/llama", "; did you mean models/llama?"),
+        ("modles/lama/deep/er", "; models/llama is here, but no deep in it"),
+        ("Qwen/Qwen3-8B", ""),
+        ("/nowhere", ""),
+    ],
+)
+def test_what_a_misspelt_path_may_mean(name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "models" / "llama").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert what_is_here(Path(name)) == said
+    if name.count("/") == 1 and not name.startswith("/"):
+        assert source(name) == (name, {}), "it may be on the hub"
+        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+        with pytest.raises(ValueError) as caught:
+            load_config(name)
+        assert f"--model: there is no directory {name} here{said}; and as a hub name it" in str(caught.value)
+        assert "the hub could not be reached (" in str(caught.value)
+    else:
+        with pytest.raises(ValueError, match=f"--model: .* does not exist{said}".replace("?", "[?]")):
+            source(name)
+
+
+def test_a_hub_that_cannot_be_reached_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`from_pretrained` tries six times, with half a minute of waiting."""
+    asked = []
+
+    def unreachable(*args: object, **options: object) -> None:
+        asked.append(args)
+        raise ConnectionError("Name or service not known")
+
+    monkeypatch.setattr("huggingface_hub.utils._http._http_backoff_base", unreachable)
+    monkeypatch.setattr("seqtile.recipes.pretrained.get_hf_file_metadata", unreachable)
+    with pytest.raises(ValueError, match=r"the hub could not be reached \(Name or service not known\)"):
+        load_config("nobody/nothing")
+    assert len(asked) == 1

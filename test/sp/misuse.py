@@ -1,0 +1,195 @@
+"""What goes wrong without a word where it is not noticed: batches that are not the shards of one, losses that are not
+reduced."""
+
+import faulthandler
+import tempfile
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils.data import DataLoader
+from transformers import Trainer, TrainingArguments
+
+from assertions import relative_error
+from seqtile import sp
+from sp.trainer import Documents, SequenceParallelTrainer, collate, model_of
+from tiny import VOCAB, build, loss_and_gradients
+
+TIME_LIMIT = 120  # seconds a case: ranks that wait for each other end with a traceback of where
+LENGTH = 60
+Batch = dict[str, torch.Tensor]
+
+
+def batch_of(seed: int, length: int = LENGTH) -> Batch:
+    """One sequence, the same for the same seed on every rank."""
+    ids = torch.randint(3, VOCAB, (1, length), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": ids, "labels": ids.clone()}
+
+
+def whole(ctx: sp.SequenceParallel) -> Batch:
+    """A whole sequence on every rank, with all that a shard has but positions."""
+    batch = sp.shard(batch_of(0), sp.SequenceParallel(ctx.group, 0, 1, 0, 1))
+    return {name: value for name, value in batch.items() if name not in ("position_ids", "batch_hash")}
+
+
+def without(name: str, ctx: sp.SequenceParallel, rank: int = 1) -> Batch:
+    """A shard that has lost an entry on one rank."""
+    return {key: value for key, value in sp.shard(batch_of(0), ctx).items() if key != name or ctx.rank != rank}
+
+
+def documents(ctx: sp.SequenceParallel) -> Batch:
+    """The ranks' batches are the same but for where the documents begin."""
+    lengths = (20 + ctx.rank, LENGTH - 20 - ctx.rank)
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    return sp.shard(batch_of(0) | {"position_ids": positions}, ctx)
+
+
+def labels(ctx: sp.SequenceParallel) -> Batch:
+    """The ranks' batches are the same but for which token has no label."""
+    batch = batch_of(0)
+    batch["labels"][0, 10 + ctx.rank] = -100
+    return sp.shard(batch, ctx)
+
+
+def embedded(ctx: sp.SequenceParallel) -> Batch:
+    batch = batch_of(ctx.rank)
+    return sp.shard({"inputs_embeds": torch.ones(1, LENGTH, 48), "labels": batch["labels"]}, ctx)
+
+
+def sampled(ctx: sp.SequenceParallel) -> Batch:
+    """A sampler that deals samples out to ranks, rather than to groups of them."""
+    rows = [{"input_ids": batch_of(i)["input_ids"][0]} for i in range(4)]
+
+    def with_labels(rows: list[Batch]) -> Batch:
+        ids = torch.stack([row["input_ids"] for row in rows])
+        return {"input_ids": ids, "labels": ids}
+
+    sampler = torch.utils.data.DistributedSampler(rows, dist.get_world_size(), dist.get_rank(), shuffle=False)
+    collator = sp.DataShardingCollator(with_labels, ctx)
+    return next(iter(DataLoader(rows, sampler=sampler, collate_fn=collator, num_workers=1)))
+
+
+NO_POSITIONS = "no position_ids came with the tokens"
+OTHERS = "the ranks of a group hold shards of different batches"
+SHAPES = "the ranks of a group hold batches of different shapes"
+SAME = "every rank of the group holds the same tokens at the same positions"
+MIXED_UP: dict[str, tuple[Callable[[sp.SequenceParallel], Batch], str]] = {
+    "whole sequences": (whole, NO_POSITIONS),
+    "whole sequences without labels": (lambda ctx: {"input_ids": batch_of(0)["input_ids"]}, NO_POSITIONS),
+    "another whole sequence on each rank": (lambda ctx: {"input_ids": batch_of(ctx.rank)["input_ids"]}, NO_POSITIONS),
+    "whole sequences with positions": (lambda ctx: whole(ctx) | {"position_ids": torch.arange(LENGTH)[None]}, SAME),
+    "positions dropped": (lambda ctx: without("position_ids", ctx, ctx.rank), NO_POSITIONS),
+    "positions dropped by one rank": (lambda ctx: without("position_ids", ctx), SHAPES),
+    "the hash dropped by one rank": (lambda ctx: without("batch_hash", ctx), SHAPES),
+    "other samples": (lambda ctx: sp.shard(batch_of(ctx.rank), ctx), OTHERS),
+    "other labels": (labels, OTHERS),
+    "other documents": (documents, OTHERS),
+    "other embeddings": (embedded, OTHERS),
+    "other samples by a sampler over ranks": (sampled, OTHERS),
+}
+
+
+def batches() -> None:
+    """Each is refused on every rank, and none waits for another; then the right batch has its loss."""
+    ctx = sp.initialize(2)
+    torch.manual_seed(0)
+    model = build("llama")
+    sp.apply_ulysses(model, ctx)
+    right = sp.shard(batch_of(0), ctx)
+    loss = model(**right, use_cache=False).loss.detach()
+    for name, (make, match) in MIXED_UP.items():
+        faulthandler.dump_traceback_later(TIME_LIMIT, exit=True)
+        with pytest.raises(ValueError, match=match):
+            model(**make(ctx), use_cache=False)
+        assert model(**right, use_cache=False).loss.equal(loss)
+        print(f"rank {ctx.rank}: {name} refused", flush=True)
+    by_hand = {name: value for name, value in right.items() if name != "batch_hash"}
+    assert model(**by_hand, use_cache=False).loss.equal(loss), "cut by someone else"
+    assert model(return_dict=False, **right, use_cache=False)[0].equal(loss)
+    with pytest.raises(ValueError, match="and the rest by keyword"):
+        model(right["input_ids"], None, right["position_ids"])
+    cut_twice(ctx)
+
+
+def cut_twice(ctx: sp.SequenceParallel) -> None:
+    """By the collator, and then by the loader or by Trainer's mixin."""
+    collator = sp.DataShardingCollator(collate, ctx)
+    loader = sp.ShardedDataLoader(DataLoader(Documents(), collate_fn=collator), ctx)
+    with pytest.raises(ValueError, match="this batch is a shard already"):
+        next(iter(loader))
+    arguments = TrainingArguments(tempfile.mkdtemp(), report_to=[], use_cpu=True, disable_tqdm=True, ddp_backend="gloo")
+    options = {"args": arguments, "train_dataset": Documents(), "data_collator": collator}
+    trainer = SequenceParallelTrainer(model_of(False), sequence_parallel=ctx, **options)
+    with pytest.raises(ValueError, match="this batch is a shard already"):
+        trainer.train()
+    shard = sp.shard(collate([Documents()[0]]), ctx)
+    with pytest.raises(ValueError, match="Trainer did not count the labels"):
+        trainer.compute_loss(trainer.model.train(), shard)
+    model = model_of(False)
+    sp.apply_ulysses(model, ctx)
+    with pytest.raises(ValueError, match=OTHERS):  # without the mixin Trainer deals samples out to all ranks
+        Trainer(model, **options).train()
+
+
+def raw(model: nn.Module, batch: Batch, ctx: sp.SequenceParallel) -> torch.Tensor:
+    return model(**sp.shard(batch, ctx), use_cache=False).loss
+
+
+def halved(share: torch.Tensor) -> torch.Tensor:
+    share /= 2  # in place, as Trainer scales it
+    return share
+
+
+REDUCED: dict[str, Callable[..., torch.Tensor]] = {
+    # From the shares of two batches, half of the sum of the groups' losses.
+    "each": lambda a, b, ctx: (sp.reduce_loss(a, ctx) + sp.reduce_loss(b, ctx)) / 2,
+    "scaled before": lambda a, b, ctx: sp.reduce_loss(a / 2, ctx) + sp.reduce_loss(halved(b), ctx),
+    "added before": lambda a, b, ctx: sp.reduce_loss((a + b) * 0.5, ctx),
+}
+FORGOTTEN: dict[str, Callable[..., torch.Tensor]] = {
+    "as it is": lambda a, b, ctx: a,
+    "scaled": lambda a, b, ctx: (a + b) * ctx.size,
+    "one of two": lambda a, b, ctx: sp.reduce_loss(a, ctx) + b,
+    "reduced for a print": lambda a, b, ctx: (sp.reduce_loss(a, ctx), a)[1],
+    "reduced without its graph": lambda a, b, ctx: sp.reduce_loss(a.detach(), ctx) * 0 + a,
+}
+
+
+def losses() -> None:
+    """A share's backward raises before any parameter has a gradient, unless it was reduced, however it was computed
+    with; then gradients are those of one process."""
+    ctx = sp.initialize(2)
+    batch_pair = batch_of(0), batch_of(1, 83)
+    for reentrant in (None, False, True):
+        faulthandler.dump_traceback_later(TIME_LIMIT, exit=True)
+        torch.manual_seed(0)
+        model = build("llama")
+        if reentrant is not None:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+        found = [loss_and_gradients(model, **batch, use_cache=False)[1] for batch in batch_pair]
+        expected = {name: (found[0][name] + found[1][name]) / 2 for name in found[0]}
+        sp.apply_ulysses(model, ctx)
+        for name, make in FORGOTTEN.items():
+            model.zero_grad()
+            with pytest.raises(RuntimeError, match=r"expected loss = sp\.reduce_loss\(loss, ctx\) before"):
+                make(*(raw(model, batch, ctx) for batch in batch_pair), ctx).backward()
+            if name != "one of two":
+                assert all(parameter.grad is None for parameter in model.parameters()), name
+        for name, make in REDUCED.items():
+            model.zero_grad()
+            make(*(raw(model, batch, ctx) for batch in batch_pair), ctx).backward()
+            for parameter_name, parameter in model.named_parameters():
+                dist.all_reduce(parameter.grad)
+                error = relative_error(parameter.grad / ctx.size, expected[parameter_name])
+                assert error <= 1e-5, f"{name}: {parameter_name} is {error:.1e} off"
+    share = raw(model, batch_pair[0], ctx)
+    loss = sp.reduce_loss(share, ctx)
+    loss.backward(retain_graph=True)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match=r"sp\.reduce_loss"):
+        share.backward()
+    with torch.no_grad():
+        assert sp.reduce_loss(raw(model, batch_pair[0], ctx), ctx).isfinite()
+    print(f"rank {ctx.rank}: losses noticed", flush=True)

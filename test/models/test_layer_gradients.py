@@ -42,8 +42,8 @@ def test_gradients_equal(
 @pytest.mark.parametrize("head_groups", [None, "auto"])
 @pytest.mark.parametrize("arch", LAYERED)
 def test_bfloat16_is_as_exact_as_untiled(arch: str, head_groups: str | None, device: str) -> None:
-    if interpreted() and arch != "llama":
-        pytest.skip("the interpreter is slow")
+    if interpreted():
+        pytest.skip("the interpreter does not round to bfloat16, it truncates")
     untiled = build(arch, device, num_key_value_heads=4, sliding_window=None, head_dim=64).bfloat16()
     truth, tiled = copy.deepcopy(untiled).double(), tiled_copy(untiled, head_groups)
     batch = whole(101, device)

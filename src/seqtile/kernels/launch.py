@@ -30,7 +30,7 @@ ACTIVATIONS = ("silu", "gelu_tanh")  # gelu_tanh: Hugging Face's gelu_pytorch_ta
 
 def triton_serves(tensor: torch.Tensor) -> bool:
     """Whether the Triton kernels, rather than their eager twins, run on `tensor`."""
-    return triton is not None and (tensor.is_cuda or triton.knobs.runtime.interpret)
+    return triton is not None and (tensor.is_cuda or (triton.knobs.runtime.interpret and not tensor.is_meta))
 
 
 def cross_entropy_(

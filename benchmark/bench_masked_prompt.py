@@ -10,7 +10,7 @@ from benchmark.shapes import Case, K, Lengths, Shape
 from benchmark.subject import Subject
 
 LENGTHS: Lengths = {
-    "smoke": {"tiny": (300, 5000)},
+    "small": {"tiny": (300, 5000)},
     "cpu": {"smollm2_135m": (8 * K,)},
     "quick": {"llama3_8b": (32 * K,)},
     "full": {"llama3_8b": (32 * K, 128 * K)},

@@ -29,7 +29,7 @@ from seqtile.offload.checkpointing import enable_checkpointing, layers_of
 
 LAYERS = 6
 LENGTHS: Lengths = {
-    "smoke": {"tiny": (300, 5000)},
+    "small": {"tiny": (300, 5000)},
     "cpu": {"smollm2_135m": (4 * K, 8 * K)},
     "quick": {"llama3_8b": (16 * K,)},
     "full": {"llama3_8b": (16 * K, 64 * K)},

@@ -10,7 +10,7 @@ from seqtile.ops.tiles import resolve_chunk_tokens
 
 FACTORS = {"x 1/4": 0.25, "x 1/2": 0.5, "x 1": 1, "x 2": 2, "x 4": 4}
 LENGTHS: Lengths = {
-    "smoke": {"tiny": (5000,)},
+    "small": {"tiny": (5000,)},
     "cpu": {"smollm2_135m": (8 * K,)},
     "quick": {"llama3_8b": (32 * K,)},
     "full": dict.fromkeys(("llama3_8b", "qwen3_32b"), (32 * K, 128 * K)),

@@ -37,7 +37,8 @@ class Size:
 
 
 SIZES = {
-    "smoke": Size("tiny", 4, (256, 512), 2, 64),
+    "smoke": Size("tiny", 4, (256, 512), 1, 64),
+    "small": Size("tiny", 4, (256, 512), 2, 64),
     "cpu": Size("smollm2_135m", 4, (1 * K, 2 * K), 4, 256),
     "quick": Size("llama3_8b", 8, (8 * K, 32 * K), 3),
     "full": Size("llama3_8b", 32, (8 * K, 32 * K), 7),

@@ -43,7 +43,7 @@ WITHOUT = pytest.StashKey[set[str]]()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--size", default="smoke", choices=list(LENGTHS), help="which shapes and lengths")
+    parser.addoption("--size", default="smoke", choices=["smoke", *LENGTHS], help="which shapes and lengths")
     parser.addoption("--memory-limit", type=float, metavar="GB", help="emulate a GPU of so many 10**9 bytes")
     parser.addoption("--seconds", type=float, default=600, help="after them nothing more is begun, and that is said")
     parser.addoption("--rows", type=Path, metavar="FILE", help="lines of JSON: what was measured on, then rows")

@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from seqtile import memory
 
 SMALL_GPU = 48 * 10**9  # bytes: below them llama3_8b's weights and gradients leave no room; smollm2_135m is trained
-LIMITS = {"smoke": 24 * 2**20, "cpu": 4 * 2**30}  # bytes, where no GPU sets one
+LIMITS = {"smoke": 24 * 2**20, "small": 24 * 2**20, "cpu": 4 * 2**30}  # bytes, where no GPU sets one
 WARM = 32 * K  # tokens: up to here the median of three steps after a first one; beyond, one step alone
 
 

@@ -6,6 +6,7 @@ interrupted goes on where it was. Its file is written anew after each subject.
 
 import datetime
 import json
+import math
 import os
 import re
 import signal
@@ -20,6 +21,7 @@ import pytest
 import typer
 from benchmark import device, pictures, terminal
 from benchmark.results import RESULTS, Results, Row, Subject, load, save
+from benchmark.shapes import UNHURRIED
 from rich.console import Console
 
 HERE = Path(__file__).parent
@@ -35,7 +37,7 @@ SUBJECTS = {
     "ulysses": 1,
 }
 """How the time of a run is shared: what one subject leaves is there for the next ones."""
-MINUTES = {"smoke": 20.0, "cpu": 60.0, "quick": 9.5, "full": 29.0}
+MINUTES = {"smoke": math.inf, "small": math.inf, "cpu": 60.0, "quick": 9.5, "full": 29.0}
 STARTING = 10  # seconds that a process takes to start and to end
 PATIENCE = 60  # seconds beyond its own that one has to end
 OF_ULYSSES = 1200  # seconds: it needs several GPUs, and then takes its own
@@ -55,7 +57,7 @@ def file_of(subject: str) -> Path:
 def name_of(results: Results) -> str:
     """<gpu>-<date>, and what was not the usual."""
     parts = [re.sub(r"[^a-z0-9]+", "-", results.device.lower()).strip("-"), results.date]
-    parts += [results.size] if results.size in ("quick", "smoke") else []
+    parts += [results.size] if results.size in ("quick", *UNHURRIED) else []
     parts += [f"{results.memory_limit_gb:g}gb"] if results.memory_limit_gb else []
     return "-".join(parts)
 
@@ -90,7 +92,7 @@ def ran(subject: str, results: Results, seconds: float, file: Path, done: list[s
     environment = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} | os.environ  # ALST, 3.3
     process = subprocess.Popen(command, cwd=HERE.parent, env=environment, start_new_session=True)
     try:
-        return process.wait(timeout=max(0, seconds) + PATIENCE)
+        return process.wait(timeout=None if seconds == math.inf else max(0, seconds) + PATIENCE)
     except (subprocess.TimeoutExpired, KeyboardInterrupt) as error:
         os.killpg(process.pid, signal.SIGKILL)  # with all that it started
         process.wait()
@@ -102,6 +104,8 @@ def ran(subject: str, results: Results, seconds: float, file: Path, done: list[s
 def until(subject: str, left: list[str], end: float) -> float:
     """When this subject's share of what is left of the time is over."""
     now = time.time()
+    if end == math.inf:
+        return end
     if subject == "ulysses":
         return now + OF_ULYSSES
     shared = end - now - STARTING * len(left)
@@ -109,10 +113,12 @@ def until(subject: str, left: list[str], end: float) -> float:
 
 
 def main(
-    size: Annotated[str, typer.Option(help="full, quick or smoke; cpu; default: by the device.")] = "",
+    size: Annotated[str, typer.Option(help="full, quick, small or smoke; cpu; default: by the device.")] = "",
     subjects: Annotated[str, typer.Option(help=f"Some of {', '.join(SUBJECTS)}; default: all.")] = "",
     memory_limit: Annotated[float | None, typer.Option(help="Emulate a GPU of so many 10**9 bytes.")] = None,
-    directory: Annotated[Path | None, typer.Option(help="Where results go; of smoke nowhere, by default.")] = None,
+    directory: Annotated[
+        Path | None, typer.Option(help="Where results go; of small and smoke nowhere, by default.")
+    ] = None,
     minutes: Annotated[float | None, typer.Option(help="In all, instead of 29, or 9.5 of a quick run.")] = None,
     commit: Annotated[str, typer.Option(help="What is measured, where git cannot say.")] = "",
 ) -> None:
@@ -125,7 +131,7 @@ def main(
         raise typer.BadParameter(f"size: expected one of {', '.join(MINUTES)}; got {size}")
     now = commit or device.commit()
     results = Results(device.name(), datetime.date.today().isoformat(), size, memory_limit)
-    directory = directory or (Path(tempfile.mkdtemp()) if size == "smoke" else RESULTS)
+    directory = directory or (Path(tempfile.mkdtemp()) if size in UNHURRIED else RESULTS)
     file = directory / f"{name_of(results)}.json"
     results = load(file) if file.exists() else results
     failures = []
@@ -141,8 +147,8 @@ def main(
         failures += [subject] * failed(results.subjects[subject])
     terminal.print_tables(results)
     pictures.draw(results, file)
-    smoke = "this was a smoke run: its figures say nothing"
-    console.print(smoke if size == "smoke" else f"in {file}, with pictures beside it")
+    tiny = "sizes were tiny: their figures say nothing"
+    console.print(tiny if size in UNHURRIED else f"in {file}, with pictures beside it")
     if failures:
         sys.exit(f"failed: {', '.join(failures)}")
 

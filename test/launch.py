@@ -1,9 +1,93 @@
-"""Several real processes, as torchrun starts them."""
+"""Several real processes: ranks, forked from a process that has imported already what would take each of them seconds,
+or whatever torchrun starts."""
 
+import importlib
 import os
 import subprocess
 import sys
+import tempfile
+from multiprocessing import connection, forkserver, get_context
 from pathlib import Path
+from typing import NamedTuple
+from unittest.mock import patch
+
+from torch.distributed import TCPStore
+
+TIME_LIMIT = 1500  # seconds of one start: ranks that wait for each other end sooner, by the limits of their own
+IMPORTED = (  # by the process that ranks are forked from: nothing that is patched, nor what knows Triton's interpreter
+    "accelerate",
+    "deepspeed",
+    "peft",
+    "pytest",
+    "torch.distributed.fsdp",
+    "transformers.generation",
+    "transformers.integrations.moe",
+    "transformers.trainer",
+)
+_SPARE = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+
+
+class Ended(NamedTuple):
+    """How a rank ended, and what it printed."""
+
+    code: int
+    out: str
+    err: str
+
+
+def ranks(count: int, target: str, *arguments: str, **environment: str) -> str:
+    """What `count` ranks print that call `target`, such as "sp.worker:main"; a failure of theirs is this test's, their
+    last words included."""
+    found = ended(count, target, *arguments, **environment)
+    out = "".join(rank.out for rank in found)
+    assert not any(rank.code for rank in found), out[-3000:] + "".join(rank.err[-6000:] for rank in found)
+    return out
+
+
+def ended(count: int, target: str, *arguments: str, together: bool = True, **environment: str) -> list[Ended]:
+    """The same, as it comes; with `together` the first rank that fails ends the others."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload([name for name in IMPORTED if importlib.util.find_spec(name.partition(".")[0])])
+    with patch.dict(os.environ, _SPARE):
+        forkserver.ensure_running()
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # as torchrun has one: no port is guessed
+    environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    environment |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)} | _SPARE
+    with tempfile.TemporaryDirectory() as directory:
+        files = [Path(directory) / str(rank) for rank in range(count)]
+        own = [environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
+        running = [
+            context.Process(target=_rank, args=(str(file), mine, target, *arguments))
+            for file, mine in zip(files, own, strict=True)
+        ]
+        try:
+            for process in running:
+                process.start()
+            _wait([process.sentinel for process in running], running if together else [])
+        finally:
+            for process in running:
+                process.kill()
+                process.join()
+        texts = [[file.with_suffix(kind).read_text() for kind in (".out", ".err")] for file in files]
+        return [Ended(process.exitcode, *text) for process, text in zip(running, texts, strict=True)]
+
+
+def _wait(sentinels: list[int], together: list) -> None:
+    """Until all have ended, or one of `together` has failed."""
+    while sentinels:
+        gone = connection.wait(sentinels, timeout=TIME_LIMIT)
+        if not gone or any(process.exitcode for process in together):
+            return
+        sentinels = [each for each in sentinels if each not in gone]
+
+
+def _rank(file: str, environment: dict[str, str], target: str, *arguments: str) -> None:
+    for kind, descriptor in ((".out", 1), (".err", 2)):
+        opened = os.open(file + kind, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        os.dup2(opened, descriptor)
+    os.environ |= environment
+    module, _, name = target.partition(":")
+    getattr(importlib.import_module(module), name)(*arguments)
 
 
 def torchrun_command(ranks: int, *command: str | Path) -> list[str]:
@@ -11,14 +95,14 @@ def torchrun_command(ranks: int, *command: str | Path) -> list[str]:
     return [*launcher, *map(str, command)]
 
 
-def torchrun(ranks: int, *command: str | Path, check: bool = True, **environment: str) -> str:
+def torchrun(ranks: int, *command: str | Path, check: bool = True) -> str:
     """What the ranks print; a failure of theirs is this test's if `check`, their last words included."""
     result = subprocess.run(
         torchrun_command(ranks, *command),
         capture_output=True,
         text=True,
-        timeout=900,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+        timeout=TIME_LIMIT,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
     if check:
         assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]

@@ -204,5 +204,4 @@ LEFT_OUT = [
 ]
 KNOWN = [
     ("sharded over ranks", "refused by design: under ZeRO-3 every tile would gather the parameters"),
-    ("reduce_loss", "refused by design: the suite adds up the losses of ranks by itself"),
 ]

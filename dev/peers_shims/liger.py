@@ -233,6 +233,8 @@ def prepare(module: ModuleType, mode: str) -> None:
             setup.liger_kernel_patch_revert_func = partial(unpatch, known[name])
             config = setup.mini_model_config
             config.num_hidden_layers, config.vocab_size, config.pad_token_id = 2, VOCABULARY, None
+            if mode == "groups":  # which draw the dropout of a batch in another order
+                config.attention_dropout = 0.0
             if getattr(config, "layer_types", None):
                 config.layer_types = config.layer_types[-2:]
     run, loader, collate = module.run_mini_model, module.DataLoader, module.simple_collate_fn
@@ -283,7 +285,7 @@ LEFT_OUT = [
 ]
 KNOWN = [
     (
-        r"test_functional(.|\n)*z_loss is -",
+        r"correctness_functional(.|\n)*z_loss is -",
         "class weights of a negative sum would need a negative z_loss here",
     ),
     (

@@ -101,7 +101,7 @@ def test_what_is_refused(options: dict[str, str], tmp_path: Path) -> None:
 
 def rows_of(tmp_path: Path, *options: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """What a benchmark file writes: what it was measured on, and rows."""
-    results, file = Results("CPU", "2026-11-21", "smoke"), tmp_path / "rows.jsonl"
+    results, file = Results("CPU", "2026-11-21", "small"), tmp_path / "rows.jsonl"
     command = [run.sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(run.file_of("gated_mlp"))]
     command += [f"--size={results.size}", f"--rows={file}", f"--benchmark-json={tmp_path / 'theirs.json'}", *options]
     environment = {name: value for name, value in run.os.environ.items() if not name.startswith("PYTEST_")}

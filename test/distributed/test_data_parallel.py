@@ -19,7 +19,7 @@ from distributed.cases import (
     matrix,
     table,
 )
-from launch import torchrun
+from launch import ranks
 from seqtile.models.arch import ARCHS
 
 
@@ -28,8 +28,7 @@ from seqtile.models.arch import ARCHS
 def test_same_training_as_untiled(tree: str) -> None:
     if tree.endswith("liger"):
         pytest.importorskip("liger_kernel")
-    worker = Path(__file__).with_name("worker.py")
-    printed = torchrun(2, worker, tree, TRITON_INTERPRET="1" if tree.endswith("liger") else "0")
+    printed = ranks(2, "distributed.worker:main", tree, TRITON_INTERPRET="1" if tree.endswith("liger") else "0")
     run = [case for case in cases() if case.tree == tree]
     missing = [case for case in run for rank in (0, 1) if f"rank {rank}: {case} equal" not in printed]
     assert run and not missing

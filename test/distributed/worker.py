@@ -1,20 +1,11 @@
-"""One rank of a distributed run: trains untiled and tiled models the same way and compares them.
-
-torchrun --standalone --nproc-per-node 2 worker.py TREE
-"""
+"""One rank of a distributed run: trains untiled and tiled models the same way and compares them."""
 
 import faulthandler
-import os
-import sys
 from functools import partial
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
 from torch import nn
-
-sys.path.insert(0, str(Path(__file__).parents[1]))
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
 
 import seqtile
 from assertions import relative_error
@@ -260,8 +251,3 @@ def main(tree: str) -> None:
             dist.barrier()
     faulthandler.cancel_dump_traceback_later()
     dist.destroy_process_group()
-    os._exit(0)  # gloo's threads abort the interpreter's own exit now and then, one run in ten
-
-
-if __name__ == "__main__":
-    main(sys.argv[1])

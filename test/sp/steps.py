@@ -31,6 +31,7 @@ from seqtile import sp
 from seqtile.sp.attention import ulysses_attention
 from seqtile.sp.documents import Layout
 from sp.cases import reducer_cases
+from sp.first_rank import by_first_rank
 from tiny import batch_of, build
 
 WINDOW = 2  # batches a step
@@ -91,8 +92,8 @@ def window_of(group: int, step: int) -> list[dict[str, torch.Tensor]]:
     return batches
 
 
-def by_one_process(model: nn.Module, groups: int, step: int) -> float:
-    """A step over the batches of all groups; the loss is the mean over all of their labels."""
+def by_one_process(model: nn.Module, groups: int, step: int) -> tuple[float, dict[str, torch.Tensor]]:
+    """A step over the batches of all groups; the loss, which is the mean over all of their labels, and the weights."""
     windows = [window_of(group, step) for group in range(groups)]
     items = sum((batch["labels"][:, 1:] != -100).sum() for window in windows for batch in window)
     total = 0.0
@@ -102,7 +103,7 @@ def by_one_process(model: nn.Module, groups: int, step: int) -> float:
         total += loss.item()
     torch.optim.SGD(model.parameters(), lr=1.0).step()
     model.zero_grad()
-    return total
+    return total, model.state_dict()
 
 
 def by_many(model: nn.Module, optimizer: object, step: int, ctx: sp.SequenceParallel) -> float:
@@ -161,7 +162,8 @@ def reducers(family: str) -> None:
         for step, tolerance in enumerate((1e-5, 1e-4)):  # the second step begins where the first one's error left it
             if step == 1:
                 evaluated_whole(one, many, wrapped, ctx)
-            theirs = by_one_process(one, ctx.data_parallel_size, step)
+            theirs, updated = by_first_rank(by_one_process, one, ctx.data_parallel_size, step)
+            one.load_state_dict(updated)
             ours = by_many(wrapped, optimizer, step, ctx)
             assert abs(ours - theirs) <= 1e-5 * theirs, f"{strategy}: loss {ours}, expected {theirs}"
             weights = full(many)

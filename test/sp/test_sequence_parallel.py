@@ -1,27 +1,25 @@
 """One sequence over several real processes, against one process that has it whole."""
 
-import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from launch import torchrun
+from launch import ended, ranks
 from sp.cases import REDUCERS, attention_cases, layer_cases, reducer_cases
 from sp.misuse import MIXED_UP
 
-WORKER = Path(__file__).with_name("worker.py")
+WORKER = "sp.worker:main"
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_attention(ranks: int) -> None:
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_attention(count: int) -> None:
     """Loss and gradients, of every kind of heads and of sequence; how many all-to-alls there are."""
-    output = torchrun(ranks, WORKER, "attention")
+    output = ranks(count, WORKER, "attention")
     expected = [*attention_cases(), *layer_cases()]
-    cases = [f"rank {rank}: {case} {kind} equal" for rank in range(ranks) for case, kind, *_ in expected]
+    cases = [f"rank {rank}: {case} {kind} equal" for rank in range(count) for case, kind, *_ in expected]
     assert [case for case in cases if case not in output] == []
 
 
@@ -29,7 +27,7 @@ def test_attention(ranks: int) -> None:
 @pytest.mark.parametrize("family", REDUCERS)
 def test_reducers(family: str) -> None:
     """Two groups of two ranks, accumulating over batches of unequal labels, under every reducer of gradients."""
-    output = torchrun(4, WORKER, "reducers", family)
+    output = ranks(4, WORKER, "reducers", family)
     expected = reducer_cases(family)
     cases = [f"rank {rank}: {strategy} {options} equal" for rank in range(4) for strategy, options in expected]
     assert [case for case in cases if case not in output] == []
@@ -37,47 +35,38 @@ def test_reducers(family: str) -> None:
 
 @pytest.mark.dist
 def test_refusals() -> None:
-    output = torchrun(2, WORKER, "refusals")
+    output = ranks(2, WORKER, "refusals")
     assert all(f"rank {rank}: refused what it must" in output for rank in range(2))
 
 
 @pytest.mark.dist
 def test_batches_that_are_not_the_shards_of_one() -> None:
     """Whole sequences, other samples, entries that were dropped: refused by every rank, and none waits."""
-    output = torchrun(2, WORKER, "batches")
+    output = ranks(2, WORKER, "batches")
     cases = [f"rank {rank}: {case} refused" for rank in range(2) for case in MIXED_UP]
     assert [case for case in cases if case not in output] == []
 
 
 @pytest.mark.dist
 def test_losses_that_are_not_reduced() -> None:
-    output = torchrun(2, WORKER, "losses")
+    output = ranks(2, WORKER, "losses")
     assert all(f"rank {rank}: losses noticed" in output for rank in range(2))
 
 
 @pytest.mark.dist
 def test_loader() -> None:
     """Ranks that draw different samples, two groups of two."""
-    output = torchrun(4, WORKER, "loader")
+    output = ranks(4, WORKER, "loader")
     assert all(f"rank {rank}: loaded" in output for rank in range(4))
 
 
 @pytest.mark.dist
 def test_a_rank_that_dies() -> None:
     """The others end with an error within the process group's time limit, and none waits for ever."""
-    with socket.socket() as found:
-        found.bind(("localhost", 0))
-        port = str(found.getsockname()[1])
-    command = [sys.executable, str(WORKER), "death"]
-    ranks = []
-    for rank in range(3):
-        place = {"RANK": str(rank), "WORLD_SIZE": "3", "LOCAL_RANK": str(rank)}
-        place |= {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "OMP_NUM_THREADS": "1"}
-        ranks.append(subprocess.Popen(command, env=os.environ | place, stderr=subprocess.PIPE, text=True))
-    errors = [process.communicate(timeout=200)[1] for process in ranks]
-    assert ranks[1].returncode == 7, errors[1]
-    for rank in (0, 2):
-        assert ranks[rank].returncode != 0 and "RuntimeError" in errors[rank], errors[rank]
+    first, dead, last = ended(3, WORKER, "death", together=False)
+    assert dead.code == 7, dead.err
+    for rank in (first, last):
+        assert rank.code != 0 and "RuntimeError" in rank.err, rank.err
 
 
 @pytest.fixture(scope="module")
@@ -91,14 +80,14 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("ranks", "size"), [(2, 2), (4, 2)])
-def test_trainer(ranks: int, size: int, one_process: str) -> None:
+@pytest.mark.parametrize(("count", "size"), [(2, 2), (4, 2)])
+def test_trainer(count: int, size: int, one_process: str) -> None:
     """Three epochs, accumulating over batches of uneven labels, with PEFT too; resumed in the middle of an epoch."""
-    output = torchrun(ranks, WORKER, "train", one_process, str(size))
-    assert all(f"rank {rank}: trained, adapter {peft}" in output for rank in range(ranks) for peft in (False, True))
+    output = ranks(count, WORKER, "train", one_process, str(size))
+    assert all(f"rank {rank}: trained, adapter {peft}" in output for rank in range(count) for peft in (False, True))
 
 
 @pytest.mark.dist
 def test_trainer_with_deepspeed(one_process: str) -> None:
-    output = torchrun(4, WORKER, "train_zero3", one_process, "2")
+    output = ranks(4, WORKER, "train_zero3", one_process, "2")
     assert all(f"rank {rank}: trained under ZeRO-3" in output for rank in range(4))

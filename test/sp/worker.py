@@ -1,14 +1,11 @@
 """One rank of a group: trains spread over the ranks and in one process, and compares.
 
-torchrun --standalone --nproc-per-node N worker.py attention | reducers FAMILY | refusals | batches | losses | loader |
-    death | train FILE SIZE | train_zero3 FILE SIZE
+It is asked for attention | reducers FAMILY | refusals | batches | losses | loader | death | train FILE SIZE |
+train_zero3 FILE SIZE.
 """
 
 import copy
 import faulthandler
-import os
-import sys
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -16,15 +13,13 @@ import torch.distributed as dist
 from torch import nn
 from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
-os.environ.setdefault("DS_ACCELERATOR", "cpu")
-
 import seqtile
 from assertions import relative_error
 from seqtile import sp
 from seqtile.models.layer import groups_of
 from sp.attentions import install
 from sp.cases import QWEN2_VL, WRAPPED, attention_cases, batch_of_kind, layer_cases
+from sp.first_rank import by_first_rank
 from tiny import build, checkpointing, loss_and_gradients
 
 TIME_LIMIT = 120  # seconds a case: ranks that wait for each other end with a traceback of where
@@ -75,7 +70,7 @@ def compared(
     heads = case.removeprefix("layer ").split()[0]
     many.config._attn_implementation = WRAPPED.get(heads, one.config._attn_implementation)
     batch = batch_of_kind(kind)
-    loss, gradients = loss_and_gradients(one, **batch)
+    loss, gradients = by_first_rank(loss_and_gradients, one, **batch)
     sp.apply_ulysses(many, ctx)
     if options:
         seqtile.apply_seqtile(many, chunk_tokens=11, **options)
@@ -160,8 +155,3 @@ def main(what: str, *arguments: str) -> None:
         getattr(room, what)(*arguments)
     dist.barrier()
     dist.destroy_process_group()
-    os._exit(0)  # gloo's threads abort the interpreter's own exit now and then
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])

@@ -24,8 +24,8 @@ $(STAMP): pyproject.toml dev/constraints.txt dev/no-deps.txt dev/transformers-ol
 	$(PIP) --no-deps --target $(OLDEST) -r dev/transformers-oldest.txt
 	touch $@
 
-demo: $(STAMP)  ## fine-tune a real model on a real long document, untiled and tiled, and compare (about 10 minutes on 2 cores)
-	$(BIN)/seqtile finetune --compare --seq-len 8192 --steps 2 --output runs/demo
+demo: $(STAMP)  ## fine-tune a real model on real long documents, untiled and tiled, and compare: 5 minutes on 2 cores; LONG=1 11
+	$(BIN)/seqtile finetune --compare --seq-len $(if $(LONG),8192,4096) --steps 2 --output runs/demo
 
 test: $(STAMP)  ## all tests that need no GPU: plain, in Triton's interpreter, on the oldest transformers, distributed
 	$(PYTEST) -m "not gpu and not dist"

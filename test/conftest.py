@@ -3,12 +3,16 @@ import os
 import pytest
 import torch
 
+from everyday import CUTS, INTERPRETED, everyday, unused
+from tiny import interpreted
+
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", choices=["cpu", "cuda"], help="where kernels, ops and models run")
+    parser.addoption("--full", action="store_true", help="every case of every test, see everyday.py")
     parser.addoption("--seed", type=int, help="of torch, for every test; fresh if not given")
 
 
@@ -17,6 +21,27 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs --device cuda"))
+    if not config.getoption("--full"):
+        cut(config, items)
+
+
+def cut(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves the cases of every day, and those asked for by their ids."""
+    cuts = INTERPRETED if interpreted() else CUTS
+    by_id = [argument for argument in config.args if "::" in argument]
+    if not by_id and (stale := unused(items, cuts)):
+        raise pytest.UsageError(f"everyday.py names tests that are not there: {', '.join(stale)}")
+    kept = everyday(items, cuts)
+    left_out = [item for item in items if item.nodeid not in kept and not any(a.endswith(item.nodeid) for a in by_id)]
+    config.hook.pytest_deselected(items=left_out)
+    gone = set(map(id, left_out))
+    items[:] = [item for item in items if id(item) not in gone]
+
+
+@pytest.fixture(scope="session")
+def full(request: pytest.FixtureRequest) -> bool:
+    """Whether every case is run, see everyday.py."""
+    return request.config.getoption("--full")
 
 
 @pytest.fixture(scope="session")

@@ -1,5 +1,5 @@
 """Several real processes: ranks, forked from a process that has imported already what would take each of them seconds,
-or whatever torchrun starts."""
+or whatever torchrun starts. TRITON_INTERPRET is for them what it is here."""
 
 import importlib
 import os
@@ -35,24 +35,24 @@ class Ended(NamedTuple):
     err: str
 
 
-def ranks(count: int, target: str, *arguments: str, **environment: str) -> str:
+def ranks(count: int, target: str, *arguments: str) -> str:
     """What `count` ranks print that call `target`, such as "sp.worker:main"; a failure of theirs is this test's, their
     last words included."""
-    found = ended(count, target, *arguments, **environment)
+    found = ended(count, target, *arguments)
     out = "".join(rank.out for rank in found)
     assert not any(rank.code for rank in found), out[-3000:] + "".join(rank.err[-6000:] for rank in found)
     return out
 
 
-def ended(count: int, target: str, *arguments: str, together: bool = True, **environment: str) -> list[Ended]:
+def ended(count: int, target: str, *arguments: str, together: bool = True) -> list[Ended]:
     """The same, as it comes; with `together` the first rank that fails ends the others."""
     context = get_context("forkserver")
     context.set_forkserver_preload([name for name in IMPORTED if importlib.util.find_spec(name.partition(".")[0])])
     with patch.dict(os.environ, _SPARE):
         forkserver.ensure_running()
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # as torchrun has one: no port is guessed
-    environment |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    environment |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)} | _SPARE
+    environment = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    environment |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
     with tempfile.TemporaryDirectory() as directory:
         files = [Path(directory) / str(rank) for rank in range(count)]
         own = [environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]

@@ -1,11 +1,12 @@
 """What is trained on two processes: every architecture under every data parallelism, each with an adapter, a kind of
 checkpointing and an order of Liger, so that every two of them meet at least once; and variants of the parallelisms.
 
-python test/distributed/cases.py prints README's table of them.
+python -m distributed.cases, in test/, prints README's table of them.
 """
 
 from typing import NamedTuple
 
+from everyday import EVERY_PAIR, covering, together
 from seqtile.models.arch import ARCHS
 
 STRATEGIES = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
@@ -98,8 +99,13 @@ def layers() -> list[Case]:
     ]
 
 
-def cases() -> list[Case]:
-    return matrix() + variants() + layers()
+def cases(full: bool) -> list[Case]:
+    """All; or of the matrix as few as have every architecture, and every two of the others together."""
+    found = matrix()
+    if not full:
+        parts = [{case.arch} | together(case._asdict() | {"arch": None, "layer": None}, EVERY_PAIR) for case in found]
+        found = [found[i] for i in covering(parts)]
+    return found + variants() + layers()
 
 
 TREES = sorted({case.tree for case in matrix()})

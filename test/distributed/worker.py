@@ -14,7 +14,6 @@ from seqtile.models.arch import ARCHS
 from seqtile.models.patch import mlps_of
 from seqtile.models.placement import computed_forward
 from tiny import (
-    CHUNK,
     apply_liger,
     batch_of,
     build,
@@ -25,8 +24,8 @@ from tiny import (
     modeling_restored,
 )
 
-# Tokens of each rank's sequences; a tile is 50. Both ranks tiled, one of them, the other. The interpreter is slow.
-LENGTHS = ((60, 9), (9, 60)) if interpreted() else ((101, 9, 63), (60, 160, 30))
+# Tokens of each rank's sequences, and of a tile: both ranks tiled, one of them, the other. The interpreter is slow.
+LENGTHS, CHUNK = (((17, 9), (9, 17)), 10) if interpreted() else (((101, 9, 63), (60, 160, 30)), 50)
 LAYERS = 1 if interpreted() else 2
 TIME_LIMIT = 120  # seconds a case: ranks that wait for each other end with a traceback of where
 KINDS = {"plain": None, "ckpt": False, "reentrant": True}
@@ -235,14 +234,14 @@ def run(case: Case, rank: int) -> None:
     print(f"rank {rank}: {case} equal", flush=True)
 
 
-def main(tree: str) -> None:
+def main(tree: str, full: str) -> None:
     if tree.startswith("zero"):
         import deepspeed
 
         deepspeed.init_distributed("gloo")
     else:
         dist.init_process_group("gloo")
-    for case in cases():
+    for case in cases(bool(full)):
         if case.tree == tree:
             faulthandler.dump_traceback_later(TIME_LIMIT, exit=True)
             with modeling_restored():

@@ -188,7 +188,7 @@ def test_ended_early(pretrained: Path, document: Path, tmp_path: Path, signum: i
 
 def test_many_steps_stay_readable() -> None:
     run = {"losses": [10 - step / 200 for step in range(1000)], "peak_mib": 1.0, "step_seconds": [1.0] * 1000}
-    run["tokens_per_second"] = 1.0
+    run |= {"tokens_per_second": 1.0, "again": 9.0}
     job = {"model": "m", "seq_len": 8, "steps": 1000, "device": "cpu", "dtype": "float32"}
     report = job | {"baseline": run, "seqtile": run, "max_loss_difference": 0.0}
     console = Console(record=True, width=120)

@@ -108,6 +108,16 @@ def layer_cases() -> list[tuple[str, str, str, dict, int | str | None, bool]]:
     ]
 
 
+def on_ranks(count: int, cases: list[tuple]) -> list[tuple]:
+    """Which cases so many ranks run every day: each is run by two ranks or by four, and one in eleven by one alone.
+
+    Of heads and kinds of sequences, of which the cases are the product, each meets either number of ranks.
+    """
+    if count == 1:
+        return cases[:: len(HEADS) - 1]
+    return [case for i, case in enumerate(cases) if (i + i // len(KINDS)) % 2 == (count == 4)]
+
+
 def batch_of_kind(kind: str) -> dict[str, torch.Tensor]:
     """A whole batch, with a masked prompt in every row."""
     rows, length = (3, 96) if "padded" in kind else (1, 101 if kind == "ragged" else 96)

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from launch import ended, ranks
-from sp.cases import REDUCERS, attention_cases, layer_cases, reducer_cases
+from sp.cases import REDUCERS, attention_cases, layer_cases, on_ranks, reducer_cases
 from sp.misuse import MIXED_UP
 
 WORKER = "sp.worker:main"
@@ -15,10 +15,11 @@ WORKER = "sp.worker:main"
 
 @pytest.mark.dist
 @pytest.mark.parametrize("count", [1, 2, 4])
-def test_attention(count: int) -> None:
+def test_attention(count: int, full: bool) -> None:
     """Loss and gradients, of every kind of heads and of sequence; how many all-to-alls there are."""
-    output = ranks(count, WORKER, "attention")
-    expected = [*attention_cases(), *layer_cases()]
+    output = ranks(count, WORKER, "attention", "full" if full else "")
+    products = (attention_cases(), layer_cases())
+    expected = [case for product in products for case in (product if full else on_ranks(count, product))]
     cases = [f"rank {rank}: {case} {kind} equal" for rank in range(count) for case, kind, *_ in expected]
     assert [case for case in cases if case not in output] == []
 

@@ -1,6 +1,6 @@
 """One rank of a group: trains spread over the ranks and in one process, and compares.
 
-It is asked for attention | reducers FAMILY | refusals | batches | losses | loader | death | train FILE SIZE |
+It is asked for attention FULL | reducers FAMILY | refusals | batches | losses | loader | death | train FILE SIZE |
 train_zero3 FILE SIZE.
 """
 
@@ -18,7 +18,7 @@ from assertions import relative_error
 from seqtile import sp
 from seqtile.models.layer import groups_of
 from sp.attentions import install
-from sp.cases import QWEN2_VL, WRAPPED, attention_cases, batch_of_kind, layer_cases
+from sp.cases import QWEN2_VL, WRAPPED, attention_cases, batch_of_kind, layer_cases, on_ranks
 from sp.first_rank import by_first_rank
 from tiny import build, checkpointing, loss_and_gradients
 
@@ -88,22 +88,22 @@ def compared(
     return Spread(many, forward, count.calls - forward, reentrant is not None)
 
 
-def attention() -> None:
+def attention(full: str) -> None:
     """Loss and gradients of every kind of heads and of sequence; two all-to-alls a layer and direction."""
     install()
     ctx = sp.initialize(dist.get_world_size())
-    for i, case in enumerate(attention_cases()):
+    for i, case in enumerate(attention_cases() if full else on_ranks(ctx.size, attention_cases())):
         spread = compared(i, *case, ctx)
         layers = spread.model.config.num_hidden_layers
         assert spread.forward == 2 * layers, f"{case}: {spread.forward} all-to-alls in the forward"
         assert spread.backward == (4 if spread.replays else 2) * layers, f"{case}: {spread.backward} in the backward"
-    whole_layers(ctx)
+    whole_layers(ctx, full)
     axes(ctx)
 
 
-def whole_layers(ctx: sp.SequenceParallel) -> None:
+def whole_layers(ctx: sp.SequenceParallel, full: str) -> None:
     """The same with whole layers tiled, attention by groups of heads: each group is sent before it is waited for."""
-    for i, (*case, groups, repeats) in enumerate(layer_cases()):
+    for i, (*case, groups, repeats) in enumerate(layer_cases() if full else on_ranks(ctx.size, layer_cases())):
         spread = compared(i, *case, ctx, layer=True, head_groups=groups)
         config = spread.model.config
         found = groups_of(spread.model.model.layers[0].self_attn, groups, ctx.size) or 1
@@ -146,7 +146,7 @@ def main(what: str, *arguments: str) -> None:
     else:
         dist.init_process_group("gloo")
     if what == "attention":
-        attention()
+        attention(*arguments)
     else:
         from sp import loading, misuse, steps, trainer
 

@@ -54,6 +54,8 @@ def print_table(report: dict[str, Any], console: Console) -> None:
         table.add_column(name, justify="right")
     for step in sorted({round(row * (report["steps"] - 1) / (SHOWN - 1)) for row in range(SHOWN)}):
         table.add_row(f"loss, step {step + 1}", *(f"{run['losses'][step]:.6f}" for run in runs))
+    if baseline is not None:
+        table.add_row("step 1's document again", "", f"{tiled['again']:.6f}")
     table.add_section()
     table.add_row("peak memory, MiB", *(f"{run['peak_mib']:,.0f}" for run in runs))
     table.add_row("time, s", *(f"{sum(run['step_seconds']):.1f}" for run in runs))

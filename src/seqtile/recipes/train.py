@@ -38,6 +38,8 @@ class RunResult:
     tokens_per_second: float
     peak_mib: float
     status: str
+    again: float | None = None
+    """The first step's loss once more at the end, where runs are compared; one number, of the same sequences."""
     saved: str | None = None
     """Where the model is, of a run that saved it."""
     note: str | None = None
@@ -113,6 +115,7 @@ def _train(
                     break
             status = seqtile.status(spread.unwrapped) if tiled else "untiled"
             note = no_tile(status, job, ctx) if tiled else None
+            again = loss_again(spread.model, sequences[0], job, ctx) if tiled and job.compare else None
             result = RunResult(
                 losses=losses,
                 step_seconds=seconds,
@@ -120,6 +123,7 @@ def _train(
                 peak_mib=largest(peak_mib(job.device), ctx),
                 status=note or str(status),
                 note=note,
+                again=again,
             )
             if save_to is not None and (weights := spread.weights()):  # every rank takes part, the first one has them
                 with redirect_stderr(io.StringIO()):
@@ -177,6 +181,12 @@ def loss_of(model: torch.nn.Module, batch: torch.Tensor, job: Job, ctx: sp.Seque
         ids = batch[ctx.data_parallel_rank, None]
         shard = {name: value.to(job.device) for name, value in sp.shard({"input_ids": ids, "labels": ids}, ctx).items()}
         return sp.reduce_loss(model(**shard, use_cache=False).loss, ctx)
+
+
+@torch.no_grad()
+def loss_again(model: torch.nn.Module, batch: torch.Tensor, job: Job, ctx: sp.SequenceParallel | None) -> float:
+    """What is left of a step's loss, under the model as it is now."""
+    return loss_of(model, batch, job, ctx).item()
 
 
 def over_ranks(loss: torch.Tensor, stop: bool, ctx: sp.SequenceParallel | None) -> tuple[float, bool]:

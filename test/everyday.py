@@ -4,13 +4,14 @@ A test that is named nowhere here is run whole. Of the others, those cases are r
 
 EVERY_PAIR   as few as have every two values of two parameters together that are together in any case.
 EVERY_VALUE  as few as have every value of every parameter.
-a tuple      those whose id contains one of these texts.
+a tuple      those whose id matches one of these patterns, with * for any text.
 
 A case that was asked for by its id is always run.
 """
 
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
+from fnmatch import fnmatchcase
 from itertools import combinations
 from typing import Any, NamedTuple
 
@@ -18,14 +19,80 @@ EVERY_VALUE, EVERY_PAIR = 1, 2
 
 
 class Cut(NamedTuple):
-    """`tests`: beginnings of node ids."""
+    """`tests`: beginnings of node ids, without test/."""
 
     tests: tuple[str, ...]
     keep: int | tuple[str, ...]
     why: str
 
 
-CUTS: tuple[Cut, ...] = ()
+_PLANS = "memory/test_against_simulation.py::test_"
+_LAWS = "ops/test_head_laws.py::test_"
+CUTS = (
+    Cut(
+        (f"{_PLANS}every_architecture", f"{_PLANS}layers_tiled_as_a_whole["),
+        EVERY_VALUE,
+        "plans of other architectures with the other norms, and by groups, go through the same lines",
+    ),
+    Cut(
+        (f"{_PLANS}every_feature",),
+        (
+            "2-plain",
+            "5-*",
+            "16-*",
+            "64-offload-*",
+            "64-lora_rank",
+            "32-dtype",
+            "0-gpus-*",
+            "512-gpus-sequence_parallel",
+        ),
+        "each feature alone; a simulation of several together takes seconds",
+    ),
+    Cut(
+        (f"{_PLANS}layers_tiled_as_a_whole_with_every_feature",),
+        ("4096-*", "6144-*", "65536-*'head_groups': 2}", "32768-*", "524288-*'sequence_parallel': 8}"),
+        "likewise",
+    ),
+    Cut(
+        (f"{_PLANS}a_whole_model", f"{_PLANS}many_layers_over_gpus", f"{_PLANS}groups_of_heads_over_gpus"),
+        ("offloaded-liger", "None", "llama-2-*"),
+        "a step of 24 or 30 layers is 10 s of simulation; layers are planned one like the other",
+    ),
+    Cut(
+        tuple(f"{_PLANS}{name}" for name in ("heads", "attention_of_a_group", "over_gpus", "adapters")),
+        ("4", "llama", "layer", "gemma2", "qwen3_moe", "granite"),
+        "one number of ranks, one architecture or two of several",
+    ),
+    Cut(
+        ("kernels/test_compile_ahead.py",),
+        ("sm_90-*",),
+        "a change that one GPU's compiler refuses the others refuse",
+    ),
+    Cut(
+        (f"{_LAWS}memory", "ops/test_mlp_laws.py::test_memory", "ops/test_metrics_gradients.py::test_memory"),
+        EVERY_VALUE,
+        "sizes, dtypes and reductions by themselves: the buffers of one do not depend on the other",
+    ),
+    Cut(
+        ("models/test_layer_laws.py::test_tensors_alive_at_a_million_tokens",),
+        ("auto-*",),
+        "whole heads are seen at 128K tokens",
+    ),
+    Cut(
+        ("models/test_trl.py::test_same_training", "models/test_trl.py::test_lora"),
+        EVERY_VALUE,
+        "what TRL does to a batch, and how a model was tiled, do not meet in any line of ours",
+    ),
+    Cut(
+        (
+            "models/test_training_loops.py::test_compiled_layers",
+            "ops/test_linear_cross_entropy.py::test_compiles_in_one",
+        ),
+        ("llama", "layer.compile-False", "dynamic"),
+        "10 s of compiler each, of the same graph",
+    ),
+    Cut(("bench/test_ladder.py::test_what_runs_is_right",), ("seqtile_loss_mlp",), "each rung asks it of itself"),
+)
 INTERPRETED: tuple[Cut, ...] = ()
 
 
@@ -34,22 +101,22 @@ def everyday(items: Sequence, cuts: tuple[Cut, ...]) -> set[str]:
     cases: dict[tuple[Cut, str], list] = defaultdict(list)
     kept = set()
     for item in items:
-        cut = next((cut for cut in cuts if item.nodeid.startswith(cut.tests)), None)
+        cut = next((cut for cut in cuts if item.nodeid.startswith(tuple("test/" + test for test in cut.tests))), None)
         if cut is None or not hasattr(item, "callspec"):
             kept.add(item.nodeid)
         else:
             cases[cut, item.nodeid.partition("[")[0]].append(item)
     for (cut, _), found in cases.items():
         if isinstance(cut.keep, int):
-            kept |= {found[i].nodeid for i in covering([together(item.callspec.indices, cut.keep) for item in found])}
+            kept |= {found[i].nodeid for i in covering([together(item.callspec.params, cut.keep) for item in found])}
         else:
-            kept |= {item.nodeid for item in found if any(text in item.callspec.id for text in cut.keep)}
+            kept |= {item.nodeid for item in found if any(fnmatchcase(item.callspec.id, p) for p in cut.keep)}
     return kept
 
 
 def together(case: dict[str, Any], number: int) -> set[tuple]:
     """Of a case, parameter -> value: every so many of them."""
-    return set(combinations(sorted(case.items()), min(number, len(case))))
+    return set(combinations([(name, repr(case[name])) for name in sorted(case)], min(number, len(case))))
 
 
 def covering(cases: list[set]) -> list[int]:
@@ -66,5 +133,6 @@ def unused(items: Iterable, cuts: tuple[Cut, ...]) -> list[str]:
     """Tests that a cut names, in files of `items`, and that are not there."""
     ids = [item.nodeid for item in items]
     files = {name.partition("::")[0] for name in ids}
-    named = (test for cut in cuts for test in cut.tests if test.partition("::")[0] in files)
+    named = ("test/" + test for cut in cuts for test in cut.tests)
+    named = (test for test in named if test.partition("::")[0] in files)
     return [test for test in named if not any(name.startswith(test) for name in ids)]

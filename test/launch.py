@@ -90,6 +90,12 @@ def _rank(file: str, environment: dict[str, str], target: str, *arguments: str) 
     getattr(importlib.import_module(module), name)(*arguments)
 
 
+def interruptible(command: list[str]) -> list[str]:
+    """The same, for which Ctrl-C is what it is in a terminal, also where whoever started the tests ignores it."""
+    start = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
+    return [sys.executable, "-c", start, *command]
+
+
 def torchrun_command(ranks: int, *command: str | Path) -> list[str]:
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
     return [*launcher, *map(str, command)]

@@ -105,7 +105,7 @@ def rows_of(tmp_path: Path, *options: str) -> tuple[dict[str, Any], list[dict[st
     command = [run.sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(run.file_of("gated_mlp"))]
     command += [f"--size={results.size}", f"--rows={file}", f"--benchmark-json={tmp_path / 'theirs.json'}", *options]
     environment = {name: value for name, value in run.os.environ.items() if not name.startswith("PYTEST_")}
-    assert run.subprocess.run(command, cwd=run.HERE.parent, env=environment, timeout=300).returncode == 0
+    assert run.subprocess.run(command, cwd=run.HERE.parent, env=environment, timeout=900).returncode == 0
     machine, *lines = [json.loads(line) for line in file.read_text().splitlines()]
     return machine, [entry["row"] for entry in lines]
 

@@ -19,8 +19,7 @@ from transformers import Trainer, TrainingArguments
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import seqtile
-from models.liger_truth import CALLS, LENGTHS, LIGER, SEQTILE, Truth, check_ran, own_forwards, watch
-from tiny import CHUNK
+from models.liger_truth import CALLS, CHUNK, LENGTHS, LIGER, SEQTILE, Truth, check_ran, own_forwards, watch
 
 SECONDS = 120  # of a case at most
 

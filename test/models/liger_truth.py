@@ -21,10 +21,11 @@ from assertions import relative_error
 from seqtile.kernels.launch import triton
 from seqtile.models import causal_lm, mlp
 from seqtile.models.arch import ARCHS
-from tiny import CHUNK, InterpretedFloat, batch_of, build, interpreted, loss_and_gradients
+from tiny import InterpretedFloat, batch_of, build, interpreted, loss_and_gradients
 
 SEQTILE, LIGER, HF = "seqtile", "liger_kernel", "transformers"
-LENGTHS = LONG, SHORT = 51, 7  # more tokens than a tile, and fewer
+CHUNK = 10  # tokens a tile: the interpreter is slow
+LENGTHS = LONG, SHORT = 11, 7  # more tokens than a tile, and fewer
 LCE_FORWARDS = {"llama": llama.lce_forward, "mistral": mistral.lce_forward, "qwen3": qwen3.lce_forward}
 CALLS: Counter[tuple[str, str]] = Counter()  # (part, package): how often it computed that part
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from launch import torchrun, torchrun_command
+from launch import interruptible, torchrun, torchrun_command
 from recipes.tiny_pretrained import save_tiny
 from seqtile.recipes.documents import sequences, standard_library
 
@@ -52,7 +52,7 @@ def test_a_real_model_follows_one_process(tmp_path: Path) -> None:
     """SmolLM2-135M: nine heads over two ranks."""
     job = ("--seq-len", "301", "--steps", "3", "--learning-rate", "1e-4")
     alone = [sys.executable, *FINETUNE, *job, "--output", str(tmp_path / "one")]
-    subprocess.run(alone, check=True, capture_output=True, timeout=600)
+    subprocess.run(alone, check=True, capture_output=True, timeout=1500)
     torchrun(2, *FINETUNE, *job, "--output", tmp_path / "two", "--sequence-parallel", "2")
     one, two = (json.loads((tmp_path / name / "report.json").read_text())["seqtile"] for name in ("one", "two"))
     assert len(set(one["losses"])) == 3
@@ -79,13 +79,13 @@ def test_interrupted(tmp_path: Path) -> None:
     """Ctrl-C reaches torchrun, which passes it on: all ranks end after the same step, and what they trained is kept."""
     save_tiny(tmp_path / "start")
     job = ("--model", tmp_path / "start", "--seq-len", "50", "--steps", "20000", "--sequence-parallel", "2")
-    command = torchrun_command(2, *FINETUNE, *job, "--output", tmp_path / "run")
+    command = interruptible(torchrun_command(2, *FINETUNE, *job, "--output", tmp_path / "run"))
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         try:
             while "seqtile: step 2/20000" not in (line := process.stdout.readline()):
                 assert line, "it ended early"
             os.killpg(process.pid, signal.SIGINT)
-            printed, _ = process.communicate(timeout=120)
+            printed, _ = process.communicate(timeout=900)
         finally:
             with suppress(ProcessLookupError):  # as it should be
                 os.killpg(process.pid, signal.SIGKILL)

@@ -75,7 +75,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> str:
     """What Trainer does in one process."""
     file = str(tmp_path_factory.mktemp("trainer") / "one_process.pt")
     command = [sys.executable, str(Path(__file__).with_name("trainer.py")), file]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    result = subprocess.run(command, capture_output=True, text=True, timeout=900)
     assert result.returncode == 0, result.stderr[-3000:]
     return file
 

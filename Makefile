@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-gpu test-dist lint format bench bench-smoke table
+.PHONY: help setup demo test test-all test-gpu test-dist lint format bench bench-smoke table
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -27,17 +27,30 @@ $(STAMP): pyproject.toml dev/constraints.txt dev/no-deps.txt dev/transformers-ol
 demo: $(STAMP)  ## fine-tune a real model on real long documents, untiled and tiled, and compare: 5 minutes on 2 cores; LONG=1 11
 	$(BIN)/seqtile finetune --compare --seq-len $(if $(LONG),8192,4096) --steps 2 --output runs/demo
 
-test: $(STAMP)  ## all tests that need no GPU: plain, in Triton's interpreter, on the oldest transformers, distributed
+INTERPRETED := test/kernels test/ops test/models/test_gradients.py test/models/test_layer_gradients.py
+ON_OLDEST := test/models/test_drift.py test/models/test_patch.py test/models/test_layer.py test/models/test_layer_patch.py \
+	test/models/test_layer_holes.py test/sp/test_documents.py
+
+test: $(STAMP)  ## the tests of every day, without a GPU: plain, in Triton's interpreter, on the oldest transformers, of several processes
 	$(PYTEST) -m "not gpu and not dist"
-	TRITON_INTERPRET=1 $(PYTEST) -m "not gpu and not dist" test/kernels test/ops test/models/test_gradients.py test/models/test_layer_gradients.py
-	PYTHONPATH=$(OLDEST) $(PYTEST) -m "not gpu and not dist" test/models test/sp
+	TRITON_INTERPRET=1 $(PYTEST) -m "not gpu and not dist" $(INTERPRETED)
+	PYTHONPATH=$(OLDEST) $(PYTEST) -m "not gpu and not dist" $(ON_OLDEST)
 	$(MAKE) --no-print-directory test-dist
 
-test-dist: $(STAMP)  ## the tests that start several processes
+test-dist: $(STAMP)  ## of them, those that start several processes
 	$(BIN)/python -m pytest -q -m dist
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -m dist test/distributed
+
+test-all: $(STAMP)  ## every case of every test, and of every benchmark at tiny size: an hour and more; test/everyday.py tells what `test` leaves out
+	$(PYTEST) --full -m "not gpu and not dist"
+	TRITON_INTERPRET=1 $(PYTEST) --full -m "not gpu and not dist" $(INTERPRETED)
+	PYTHONPATH=$(OLDEST) $(PYTEST) --full -m "not gpu and not dist" test/models test/sp
+	$(BIN)/python -m pytest -q --full -m dist
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q --full -m dist test/distributed
+	$(BIN)/python -m benchmark.run --size small
 
 test-gpu:  ## kernels, ops, models, sp, offload and plans on a GPU, with the python at hand (PYTHON=...)
-	PYTHONPATH=src $(PYTHON) -m pytest -q -p no:cacheprovider --device cuda -m "not dist" test/kernels test/ops test/models test/sp test/offload test/memory/test_on_gpu.py
+	PYTHONPATH=src $(PYTHON) -m pytest -q -p no:cacheprovider --device cuda --full -m "not dist" test/kernels test/ops test/models test/sp test/offload test/memory/test_on_gpu.py
 
 lint: $(STAMP)  ## check style and format
 	$(BIN)/ruff check .
@@ -59,7 +72,7 @@ bench: $(STAMP)  ## side by side with its peers on this GPU: 30 minutes; BENCH=q
 	$(BIN)/python $(BENCHMARK)
 endif
 
-bench-smoke: $(STAMP)  ## every benchmark at tiny size, without a GPU
+bench-smoke: $(STAMP)  ## every benchmark, one case of tiny size each, without a GPU
 	$(BIN)/python -m benchmark.run --size smoke
 
 table: $(STAMP)  ## README's tables from the results in benchmark/results; these in the terminal

@@ -4,7 +4,7 @@ A test that is named nowhere here is run whole. Of the others, those cases are r
 
 EVERY_PAIR   as few as have every two values of two parameters together that are together in any case.
 EVERY_VALUE  as few as have every value of every parameter.
-a tuple      those whose id matches one of these patterns, with * for any text.
+a tuple      those whose id matches one of these patterns, with * for any text; of an empty one none.
 
 A case that was asked for by its id is always run.
 """
@@ -93,7 +93,38 @@ CUTS = (
     ),
     Cut(("bench/test_ladder.py::test_what_runs_is_right",), ("seqtile_loss_mlp",), "each rung asks it of itself"),
 )
-INTERPRETED: tuple[Cut, ...] = ()
+INTERPRETED = (  # where a row of a kernel takes a millisecond
+    Cut(("kernels/test_compile_ahead.py",), (), "the interpreter replaces the compiler"),
+    Cut(("kernels/test_cross_entropy.py::test_values_and_gradient",), EVERY_PAIR, "of 180 cases of one kernel"),
+    Cut(("kernels/",), ("*",), "every kernel"),
+    Cut(
+        ("ops/test_linear_cross_entropy.py::test_loss_and_gradients", "ops/test_gated_mlp.py::test_output_and_grad"),
+        ("63-16-*", "190-63-*"),
+        "one end-to-end case of each op and dtype",
+    ),
+    Cut(
+        (
+            "ops/test_rms_norm.py::test_output",
+            "ops/test_linear_log_probs.py::test_policy",
+            "ops/test_gated_mlp_options.py",
+            "ops/test_metrics_gradients.py::test_gradients",
+            "ops/test_tiled_state.py::test_meta",
+        ),
+        EVERY_VALUE,
+        "likewise",
+    ),
+    Cut(
+        ("models/test_gradients.py::test_gradients_equal",),
+        ("llama-liger-plain-3-101-None", "mistral-hf-reentrant-1-63-None", "qwen3-liger-ckpt-1-63-None"),
+        "one model of each kind, and Liger's kernels in the same one",
+    ),
+    Cut(
+        ("models/test_layer_gradients.py::test_gradients_equal", "models/test_layer_gradients.py::test_after_liger"),
+        ("llama-2-ckpt-1-101", "qwen3-None-ckpt-1-101", "llama-2", "qwen3-None"),
+        "likewise of tiled layers",
+    ),
+    Cut(("",), (), "the eager twins meet the same cases"),
+)
 
 
 def everyday(items: Sequence, cuts: tuple[Cut, ...]) -> set[str]:
@@ -102,9 +133,9 @@ def everyday(items: Sequence, cuts: tuple[Cut, ...]) -> set[str]:
     kept = set()
     for item in items:
         cut = next((cut for cut in cuts if item.nodeid.startswith(tuple("test/" + test for test in cut.tests))), None)
-        if cut is None or not hasattr(item, "callspec"):
+        if cut is None or (cut.keep and not hasattr(item, "callspec")):
             kept.add(item.nodeid)
-        else:
+        elif cut.keep:
             cases[cut, item.nodeid.partition("[")[0]].append(item)
     for (cut, _), found in cases.items():
         if isinstance(cut.keep, int):

@@ -24,11 +24,3 @@ assert all(weight.grad is not None for weight in (gate, up, down))
 def test_without_triton() -> None:
     result = subprocess.run([sys.executable, "-c", PROGRAM], capture_output=True, text=True, timeout=900)
     assert result.returncode == 0, result.stderr
-
-
-def test_triton_serves_when_it_should() -> None:
-    import torch
-
-    from seqtile.kernels.launch import triton, triton_serves
-
-    assert triton_serves(torch.zeros(1)) == (triton is not None and triton.knobs.runtime.interpret)

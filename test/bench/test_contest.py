@@ -63,7 +63,7 @@ CHANGES = {"huggingface": lambda y: y, "b": lambda y: y * 1, "c": lambda y: y + 
 def contest(turns: list[str], **others: Callable[[Work], Forward]) -> dict[str, Entry]:
     contestants = {name: contestant(name, change) for name, change in CHANGES.items()} | others
     subject = Subject("products", partial(operands, turns), contestants, lambda shape, tokens: 1.0)
-    return Contest(subject, CASE, "smoke").run()
+    return Contest(subject, CASE, "small").run()
 
 
 def test_every_contestant_is_named() -> None:
@@ -100,7 +100,7 @@ def test_what_the_next_case_will_take() -> None:
     """In proportion to the FLOPs: a warm-up and three rounds, beyond 128K tokens one."""
     contestants = {name: contestant(name, change) for name, change in CHANGES.items()}
     subject = Subject("products", partial(operands, []), contestants, lambda shape, tokens: 10.0 * tokens)
-    held = Contest(subject, CASE, "smoke")
+    held = Contest(subject, CASE, "small")
     entries = held.run().values()
     a_pass = sum(sum(entry.forward + entry.backward) / 2 for entry in entries)
     assert held.pace == pytest.approx(a_pass / 3000, rel=1e-6)
@@ -116,7 +116,7 @@ def test_a_wrong_row_at_full_size() -> None:
     right_rows = lambda work: [(work.x @ work.weight).detach()[-1:]]  # noqa: E731
     contestants = {"huggingface": contestant("huggingface"), "late": contestant("late", late)}
     subject = Subject("products", partial(operands, []), contestants, lambda shape, tokens: 1.0, rows, right_rows)
-    found = Contest(subject, CASE, "smoke").run()
+    found = Contest(subject, CASE, "small").run()
     assert {name: entry.status for name, entry in found.items()} == {"huggingface": "measured", "late": "wrong"}
     assert small_error(subject, "late", small(SHAPE)) < 1e-5 and SMALL != CASE.tokens
 
@@ -127,9 +127,9 @@ def test_a_device_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     at_size = lambda y: broken(y) if len(y) == CASE.tokens else y  # noqa: E731
     contestants = {name: contestant(name, change) for name, change in CHANGES.items()} | {"d": contestant("d", at_size)}
     subject = Subject("products", partial(operands, []), contestants, lambda shape, tokens: 1.0)
-    held = Contest(subject, CASE, "smoke")
+    held = Contest(subject, CASE, "small")
     status = {name: entry.status for name, entry in held.run().items()}
     assert held.killer == "d" and status == dict.fromkeys(CHANGES, "lost") | {"d": "failed"}
-    held = Contest(subject, CASE, "smoke", without=["d"])
+    held = Contest(subject, CASE, "small", without=["d"])
     status = {name: entry.status for name, entry in held.run().items()}
     assert held.killer is None and status == dict.fromkeys(CHANGES, "measured") | {"d": "failed"}

@@ -125,6 +125,8 @@ def judged(code: int | None, report: Path) -> dict[str, str]:
         return {"result": DIED, "reason": "by its time limit"}
     if code == 0:
         return {"result": SURVIVED}
+    if code < 0:
+        return {"result": DIED, "reason": f"by a crash, signal {-code}"}
     if not report.exists():
         return {"result": ERROR, "reason": f"pytest ended with {code} and without a report"}
     cases = [(case, found) for case in ElementTree.parse(report).iter("testcase") for found in case]
@@ -142,14 +144,16 @@ def all_tested(mutants: Iterable[Mutant], jobs: int, full: bool, out: Path | Non
     """In the order of the mutants. What is known so far is told, and written to `out`, after each."""
     found: dict[str, Outcome] = {}
     mutants = list(mutants)
-    with ThreadPoolExecutor(jobs) as pool:
-        futures = [pool.submit(tested, mutant, full, change) for mutant in mutants]
-        for future in as_completed(futures):
+    pool = ThreadPoolExecutor(jobs)
+    try:
+        for future in as_completed([pool.submit(tested, mutant, full, change) for mutant in mutants]):
             outcome = future.result()
             found[outcome.name] = outcome
             print(f"{outcome.result:<8} {outcome.seconds:5.0f} s  {outcome.name}", file=sys.stderr, flush=True)
             if out is not None:
                 out.write_text(json.dumps([asdict(each) for each in found.values()], indent=1))
+    finally:
+        pool.shutdown(cancel_futures=True)
     return [found[mutant.name] for mutant in mutants]
 
 

@@ -33,6 +33,7 @@ MUTANTS = (
         "q * FLOAT // self.setup.bytes + expanded",
         "q + expanded",
         SIMULATION,
+        select="every_architecture",
     ),
     Mutant(
         "tiled layer: sums of weight gradients are not in float32",
@@ -40,13 +41,14 @@ MUTANTS = (
         "return parameters * FLOAT if self.trained else 0",
         "return parameters * self.setup.bytes if self.trained else 0",
         SIMULATION,
+        select="as_a_whole",
     ),
     Mutant(
         "tiled layer: groups leave ranks without a kv head",
         "memory/tiled_layer.py",
         "if heads % count == 0 and heads // count >= ranks]",
         "if heads % count == 0]",
-        (*PLAN, *SIMULATION),
+        PLAN,
     ),
     Mutant(
         "config: a bias of the output projection that Qwen2 has not",
@@ -61,6 +63,7 @@ MUTANTS = (
         "tokens = -(-seq_len // setup.sequence_parallel) * batch_size",
         "tokens = -(-seq_len // setup.sequence_parallel)",
         SIMULATION,
+        select="batch",
     ),
     Mutant(
         "plan: the longest sequence is a token short",
@@ -70,25 +73,12 @@ MUTANTS = (
         PLAN,
     ),
     Mutant(
-        "shape: adapters of keys alone, none of values",
-        "memory/shape.py",
-        "2 * (d + self.kv) + 3",
-        "(d + self.kv) + 3",
-        PLAN,
-    ),
-    Mutant(
         "step: what is on its way back is not counted",
         "memory/step.py",
         "min(waiting, max(kept, 1) + backward)",
         "min(waiting, max(kept, 1))",
         SIMULATION,
-    ),
-    Mutant(
-        "step: host memory for the layers that are kept, too",
-        "memory/step.py",
-        "max(0, self.shape.layers - setup.keep_last) * self.layer.hidden",
-        "self.shape.layers * self.layer.hidden",
-        PLAN,
+        select="every_feature",
     ),
     Mutant(
         "step: all GPUs' host memory on one node",

@@ -24,13 +24,7 @@ MUTANTS = (
         '"logit_scale": scale / divisor}',
         '"logit_scale": scale}',
         GRADIENTS,
-    ),
-    Mutant(
-        "causal LM: the number of items is not passed on",
-        "models/causal_lm.py",
-        "num_items=num_items_in_batch, **options",
-        "num_items=None, **options",
-        GRADIENTS,
+        select="what_is_done_to_the_logits",
     ),
     Mutant(
         "causal LM: a head that is called is not soft-capped",
@@ -38,6 +32,7 @@ MUTANTS = (
         "logits = torch.tanh(logits / softcap) * softcap",
         "pass",
         PATHS,
+        select="path or called_head",
     ),
     Mutant(
         "causal LM: another loss function is not refused",
@@ -45,6 +40,7 @@ MUTANTS = (
         "if (reason := _why_another_loss(model.loss_function)) is not None:",
         "if (reason := None) is not None:",
         PATCH,
+        select="refused",
     ),
     Mutant(
         "MLP: the bias of up is not read",
@@ -52,6 +48,7 @@ MUTANTS = (
         "up_bias=up[1],",
         "up_bias=None,",
         GRADIENTS,
+        select="gradients_equal and granite",
     ),
     Mutant(
         "MLP: called under ZeRO-3, and not refused",
@@ -59,6 +56,7 @@ MUTANTS = (
         "    if (reason := why_generic(mlp)) is not None:\n        check_not_zero3(mlp, reason)\n",
         "    why_generic(mlp)\n",
         PATHS,
+        select="zero3",
     ),
     Mutant(
         "experts: their tiles are as short as an MLP's",
@@ -66,6 +64,7 @@ MUTANTS = (
         "self.num_experts / top_k_index.shape[-1]",
         "1",
         PATCH,
+        select="mixture",
         note="status tells the tile from the model; the forward's own is seen in memory and speed alone",
     ),
     Mutant(
@@ -74,6 +73,7 @@ MUTANTS = (
         'options["sliding_window"] = getattr(attention, "sliding_window", of_model)',
         'options["sliding_window"] = None',
         LAYER,
+        select="attention_is_asked",
     ),
     Mutant(
         "layer: attentions that are asked for are not made",
@@ -81,6 +81,7 @@ MUTANTS = (
         "if (fits and not _is_zero3(self)) or asked:",
         "if fits and not _is_zero3(self):",
         LAYER,
+        select="caches_and_outputs",
     ),
     Mutant(
         "layer: what attention and MLP add is not scaled",
@@ -88,6 +89,7 @@ MUTANTS = (
         "getattr(self, arch.residual_scale) if arch.residual_scale else 1.0",
         "1.0",
         LAYER_GRADIENTS,
+        select="granite or scaled",
     ),
     Mutant(
         "layer: positions in layers that have none",
@@ -95,6 +97,7 @@ MUTANTS = (
         'position_embeddings if getattr(self.self_attn, "use_rope", True) else None',
         "position_embeddings",
         LAYER_GRADIENTS,
+        select="gradients_equal and smollm3",
     ),
     Mutant(
         "layer: called, without the norms of heads",
@@ -102,6 +105,7 @@ MUTANTS = (
         'return getattr(attention, f"{name}_norm")(heads) if hasattr(attention, f"{name}_norm") else heads',
         "return heads",
         LAYER,
+        select="called",
     ),
     Mutant(
         "plain: a module with hooks is read",
@@ -109,13 +113,7 @@ MUTANTS = (
         'return "has hooks" if has_hooks(module, recording=recording) else None',
         "return None",
         PLAIN,
-    ),
-    Mutant(
-        "plain: a replaced torch.nn.functional.linear is not noticed",
-        "models/plain.py",
-        "if linear_module.F is not F or not _is_linear(F.linear):",
-        "if linear_module.F is not F:",
-        PLAIN,
+        select="called_as_it_is",
     ),
     Mutant(
         "called again: a change before the backward is not noticed",
@@ -123,6 +121,7 @@ MUTANTS = (
         "if (active and active != modes) or list(_surroundings(modules)) != surroundings:",
         "if active and active != modes:",
         PLAIN,
+        select="changed_back",
     ),
     Mutant(
         "projections: an adapter with dropout is read",
@@ -130,6 +129,7 @@ MUTANTS = (
         "if type(dropout) is nn.Dropout and dropout.training and dropout.p > 0:",
         "if type(dropout) is nn.Dropout and dropout.p > 1:",
         PATHS,
+        select="dropout",
     ),
     Mutant(
         "projections: a merged adapter is added once more",
@@ -137,6 +137,7 @@ MUTANTS = (
         "if module.merged or module.disable_adapters or not active:",
         "if module.disable_adapters or not active:",
         PATHS,
+        select="path",
     ),
     Mutant(
         "uncached: a cache that was never filled is returned",
@@ -144,20 +145,7 @@ MUTANTS = (
         "        outputs.past_key_values = None\n",
         "",
         HOLES,
-    ),
-    Mutant(
-        "norm: read in evaluation, too",
-        "models/norm.py",
-        "if fits or not self.training or hidden_states.dim() != 3",
-        "if fits or hidden_states.dim() != 3",
-        HOLES,
-    ),
-    Mutant(
-        "patch: a second application forgets the first one's parts",
-        "models/patch.py",
-        "setattr(model, _PARTS, getattr(model, _PARTS, frozenset()) | wanted.parts)",
-        "setattr(model, _PARTS, wanted.parts)",
-        PATCH,
+        select="no_cache",
     ),
     Mutant(
         "patch: layers of another shape are not refused",
@@ -165,6 +153,7 @@ MUTANTS = (
         "if wanted.layer and not arch.layer:",
         "if wanted.layer and not arch.prefix:",
         LAYER,
+        select="refusals",
     ),
     Mutant(
         "placement: a tiled forward that is wrapped is not refused",
@@ -172,5 +161,6 @@ MUTANTS = (
         "    if placement_at(owner, around) is placement:\n",
         "    if placement is None:\n",
         PATCH,
+        select="refused",
     ),
 )

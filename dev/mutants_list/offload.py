@@ -21,13 +21,6 @@ MUTANTS = (
         STORE,
     ),
     Mutant(
-        "store: parts of a tensor are taken for each other",
-        "offload/store.py",
-        "key = (id(storage), tensor.storage_offset(), tensor.dtype, tensor.shape,",
-        "key = (id(storage), tensor.dtype,",
-        STORE,
-    ),
-    Mutant(
         "store: a change on the way out is not noticed",
         "offload/store.py",
         "check_unchanged(held.changed or (held.source is not None and held.source._version != held.version))",
@@ -49,24 +42,10 @@ MUTANTS = (
         STORE,
     ),
     Mutant(
-        "pool: free blocks are given up where they are not enough",
-        "offload/host.py",
-        "            if self._room() + sum(map(len, self._free)) < size:\n                raise self._full(size)\n",
-        "",
-        STORE,
-    ),
-    Mutant(
         "host memory: nothing is left to the machine",
         "offload/host.py",
         "max(0, min(rooms) - KEPT_FREE)",
         "max(0, min(rooms))",
-        STORE,
-    ),
-    Mutant(
-        "host memory: limits of the groups around do not count",
-        "offload/host.py",
-        "for group in (own, *own.parents[: len(own.parts) - len(root.parts)]):",
-        "for group in (own,):",
         STORE,
     ),
     Mutant(

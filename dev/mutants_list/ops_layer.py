@@ -34,6 +34,7 @@ MUTANTS = (
         "            d_out.mul_(layout.scale)\n",
         "            pass\n",
         GRADIENTS,
+        select="granite or scaled",
     ),
     Mutant(
         "layer: the gradient beside the MLP is lost",
@@ -48,6 +49,7 @@ MUTANTS = (
         "of_b.add_rows(whole, d_b[rows, ranks] * part.scale)",
         "of_b.add_rows(whole, d_b[rows, ranks])",
         LAYER,
+        select="adapters",
     ),
     Mutant(
         "layer: queries that attention changed in place are computed again",
@@ -55,6 +57,7 @@ MUTANTS = (
         "tensor.dtype == dtype and tensor._version == version",
         "tensor.dtype == dtype",
         HOLES,
+        select="in_place",
     ),
     Mutant(
         "layer: an output that was changed in place is not noticed",
@@ -62,6 +65,7 @@ MUTANTS = (
         "if self.changed.qkv if in_qkv else place in self.changed.saved:",
         "if self.changed.qkv if in_qkv else False:",
         HOLES,
+        select="in_place",
     ),
     Mutant(
         "layer: an attention that saves much is not refused",
@@ -69,6 +73,7 @@ MUTANTS = (
         "return size if size > out.numel() * out.element_size() // LARGE else 0",
         "return 0",
         LAYER,
+        select="saves_much",
     ),
     Mutant(
         "layer: a mask for each head is not refused in groups",
@@ -76,6 +81,7 @@ MUTANTS = (
         "tensor.dim() == 4 and tensor.shape[1] > 1",
         "tensor.dim() > 4",
         HOLES,
+        select="mask_for_each",
     ),
     Mutant(
         "layer: an attention that runs again draws other random numbers",
@@ -83,5 +89,6 @@ MUTANTS = (
         "with state.autocast_as_then(), state.random_as_then():",
         "with state.autocast_as_then():",
         HOLES,
+        select="dropout",
     ),
 )

@@ -46,13 +46,6 @@ MUTANTS = (
         DOCUMENTS,
     ),
     Mutant(
-        "documents: of several axes the first tells them, of three, too",
-        "sp/documents.py",
-        "if len(position_ids) == 4:",
-        "if len(position_ids) >= 3:",
-        DOCUMENTS,
-    ),
-    Mutant(
         "flash attention's form: keys of the documents before",
         "sp/lengths.py",
         "torch.arange(row * length + segment.k0, row * length + segment.k1)",
@@ -78,13 +71,6 @@ MUTANTS = (
         "sp/collator.py",
         "torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape[0], -1)",
         "(torch.arange(tokens.shape[1], device=tokens.device) % 4).expand(tokens.shape[0], -1)",
-        COLLATOR,
-    ),
-    Mutant(
-        "collator: tokens that fill no shard are dropped",
-        "sp/collator.py",
-        "local = -(-length // size)",
-        "local = length // size",
         COLLATOR,
     ),
     Mutant(

@@ -41,7 +41,7 @@ MUTANTS = (
         "square * (-17 / 315",
         "square * (17 / 315",
         CROSS_ENTROPY,
-        select="softcap_of_small",
+        select="softcap_",
     ),
     Program(
         "cross-entropy kernel: offsets of rows in 32 bits",

@@ -65,7 +65,6 @@ MUTANTS = (
         "1",
         PATCH,
         select="mixture",
-        note="status tells the tile from the model; the forward's own is seen in memory and speed alone",
     ),
     Mutant(
         "layer: attention is not told of a window",
@@ -97,7 +96,7 @@ MUTANTS = (
         'position_embeddings if getattr(self.self_attn, "use_rope", True) else None',
         "position_embeddings",
         LAYER_GRADIENTS,
-        select="gradients_equal and smollm3",
+        select="without_positions or smollm3",
     ),
     Mutant(
         "layer: called, without the norms of heads",
@@ -112,8 +111,8 @@ MUTANTS = (
         "models/plain.py",
         'return "has hooks" if has_hooks(module, recording=recording) else None',
         "return None",
-        PLAIN,
-        select="called_as_it_is",
+        PATHS,
+        select="path",
     ),
     Mutant(
         "called again: a change before the backward is not noticed",
@@ -161,6 +160,6 @@ MUTANTS = (
         "    if placement_at(owner, around) is placement:\n",
         "    if placement is None:\n",
         PATCH,
-        select="refused",
+        select="wrapper",
     ),
 )

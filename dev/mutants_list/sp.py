@@ -123,10 +123,10 @@ MUTANTS = (
         select="batches",
     ),
     OverRanks(
-        "loader: a run that goes on begins one step too early",
+        "loader: a run that goes on draws another order",
         "sp/loader.py",
-        "if skip >= held:",
-        "if skip > held:",
+        '        torch.set_rng_state(self._start["torch"])\n',
+        "",
         select="loader",
     ),
     OverRanks(

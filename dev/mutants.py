@@ -30,7 +30,7 @@ from mutants_list import MUTANTS, Mutant
 
 ROOT = Path(__file__).resolve().parents[1]
 SOURCE = ROOT / "src"
-SECONDS = 600  # of the tests of one mutant
+SECONDS = 600  # of the tests of one mutant; of tests that must pass, thrice that
 BROKEN = ("SyntaxError", "IndentationError", "NameError", "ImportError", "ModuleNotFoundError")
 DIED, SURVIVED, ERROR = "died", "survived", "error"
 
@@ -99,19 +99,20 @@ def tested(mutant: Mutant, full: bool, change: bool = True) -> Outcome:
     try:
         with copied(mutant if change else None) as folder:
             report = folder / "report.xml"
-            code = run(command(mutant, report, full), environment(folder / "src", mutant.interpreted))
+            variables = environment(folder / "src", mutant.interpreted)
+            code = run(command(mutant, report, full), variables, SECONDS if change else 3 * SECONDS)
             outcome = replace(outcome, **judged(code, report))
     except (OSError, RuntimeError, ValueError, subprocess.SubprocessError) as error:
         outcome = replace(outcome, reason=str(error))
     return replace(outcome, seconds=round(time.monotonic() - begun, 1))
 
 
-def run(arguments: list[str], variables: dict[str, str]) -> int | None:
+def run(arguments: list[str], variables: dict[str, str], seconds: int) -> int | None:
     """The exit status; None if it took too long. Its own processes end with it."""
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL, "start_new_session": True}
     with subprocess.Popen(arguments, cwd=ROOT, env=variables, **quiet) as process:
         try:
-            return process.wait(timeout=SECONDS)
+            return process.wait(timeout=seconds)
         except BaseException as error:
             os.killpg(process.pid, signal.SIGKILL)
             if isinstance(error, subprocess.TimeoutExpired):

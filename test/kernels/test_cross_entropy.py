@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from assertions import assert_as_exact, poisoned
+from assertions import assert_as_exact, poisoned, relative_error
 from head_reference import entropies_of, logits_of, losses_of
 from seqtile.kernels.launch import cross_entropy_
 from seqtile.kernels.loss_options import LossOptions
@@ -143,6 +143,16 @@ def test_extreme_logits(device: str) -> None:
     torch.testing.assert_close(products, leaf.grad, rtol=1e-5, atol=1e-7)
 
 
+def test_logits_far_from_zero(device: str) -> None:
+    """What all logits of a row have in common costs no digits."""
+    products = torch.randn(63, 1000, device=device) + 3000
+    target = torch.randint(0, 1000, (63,), device=device)
+    truth = reference(products.double(), target, PLAIN, NONE)
+    ours = run(products, target, write_grad=True)
+    for value, true in zip((ours["losses"], ours["entropy"], products), (truth[0], *truth[2:]), strict=True):
+        assert relative_error(value, true) <= 1e-6
+
+
 def test_softcap_of_small_and_large_logits(device: str) -> None:
     """tanh to float32's precision where it cancels (near 0) and where it saturates."""
     products = torch.logspace(-6, 3, 4000, device=device).repeat(2, 1) * torch.tensor([[1.0], [-1.0]], device=device)
@@ -151,6 +161,15 @@ def test_softcap_of_small_and_large_logits(device: str) -> None:
     ours = run(products, target, OPTIONS["softcap"], write_grad=True)
     for value, theirs, true in zip((ours["losses"], products), (same[0], same[3]), (truth[0], truth[3]), strict=True):
         assert_as_exact(value, theirs, true)
+
+
+def test_softcap_where_its_polynomial_ends(device: str) -> None:
+    """tanh to float32's precision on both sides of the place where its Taylor polynomial gives way, 0.25."""
+    products = torch.linspace(0.05, 0.45, 81, device=device)[:, None] * torch.tensor([100.0, -100.0], device=device)
+    target = torch.ones(81, dtype=torch.int64, device=device)
+    expected = torch.nn.functional.cross_entropy((products.double() / 100).tanh() * 100, target, reduction="none")
+    ours = run(products, target, LossOptions(softcap=100.0))
+    torch.testing.assert_close(ours["losses"].double(), expected, rtol=2e-6, atol=0)
 
 
 def test_row_offsets_are_int64(device: str) -> None:

@@ -39,6 +39,23 @@ def test_gradients_equal(
     assert_equal(loss_and_gradients(tiled, **batch), loss_and_gradients(untiled, **batch))
 
 
+@pytest.mark.parametrize("head_groups", [None, 2])
+def test_what_is_added_is_scaled(head_groups: int | None, device: str) -> None:
+    """What attention and MLP add to the residual stream, as Granite has it."""
+    untiled = build("granite", device, residual_multiplier=0.3)
+    tiled, batch = tiled_copy(untiled, head_groups), whole(101, device)
+    assert_equal(loss_and_gradients(tiled, **batch), loss_and_gradients(untiled, **batch))
+
+
+@pytest.mark.parametrize("head_groups", [None, 2])
+def test_layers_without_positions(head_groups: int | None, device: str) -> None:
+    """As SmolLM3 has them, one in four."""
+    untiled = build("smollm3", device, no_rope_layers=[1, 0])
+    assert [layer.self_attn.use_rope for layer in untiled.model.layers] == [1, 0]
+    tiled, batch = tiled_copy(untiled, head_groups), whole(101, device)
+    assert_equal(loss_and_gradients(tiled, **batch), loss_and_gradients(untiled, **batch))
+
+
 @pytest.mark.parametrize("head_groups", [None, "auto"])
 @pytest.mark.parametrize("arch", LAYERED)
 def test_bfloat16_is_as_exact_as_untiled(arch: str, head_groups: str | None, device: str) -> None:

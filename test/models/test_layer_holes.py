@@ -126,6 +126,16 @@ def test_attention_dropout_draws_in_the_backward_what_it_drew_in_the_forward(att
         assert_equal(other, found[0])
 
 
+def test_attention_dropout_is_that_of_the_untiled_layer() -> None:
+    """In one group attention draws, in the forward and where it runs again, what it draws untiled."""
+    untiled = build("llama", attn_implementation="eager", attention_dropout=0.4)
+    tiled, batch, found = tiled_copy(untiled, 1), whole(101), []
+    for model in (untiled, tiled):
+        torch.manual_seed(7)
+        found.append(loss_and_gradients(model, **batch))
+    assert_equal(found[1], found[0])
+
+
 @pytest.mark.parametrize("head_groups", [None, 2])
 def test_prefixes_over_a_frozen_model(head_groups: int | None) -> None:
     """Nothing before the first layer's attention requires a gradient, its keys and values do."""
@@ -206,6 +216,19 @@ def test_an_attention_that_works_in_place(changed: str, head_groups: int | None)
     for model in (untiled, tiled):
         with pytest.raises(RuntimeError, match=r"modified by an inplace operation|changed in place a tensor"):
             loss_and_gradients(model, **batch)
+
+
+def test_queries_that_are_changed_in_place_alone() -> None:
+    """They cannot be computed again, though they are all that the attention saves: so in groups it runs again."""
+
+    def attention(module: nn.Module, q, k, v, mask, **options: object):
+        out = torch.nn.functional.scaled_dot_product_attention(q.mul_(0.5), k, v, is_causal=True)
+        return out.transpose(1, 2), None
+
+    AttentionInterface.register("scaling in place", attention)
+    untiled = build("llama", attn_implementation="scaling in place", num_key_value_heads=4)
+    tiled, batch = tiled_copy(untiled, 2), whole(101)
+    assert_equal(loss_and_gradients(tiled, **batch), loss_and_gradients(untiled, **batch))
 
 
 @pytest.mark.parametrize("on_classes", [False, True], ids=["model", "classes"])

@@ -337,8 +337,15 @@ def test_a_copy_that_peft_saves() -> None:
         assert runs_tiled(after.get_base_model()) == [True, True], arch
 
 
-def test_tiles_of_a_mixture_are_longer() -> None:
+def test_tiles_of_a_mixture_are_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each expert is to meet 2048 tokens of a tile; dense layers keep their own tile."""
+    original, lengths = seqtile.models.experts.tiled, set()
+
+    def recorded(*args: object, **options: object) -> object:
+        lengths.add(options["chunk_tokens"])
+        return original(*args, **options)
+
+    monkeypatch.setattr(seqtile.models.experts, "tiled", recorded)
     model = build("qwen3_moe")
     seqtile.apply_seqtile(model)
     assert "seqtile, 2048 or 5461 tokens a tile, 2 of 2 layers" in str(seqtile.status(model))
@@ -350,6 +357,7 @@ def test_tiles_of_a_mixture_are_longer() -> None:
     (loss, theirs), (tiled_loss, ours) = loss_and_gradients(untiled, **batch), loss_and_gradients(tiled, **batch)
     assert abs(tiled_loss / loss - 1) <= 1e-6
     assert all((ours[name] - theirs[name]).norm() <= 1e-5 * theirs[name].norm() for name in theirs)
+    assert lengths == {4096}
 
 
 def refused(match: str, target: nn.Module | None, function=None, **options: object) -> bool:

@@ -166,6 +166,28 @@ def test_path(name: str, when: str) -> None:
         assert trained > 0
 
 
+CALLED_HEADS = {
+    "cohere": {"logit_scale": 2.5},
+    "gemma2": {"final_logit_softcapping": 0.5},
+    "granite": {"logits_scaling": 0.2},
+}
+
+
+@pytest.mark.parametrize("arch", CALLED_HEADS)
+def test_called_heads_scale_and_cap_their_logits(arch: str) -> None:
+    untiled = build(arch, **CALLED_HEADS[arch])
+    untiled.lm_head.register_forward_hook(lambda module, inputs, output: output * 0.5)
+    tiled = copy.deepcopy(untiled)
+    seqtile.apply_seqtile(tiled, chunk_tokens=CHUNK)
+    assert seqtile.status(tiled).loss.generic == "lm_head has hooks"
+    batch = batch_of(3, 101)
+    loss, gradients = loss_and_gradients(untiled, **batch)
+    tiled_loss, tiled_gradients = loss_and_gradients(tiled, **batch)
+    assert relative_error(tiled_loss, loss) <= 1e-6
+    for name, gradient in gradients.items():
+        assert relative_error(tiled_gradients[name], gradient) <= 1e-5, name
+
+
 @pytest.mark.parametrize("arch", ["phi3", "gemma2", "glm4"])
 def test_lora_of_other_architectures(arch: str) -> None:
     fused = arch in ("phi3", "glm4")

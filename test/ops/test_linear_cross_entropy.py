@@ -284,6 +284,21 @@ def test_upstream_of_every_token(scaler: float, device: str) -> None:
         assert_as_exact(gradient / scaler, theirs, true / scaler)
 
 
+def test_upstream_beyond_float16(device: str) -> None:
+    """Gradients that fit float16, through logits whose own gradients do not."""
+    hidden, weight, target = make(190, torch.float16, device)
+    hidden, weight = ((x.detach() / 256).requires_grad_() for x in (hidden, weight))
+    upstream, factor = torch.randn(190, device=device), 2.0**18
+    same, truth = (
+        reference(hidden, weight, target, dtype=dtype, reduction="none", upstream=upstream)
+        for dtype in (torch.float16, torch.float64)
+    )
+    losses = linear_cross_entropy(hidden, weight, target, chunk_tokens=63, reduction="none")
+    ours = torch.autograd.grad((losses * upstream * factor).sum(), (hidden, weight))
+    for gradient, theirs, true in zip(ours, same[1:], truth[1:], strict=True):
+        assert_as_exact(gradient.double() / factor, theirs, true)
+
+
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_class_weights_beyond_float16(reduction: str, device: str) -> None:
     """Weights of a million: their products with probabilities fit no float16, the gradient of their mean does."""

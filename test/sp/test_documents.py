@@ -134,6 +134,7 @@ def test_documents_of_positions() -> None:
     valid = torch.tensor([1, 1, 1, 1, 1, 1, 1, 0, 1, 0], dtype=torch.bool)
     assert _documents(positions, valid) == ((0, 2), (2, 5), (5, 6), (6, 7), (8, 9))
     assert _documents(positions, torch.zeros(10, dtype=torch.bool)) == ()
+    assert _documents(torch.tensor([0, 1, 3, 4, 5]), torch.ones(5, dtype=torch.bool)) == ((0, 2), (2, 5))
 
 
 def one_rank(values: torch.Tensor, ctx: object) -> list[torch.Tensor]:

@@ -1,0 +1,124 @@
+"""Mutants of the kernels: the Triton programs, run by the interpreter, and their eager twins."""
+
+from functools import partial
+
+from mutants_list.mutant import Mutant
+
+CROSS_ENTROPY = ("kernels/test_cross_entropy.py",)
+ACTIVATION = ("kernels/test_gated_activation.py",)
+NORM = ("kernels/test_rms_norm.py",)
+ROTARY = ("kernels/test_rotary.py",)
+Program = partial(Mutant, interpreted=True)
+
+MUTANTS = (
+    Program(
+        "cross-entropy kernel: the sum is not rescaled to a new maximum",
+        "kernels/cross_entropy.py",
+        "row_sum = row_sum * decay + tl.sum(exponentials, axis=0)",
+        "row_sum = row_sum + tl.sum(exponentials, axis=0)",
+        CROSS_ENTROPY,
+        select="real_vocabularies or extreme_logits",
+    ),
+    Program(
+        "cross-entropy kernel: half the gradient of the z-loss",
+        "kernels/cross_entropy.py",
+        "of_class * weight_sum + 2.0 * z_loss * lse)",
+        "of_class * weight_sum + z_loss * lse)",
+        CROSS_ENTROPY,
+        select="values_and_gradient",
+    ),
+    Program(
+        "cross-entropy kernel: the predicted token counts from the start of its block",
+        "kernels/cross_entropy.py",
+        "start + tl.argmax(x, axis=0)",
+        "tl.argmax(x, axis=0)",
+        CROSS_ENTROPY,
+        select="predicted",
+    ),
+    Program(
+        "cross-entropy kernel: a sign in the polynomial of tanh",
+        "kernels/cross_entropy.py",
+        "square * (-17 / 315",
+        "square * (17 / 315",
+        CROSS_ENTROPY,
+        select="softcap_",
+    ),
+    Program(
+        "cross-entropy kernel: offsets of rows in 32 bits",
+        "kernels/cross_entropy.py",
+        "row = tl.program_id(0).to(tl.int64)",
+        "row = tl.program_id(0)",
+        CROSS_ENTROPY,
+        select="int64",
+    ),
+    Program(
+        "activation kernel: the slope of GELU's argument is left out",
+        "kernels/gated_activation.py",
+        "(1.0 + gate * (1.0 - sigmoid) * slope)",
+        "(1.0 + gate * (1.0 - sigmoid))",
+        ACTIVATION,
+    ),
+    Program(
+        "norm kernel: programs go over each other's rows",
+        "kernels/rms_norm.py",
+        "rows, tl.num_programs(0) * ROWS)",
+        "rows, ROWS)",
+        NORM,
+    ),
+    Program(
+        "rotary kernel: the backward takes the first half's sine for the second's",
+        "kernels/rotary.py",
+        "y1 = x1 * cos1 + x2 * sin2",
+        "y1 = x1 * cos1 + x2 * sin1",
+        ROTARY,
+    ),
+    Mutant(
+        "eager cross-entropy: log-probabilities lose digits in a subtraction",
+        "kernels/eager.py",
+        "logp = x.log_softmax(dim=1).masked_fill_(~in_range, torch.nan)",
+        "logp = x - row_lse",
+        CROSS_ENTROPY,
+    ),
+    Mutant(
+        "eager cross-entropy: smoothing forgets the class weights in the gradient",
+        "kernels/eager.py",
+        "gradient -= of_class * weights",
+        "gradient -= of_class",
+        CROSS_ENTROPY,
+    ),
+    Mutant(
+        "eager cross-entropy: a sign in the entropy's gradient",
+        "kernels/eager.py",
+        "(logp + row_entropy)",
+        "(logp - row_entropy)",
+        CROSS_ENTROPY,
+    ),
+    Mutant(
+        "eager activation: a factor in the slope of GELU's argument",
+        "kernels/eager.py",
+        "root + 3 * root * 0.044715 * square",
+        "root + root * 0.044715 * square",
+        ACTIVATION,
+    ),
+    Mutant(
+        "eager norm: not in float32",
+        "kernels/eager.py",
+        "        part = x[rows].float()\n",
+        "        part = x[rows]\n",
+        NORM,
+    ),
+    Mutant(
+        "eager norm: the gradient that is to be added is lost",
+        "kernels/eager.py",
+        "d_x if add is None else d_x.add_(add[rows].unsqueeze(1))",
+        "d_x",
+        NORM,
+    ),
+    Mutant(
+        "eager rotary: the backward turns the same way as the forward",
+        "kernels/eager.py",
+        "torch.cat((turned[..., half:], -turned[..., :half]), -1)",
+        "torch.cat((-turned[..., half:], turned[..., :half]), -1)",
+        ROTARY,
+    ),
+)

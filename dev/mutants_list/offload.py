@@ -1,0 +1,79 @@
+"""Mutants of checkpoints whose inputs wait in host memory."""
+
+from mutants_list.mutant import Mutant
+
+STORE = ("offload/test_store.py",)
+CHECKPOINTING = ("offload/test_checkpointing.py",)
+
+MUTANTS = (
+    Mutant(
+        "store: a tensor is let go of before its copy is out",
+        "offload/store.py",
+        "            self.store.copies.wait(self.out)\n",
+        "",
+        STORE,
+    ),
+    Mutant(
+        "store: a tensor that was changed is taken for the same",
+        "offload/store.py",
+        "tensor.dtype, tensor.shape, tensor.stride(), tensor._version)",
+        "tensor.dtype, tensor.shape, tensor.stride())",
+        STORE,
+    ),
+    Mutant(
+        "store: a change on the way out is not noticed",
+        "offload/store.py",
+        "check_unchanged(held.changed or (held.source is not None and held.source._version != held.version))",
+        "check_unchanged(held.changed)",
+        STORE,
+    ),
+    Mutant(
+        "store: nothing is brought back before it is needed",
+        "offload/store.py",
+        "        self.prefetch(before)\n",
+        "",
+        STORE,
+    ),
+    Mutant(
+        "pool: what is returned still counts",
+        "offload/host.py",
+        "self.total -= len(block)",
+        "self.total -= 0",
+        STORE,
+    ),
+    Mutant(
+        "host memory: nothing is left to the machine",
+        "offload/host.py",
+        "max(0, min(rooms) - KEPT_FREE)",
+        "max(0, min(rooms))",
+        STORE,
+    ),
+    Mutant(
+        "checkpoints: one layer too few is kept",
+        "offload/checkpointing.py",
+        "kept=i >= len(layers) - keep_last",
+        "kept=i > len(layers) - keep_last",
+        CHECKPOINTING,
+    ),
+    Mutant(
+        "checkpoints: host memory that is full is no error",
+        "offload/checkpointing.py",
+        "            if self.strict:\n",
+        "            if self.strict is None:\n",
+        CHECKPOINTING,
+    ),
+    Mutant(
+        "checkpoints: a change of what stays is not noticed",
+        "offload/checkpointing.py",
+        "        check_unchanged(saved.tensor._version != saved.version)\n",
+        "",
+        CHECKPOINTING,
+    ),
+    Mutant(
+        "checkpoints: what is on another device is moved",
+        "offload/checkpointing.py",
+        "elsewhere = self.device is not None and tensor.device != self.device",
+        "elsewhere = False",
+        CHECKPOINTING,
+    ),
+)

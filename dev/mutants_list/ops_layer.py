@@ -1,0 +1,94 @@
+"""Mutants of the op that is a decoder layer."""
+
+from mutants_list.mutant import Mutant
+
+GRADIENTS = ("models/test_layer_gradients.py",)
+LAYER = ("models/test_layer.py",)
+HOLES = ("models/test_layer_holes.py",)
+
+MUTANTS = (
+    Mutant(
+        "layer: of the groups' gradients only the last stays",
+        "ops/decoder_layer/qkv.py",
+        "add=begun)",
+        "add=False)",
+        GRADIENTS,
+    ),
+    Mutant(
+        "layer: the rotary embedding's gradient is turned forwards",
+        "ops/decoder_layer/qkv.py",
+        "rotary_(by_head, cos[tile], sin[tile], backward=True)",
+        "rotary_(by_head, cos[tile], sin[tile])",
+        GRADIENTS,
+    ),
+    Mutant(
+        "layer: the backward takes the groups in the forward's order",
+        "ops/decoder_layer/attention.py",
+        "order = range(self.layout.groups - 1, -1, -1)",
+        "order = range(self.layout.groups)",
+        GRADIENTS,
+    ),
+    Mutant(
+        "layer: the scale of the residual is left out of attention's gradient",
+        "ops/decoder_layer/attention.py",
+        "            d_out.mul_(layout.scale)\n",
+        "            pass\n",
+        GRADIENTS,
+        select="granite or scaled",
+    ),
+    Mutant(
+        "layer: the gradient beside the MLP is lost",
+        "ops/decoder_layer/post_attention.py",
+        "add=d_y[tile]",
+        "add=None",
+        GRADIENTS,
+    ),
+    Mutant(
+        "layer: adapters' scale is left out where projections are stacked",
+        "ops/stack.py",
+        "of_b.add_rows(whole, d_b[rows, ranks] * part.scale)",
+        "of_b.add_rows(whole, d_b[rows, ranks])",
+        LAYER,
+        select="adapters",
+    ),
+    Mutant(
+        "layer: queries that attention changed in place are computed again",
+        "ops/decoder_layer/attention_graph.py",
+        "tensor.dtype == dtype and tensor._version == version",
+        "tensor.dtype == dtype",
+        HOLES,
+        select="in_place",
+    ),
+    Mutant(
+        "layer: an output that was changed in place is not noticed",
+        "ops/decoder_layer/attention_graph.py",
+        "if self.changed.qkv if in_qkv else place in self.changed.saved:",
+        "if self.changed.qkv if in_qkv else False:",
+        HOLES,
+        select="in_place",
+    ),
+    Mutant(
+        "layer: an attention that saves much is not refused",
+        "ops/decoder_layer/attention_graph.py",
+        "return size if size > out.numel() * out.element_size() // LARGE else 0",
+        "return 0",
+        LAYER,
+        select="saves_much",
+    ),
+    Mutant(
+        "layer: a mask for each head is not refused in groups",
+        "ops/decoder_layer/function.py",
+        "tensor.dim() == 4 and tensor.shape[1] > 1",
+        "tensor.dim() > 4",
+        HOLES,
+        select="mask_for_each",
+    ),
+    Mutant(
+        "layer: an attention that runs again draws other random numbers",
+        "ops/decoder_layer/attention.py",
+        "with state.autocast_as_then(), state.random_as_then():",
+        "with state.autocast_as_then():",
+        HOLES,
+        select="dropout",
+    ),
+)

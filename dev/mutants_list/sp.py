@@ -1,0 +1,139 @@
+"""Mutants of sequence parallelism. What several processes alone show is kept few: their tests are slow."""
+
+from functools import partial
+
+from mutants_list.mutant import Mutant
+
+COLLATOR = ("sp/test_collator.py",)
+DOCUMENTS = ("sp/test_documents.py",)
+HEADS = ("sp/test_heads.py",)
+OverRanks = partial(Mutant, tests=("sp/test_sequence_parallel.py",), dist=True)
+
+MUTANTS = (
+    Mutant(
+        "blocks: a window is one token wider",
+        "sp/blocks.py",
+        "(distance >= 0) & (distance < window)",
+        "(distance >= 0) & (distance <= window)",
+        DOCUMENTS,
+    ),
+    Mutant(
+        "blocks: a causal square forgets its window",
+        "sp/blocks.py",
+        "self.q1 == self.k1 and (window is None or self.k1 - self.k0 <= window)",
+        "self.q1 == self.k1",
+        DOCUMENTS,
+    ),
+    Mutant(
+        "blocks: masks grow with the square of the length",
+        "sp/blocks.py",
+        "return min(q1, q0 + rows)",
+        "return min(q1, q0 + max(rows, q1 - q0))",
+        DOCUMENTS,
+    ),
+    Mutant(
+        "documents: positions that leave some out do not part them",
+        "sp/documents.py",
+        "follows = (positions[1:] == positions[:-1] + 1)",
+        "follows = (positions[1:] > positions[:-1])",
+        DOCUMENTS,
+    ),
+    Mutant(
+        "documents: a mask with a hole is not refused",
+        "sp/documents.py",
+        "if masked and any(len(row) > 1 for row in rows):",
+        "if masked and any(len(row) > 9 for row in rows):",
+        DOCUMENTS,
+    ),
+    Mutant(
+        "flash attention's form: keys of the documents before",
+        "sp/lengths.py",
+        "torch.arange(row * length + segment.k0, row * length + segment.k1)",
+        "torch.arange(row * length, row * length + segment.k1)",
+        DOCUMENTS,
+    ),
+    Mutant(
+        "flex attention's form: a block is full if one of its queries sees all",
+        "sp/block_mask.py",
+        "full = (begin.amax(3) <= keys)",
+        "full = (begin.amin(3) <= keys)",
+        DOCUMENTS,
+    ),
+    Mutant(
+        "collator: the label after the last token is no ignored one",
+        "sp/collator.py",
+        'F.pad(batch["labels"], (0, 1), value=IGNORED)[..., 1:]',
+        'F.pad(batch["labels"], (0, 1), value=0)[..., 1:]',
+        COLLATOR,
+    ),
+    Mutant(
+        "collator: positions of a shard begin at 0",
+        "sp/collator.py",
+        "torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape[0], -1)",
+        "(torch.arange(tokens.shape[1], device=tokens.device) % 4).expand(tokens.shape[0], -1)",
+        COLLATOR,
+    ),
+    Mutant(
+        "same batch: the hash knows no order",
+        "sp/same_batch.py",
+        "(mixed + torch.arange(1, len(mixed) + 1, device=mixed.device) * _FACTORS[0])",
+        "(mixed + _FACTORS[0])",
+        COLLATOR,
+    ),
+    Mutant(
+        "heads: ranks that share a head have unequal work",
+        "sp/heads.py",
+        "low, high = (ends[part], ends[part + 1]), (ends[-part - 2], ends[-part - 1])",
+        "low, high = (ends[2 * part], ends[2 * part + 1]), (ends[2 * part + 1], ends[2 * part + 2])",
+        HEADS,
+    ),
+    Mutant(
+        "heads: kv heads that are read unequally are computed together",
+        "sp/heads.py",
+        "if len(set(read)) == 1:",
+        "if len(set(read)) > 0:",
+        DOCUMENTS,
+    ),
+    OverRanks(
+        "exchange: of the gradients of a shared kv head one rank's stays",
+        "sp/exchange.py",
+        "added.append(covered > whole.numel())",
+        "added.append(False)",
+        select="test_attention",
+    ),
+    OverRanks(
+        "loss: its gradient is not multiplied by the size of the group",
+        "sp/loss.py",
+        "return d_total * ctx.size, None, None",
+        "return d_total, None, None",
+        select="losses",
+    ),
+    OverRanks(
+        "loss: a share's backward is not refused",
+        "sp/loss.py",
+        "if not ctx.is_let_through:",
+        "if ctx.is_let_through is None:",
+        select="losses",
+    ),
+    OverRanks(
+        "same batch: shards of different batches are not refused",
+        "sp/same_batch.py",
+        "if batch_hash is not None and len(set(hashes)) > 1:",
+        "if batch_hash is not None and len(hashes) > 9:",
+        select="batches",
+    ),
+    OverRanks(
+        "loader: a run that goes on draws another order",
+        "sp/loader.py",
+        '        torch.set_rng_state(self._start["torch"])\n',
+        "",
+        select="loader",
+    ),
+    OverRanks(
+        "attention: a mask of a layer's own is dropped",
+        "sp/attention.py",
+        "    if attention_mask is not None:\n",
+        "    if attention_mask is not None and attention_mask.dim() < 4:\n",
+        select="refusals",
+    ),
+)

@@ -38,8 +38,8 @@ test: $(STAMP)  ## the tests of every day, without a GPU: plain, in Triton's int
 	$(MAKE) --no-print-directory test-dist
 
 test-dist: $(STAMP)  ## of them, those that start several processes
-	$(BIN)/python -m pytest -q -m dist
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q -m dist test/distributed
+	$(PYTEST) -m dist test/sp test/recipes test/distributed
+	TRITON_INTERPRET=1 $(PYTEST) -m dist test/distributed
 
 test-all: $(STAMP)  ## every case of every test, and of every benchmark at tiny size: an hour and more; test/everyday.py tells what `test` leaves out
 	$(PYTEST) --full -m "not gpu and not dist"

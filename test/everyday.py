@@ -53,10 +53,9 @@ CUTS = (
         ("4096-*", "6144-*", "65536-*'head_groups': 2}", "32768-*", "524288-*'sequence_parallel': 8}"),
         "likewise",
     ),
+    Cut((f"{_PLANS}many_layers_over_gpus",), (), "15 s of simulation; layers are planned one like the other"),
     Cut(
-        (f"{_PLANS}a_whole_model", f"{_PLANS}many_layers_over_gpus", f"{_PLANS}groups_of_heads_over_gpus"),
-        ("offloaded-liger", "None", "llama-2-*"),
-        "a step of 24 or 30 layers is 10 s of simulation; layers are planned one like the other",
+        (f"{_PLANS}a_whole_model", f"{_PLANS}groups_of_heads"), ("offloaded-liger", "llama-2-*"), "likewise, 10 s each"
     ),
     Cut(
         tuple(f"{_PLANS}{name}" for name in ("heads", "attention_of_a_group", "over_gpus", "adapters")),
@@ -73,16 +72,34 @@ CUTS = (
         EVERY_VALUE,
         "sizes, dtypes and reductions by themselves: the buffers of one do not depend on the other",
     ),
+    Cut(("models/test_layer_laws.py::test_tensors_alive",), ("auto-*",), "whole heads keep less to get wrong"),
+    Cut(("models/test_layer_laws.py::test_products_at_full_size",), ("qwen3-auto", "llama-None"), "of four, 2 s each"),
     Cut(
-        ("models/test_layer_laws.py::test_tensors_alive_at_a_million_tokens",),
-        ("auto-*",),
-        "whole heads are seen at 128K tokens",
+        (f"{_LAWS}memory_of_the_eager_twin",),
+        ("dtype1-mean",),
+        "10 s each; the kernels' twins are tested by themselves",
     ),
     Cut(
-        ("models/test_trl.py::test_same_training", "models/test_trl.py::test_lora"),
-        EVERY_VALUE,
-        "what TRL does to a batch, and how a model was tiled, do not meet in any line of ours",
+        ("models/test_trl.py::test_same_training_of_other_kinds",),
+        ("completions-trl*", "packed-seqtile*", "padding-free-trl*", "reentrant-seqtile*"),
+        "what TRL does to a batch is over before any line of ours",
     ),
+    Cut(
+        (
+            "models/test_trl.py::test_same_training_as",
+            "models/test_trl.py::test_lora",
+            "models/test_trl.py::test_bfloat16",
+        ),
+        ("llama-model-trl*", "phi3-classes-seqtile*", "classes-seqtile*", "trl*"),
+        "each trainer costs seconds; how a model was tiled is tested without TRL",
+    ),
+    Cut(
+        ("recipes/test_on_ranks.py::test_a_real_model",),
+        (),
+        "two minutes; 9 heads over ranks are among the cases of sp",
+    ),
+    Cut(("sp/test_sequence_parallel.py::test_trainer[",), ("4-2",), "two groups of two ranks do all that one does"),
+    Cut(("recipes/test_finetune.py::test_ended_early",), ("interrupted*",), "a parent that dies is ended the same way"),
     Cut(
         (
             "models/test_training_loops.py::test_compiled_layers",

@@ -6,7 +6,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from multiprocessing import connection, forkserver, get_context
+from multiprocessing import connection, forkserver, get_context, set_start_method
 from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import patch
@@ -52,7 +52,7 @@ def ended(count: int, target: str, *arguments: str, together: bool = True) -> li
         forkserver.ensure_running()
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # as torchrun has one: no port is guessed
     environment = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-    environment |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count)}
+    environment |= {"WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count), "TORCHELASTIC_RUN_ID": "test"}
     with tempfile.TemporaryDirectory() as directory:
         files = [Path(directory) / str(rank) for rank in range(count)]
         own = [environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(count)]
@@ -86,6 +86,7 @@ def _rank(file: str, environment: dict[str, str], target: str, *arguments: str) 
         opened = os.open(file + kind, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(opened, descriptor)
     os.environ |= environment
+    set_start_method(None, force=True)  # of a DataLoader's workers: not the one that this process was started by
     module, _, name = target.partition(":")
     getattr(importlib.import_module(module), name)(*arguments)
 
@@ -101,8 +102,8 @@ def torchrun_command(ranks: int, *command: str | Path) -> list[str]:
     return [*launcher, *map(str, command)]
 
 
-def torchrun(ranks: int, *command: str | Path, check: bool = True) -> str:
-    """What the ranks print; a failure of theirs is this test's if `check`, their last words included."""
+def torchrun(ranks: int, *command: str | Path) -> str:
+    """What the ranks print; a failure of theirs is this test's, their last words included."""
     result = subprocess.run(
         torchrun_command(ranks, *command),
         capture_output=True,
@@ -110,8 +111,5 @@ def torchrun(ranks: int, *command: str | Path, check: bool = True) -> str:
         timeout=TIME_LIMIT,
         env=os.environ | {"OMP_NUM_THREADS": "1"},
     )
-    if check:
-        assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
-    else:
-        assert result.returncode != 0, result.stdout[-3000:]
-    return result.stdout + ("" if check else result.stderr)
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-6000:]
+    return result.stdout

@@ -12,11 +12,18 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from launch import interruptible, torchrun, torchrun_command
+from launch import ended, interruptible, ranks, torchrun, torchrun_command
 from recipes.tiny_pretrained import save_tiny
+from seqtile.cli import app
 from seqtile.recipes.documents import sequences, standard_library
 
+ON_RANKS = "recipes.test_on_ranks:on_ranks"
 FINETUNE = ("-m", "seqtile.cli", "finetune", "--device", "cpu")
+
+
+def on_ranks(*arguments: str) -> None:
+    """`seqtile finetune`, in a process that has a rank."""
+    app(["finetune", "--device", "cpu", *arguments])
 
 
 @pytest.mark.dist
@@ -24,9 +31,9 @@ FINETUNE = ("-m", "seqtile.cli", "finetune", "--device", "cpu")
 def test_two_groups_of_two(shard: str, tmp_path: Path) -> None:
     """Losses and weights are those of one process that trains on both groups' sequences in a step."""
     save_tiny(tmp_path / "start")
-    job = ("--model", tmp_path / "start", "--seq-len", "301", "--steps", "3", "--learning-rate", "1e-3")
+    job = ("--model", str(tmp_path / "start"), "--seq-len", "301", "--steps", "3", "--learning-rate", "1e-3")
     output = tmp_path / "run"
-    printed = torchrun(4, *FINETUNE, *job, "--output", output, "--sequence-parallel", "2", "--shard", shard)
+    printed = ranks(4, ON_RANKS, *job, "--output", str(output), "--sequence-parallel", "2", "--shard", shard)
     assert printed.count("seqtile: step 3/3") == 1, "one rank prints"
     report = json.loads((output / "report.json").read_text())
     assert (report["ranks"], report["sequence_parallel"], report["shard"]) == (4, 2, shard)
@@ -63,14 +70,15 @@ def test_a_real_model_follows_one_process(tmp_path: Path) -> None:
 def test_bad_input(tmp_path: Path) -> None:
     """A clear error, printed once, and no rank that waits for another."""
     save_tiny(tmp_path / "start")
-    job = ("--model", tmp_path / "start", "--seq-len", "301", "--steps", "1", "--output", tmp_path / "run")
+    job = ("--model", str(tmp_path / "start"), "--seq-len", "301", "--steps", "1", "--output", str(tmp_path / "run"))
     for arguments, message in (
         (("--sequence-parallel", "3"), "--sequence-parallel: sequence_parallel_size is 3, expected a divisor of the 2"),
         (("--shard", "zero9"), "--shard is 'zero9', expected one of fsdp2, zero3"),
         (("--compare",), "--compare is for one process"),
     ):
-        printed = " ".join(torchrun(2, *FINETUNE, *job, *arguments, check=False).split())
-        assert printed.count(message) == 1, printed
+        found = ended(2, ON_RANKS, *job, *arguments, together=False)
+        printed = " ".join(" ".join(rank.out + rank.err for rank in found).split())
+        assert printed.count(message) == 1 and all(rank.code == 1 for rank in found), printed
     assert not (tmp_path / "run").exists()
 
 

@@ -27,26 +27,23 @@ $(STAMP): pyproject.toml dev/constraints.txt dev/no-deps.txt dev/transformers-ol
 demo: $(STAMP)  ## fine-tune a real model on real long documents, untiled and tiled, and compare: 5 minutes on 2 cores; LONG=1 11
 	$(BIN)/seqtile finetune --compare --seq-len $(if $(LONG),8192,4096) --steps 2 --output runs/demo
 
-INTERPRETED := test/kernels test/ops test/models/test_gradients.py test/models/test_layer_gradients.py
+INTERPRETED := test/kernels test/ops test/models/test_gradients.py test/models/test_layer_gradients.py test/distributed
 ON_OLDEST := test/models/test_drift.py test/models/test_patch.py test/models/test_layer.py test/models/test_layer_patch.py \
 	test/models/test_layer_holes.py test/sp/test_documents.py
 
-test: $(STAMP)  ## the tests of every day, without a GPU: plain, in Triton's interpreter, on the oldest transformers, of several processes
-	$(PYTEST) -m "not gpu and not dist"
-	TRITON_INTERPRET=1 $(PYTEST) -m "not gpu and not dist" $(INTERPRETED)
+test: $(STAMP)  ## the tests of every day, without a GPU: as they are, in Triton's interpreter, on the oldest transformers
+	$(PYTEST) -m "not gpu"
+	TRITON_INTERPRET=1 $(PYTEST) -m "not gpu" $(INTERPRETED)
 	PYTHONPATH=$(OLDEST) $(PYTEST) -m "not gpu and not dist" $(ON_OLDEST)
-	$(MAKE) --no-print-directory test-dist
 
 test-dist: $(STAMP)  ## of them, those that start several processes
-	$(PYTEST) -m dist test/sp test/recipes test/distributed
+	$(PYTEST) -m dist
 	TRITON_INTERPRET=1 $(PYTEST) -m dist test/distributed
 
-test-all: $(STAMP)  ## every case of every test, and of every benchmark at tiny size: an hour and more; test/everyday.py tells what `test` leaves out
-	$(PYTEST) --full -m "not gpu and not dist"
-	TRITON_INTERPRET=1 $(PYTEST) --full -m "not gpu and not dist" $(INTERPRETED)
+test-all: $(STAMP)  ## every case of every test, see test/everyday.py, and of every benchmark at tiny size: an hour and more
+	$(PYTEST) --full -m "not gpu"
+	TRITON_INTERPRET=1 $(PYTEST) --full -m "not gpu" $(INTERPRETED)
 	PYTHONPATH=$(OLDEST) $(PYTEST) --full -m "not gpu and not dist" test/models test/sp
-	$(BIN)/python -m pytest -q --full -m dist
-	TRITON_INTERPRET=1 $(BIN)/python -m pytest -q --full -m dist test/distributed
 	$(BIN)/python -m benchmark.run --size small
 
 test-gpu:  ## kernels, ops, models, sp, offload and plans on a GPU, with the python at hand (PYTHON=...)

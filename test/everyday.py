@@ -68,17 +68,21 @@ CUTS = (
         "a change that one GPU's compiler refuses the others refuse",
     ),
     Cut(
-        (f"{_LAWS}memory", "ops/test_mlp_laws.py::test_memory", "ops/test_metrics_gradients.py::test_memory"),
-        EVERY_VALUE,
-        "sizes, dtypes and reductions by themselves: the buffers of one do not depend on the other",
-    ),
-    Cut(("models/test_layer_laws.py::test_tensors_alive",), ("auto-*",), "whole heads keep less to get wrong"),
-    Cut(("models/test_layer_laws.py::test_products_at_full_size",), ("qwen3-auto", "llama-None"), "of four, 2 s each"),
-    Cut(
         (f"{_LAWS}memory_of_the_eager_twin",),
         ("dtype1-mean",),
         "10 s each; the kernels' twins are tested by themselves",
     ),
+    Cut(
+        (f"{_LAWS}memory", "ops/test_mlp_laws.py::test_memory", "ops/test_metrics_gradients.py::test_memory"),
+        EVERY_VALUE,
+        "sizes, dtypes and reductions by themselves: the buffers of one do not depend on the other",
+    ),
+    Cut(
+        ("models/test_layer_laws.py::test_tensors_alive_at_a_million_tokens",),
+        ("None-*",),
+        "16 s; groups are seen at 128K tokens",
+    ),
+    Cut(("models/test_layer_laws.py::test_products_at_full_size",), ("qwen3-auto", "llama-None"), "of four, 2 s each"),
     Cut(
         ("models/test_trl.py::test_same_training_of_other_kinds",),
         ("completions-trl*", "packed-seqtile*", "padding-free-trl*", "reentrant-seqtile*"),
@@ -99,7 +103,28 @@ CUTS = (
         "two minutes; 9 heads over ranks are among the cases of sp",
     ),
     Cut(("sp/test_sequence_parallel.py::test_trainer[",), ("4-2",), "two groups of two ranks do all that one does"),
-    Cut(("recipes/test_finetune.py::test_ended_early",), ("interrupted*",), "a parent that dies is ended the same way"),
+    Cut(
+        ("recipes/test_finetune.py::test_ended_early",),
+        ("interrupted",),
+        "20 s each; the first Ctrl-C is the one that saves",
+    ),
+    Cut(("recipes/test_finetune.py::test_no_mask",), ("mistral", "gemma2"), "gemma3_text has the layers of both"),
+    Cut(("recipes/test_documents.py::test_pieces",), ("unigram", "words", "lines"), "SmolLM2's tokenizer takes 5 s"),
+    Cut(("bench/test_run.py::test_time_that_is_up",), (), "7 s; smoke runs have no deadline"),
+    Cut(("bench/test_missing.py::test_the_peak",), ("700-*",), "of three lengths"),
+    Cut(
+        ("models/test_liger_orders.py::test_order",),
+        (
+            "llama-liger, seqtile, build",
+            "*build, liger model, seqtile",
+            "*seqtile, build, liger*",
+            "*liger, build, seqtile model",
+        ),
+        "2 s each; every answer of status and every way back are among these",
+    ),
+    Cut(("models/test_liger_orders.py::test_trainer",), ("model", "llama-classes"), "likewise"),
+    Cut(("models/test_step_in_backward.py::test_steps",), EVERY_PAIR, "of 81 cases"),
+    Cut(("sp/test_documents.py::test_memory_does_not",), EVERY_PAIR, "of 24 cases"),
     Cut(
         (
             "models/test_training_loops.py::test_compiled_layers",
@@ -132,7 +157,7 @@ INTERPRETED = (  # where a row of a kernel takes a millisecond
     ),
     Cut(
         ("models/test_gradients.py::test_gradients_equal",),
-        ("llama-liger-plain-3-101-None", "mistral-hf-reentrant-1-63-None", "qwen3-liger-ckpt-1-63-None"),
+        ("llama-liger-plain-1-63-None", "mistral-hf-reentrant-1-63-None", "qwen3-liger-ckpt-1-63-None"),
         "one model of each kind, and Liger's kernels in the same one",
     ),
     Cut(
@@ -140,6 +165,7 @@ INTERPRETED = (  # where a row of a kernel takes a millisecond
         ("llama-2-ckpt-1-101", "qwen3-None-ckpt-1-101", "llama-2", "qwen3-None"),
         "likewise of tiled layers",
     ),
+    Cut(("distributed/",), ("*",), "its cases are cut in distributed/cases.py"),
     Cut(("",), (), "the eager twins meet the same cases"),
 )
 

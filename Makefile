@@ -24,7 +24,7 @@ $(STAMP): pyproject.toml dev/constraints.txt dev/no-deps.txt dev/transformers-ol
 	$(PIP) --no-deps --target $(OLDEST) -r dev/transformers-oldest.txt
 	touch $@
 
-demo: $(STAMP)  ## fine-tune a real model on real long documents, untiled and tiled, and compare: 5 minutes on 2 cores; LONG=1 11
+demo: $(STAMP)  ## fine-tune a real model on real long documents, untiled and tiled, and compare; LONG=1: on 8,192 tokens, 10 minutes on 2 cores
 	$(BIN)/seqtile finetune --compare --seq-len $(if $(LONG),8192,4096) --steps 2 --output runs/demo
 
 INTERPRETED := test/kernels test/ops test/models/test_gradients.py test/models/test_layer_gradients.py test/distributed

@@ -51,7 +51,14 @@ CUTS = (
     ),
     Cut(
         (f"{_PLANS}layers_tiled_as_a_whole_with_every_feature",),
-        ("4096-*", "6144-*", "65536-*'head_groups': 2}", "32768-*", "524288-*'sequence_parallel': 8}"),
+        (
+            "4096-*",
+            "6144-*",
+            "65536-*'head_groups': 2}",
+            "65536-*'gpus': 8, 'offload*",
+            "32768-*",
+            "524288-*'sequence_parallel': 8}",
+        ),
         "likewise",
     ),
     Cut((f"{_PLANS}many_layers_over_gpus",), (), "15 s of simulation; layers are planned one like the other"),

@@ -197,3 +197,9 @@ def test_bad_input(changes: dict, message: str) -> None:
 def test_bad_adapters(adapter: LowRank, message: str) -> None:
     with pytest.raises(TypeError, match=f"gated_mlp: {message}"):
         gated_mlp(torch.randn(63, D), **make(False, (), "cpu"), up_lora=adapter)
+
+
+def test_an_adapter_of_another_type() -> None:
+    x, weight = torch.randn(5, 4), torch.randn(4, 4)
+    with pytest.raises(TypeError, match=r"gate_lora is a tuple, expected seqtile\.LowRank\(a, b, scale\) or None"):
+        gated_mlp(x, weight, weight, weight, gate_lora=(torch.randn(2, 4), torch.randn(4, 2)))

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch.autograd.graph import Node
 
 from seqtile.ops.checks import autocast_dtype, check_first_derivative, check_no_transform
-from seqtile.ops.mlp_checks import check_gated_mlp
+from seqtile.ops.mlp_checks import check_adapters, check_gated_mlp
 from seqtile.ops.mlp_tile import MLPTile
 from seqtile.ops.projection import LowRank, Projection, ProjectionGrad
 from seqtile.ops.saver import save_input
@@ -65,6 +65,7 @@ def gated_mlp(
             `main_grad` that is not float32 or of another shape.
         RuntimeError: in the backward, for second derivatives (`create_graph=True`).
     """
+    check_adapters(gate_lora=gate_lora, up_lora=up_lora, down_lora=down_lora)
     projections = [Projection.of(gate_weight, gate_bias, gate_lora), Projection.of(down_weight, down_bias, down_lora)]
     if up_weight is not None:
         projections.insert(1, Projection.of(up_weight, up_bias, up_lora))

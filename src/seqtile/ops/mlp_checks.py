@@ -12,6 +12,15 @@ from seqtile.ops.projection import LowRank, Projection
 _OP = "gated_mlp"
 
 
+def check_adapters(**adapters: object) -> None:
+    """Raises TypeError unless each is a LowRank or None."""
+    for name, adapter in adapters.items():
+        if adapter is not None and not isinstance(adapter, LowRank):
+            raise TypeError(
+                f"{_OP}: {name} is a {type(adapter).__name__}, expected seqtile.LowRank(a, b, scale) or None"
+            )
+
+
 def check_gated_mlp(
     x: torch.Tensor,
     projections: Sequence[Projection],

@@ -28,6 +28,25 @@ def assert_as_exact(ours: torch.Tensor, same_dtype: torch.Tensor, truth: torch.T
     assert error <= allowed, f"relative error {error:.2e}, allowed {allowed:.2e}"
 
 
+def assert_each_as_exact(
+    ours: dict[str, torch.Tensor], same_dtype: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]
+) -> None:
+    """The same for what belongs to parameters, by name: for every matrix, and for all vectors together.
+
+    The rounding errors of a vector of a dozen numbers are too few for a bound of two: by luck alone one fresh draw in
+    some hundreds is beyond it. Of all vectors the root of the mean square of their relative errors is compared.
+    """
+    assert ours.keys() == same_dtype.keys() == truth.keys()
+    vectors = [name for name, true in truth.items() if true.ndim < 2]
+    errors = [{name: relative_error(found[name], true) for name, true in truth.items()} for found in (ours, same_dtype)]
+    for name, true in truth.items():
+        assert true.norm() > 0, f"{name}: nothing to compare"
+        error, allowed = errors[0][name], 2 * errors[1][name] + FLOOR
+        assert name in vectors or error <= allowed, f"{name}: relative error {error:.2e}, allowed {allowed:.2e}"
+    error, same = (sum(found[name] ** 2 for name in vectors) ** 0.5 for found in errors)
+    assert error <= 2 * same + FLOOR * len(vectors) ** 0.5, f"vectors: relative error {error:.2e}, untiled {same:.2e}"
+
+
 def poisoned(*shape: int, dtype: torch.dtype, device: str) -> torch.Tensor:
     """A buffer full of NaN: what is read before it is written shows."""
     return torch.full(shape, torch.nan, dtype=dtype, device=device)

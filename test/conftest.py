@@ -1,4 +1,5 @@
 import os
+from collections import Counter
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--device", default="cpu", choices=["cpu", "cuda"], help="where kernels, ops and models run")
     parser.addoption("--full", action="store_true", help="every case of every test, see everyday.py")
+    parser.addoption("--repeat", type=int, default=1, help="call each test so often: is any of them lucky?")
     parser.addoption("--seed", type=int, help="of torch, for every test; fresh if not given")
 
 
@@ -36,6 +38,23 @@ def cut(config: pytest.Config, items: list[pytest.Item]) -> None:
     config.hook.pytest_deselected(items=left_out)
     gone = set(map(id, left_out))
     items[:] = [item for item in items if id(item) not in gone]
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """With --repeat: calls a test several times, every time with what torch draws next."""
+    times = pyfuncitem.config.getoption("--repeat")
+    if times == 1:
+        return None
+    arguments = {name: pyfuncitem.funcargs[name] for name in pyfuncitem._fixtureinfo.argnames}
+    failures = Counter()
+    for _ in range(times):
+        try:
+            pyfuncitem.obj(**arguments)
+        except AssertionError as failure:
+            failures[str(failure).partition("\n")[0]] += 1
+    assert not failures, f"{failures.total()} of {times} calls failed: {failures}"
+    return True
 
 
 @pytest.fixture(scope="session")

@@ -4,6 +4,19 @@ import torch
 import torch.nn.functional as F
 
 IGNORE = -100
+D, V = 64, 1000
+
+
+def make(
+    tokens: int, dtype: torch.dtype = torch.float32, device: str = "cpu", vocab: int = V
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """hidden [T, D], weight [V, D] and target [T], a third of which is ignored."""
+    hidden = torch.randn(tokens, D, device=device).to(dtype).requires_grad_()
+    weight = (torch.randn(vocab, D, device=device) * 0.3).to(dtype).requires_grad_()
+    target = torch.randint(0, vocab, (tokens,), device=device)
+    target[torch.rand(tokens, device=device) < 0.3] = IGNORE
+    target[0] = 1
+    return hidden, weight, target
 
 
 def logits_of(

@@ -24,7 +24,7 @@ IMPORTED = (  # by the process that ranks are forked from: nothing that is patch
     "transformers.integrations.moe",
     "transformers.trainer",
 )
-_SPARE = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
 
 
 class Ended(NamedTuple):
@@ -48,7 +48,7 @@ def ended(count: int, target: str, *arguments: str, together: bool = True) -> li
     """The same, as it comes; with `together` the first rank that fails ends the others."""
     context = get_context("forkserver")
     context.set_forkserver_preload([name for name in IMPORTED if importlib.util.find_spec(name.partition(".")[0])])
-    with patch.dict(os.environ, _SPARE):
+    with patch.dict(os.environ, _ENVIRONMENT):
         forkserver.ensure_running()
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # as torchrun has one: no port is guessed
     environment = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}

@@ -5,11 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from distributed.cases import (
-    TREES,
-    cases,
-    table,
-)
+from distributed.cases import TREES, cases, table
 from launch import ranks
 from tiny import interpreted
 

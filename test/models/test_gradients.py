@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import seqtile
-from assertions import relative_error
+from assertions import assert_each_as_exact, relative_error
 from seqtile.models.arch import ARCHS
 from tiny import (
     CHUNK,
@@ -72,9 +72,7 @@ def test_bfloat16_is_as_exact_as_untiled(arch: str, device: str) -> None:
     _, same = loss_and_gradients(untiled, **batch)
     _, ours = loss_and_gradients(tiled, **batch)
     _, true = loss_and_gradients(truth, **batch)
-    for name, gradient in true.items():
-        error, theirs = relative_error(ours[name], gradient), relative_error(same[name], gradient)
-        assert error <= 2 * theirs + 1e-6, f"{name}: relative error {error:.1e}, untiled {theirs:.1e}"
+    assert_each_as_exact(ours, same, true)
 
 
 def test_gradient_accumulation(device: str) -> None:

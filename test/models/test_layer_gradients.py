@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import seqtile
-from assertions import assert_as_exact
+from assertions import assert_each_as_exact
 from models.layered import KINDS, LAYERED, assert_equal, tiled_copy, whole
 from tiny import (
     CHUNK,
@@ -65,8 +65,7 @@ def test_bfloat16_is_as_exact_as_untiled(arch: str, head_groups: str | None, dev
     truth, tiled = copy.deepcopy(untiled).double(), tiled_copy(untiled, head_groups)
     batch = whole(101, device)
     (_, ours), (_, same), (_, true) = (loss_and_gradients(model, **batch) for model in (tiled, untiled, truth))
-    for name, gradient in true.items():
-        assert_as_exact(ours[name], same[name], gradient)
+    assert_each_as_exact(ours, same, true)
 
 
 @pytest.mark.parametrize("reentrant", KINDS)
@@ -88,9 +87,7 @@ def test_autocast(arch: str, head_groups: int | None, reentrant: bool | None, de
             loss = model(**batch).loss
         loss.backward()
         found.append({name: parameter.grad for name, parameter in model.named_parameters()})
-    ours, same = found
-    for name, gradient in true.items():
-        assert_as_exact(ours[name], same[name], gradient)
+    assert_each_as_exact(*found, true)
 
 
 @pytest.mark.parametrize("head_groups", [None, 2])

@@ -11,7 +11,7 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import seqtile
-from assertions import FLOOR, relative_error
+from assertions import assert_each_as_exact, relative_error
 from tiny import CHUNK, batch_of, build, checkpointing, loss_and_gradients
 
 CHECKPOINTING = [pytest.param(None, id="plain"), pytest.param(False, id="ckpt"), pytest.param(True, id="reentrant")]
@@ -30,16 +30,6 @@ def three(arch: str, device: str, reentrant: bool | None = None, **changes: obje
     for model in models:
         checkpointing(model, reentrant)
     return models
-
-
-def assert_as_exact_each(found: list[dict[str, torch.Tensor]]) -> None:
-    """Of every parameter, that of the tiled model is no further from the truth than the untiled one's, twice over."""
-    ours, theirs, true = found
-    assert ours.keys() == theirs.keys() == true.keys()
-    for name, truth in true.items():
-        assert truth.norm() > 0, f"{name}: nothing to compare"
-        error, allowed = relative_error(ours[name], truth), 2 * relative_error(theirs[name], truth) + FLOOR
-        assert error <= allowed, f"{name}: relative error {error:.1e}, allowed {allowed:.1e}"
 
 
 def autocast(model: nn.Module, dtype: torch.dtype) -> torch.autocast | nullcontext:
@@ -64,7 +54,7 @@ def test_micro_batches_under_autocast(arch: str, dtype: torch.dtype, reentrant: 
                 loss = model(**batch, num_items_in_batch=items).loss
             scaler.scale(loss).backward()
         scaler.unscale_(optimizer)
-    assert_as_exact_each([{name: p.grad for name, p in model.named_parameters()} for model in models])
+    assert_each_as_exact(*({name: p.grad for name, p in model.named_parameters()} for model in models))
 
 
 def poison_last_token(module: nn.Module, inputs: object, output: torch.Tensor) -> None:
@@ -124,7 +114,7 @@ def test_scaler_skips_the_same_steps(arch: str, device: str) -> None:
         (2.0**-1, True),
     ]
     assert ours == theirs
-    assert_as_exact_each([our_moves, their_moves, true_moves])
+    assert_each_as_exact(our_moves, their_moves, true_moves)
 
 
 def train_in_backward(model: nn.Module, batches: list[Batch]) -> dict[str, torch.Tensor]:

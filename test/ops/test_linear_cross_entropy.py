@@ -7,23 +7,9 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from assertions import assert_as_exact
-from head_reference import cross_entropy_reference, entropies_of, logits_of, values_and_gradients
+from head_reference import IGNORE, D, V, cross_entropy_reference, entropies_of, logits_of, make, values_and_gradients
 from measure import eager_memory
 from seqtile import linear_cross_entropy
-
-D, V = 64, 1000
-IGNORE = -100
-
-
-def make(
-    tokens: int, dtype: torch.dtype = torch.float32, device: str = "cpu", vocab: int = V
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    hidden = torch.randn(tokens, D, device=device).to(dtype).requires_grad_()
-    weight = (torch.randn(vocab, D, device=device) * 0.3).to(dtype).requires_grad_()
-    target = torch.randint(0, vocab, (tokens,), device=device)
-    target[torch.rand(tokens, device=device) < 0.3] = IGNORE
-    target[0] = 1
-    return hidden, weight, target
 
 
 def reference(*operands: torch.Tensor, dtype: torch.dtype, **options) -> list[torch.Tensor]:

@@ -5,21 +5,11 @@ import torch
 import torch.nn.functional as F
 
 from assertions import assert_as_exact
-from head_reference import IGNORE, entropies_of, logits_of, losses_of, reduced
+from head_reference import IGNORE, D, V, entropies_of, logits_of, losses_of, make, reduced
 from measure import FlopCount, LiveBytes, eager_memory
 from seqtile import linear_cross_entropy
 
-D, V = 64, 1000
 Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
-
-
-def make(tokens: int, dtype: torch.dtype, device: str) -> Operands:
-    hidden = torch.randn(tokens, D, device=device).to(dtype).requires_grad_()
-    weight = (torch.randn(V, D, device=device) * 0.3).to(dtype).requires_grad_()
-    target = torch.randint(0, V, (tokens,), device=device)
-    target[torch.rand(tokens, device=device) < 0.3] = IGNORE
-    target[0] = 1
-    return hidden, weight, target
 
 
 def total(loss: torch.Tensor, logsumexp: torch.Tensor, mean_entropy: torch.Tensor, parts: str) -> torch.Tensor:

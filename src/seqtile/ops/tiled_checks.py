@@ -6,6 +6,7 @@ import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from seqtile.ops.checks import check_dense
+from seqtile.ops.graph import nodes_behind
 
 
 def listed(name: str, tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -72,16 +73,10 @@ def check_leaves(
 ) -> None:
     """Raises `error` if the results' graph reaches a leaf that is not `known`: its gradient would be lost."""
     allowed = {id(tensor) for tensor in known}
-    seen, pending = set(), [result.grad_fn for result in results if result.grad_fn is not None]
-    while pending:
-        node = pending.pop()
-        if node in seen:
-            continue
-        seen.add(node)
+    for node in nodes_behind(result.grad_fn for result in results):
         leaf = getattr(node, "variable", None)
         if leaf is not None and id(leaf) not in allowed:
             raise error(
                 f"tiled: fn uses a tensor {list(leaf.shape)} that requires a gradient and that it was not given; list "
                 "it in params, or if it is computed from others pass what fn uses as shared"
             )
-        pending += [following for following, _ in node.next_functions if following is not None]

@@ -13,6 +13,8 @@ from typing import NamedTuple
 import torch
 from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_tensors_hooks
 
+from seqtile.ops.graph import nodes_behind
+
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Queries [B, h, S, K], keys and values [B, kv, S, K] to what attention makes of them."""
 
@@ -197,14 +199,8 @@ def check_leaves(end: Node | None, start: Node, known: Sequence[torch.Tensor]) -
     """Raises OutsideLeaves if the graph from `start` to `end` has leaves that are not `known`; ValueError if it goes on
     in nodes that were there before `start`."""
     allowed = {id(tensor) for tensor in known}
-    seen: set[Node | None] = {start, None}
-    pending = [end]
     leaves: dict[int, torch.Tensor] = {}
-    while pending:
-        node = pending.pop()
-        if node in seen:
-            continue
-        seen.add(node)
+    for node in nodes_behind([end], start):
         leaf = getattr(node, "variable", None)
         if leaf is not None:
             leaves[id(leaf)] = leaf
@@ -213,8 +209,6 @@ def check_leaves(end: Node | None, start: Node, known: Sequence[torch.Tensor]) -
                 "decoder_layer: attention uses a tensor that requires a gradient and is computed from others; expected "
                 "leaves, such as parameters; leave this layer untiled (layer=False)"
             )
-        else:
-            pending += [following for following, _ in node.next_functions]
     if missing := [leaf for key, leaf in leaves.items() if key not in allowed]:
         raise OutsideLeaves(missing)
 

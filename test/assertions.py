@@ -20,11 +20,14 @@ def relative_error(value: torch.Tensor, truth: torch.Tensor) -> float:
     return ((value - truth).norm() / (norm if norm > 0 else 1)).item()
 
 
+def floor_of(dtype: torch.dtype) -> float:
+    interpreted = dtype == torch.bfloat16 and triton is not None and triton.knobs.runtime.interpret
+    return INTERPRETER_BFLOAT16_FLOOR if interpreted else FLOOR
+
+
 def assert_as_exact(ours: torch.Tensor, same_dtype: torch.Tensor, truth: torch.Tensor) -> None:
     """`ours` is at most twice as far from the `truth` (float64) as what torch computes in the same dtype."""
-    interpreted = ours.dtype == torch.bfloat16 and triton is not None and triton.knobs.runtime.interpret
-    floor = INTERPRETER_BFLOAT16_FLOOR if interpreted else FLOOR
-    error, allowed = relative_error(ours, truth), 2 * relative_error(same_dtype, truth) + floor
+    error, allowed = relative_error(ours, truth), 2 * relative_error(same_dtype, truth) + floor_of(ours.dtype)
     assert error <= allowed, f"relative error {error:.2e}, allowed {allowed:.2e}"
 
 

@@ -100,10 +100,16 @@ def layers() -> list[Case]:
 
 
 def cases(full: bool) -> list[Case]:
-    """All; or of the matrix as few as have every architecture, and every two of the others together."""
+    """All; or of the matrix as few as have every architecture, every two of parallelism, adapter and checkpointing, and
+    every order of Liger in every family of parallelisms; few with Liger, whose kernels are interpreted."""
     found = matrix()
     if not full:
-        parts = [{case.arch} | together(case._asdict() | {"arch": None, "layer": None}, EVERY_PAIR) for case in found]
+        found.sort(key=lambda case: case.liger != "none")
+        pairs = [{"strategy": case.strategy, "adapter": case.adapter, "ckpt": case.checkpointing} for case in found]
+        parts = [
+            {case.arch, (case.tree, case.liger)} | together(pair, EVERY_PAIR)
+            for case, pair in zip(found, pairs, strict=True)
+        ]
         found = [found[i] for i in covering(parts)]
     return found + variants() + layers()
 

@@ -148,7 +148,7 @@ def test_prefixes_over_a_frozen_model(head_groups: int | None) -> None:
 
 @pytest.mark.parametrize("head_groups", [None, 2])
 def test_a_weight_of_attention_over_a_frozen_model(head_groups: int | None) -> None:
-    temperature = torch.tensor(0.5, requires_grad=True)
+    temperature = torch.full((12,), 0.5, requires_grad=True)
 
     def attention(module: nn.Module, q, k, v, mask, **options: object):
         return ALL_ATTENTION_FUNCTIONS["sdpa"](module, q, k, v * temperature, mask, **options)

@@ -6,10 +6,12 @@ import signal
 import subprocess
 import sys
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from launch import ended, interruptible, ranks, torchrun, torchrun_command
@@ -82,12 +84,41 @@ def test_bad_input(tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+def interrupted_on_ranks(*arguments: str) -> None:
+    """The same, where the last rank alone is sent Ctrl-C, after its second step."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which whoever started the tests may ignore
+    steps = count(1)
+    if os.environ["RANK"] == "1":
+        register_optimizer_step_post_hook(lambda *_: os.kill(os.getpid(), signal.SIGINT) if next(steps) == 2 else None)
+    on_ranks(*arguments)
+
+
+def assert_saved(tmp_path: Path, printed: str) -> None:
+    """All ranks ended after the same step, and what they trained is kept."""
+    steps = json.loads((tmp_path / "run" / "report.json").read_text())["steps"]
+    assert printed.count(f"interrupted after step {steps} of 20000; what was trained until then is saved") == 1
+    start, trained = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("start", "run/model"))
+    assert all((a != b).any() for a, b in zip(start.parameters(), trained.parameters(), strict=True))
+
+
+ENDLESS = ("--seq-len", "50", "--steps", "20000", "--sequence-parallel", "2")
+
+
 @pytest.mark.dist
-def test_interrupted(tmp_path: Path) -> None:
-    """Ctrl-C reaches torchrun, which passes it on: all ranks end after the same step, and what they trained is kept."""
+def test_one_rank_interrupted(tmp_path: Path) -> None:
     save_tiny(tmp_path / "start")
-    job = ("--model", tmp_path / "start", "--seq-len", "50", "--steps", "20000", "--sequence-parallel", "2")
-    command = interruptible(torchrun_command(2, *FINETUNE, *job, "--output", tmp_path / "run"))
+    job = ("--model", str(tmp_path / "start"), "--output", str(tmp_path / "run"), *ENDLESS)
+    found = ended(2, "recipes.test_on_ranks:interrupted_on_ranks", *job, together=False)
+    assert [rank.code for rank in found] == [130, 130], found
+    assert_saved(tmp_path, "".join(rank.out for rank in found))
+
+
+@pytest.mark.dist
+def test_torchrun_interrupted(tmp_path: Path) -> None:
+    """Ctrl-C reaches torchrun, which passes it on to all ranks."""
+    save_tiny(tmp_path / "start")
+    job = ("--model", tmp_path / "start", "--output", tmp_path / "run", *ENDLESS)
+    command = interruptible(torchrun_command(2, *FINETUNE, *job))
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True) as process:
         try:
             while "seqtile: step 2/20000" not in (line := process.stdout.readline()):
@@ -97,9 +128,4 @@ def test_interrupted(tmp_path: Path) -> None:
         finally:
             with suppress(ProcessLookupError):  # as it should be
                 os.killpg(process.pid, signal.SIGKILL)
-    report = json.loads((tmp_path / "run" / "report.json").read_text())
-    assert (
-        printed.count(f"interrupted after step {report['steps']} of 20000; what was trained until then is saved") == 1
-    )
-    start, trained = (AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("start", "run/model"))
-    assert all((a != b).any() for a, b in zip(start.parameters(), trained.parameters(), strict=True))
+    assert_saved(tmp_path, printed)

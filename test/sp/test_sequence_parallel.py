@@ -1,9 +1,5 @@
 """One sequence over several real processes, against one process that has it whole."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
 from launch import ended, ranks
@@ -74,9 +70,7 @@ def test_a_rank_that_dies() -> None:
 def one_process(tmp_path_factory: pytest.TempPathFactory) -> str:
     """What Trainer does in one process."""
     file = str(tmp_path_factory.mktemp("trainer") / "one_process.pt")
-    command = [sys.executable, str(Path(__file__).with_name("trainer.py")), file]
-    result = subprocess.run(command, capture_output=True, text=True, timeout=900)
-    assert result.returncode == 0, result.stderr[-3000:]
+    ranks(1, "sp.trainer:one_process", file)
     return file
 
 

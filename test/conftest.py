@@ -1,3 +1,4 @@
+import gc
 import os
 from collections import Counter
 
@@ -25,6 +26,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
                 item.add_marker(pytest.mark.skip(reason="needs --device cuda"))
     if not config.getoption("--full"):
         cut(config, items)
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # what was imported and collected is not searched for garbage again and again
 
 
 def cut(config: pytest.Config, items: list[pytest.Item]) -> None:

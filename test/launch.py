@@ -1,6 +1,7 @@
 """Several real processes: ranks, forked from a process that has imported already what would take each of them seconds,
 or whatever torchrun starts. TRITON_INTERPRET is for them what it is here."""
 
+import gc
 import importlib
 import os
 import subprocess
@@ -19,6 +20,7 @@ IMPORTED = (  # by the process that ranks are forked from: nothing that is patch
     "deepspeed",
     "peft",
     "pytest",
+    "torch._inductor.compile_fx",  # what flex attention imports
     "torch.distributed.fsdp",
     "transformers.generation",
     "transformers.integrations.moe",
@@ -86,6 +88,7 @@ def _rank(file: str, environment: dict[str, str], target: str, *arguments: str) 
         opened = os.open(file + kind, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(opened, descriptor)
     os.environ |= environment
+    gc.freeze()  # what all ranks have in common is not searched for garbage again and again
     set_start_method(None, force=True)  # of a DataLoader's workers: not the one that this process was started by
     module, _, name = target.partition(":")
     getattr(importlib.import_module(module), name)(*arguments)

@@ -43,10 +43,11 @@ class Collectives:
 
 def averaged(model: nn.Module) -> dict[str, torch.Tensor]:
     """The gradients as a reducer leaves them that averages over all ranks."""
-    for parameter in model.parameters():
-        dist.all_reduce(parameter.grad)
-        parameter.grad /= dist.get_world_size()
-    return {name: parameter.grad for name, parameter in model.named_parameters()}
+    parameters = dict(model.named_parameters())
+    total = torch.cat([parameter.grad.flatten() for parameter in parameters.values()])
+    dist.all_reduce(total)
+    parts = (total / dist.get_world_size()).split([parameter.numel() for parameter in parameters.values()])
+    return {name: part.view_as(parameters[name]) for name, part in zip(parameters, parts, strict=True)}
 
 
 class Spread(NamedTuple):

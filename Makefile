@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-gpu test-dist lint format bench bench-smoke table
+.PHONY: help setup demo test test-all test-gpu test-dist ledger check-cuda lint format bench bench-smoke table
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -48,6 +48,15 @@ test-all: $(STAMP)  ## every case of every test, see test/everyday.py, and of ev
 
 test-gpu:  ## kernels, ops, models, sp, offload and plans on a GPU, with the python at hand (PYTHON=...)
 	PYTHONPATH=src $(PYTHON) -m pytest -q -p no:cacheprovider --device cuda --full -m "not dist" test/kernels test/ops test/models test/sp test/offload test/memory/test_on_gpu.py
+
+ledger: $(STAMP)  ## predicted times on a GPU, without one; not measured
+	PYTHONPATH=test $(BIN)/python -m benchmark.ledger
+
+CUDA := .venv-cuda
+check-cuda:  ## the CUDA branch on fake tensors, with a torch built for CUDA in an environment of its own (4.5 GB), without a GPU
+	test -d $(CUDA) || $(PYTHON) -m venv $(CUDA)
+	$(CUDA)/bin/python -m pip install --quiet torch==2.11.0 triton==3.6.0 transformers==5.17.0 numpy
+	$(CUDA)/bin/python -m dev.check_cuda
 
 lint: $(STAMP)  ## check style and format
 	$(BIN)/ruff check .

@@ -71,7 +71,7 @@ CUTS = (
         "one number of ranks, one architecture or two of several",
     ),
     Cut(
-        ("kernels/test_compile_ahead.py",),
+        ("kernels/test_compiled.py::test_nothing",),
         ("sm_90-*",),
         "the GPU that is measured on; the other three are compiled by make test-all",
     ),
@@ -146,7 +146,7 @@ CUTS = (
     Cut(("bench/test_ladder.py::test_what_runs_is_right",), ("seqtile_loss_mlp",), "each rung asks it of itself"),
 )
 INTERPRETED = (  # where a row of a kernel takes a millisecond
-    Cut(("kernels/test_compile_ahead.py",), (), "the interpreter replaces the compiler"),
+    Cut(("kernels/test_compiled.py",), (), "the interpreter replaces the compiler"),
     Cut(("kernels/test_cross_entropy.py::test_values_and_gradient",), EVERY_PAIR, "of 180 cases of one kernel"),
     Cut(("kernels/",), ("*",), "every kernel"),
     Cut(

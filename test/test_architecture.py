@@ -108,7 +108,7 @@ def test_laws_of_the_source() -> None:
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(SOURCE)))
 def test_files_and_functions_stay_short(file: Path) -> None:
     text = file.read_text()
-    assert len(text.splitlines()) <= 250
+    assert len(text.splitlines()) <= 400
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.FunctionDef):
             body = node.body[1:] if ast.get_docstring(node) else node.body

@@ -55,8 +55,8 @@ MUTANTS = (
     Mutant(
         "loss: the bias's gradient is multiplied by the scale of the products",
         "ops/logit_tiles.py",
-        "((self.weight, of_products), (self.bias, factor))",
-        "((self.weight, of_products), (self.bias, of_products))",
+        "self.bias.scaled(factor, main_grads[1])",
+        "self.bias.scaled(of_products, main_grads[1])",
         OPTIONS,
     ),
     Mutant(
@@ -83,8 +83,8 @@ MUTANTS = (
     Mutant(
         "weight gradient: a main_grad loses the micro-batches before",
         "ops/weight_grad.py",
-        "main_grad.add_(total.view(self._shape))",
-        "main_grad.copy_(total.view(self._shape))",
+        "main_grad.addcmul_(total, factor)",
+        "main_grad.copy_(total * factor)",
         LOSS,
     ),
     Mutant(

@@ -2,7 +2,8 @@
 
 One program takes one row of products hidden W' and reads it twice: once for the log-sum-exp by the online softmax
 (Milakov and Gimelshein, arXiv:1805.02867), in float32, together with whatever else is asked of the row, once to write
-the gradient over it. Options that are off cost nothing: they are compiled away.
+the gradient over it. Every thread has a maximum and sums of its own, which meet once, at the end of the row: no thread
+waits for another inside a loop. Options that are off cost nothing: they are compiled away.
 """
 
 import torch
@@ -11,15 +12,19 @@ import triton.language as tl
 
 from seqtile.kernels.loss_options import LossOptions
 
-BLOCK = 4096  # columns a step
-NUM_WARPS = 8  # 16 columns a thread: no spill on sm_80, sm_90, sm_100
+NUM_WARPS = 8
+THREADS = 32 * NUM_WARPS  # on AMD, whose warps have 64, two threads share a maximum
+COLUMNS = 8  # of a thread in a step: 16 bytes of half precision
+LOG2E = tl.constexpr(1.4426950408889634)  # exp by exp2, which flushes to zero what is below 2**-126: tl.exp does not,
+# which takes three instructions more.
+SMALLEST = tl.constexpr(-1e38)  # finite, so that a first step of -inf alone does not make -inf - -inf
 
 
 @triton.jit
 def _tanh(x):
     """tanh in float32, to 3e-7 relative: near 0, where 1 - exp would cancel, its Taylor polynomial up to x**9."""
     magnitude = tl.abs(x)
-    decay = tl.exp(-2.0 * magnitude)
+    decay = tl.exp2(magnitude * (-2.0 * LOG2E))
     far = (1.0 - decay) / (1.0 + decay)
     far = tl.where(x < 0, -far, far)
     square = x * x
@@ -29,70 +34,136 @@ def _tanh(x):
 
 @triton.jit
 def _logits(
-    row_ptr, bias_ptr, columns, vocab, logit_scale, softcap, temperature, HAS_BIAS: tl.constexpr, CAPPED: tl.constexpr
-):
-    """The logits of `columns`, -inf beyond the row's end, and their slope: that of the cap alone."""
-    mask = columns < vocab
-    x = tl.load(row_ptr + columns, mask=mask, other=0.0).to(tl.float32) * logit_scale
+    row_ptr, bias_ptr, columns, vocab, logit_scale, softcap, temperature,
+    MASKED: tl.constexpr, HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, TEMPERED: tl.constexpr,
+):  # fmt: skip
+    """The logits of `columns`, if MASKED -inf beyond the row's end, and their slope: that of the cap alone."""
+    mask = columns < vocab if MASKED else None
+    x = tl.load(row_ptr + columns, mask=mask).to(tl.float32)
+    if SCALED:
+        x *= logit_scale
     if HAS_BIAS:
-        x += tl.load(bias_ptr + columns, mask=mask, other=0.0).to(tl.float32)
+        x += tl.load(bias_ptr + columns, mask=mask).to(tl.float32)
     slope = 1.0
     if CAPPED:
         capped = _tanh(x * (1.0 / softcap))
         slope = 1.0 - capped * capped
         x = capped * softcap
-    return tl.where(mask, x * (1.0 / temperature), -float("inf")), slope
+    if TEMPERED:
+        x *= 1.0 / temperature
+    if MASKED:
+        x = tl.where(mask, x, -float("inf"))
+    return x, slope
+
+
+@triton.jit
+def _add_step(
+    start, row_ptr, bias_ptr, class_weight_ptr, vocab, logit_scale, softcap, temperature,
+    largest, total, centred, predicted, weights, weighted,
+    MASKED: tl.constexpr, HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, TEMPERED: tl.constexpr,
+    HAS_CLASS_WEIGHT: tl.constexpr, SMOOTHED: tl.constexpr, ENTROPY: tl.constexpr, PREDICTED: tl.constexpr,
+    THREADS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Every thread's statistics [THREADS] with what the step at `start` adds to them."""
+    columns = start + tl.arange(0, THREADS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+    x, _ = _logits(
+        row_ptr, bias_ptr, columns, vocab, logit_scale, softcap, temperature, MASKED, HAS_BIAS, SCALED, CAPPED, TEMPERED
+    )
+    if PREDICTED:
+        of_step, place = tl.max(x, 1, return_indices=True)
+        predicted = tl.where(of_step > largest, start + tl.arange(0, THREADS) * COLUMNS + place, predicted)
+    else:
+        of_step = tl.max(x, 1)
+    new = tl.maximum(largest, of_step)
+    difference = x - new[:, None]
+    exponentials = tl.exp2(difference * LOG2E)
+    decay = tl.exp2((largest - new) * LOG2E)
+    if ENTROPY:
+        products = exponentials * tl.where(exponentials > 0, difference, 0.0)
+        centred = decay * (centred + (largest - new) * total) + tl.sum(products, 1)
+    total = total * decay + tl.sum(exponentials, 1)
+    if SMOOTHED:
+        mask = columns < vocab if MASKED else None
+        x = tl.where(mask, x, 0.0) if MASKED else x
+        if HAS_CLASS_WEIGHT:
+            of_class = tl.load(class_weight_ptr + columns, mask=mask, other=0.0 if MASKED else None)
+            weights += of_class
+            x *= of_class
+        weighted += x
+    return new, total, centred, predicted, weights, weighted
 
 
 @triton.jit
 def _statistics(
-    row_ptr,
-    bias_ptr,
-    class_weight_ptr,
-    vocab,
-    logit_scale,
-    softcap,
-    temperature,
-    HAS_BIAS: tl.constexpr,
-    CAPPED: tl.constexpr,
-    HAS_CLASS_WEIGHT: tl.constexpr,
-    SMOOTHED: tl.constexpr,
-    ENTROPY: tl.constexpr,
-    PREDICTED: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
-    """Of one row's logits x: the largest, log(sum(exp(x - largest))), entropy, the index of the largest, and sums of
+    row_ptr, bias_ptr, class_weight_ptr, vocab, logit_scale, softcap, temperature,
+    HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, TEMPERED: tl.constexpr,
+    HAS_CLASS_WEIGHT: tl.constexpr, SMOOTHED: tl.constexpr, ENTROPY: tl.constexpr, PREDICTED: tl.constexpr,
+    THREADS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Of one row's logits x: the largest, sum(exp(x - largest)), entropy, the index of the largest, and sums of
     class_weight and of class_weight * x. What is not asked for is meaningless."""
-    offsets = tl.arange(0, BLOCK)
-    row_max = -3.4e38  # finite, so that a first block of -inf alone does not make -inf - -inf
-    row_sum = 0.0
-    centred_sum = 0.0  # sum of exp(x - max) * (x - max)
-    weight_sum = 0.0
-    weighted_sum = 0.0
-    predicted = 0
-    for start in range(0, vocab, BLOCK):
-        columns = start + offsets
-        x, _ = _logits(row_ptr, bias_ptr, columns, vocab, logit_scale, softcap, temperature, HAS_BIAS, CAPPED)
-        block_max = tl.max(x, axis=0)
-        if PREDICTED:
-            predicted = tl.where(block_max > row_max, start + tl.argmax(x, axis=0), predicted)
-        new_max = tl.maximum(row_max, block_max)
-        exponentials = tl.exp(x - new_max)
-        decay = tl.exp(row_max - new_max)
-        if ENTROPY:
-            centred = exponentials * tl.where(exponentials > 0, x - new_max, 0.0)
-            centred_sum = decay * (centred_sum + (row_max - new_max) * row_sum) + tl.sum(centred, axis=0)
-        row_sum = row_sum * decay + tl.sum(exponentials, axis=0)
-        row_max = new_max
-        if SMOOTHED:
-            mask = columns < vocab
-            weights = tl.where(mask, 1.0, 0.0)
-            if HAS_CLASS_WEIGHT:
-                weights = tl.load(class_weight_ptr + columns, mask=mask, other=0.0)
-            weight_sum += tl.sum(weights, axis=0)
-            weighted_sum += tl.sum(weights * tl.where(mask, x, 0.0), axis=0)
-    log_sum = tl.log(row_sum)
-    return row_max, log_sum, log_sum - centred_sum / row_sum, predicted, weight_sum, weighted_sum
+    largest = tl.full([THREADS], SMALLEST, tl.float32)
+    nothing = tl.full([THREADS], 0.0, tl.float32)
+    total, centred = nothing, nothing  # of exp(x - largest), of exp(x - largest) (x - largest)
+    by_column = tl.full([THREADS, COLUMNS], 0.0, tl.float32)  # sums over columns that Triton 3.7 cannot do in a loop
+    weights, weighted = by_column, by_column
+    predicted = tl.full([THREADS], 0, tl.int32)
+    whole = vocab // (THREADS * COLUMNS) * (THREADS * COLUMNS)
+    for start in range(0, whole, THREADS * COLUMNS):
+        largest, total, centred, predicted, weights, weighted = _add_step(
+            start, row_ptr, bias_ptr, class_weight_ptr, vocab, logit_scale, softcap, temperature,
+            largest, total, centred, predicted, weights, weighted,
+            False, HAS_BIAS, SCALED, CAPPED, TEMPERED, HAS_CLASS_WEIGHT, SMOOTHED, ENTROPY, PREDICTED, THREADS, COLUMNS,
+        )  # fmt: skip
+    if whole < vocab:
+        largest, total, centred, predicted, weights, weighted = _add_step(
+            whole, row_ptr, bias_ptr, class_weight_ptr, vocab, logit_scale, softcap, temperature,
+            largest, total, centred, predicted, weights, weighted,
+            True, HAS_BIAS, SCALED, CAPPED, TEMPERED, HAS_CLASS_WEIGHT, SMOOTHED, ENTROPY, PREDICTED, THREADS, COLUMNS,
+        )  # fmt: skip
+    row_max = tl.max(largest, 0)
+    decay = tl.exp2((largest - row_max) * LOG2E)
+    row_sum = tl.sum(total * decay, 0)
+    entropy, first, weight_sum, weighted_sum = 0.0, 0, vocab * 1.0, 0.0
+    if ENTROPY:
+        centred_sum = tl.sum(decay * (centred + tl.where(total > 0, largest - row_max, 0.0) * total), 0)
+        entropy = tl.log(row_sum) - centred_sum / row_sum
+    if PREDICTED:
+        first = tl.min(tl.where(largest == row_max, predicted, vocab), 0)
+    if SMOOTHED:
+        weighted_sum = tl.sum(tl.sum(weighted, 1), 0)
+        if HAS_CLASS_WEIGHT:
+            weight_sum = tl.sum(tl.sum(weights, 1), 0)
+    return row_max, row_sum, entropy, first, weight_sum, weighted_sum
+
+
+@triton.jit
+def _write_gradient(
+    start, row_ptr, bias_ptr, class_weight_ptr, vocab, logit_scale, softcap, temperature,
+    label, row_max, log_sum, of_all, of_target, of_class, entropy, d_entropy,
+    MASKED: tl.constexpr, HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, TEMPERED: tl.constexpr,
+    HAS_CLASS_WEIGHT: tl.constexpr, SMOOTHED: tl.constexpr, ENTROPY_GRAD: tl.constexpr,
+    THREADS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Over one step of a row; `of_all` is what exp(x - row_max) is multiplied by."""
+    first, in_thread = tl.arange(0, THREADS) * COLUMNS, tl.arange(0, COLUMNS)
+    columns = start + first[:, None] + in_thread[None, :]
+    mask = columns < vocab if MASKED else None
+    x, slope = _logits(
+        row_ptr, bias_ptr, columns, vocab, logit_scale, softcap, temperature, MASKED, HAS_BIAS, SCALED, CAPPED, TEMPERED
+    )
+    difference = x - row_max
+    exponentials = tl.exp2(difference * LOG2E)
+    is_target = in_thread[None, :] == (label - start - first)[:, None]  # so that each thread compares with constants
+    gradient = exponentials * of_all - tl.where(is_target, of_target, 0.0)
+    if SMOOTHED and HAS_CLASS_WEIGHT:
+        gradient -= of_class * tl.load(class_weight_ptr + columns, mask=mask)
+    elif SMOOTHED:
+        gradient -= of_class
+    if ENTROPY_GRAD:
+        logp = difference - log_sum
+        gradient -= d_entropy * (tl.exp2(logp * LOG2E) * tl.where(exponentials > 0, logp + entropy, 0.0))
+    tl.store(row_ptr + columns, (gradient * slope).to(row_ptr.dtype.element_ty), mask=mask)
 
 
 @triton.jit
@@ -116,7 +187,9 @@ def _cross_entropy_kernel(
     label_smoothing,
     z_loss,
     HAS_BIAS: tl.constexpr,
+    SCALED: tl.constexpr,
     CAPPED: tl.constexpr,
+    TEMPERED: tl.constexpr,
     HAS_CLASS_WEIGHT: tl.constexpr,
     SMOOTHED: tl.constexpr,
     STORE_LSE: tl.constexpr,
@@ -126,21 +199,26 @@ def _cross_entropy_kernel(
     SCALE_ROWS: tl.constexpr,
     LSE_GRAD: tl.constexpr,
     ENTROPY_GRAD: tl.constexpr,
-    BLOCK: tl.constexpr,
+    THREADS: tl.constexpr,
+    COLUMNS: tl.constexpr,
 ):
     row = tl.program_id(0).to(tl.int64)  # int64: row * stride passes 2**31 within one tile
     row_ptr = logits_ptr + row * logits_row_stride
     target = tl.load(target_ptr + row)
     in_range = (target >= 0) & (target < vocab)
-    label = tl.where(in_range, target, 0)
+    label = tl.where(in_range, target, 0).to(tl.int32)
     # Read before the reductions: their barriers keep every thread's read ahead of the writes at the end.
-    target_logit, _ = _logits(row_ptr, bias_ptr, label, vocab, logit_scale, softcap, temperature, HAS_BIAS, CAPPED)
-    row_max, log_sum, entropy, predicted, weight_sum, weighted_sum = _statistics(
+    target_logit, _ = _logits(
+        row_ptr, bias_ptr, label, vocab, logit_scale, softcap, temperature, False, HAS_BIAS, SCALED, CAPPED, TEMPERED
+    )
+    row_max, row_sum, entropy, predicted, weight_sum, weighted_sum = _statistics(
         row_ptr, bias_ptr, class_weight_ptr, vocab, logit_scale, softcap, temperature,
-        HAS_BIAS, CAPPED, HAS_CLASS_WEIGHT, SMOOTHED, STORE_ENTROPY or ENTROPY_GRAD, STORE_PREDICTED, BLOCK,
+        HAS_BIAS, SCALED, CAPPED, TEMPERED, HAS_CLASS_WEIGHT, SMOOTHED, STORE_ENTROPY or ENTROPY_GRAD, STORE_PREDICTED,
+        THREADS, COLUMNS,
     )  # fmt: skip
     # Kept apart where digits matter: x - row_max is nearly exact, x - lse has lost those below lse's own.
-    log_sum = tl.where(in_range, log_sum, float("nan"))
+    row_sum = tl.where(in_range, row_sum, float("nan"))
+    log_sum = tl.log(row_sum)
     lse = row_max + log_sum
 
     of_target = 1.0 - label_smoothing
@@ -159,29 +237,30 @@ def _cross_entropy_kernel(
         tl.store(predicted_ptr + row, predicted)
 
     if WRITE_GRAD:
-        row_scale = 1.0
-        if SCALE_ROWS:
-            row_scale = tl.load(row_scale_ptr + row)
-        of_all = row_scale * (of_target + of_class * weight_sum + 2.0 * z_loss * lse)
+        row_scale = tl.load(row_scale_ptr + row) if SCALE_ROWS else 1.0
+        of_all = of_target + 2.0 * z_loss * lse
+        if SMOOTHED:
+            of_all += of_class * weight_sum
+        of_all *= row_scale
         if LSE_GRAD:
             of_all += tl.load(lse_scale_ptr + row)
+        of_all /= row_sum
         of_target *= row_scale
         of_class *= row_scale
-        for start in range(0, vocab, BLOCK):
-            columns = start + tl.arange(0, BLOCK)
-            mask = columns < vocab
-            x, slope = _logits(row_ptr, bias_ptr, columns, vocab, logit_scale, softcap, temperature, HAS_BIAS, CAPPED)
-            logp = x - row_max - log_sum
-            probability = tl.exp(logp)
-            gradient = probability * of_all - tl.where(columns == target, of_target, 0.0)
-            if SMOOTHED and HAS_CLASS_WEIGHT:
-                gradient -= of_class * tl.load(class_weight_ptr + columns, mask=mask, other=0.0)
-            elif SMOOTHED:
-                gradient -= of_class
-            if ENTROPY_GRAD:
-                surprise = probability * tl.where(probability > 0, logp + entropy, 0.0)
-                gradient -= tl.load(entropy_scale_ptr + row) * surprise
-            tl.store(row_ptr + columns, (gradient * slope).to(row_ptr.dtype.element_ty), mask=mask)
+        d_entropy = tl.load(entropy_scale_ptr + row) if ENTROPY_GRAD else 0.0
+        whole = vocab // (THREADS * COLUMNS) * (THREADS * COLUMNS)
+        for start in range(0, whole, THREADS * COLUMNS):
+            _write_gradient(
+                start, row_ptr, bias_ptr, class_weight_ptr, vocab, logit_scale, softcap, temperature,
+                label, row_max, log_sum, of_all, of_target, of_class, entropy, d_entropy,
+                False, HAS_BIAS, SCALED, CAPPED, TEMPERED, HAS_CLASS_WEIGHT, SMOOTHED, ENTROPY_GRAD, THREADS, COLUMNS,
+            )  # fmt: skip
+        if whole < vocab:
+            _write_gradient(
+                whole, row_ptr, bias_ptr, class_weight_ptr, vocab, logit_scale, softcap, temperature,
+                label, row_max, log_sum, of_all, of_target, of_class, entropy, d_entropy,
+                True, HAS_BIAS, SCALED, CAPPED, TEMPERED, HAS_CLASS_WEIGHT, SMOOTHED, ENTROPY_GRAD, THREADS, COLUMNS,
+            )  # fmt: skip
 
 
 def cross_entropy_(
@@ -224,7 +303,9 @@ def cross_entropy_(
         options.label_smoothing,
         options.z_loss,
         HAS_BIAS=bias is not None,
+        SCALED=options.logit_scale != 1,
         CAPPED=options.softcap > 0,
+        TEMPERED=options.temperature != 1,
         HAS_CLASS_WEIGHT=class_weight is not None,
         SMOOTHED=options.label_smoothing > 0,
         STORE_LSE=lse is not None,
@@ -234,6 +315,7 @@ def cross_entropy_(
         SCALE_ROWS=row_scale is not None,
         LSE_GRAD=lse_scale is not None,
         ENTROPY_GRAD=entropy_scale is not None,
-        BLOCK=BLOCK,
+        THREADS=THREADS,
+        COLUMNS=COLUMNS,
         num_warps=NUM_WARPS,
     )

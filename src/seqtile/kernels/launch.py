@@ -185,8 +185,8 @@ def rms_norm_backward(
         add: [C, W], where x is [C, W]; last dimension contiguous.
         d_weight: [W] float32; the gradient of the weight is **added** there.
 
-    Moves 3 * C * H * W elements, 4 with `add`; allocates 256 * W float32 for the weight's (the eager twin: some blocks
-    of rows of 1 MiB).
+    Moves 3 * C * H * W elements, 4 with `add`; allocates for the weight's a few hundred rows of W float32 (the eager
+    twin: some blocks of rows of 1 MiB).
     """
     assert add is None or (add.shape == x.shape and x.dim() == 2)
     if not isinstance(x, FakeTensor):

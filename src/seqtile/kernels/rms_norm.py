@@ -7,9 +7,11 @@ import torch
 import triton
 import triton.language as tl
 
-# Untuned on a GPU: 8 warps hold 16 elements a thread, and rows of up to 8192 compile without spills.
+# Untuned on a GPU: 16 elements a thread, in blocks of up to 512 threads, compile without spills.
 ELEMENTS = 4096  # of a block, unless a row has more
-PROGRAMS = 256  # that share a backward, each with a sum of weight gradients of its own: two for a multiprocessor
+# Blocks of so many warps that a multiprocessor holds at a time in the backward: each goes over many rows, with a sum of
+# weight gradients of its own.
+RESIDENT = {8: 3, 16: 1}
 
 
 @triton.jit
@@ -24,7 +26,7 @@ def _scale(x, is_row, width, eps):
     return tl.rsqrt(tl.where(is_row, tl.sum(x * x, 1) / width + eps, 1.0))[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _rms_norm_kernel(
     x_ptr,
     weight_ptr,
@@ -52,7 +54,7 @@ def _rms_norm_kernel(
     tl.store(out_ptrs, (normed * weight[None, :]).to(out_ptr.dtype.element_ty), mask=mask)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _rms_norm_backward_kernel(
     x_ptr,
     weight_ptr,
@@ -129,7 +131,7 @@ def rms_norm_backward(
     assert add is None or add.stride(1) == 1
     tokens, heads, width = x.shape
     block, rows = _block(width), tokens * heads
-    programs = min(PROGRAMS, triton.cdiv(rows, block["ROWS"]))
+    programs = min(_multiprocessors(x.device) * RESIDENT[block["num_warps"]], triton.cdiv(rows, block["ROWS"]))
     sums = None if d_weight is None else x.new_empty(programs, width, dtype=torch.float32)
     _rms_norm_backward_kernel[(programs,)](
         x,
@@ -157,4 +159,9 @@ def rms_norm_backward(
 
 def _block(width: int) -> dict[str, int]:
     columns = triton.next_power_of_2(width)
-    return {"ROWS": max(1, ELEMENTS // columns), "WIDTH": columns, "num_warps": 8 if columns <= 8192 else 16}
+    return {"ROWS": max(1, ELEMENTS // columns), "WIDTH": columns, "num_warps": 8 if columns <= ELEMENTS else 16}
+
+
+def _multiprocessors(device: torch.device) -> int:
+    """Of a GPU; Triton's interpreter runs one program after the other."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

@@ -15,7 +15,7 @@ ELEMENTS = 1024  # a program, of each half of its heads
 NUM_WARPS = 4  # 8 columns a thread: one 16-byte access in half precision
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _rotary_kernel(
     x_ptr,
     cos_ptr,

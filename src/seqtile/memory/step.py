@@ -164,8 +164,8 @@ class Step:
         return (waiting + leaf) * self.layer.hidden
 
     def _loss(self) -> Parts:
-        """Tiled: hidden states and their gradient; a tile of logits, then the sum of weight gradients rounded. Untiled:
-        the size of the logits three times in float32."""
+        """Tiled: hidden states and their gradient; a tile of logits, then the sum of weight gradients rounded, or of a
+        single tile the rounded gradient alone. Untiled: the size of the logits three times in float32."""
         shape, setup, hidden = self.shape, self.setup, self.layer.hidden
         kept = {"norms": self.tokens * self.layer.final_norm.kept}
         if "loss" not in setup.tiles:
@@ -173,5 +173,7 @@ class Step:
         rows = min(self.tokens, chunk_tokens(shape, setup))
         tile = rows * shape.vocab * setup.bytes
         if self.full:
-            tile = shape.head_parameters * FLOAT + max(tile, shape.head_parameters * setup.bytes)
+            gradient = shape.head_parameters * setup.bytes
+            several = rows < self.tokens
+            tile = shape.head_parameters * FLOAT + max(tile, gradient) if several else tile + gradient
         return {"loss": 2 * hidden + tile, **kept}

@@ -85,7 +85,8 @@ def linear_cross_entropy(
     no more). A compiled graph cannot know whether they will: `return_metrics` makes it 4 u there in any case.
 
     Memory: one tile of logits [chunk_tokens, V], d_hidden (the size of `hidden`), d_weight in float32 and its rounding.
-    If some tokens are ignored also a tile [chunk_tokens, D]; under autocast the cast weight. Nothing else grows with T
+    Where all labelled tokens fit in one tile, that tile is kept for the backward instead of a float32 d_weight. If some
+    tokens are ignored also a tile [chunk_tokens, D]; under autocast the cast weight. Nothing else grows with T
     but 12 bytes a token. Without gradients only the tile. Until its backward has run, the operands are kept. (ROCm has
     no product of half precision with a float32 sum: there a tile is copied to float32 besides.)
 

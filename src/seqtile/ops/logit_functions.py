@@ -41,7 +41,7 @@ class TotalLossFunction(torch.autograd.Function):
         if gradients is None:
             operands = _saved(ctx)
             gradients, _ = _total_gradients(ctx, operands, operands.new_values())
-        return None, None, None, *gradients.scaled(upstream * ctx.unit, ctx.settings, ctx.main_grads), None, None, None
+        return None, None, None, *_scaled(ctx, gradients, upstream * ctx.unit), None, None, None
 
 
 class TokenLossFunction(torch.autograd.Function):
@@ -76,9 +76,10 @@ def _prepare_backward(ctx, settings: Settings, operands: Operands, values: Value
 def _total_gradients(ctx, operands: Operands, values: Values) -> tuple[Gradients, torch.Tensor | float]:
     """Writes `values`; the gradients of the sum of the losses, up to a factor, and that factor."""
     if operands.class_weight is None or not any(ctx.needs):
-        return sweep(operands, ctx.settings, values, ctx.needs), 1.0
+        return sweep(operands, ctx.settings, values, ctx.needs, main_grads=ctx.main_grads), 1.0
     unit = power_of_two(operands.class_weight)
-    return sweep(operands, ctx.settings, values, ctx.needs, (1 / unit).expand_as(values.losses).contiguous()), unit
+    scale = (1 / unit).expand_as(values.losses).contiguous()
+    return sweep(operands, ctx.settings, values, ctx.needs, scale, main_grads=ctx.main_grads), unit
 
 
 def _recomputed(
@@ -95,8 +96,12 @@ def _recomputed(
     of_losses = d_losses if operands.class_weight is None else d_losses * power_of_two(operands.class_weight)
     unit = power_of_two(of_losses, d_lse, d_entropy)
     scales = [None if scale is None else scale.contiguous() / unit for scale in (d_losses, d_lse, d_entropy)]
-    gradients = sweep(operands, ctx.settings, values, ctx.needs_input_grad[3:6], *scales)
-    return None, None, None, *gradients.scaled(unit, ctx.settings, ctx.main_grads), None, None, None
+    gradients = sweep(operands, ctx.settings, values, ctx.needs_input_grad[3:6], *scales, ctx.main_grads)
+    return None, None, None, *_scaled(ctx, gradients, unit), None, None, None
+
+
+def _scaled(ctx, gradients: Gradients, factor: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    return gradients.scaled(factor, ctx.settings, ctx.main_grads, lambda: Operands(*ctx.saved_tensors))
 
 
 def _saved(ctx) -> Operands:

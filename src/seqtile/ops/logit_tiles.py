@@ -5,7 +5,7 @@ gradient, and then d_W += d_logits' hidden and d_hidden = d_logits W. Three matr
 Source: Arctic Long Sequence Training, 3.1; Mini-Sequence Transformer, algorithms 2 and 4. Exact, not approximate.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -14,7 +14,7 @@ import torch
 from seqtile.kernels.launch import cross_entropy_
 from seqtile.kernels.loss_options import LossOptions
 from seqtile.ops.tiles import tiles
-from seqtile.ops.weight_grad import WeightGrad
+from seqtile.ops.weight_grad import WeightGrad, scale_
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,10 @@ class Operands(NamedTuple):
         """n, how many tokens are labelled."""
         return (self.target if self.rows is None else self.rows).shape[0]
 
+    def part(self, tile: slice, settings: Settings) -> torch.Tensor:
+        """[C, D], hidden states of labelled tokens: a view, unless some are ignored or the dtype is another."""
+        return (self.hidden[tile] if self.rows is None else self.hidden[self.rows[tile]]).to(settings.dtype)
+
     def new_values(self, entropy: bool = False, metrics: bool = False) -> "Values":
         """Room for the losses and for what else is wanted."""
         losses = self.hidden.new_empty(self.labelled(), dtype=torch.float32)
@@ -77,27 +81,36 @@ class Gradients:
     bias: WeightGrad | None
     labelled: int
     """How many tokens contributed."""
+    d_logits: torch.Tensor | None = None
+    """[n, V] of the only tile, of which the weight's gradient is one product, with no sum over tiles."""
 
     def scaled(
-        self, factor: torch.Tensor, settings: Settings, main_grads: Sequence[torch.Tensor | None]
+        self,
+        factor: torch.Tensor,
+        settings: Settings,
+        main_grads: Sequence[torch.Tensor | None],
+        only_tile: Callable[[], Operands],
     ) -> tuple[torch.Tensor | None, ...]:
         """The gradients, multiplied once by `factor` (float32, one number) in float32, in place, and rounded.
 
-        `main_grads`: of weight and bias, where they have one, to add to. If no token is labelled they are zeros,
-        whatever the factor is: 1/0 where nothing is divided must not make them NaN.
+        `main_grads`: of weight and bias, where they have one, to add to. `only_tile`: what d_logits are of. If no token
+        is labelled all are zeros, whatever the factor is: 1/0 where nothing is divided must not make them NaN.
         """
         if self.labelled == 0:
             factor = torch.ones_like(factor)
         factor = factor.reshape(1) / settings.loss.temperature  # one dimension: a scalar would first be rounded
         of_products = factor * settings.loss.logit_scale
         if self.hidden is not None:
-            for tile in tiles(self.hidden.shape[0], settings.chunk_tokens):
-                torch.mul(self.hidden[tile], of_products, out=self.hidden[tile])
-        for grad, scale in ((self.weight, of_products), (self.bias, factor)):
-            if grad is not None:
-                grad.total.mul_(scale)
-        pairs = zip((self.weight, self.bias), main_grads, strict=True)
-        return self.hidden, *(None if grad is None else grad.result(main_grad) for grad, main_grad in pairs)
+            scale_(self.hidden, of_products)
+        if self.d_logits is not None:
+            operands = only_tile()
+            self.weight = WeightGrad(operands.weight, operands.weight.dtype)
+            self.weight.add(self.d_logits, operands.part(slice(0, self.labelled), settings))
+        return (
+            self.hidden,
+            None if self.weight is None else self.weight.scaled(of_products, main_grads[0]),
+            None if self.bias is None else self.bias.scaled(factor, main_grads[1]),
+        )
 
 
 def sweep(
@@ -108,23 +121,26 @@ def sweep(
     row_scale: torch.Tensor | None = None,
     lse_scale: torch.Tensor | None = None,
     entropy_scale: torch.Tensor | None = None,
+    main_grads: Sequence[torch.Tensor | None] = (None, None),
 ) -> Gradients:
     """Goes over the tiles once, writes `values`, and returns those gradients of hidden, weight and bias that are in
     `needs`: of sum(row_scale * losses + lse_scale * lse + entropy_scale * entropies). None stands for ones as
     `row_scale`, for zeros as the others.
 
     2 n D V FLOP for the logits, as many for d_hidden and for d_weight. Allocates one tile of logits [C, V], d_hidden
-    and d_weight; where some tokens are ignored, or autocast changes the dtype, one tile [C, D] besides.
+    and d_weight; where some tokens are ignored, or autocast changes the dtype, one tile [C, D] besides. Of a single
+    tile d_weight is left to `scaled`, and the gradients keep the tile, unless it goes to one of `main_grads`.
     """
     hidden, weight, bias, target, rows, class_weight = operands
     count = operands.labelled()
     matrix = weight.to(settings.dtype)  # a copy only under autocast
-    buffer = hidden.new_empty(min(count, settings.chunk_tokens), weight.shape[0], dtype=settings.dtype)
-    gradients = _empty_gradients(operands, settings, needs)
+    buffer = _logits_buffer(min(count, settings.chunk_tokens), operands, settings)
+    one_product = needs[1] and main_grads[0] is None and _is_one_product(operands, settings)
+    gradients = _empty_gradients(operands, settings, (needs[0], needs[1] and not one_product, needs[2]))
 
     def add_tile(tile: slice) -> None:  # a function, so that what it allocates is free again before the next tile
         labels = target[tile] if rows is None else target[rows[tile]]
-        x = (hidden[tile] if rows is None else hidden[rows[tile]]).to(settings.dtype)
+        x = operands.part(tile, settings)
         logits = torch.mm(x, matrix.t(), out=buffer[: x.shape[0]])
         cross_entropy_(
             logits,
@@ -142,7 +158,9 @@ def sweep(
             entropy_scale=_part(entropy_scale, tile),
         )
         d_logits = logits
-        if gradients.weight is not None:
+        if one_product:
+            gradients.d_logits = d_logits
+        elif gradients.weight is not None:
             gradients.weight.add(d_logits, x)
         if gradients.bias is not None:
             gradients.bias.add(d_logits)
@@ -158,6 +176,20 @@ def sweep(
     for tile in tiles(count, settings.chunk_tokens):
         add_tile(tile)
     return gradients
+
+
+def _logits_buffer(rows: int, operands: Operands, settings: Settings) -> torch.Tensor:
+    """[rows, V], each row at a multiple of 16 elements: elsewhere a GPU reads one element at a time."""
+    vocab = operands.weight.shape[0]
+    length = vocab if torch.compiler.is_compiling() else -(-vocab // 16) * 16  # it compiles no product into a part
+    return operands.hidden.new_empty(rows, length, dtype=settings.dtype)[:, :vocab]
+
+
+def _is_one_product(operands: Operands, settings: Settings) -> bool:
+    """Whether d_weight may be the product of one tile, rounded before it is scaled, which float16 has no range for."""
+    fits = 0 < operands.labelled() <= settings.chunk_tokens
+    dtype = operands.weight.dtype
+    return fits and dtype != torch.float16 and dtype in (settings.dtype, torch.float32)
 
 
 def _empty_gradients(operands: Operands, settings: Settings, needs: Sequence[bool]) -> Gradients:

@@ -12,7 +12,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 # torch < 2.10 refuses a float32 addend to a half-precision product (pytorch #167931).
 _ADDMM_TAKES_FLOAT32 = torch.__version__ >= "2.10"
-# A CPU has no half-precision product with a float32 sum: operands are copied to float32, 4 MiB of them at a time.
+# A CPU has no half-precision product with a float32 sum: operands are copied to float32, 4 MiB of them at a time, and
+# what is rounded is copied by as many rows.
 _CPU_BLOCK = (128, 4096)
 
 
@@ -34,7 +35,7 @@ class WeightGrad:
 
     def add(self, left: torch.Tensor, right: torch.Tensor | None = None) -> None:
         """Adds left' right, or for a bias left' ones; left [C, out], right [C, in], both of one dtype."""
-        on_gpu = left.is_cuda or isinstance(left, FakeTensor)  # a simulation on fake tensors stands for a GPU
+        on_gpu = _on_gpu(left)
         if right is None and on_gpu:
             return self.add_whole(left.sum(0, dtype=torch.float32))
         right = left.new_ones(left.shape[0], 1) if right is None else right
@@ -79,17 +80,34 @@ class WeightGrad:
                 self.total[columns].addmm_(left[rows, columns].t().float(), operand, beta=beta)
             beta = 1
 
-    def result(self, main_grad: torch.Tensor | None = None) -> torch.Tensor | None:
-        """The sum, rounded once to the parameter's dtype; zeros if nothing was added.
+    def result(self) -> torch.Tensor | None:
+        """The sum, rounded once to the parameter's dtype; zeros if nothing was added; None if it is a `main_grad`."""
+        total = self.begun()
+        return None if self._in_place else total.to(self._dtype)
 
-        None if it went to a `main_grad`: the one it was given from the start, or the one it is added to now.
-        """
-        total = self.total.zero_() if self._empty else self.total
+    def scaled(self, factor: torch.Tensor, main_grad: torch.Tensor | None) -> torch.Tensor | None:
+        """The sum times `factor`, float32 [1], rounded once, in one pass over it. None if there is a `main_grad`, to
+        which it is added."""
+        total = self.begun()
         if main_grad is not None:
-            main_grad.add_(total.view(self._shape))
-        if self._in_place or main_grad is not None:
+            main_grad.addcmul_(total, factor)
             return None
-        return total.to(self._dtype).view(self._shape)
+        return scale_(total, factor, None if total.dtype == self._dtype else torch.empty_like(total, dtype=self._dtype))
+
+
+def scale_(x: torch.Tensor, factor: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """x times `factor`, float32 [1], in float32, rounded once, in one pass; written to `out`, or over x; returned."""
+    out = x if out is None else out
+    whole = _on_gpu(x) or torch.compiler.is_compiling() or x.dim() == 1
+    rows = len(x) if whole else _CPU_BLOCK[0]  # a CPU rounds out of place
+    for start in range(0, len(x), max(rows, 1)):
+        part = slice(start, start + rows)
+        torch.mul(x[part], factor, out=out[part])
+    return out
+
+
+def _on_gpu(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda or isinstance(tensor, FakeTensor)  # a simulation on fake tensors stands for a GPU
 
 
 def main_grad_of(parameter: torch.Tensor | None) -> torch.Tensor | None:

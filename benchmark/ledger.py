@@ -1,0 +1,221 @@
+"""What a step of ours should take on a GPU: predicted without one, not measured.
+
+    make ledger, or PYTHONPATH=test python -m benchmark.ledger [--tflops 750] [--tbs 4.2]        # rates of an H200
+
+Every operation of a step at full size is counted, on tensors without data, and priced: a matrix product by its FLOP,
+whatever else by the bytes that it reads and writes. Of a float32 sum that half-precision products are added to, half of
+the traffic is taken to be hidden behind them. The core of attention is left out. The floor is the products alone.
+"""
+
+import argparse
+import inspect
+import sys
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from typing import NamedTuple
+from unittest.mock import patch
+
+import torch
+from benchmark import bench_decoder_layer, bench_gated_mlp, bench_linear_cross_entropy
+from benchmark.contest import clear
+from benchmark.shapes import SHAPES, K
+from benchmark.subject import Forward
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from seqtile import apply_seqtile
+from seqtile.kernels import launch
+
+PRODUCTS = ("mm", "addmm", "addmm_", "bmm")
+WRITTEN = {  # by our kernels that a simulation skips; they read whatever else they are given
+    "gated_activation_": ("gate",),
+    "gated_activation_backward_": ("gate", "up", "d_product"),
+    "rms_norm": ("out",),
+    "rms_norm_backward": ("out",),
+    "rotary_": ("x",),
+}
+
+
+class Rates(NamedTuple):
+    flops: float = 750e12
+    """A second, of matrix products."""
+    bytes: float = 4.2e12
+    """A second, read and written."""
+
+
+class Entry(NamedTuple):
+    """One operation."""
+
+    name: str
+    flops: int
+    bytes: float
+    """That no product hides."""
+
+    def seconds(self, rates: Rates) -> float:
+        return self.flops / rates.flops + self.bytes / rates.bytes
+
+
+class Ledger(TorchDispatchMode):
+    """Takes down every operation inside, and the kernels of ours that a simulation skips."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.entries: list[Entry] = []
+        self._patches = ExitStack()
+
+    def __enter__(self) -> "Ledger":
+        for name in WRITTEN:
+            kernel = getattr(launch, name)
+            for module in [module for key, module in sys.modules.items() if key.startswith("seqtile.")]:
+                if getattr(module, name, None) is kernel:
+                    self._patches.enter_context(patch.object(module, name, self._counted(kernel)))
+        return super().__enter__()
+
+    def __exit__(self, *error: object) -> None:
+        self._patches.close()
+        super().__exit__(*error)
+
+    def _counted(self, kernel: Callable) -> Callable:
+        signature = inspect.signature(kernel)
+
+        def run(*arguments: object, **options: object) -> object:
+            given = signature.bind(*arguments, **options).arguments
+            tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+            read = size_of(tensor for name, tensor in tensors.items() if name != "out")
+            written = size_of(tensors[name] for name in WRITTEN[kernel.__name__])
+            self.entries.append(Entry(kernel.__name__, 0, read + written))
+            return kernel(*arguments, **options)
+
+        return run
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        name = func.overloadpacket.__name__
+        moves = bool(tensors_of(result)) and not is_free(func) and "dot_product_attention" not in name
+        if moves or name == "cross_entropy_":
+            self.entries.append(entry(name, args, kwargs or {}, result))
+        return result
+
+
+def is_free(func: torch._ops.OpOverload) -> bool:
+    """Whether an operation moves no data: it makes a view, or room."""
+    aliases = [returned.alias_info for returned in func._schema.returns]
+    views = any(alias is not None and not alias.is_write for alias in aliases)
+    return views or func.overloadpacket.__name__.startswith(("empty", "new_empty"))
+
+
+def entry(name: str, args: tuple, kwargs: dict, result: object) -> Entry:
+    given = tensors_of((args, {key: value for key, value in kwargs.items() if key != "out"}))
+    if name in PRODUCTS:
+        left, right = (args[0], args[1]) if name in ("mm", "bmm") else (args[1], args[2])
+        flops = 2 * left.numel() * right.shape[-1]
+        wide = result.dtype == torch.float32 and left.dtype != torch.float32
+        times = 2 if name.startswith("addmm") and kwargs.get("beta", 1) != 0 else 1
+        name = f"{name} {left.shape[0]} x {left.shape[1]} x {right.shape[-1]}"
+        return Entry(name, flops, size_of([result]) * times / 2 if wide else 0)
+    if name == "cross_entropy_":
+        return Entry(name, 0, size_of(given[:1]) * (3 if args[11] else 2))
+    if name == "copy_":
+        given = given[1:]
+    elif name in ("zero_", "fill_"):
+        given = []
+    elif name in ("index", "gather", "embedding"):
+        given = tensors_of(result)
+    elif name == "index_copy_":
+        return Entry(name, 0, 2 * size_of(given[-1:]))
+    return Entry(name, 0, size_of(given) + size_of(tensors_of(result)))
+
+
+def tensors_of(tree: object) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def size_of(tensors: Iterable[torch.Tensor]) -> int:
+    """Bytes; what is expanded is there once."""
+    found = 0
+    for tensor in tensors:
+        elements = 1
+        for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+            elements *= size if stride else 1
+        found += elements * tensor.element_size()
+    return found
+
+
+class Prediction(NamedTuple):
+    entries: list[Entry]
+
+    def seconds(self, rates: Rates = Rates()) -> float:  # noqa: B008 a constant
+        return sum(entry.seconds(rates) for entry in self.entries)
+
+    def floor(self, rates: Rates = Rates()) -> float:  # noqa: B008
+        return sum(entry.flops for entry in self.entries) / rates.flops
+
+
+@contextmanager
+def without_data() -> Iterator[None]:
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        yield
+
+
+def predicted(make_operands: Callable[[], object], contestant: Callable[[object], Forward]) -> Prediction:
+    """A step, forward and backward, of what a benchmark compares."""
+    with without_data():
+        operands = make_operands()
+        ready = contestant(operands)
+        clear(operands)
+        with Ledger() as ledger, ready.around():
+            ready.compute().backward(operands.upstream)
+    return Prediction(ledger.entries)
+
+
+def cases() -> Iterator[tuple[str, Callable[[], object], Callable[[object], Forward]]]:
+    """What is predicted: name, operands, contestant."""
+    shape, dtype = SHAPES["llama3_8b"], torch.bfloat16
+    loss, mlp, layer = bench_linear_cross_entropy, bench_gated_mlp, bench_decoder_layer
+    for tokens in (4 * K, 16 * K, 128 * K):
+        every_token = partial(loss.seqtile, ignore_index=None)
+        yield f"loss {tokens}", partial(loss.operands, shape, tokens, dtype), every_token
+    for tokens in (16 * K, 128 * K):
+        yield f"mlp {tokens}", partial(mlp.operands, shape, tokens, dtype), mlp.seqtile
+    options = {"mlp": {}, "layer": {"layer": True}, "head groups": {"layer": True, "head_groups": "auto"}}
+    for name, chosen in {"Hugging Face": None, **options}.items():
+        yield f"layer {128 * K}, {name}", partial(layer.operands, shape, 128 * K, dtype), partial(tiled_layer, chosen)
+
+
+def tiled_layer(options: dict[str, object] | None, work: bench_decoder_layer.Work) -> Forward:
+    """The layer itself, where the contestants make copies: tensors without data cannot be copied."""
+    if options is not None:
+        apply_seqtile(work.model, loss=False, **options)
+    return bench_decoder_layer.checkpointed(work, work.model.model.layers[0])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Predicted time of a step on a GPU, not measured.")
+    parser.add_argument("--tflops", type=float, default=750, help="of matrix products, measured on the GPU meant")
+    parser.add_argument("--tbs", type=float, default=4.2, help="TB/s, read and written")
+    parser.add_argument("--operations", action="store_true", help="what each step is made of, too")
+    chosen = parser.parse_args()
+    rates = Rates(chosen.tflops * 1e12, chosen.tbs * 1e12)
+    print(f"predicted, not measured: products at {chosen.tflops:g} TFLOP/s, bytes at {chosen.tbs:g} TB/s")
+    print(f"{'':32}{'predicted ms':>14}{'products ms':>13}{'ratio':>8}")
+    for name, operands, contestant in cases():
+        found = predicted(operands, contestant)
+        seconds, floor = found.seconds(rates), found.floor(rates)
+        print(f"{name:32}{seconds * 1e3:14.2f}{floor * 1e3:13.2f}{seconds / floor:8.3f}", flush=True)
+        if chosen.operations:
+            print_operations(found, rates)
+
+
+def print_operations(found: Prediction, rates: Rates) -> None:
+    by_name: dict[str, list[Entry]] = {}
+    for each in found.entries:
+        by_name.setdefault(each.name, []).append(each)
+    total = {name: sum(each.seconds(rates) for each in entries) for name, entries in by_name.items()}
+    for name in sorted(total, key=total.get, reverse=True)[:15]:
+        print(f"    {len(by_name[name]):6} x {name:50} {total[name] * 1e3:10.2f}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,231 @@
+"""Runs the CUDA branch on fake CUDA tensors, with a torch built for CUDA and no GPU: `make check-cuda`.
+
+Every operation is checked for what cuBLAS refuses or copies and for what makes the host wait; every kernel of ours is
+bound, specialised and compiled for sm_90 as it is launched. Ends with 1 if anything is wrong.
+"""
+
+import sys
+from collections import Counter
+from collections.abc import Callable
+from contextlib import ExitStack, nullcontext
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT / "test")]
+
+import torch  # noqa: E402
+from dev.check_cuda.engine import backward  # noqa: E402
+from dev.check_cuda.rules import CudaRules  # noqa: E402
+from torch._subclasses import fake_tensor  # noqa: E402
+from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
+
+import seqtile  # noqa: E402
+from kernels.ahead import launches  # noqa: E402
+from seqtile.kernels import launch  # noqa: E402
+from seqtile.ops.projection import LowRank  # noqa: E402
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+ONE_WAIT = {"nonzero": 1}  # which tokens are labelled, unless ignore_index is None: README names it
+TOKENS = 9000  # three tiles, the last ragged
+
+
+class Flash(torch.autograd.Function):
+    """What flash attention takes and keeps."""
+
+    @staticmethod
+    def forward(ctx, q, k, v):
+        assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
+        out = q.new_empty(q.shape[0], q.shape[2], q.shape[1], v.shape[3]).transpose(1, 2)
+        ctx.save_for_backward(q, k, v, out, q.new_empty(q.shape[:3], dtype=FP32))
+        return out
+
+    @staticmethod
+    def backward(ctx, d_out):
+        return tuple(torch.empty_like(x) for x in ctx.saved_tensors[:3])
+
+
+def attention(query, key, value, **_: object) -> torch.Tensor:
+    return Flash.apply(query, key, value)
+
+
+def pretended() -> ExitStack:
+    """A GPU, as far as torch asks for one before a kernel runs."""
+    properties = SimpleNamespace(multi_processor_count=132, name="a fake H100", major=9, minor=0)
+    stack = ExitStack()
+    for target, name, value in (
+        (torch.cuda, "_lazy_init", lambda: None),
+        (torch.cuda, "is_initialized", lambda: True),
+        (torch.cuda, "is_available", lambda: True),
+        (torch.cuda, "current_device", lambda: 0),
+        (torch.cuda, "device_of", lambda tensor: nullcontext()),
+        (torch.cuda, "get_device_properties", lambda device=None: properties),
+        (torch.cuda, "is_bf16_supported", lambda *args, **options: True),
+        (torch.cuda, "get_rng_state", lambda *args, **options: torch.zeros(16, dtype=torch.uint8)),
+        (torch.cuda, "set_rng_state", lambda *args, **options: None),
+        (torch.amp.autocast_mode, "amp_definitely_not_available", lambda: False),
+        (fake_tensor, "init_gpu_context", lambda device: None),
+        (torch.nn.functional, "scaled_dot_product_attention", attention),
+        (launch, "FakeTensor", ()),  # a simulation would not launch them
+    ):
+        stack.enter_context(patch.object(target, name, value, create=True))
+    return stack
+
+
+def cuda(*shape: int, dtype: torch.dtype = BF16, grad: bool = True) -> torch.Tensor:
+    return torch.randn(*shape, device="cuda", dtype=dtype, requires_grad=grad)
+
+
+def autocast(dtype: torch.dtype | None) -> torch.autocast | nullcontext:
+    return nullcontext() if dtype is None else torch.autocast("cuda", dtype)
+
+
+def loss(
+    dtype: torch.dtype = BF16,
+    of_weight: torch.dtype | None = None,
+    cast: torch.dtype | None = None,
+    frozen: str = "",
+    tokens: int = TOKENS,
+    vocab: int = 32_000,
+    bias: bool = False,
+    class_weight: bool = False,
+    **options: object,
+) -> Callable[[], None]:
+    def run() -> None:
+        hidden = cuda(tokens, 512, dtype=dtype, grad=frozen != "hidden")
+        weight = cuda(vocab, 512, dtype=of_weight or dtype, grad=frozen != "weight")
+        given = dict(options)
+        if bias:
+            given["bias"] = cuda(vocab, dtype=of_weight or dtype)
+        if class_weight:
+            given["class_weight"] = torch.rand(vocab, device="cuda")
+        target = torch.zeros(tokens, device="cuda", dtype=torch.int64)
+        with autocast(cast):
+            result = seqtile.linear_cross_entropy(hidden, weight, target, chunk_tokens=4096, **given)
+        backward(result[0] if isinstance(result, tuple) else result)
+        for parameter in (hidden, weight):
+            assert (parameter.grad is None) != parameter.requires_grad
+            assert parameter.grad is None or parameter.grad.dtype == parameter.dtype
+
+    return run
+
+
+def mlp(
+    dtype: torch.dtype = BF16,
+    cast: torch.dtype | None = None,
+    *,
+    fused: bool = False,
+    lora: bool = False,
+    bias: bool = False,
+) -> Callable[[], None]:
+    def run() -> None:
+        size, width = 512, 1536
+        x = cuda(1, TOKENS, size, dtype=dtype)
+        shapes = {"gate": (width, size), "up": (width, size), "down": (size, width)}
+        options = {f"{name}_bias": cuda(shape[0], dtype=dtype) for name, shape in shapes.items() if bias}
+        if lora:
+            options |= {
+                f"{name}_lora": LowRank(cuda(8, shape[1], dtype=dtype), cuda(shape[0], 8, dtype=dtype), 2.0)
+                for name, shape in shapes.items()
+            }
+        weights = [cuda(*shape, dtype=dtype) for shape in shapes.values()]
+        if fused:
+            weights = [cuda(2 * width, size, dtype=dtype), None, weights[2]]
+        with autocast(cast):
+            y = seqtile.gated_mlp(x, *weights, chunk_tokens=4096, **options)
+        backward(y)
+        assert all(weight is None or weight.grad is not None for weight in (x, *weights))
+
+    return run
+
+
+def model(
+    arch: str = "llama", *, tokens: int = TOKENS, checkpointing: bool = False, **options: object
+) -> Callable[[], None]:
+    def run() -> None:
+        config = AutoConfig.for_model(
+            arch,
+            hidden_size=4096,
+            intermediate_size=14_336,
+            num_hidden_layers=2,
+            num_attention_heads=32,
+            num_key_value_heads=8,
+            head_dim=128,
+            vocab_size=128_256,
+            max_position_embeddings=tokens,
+        )
+        with torch.device("cuda"):
+            made = AutoModelForCausalLM.from_config(config, dtype=BF16, attn_implementation="sdpa").train()
+        seqtile.apply_seqtile(made, **options)
+        if checkpointing:
+            made.gradient_checkpointing_enable({"use_reentrant": False})
+        ids = torch.zeros(1, tokens, dtype=torch.int64, device="cuda")
+        backward(made(input_ids=ids, labels=ids, use_cache=False).loss)
+        missing = [name for name, parameter in made.named_parameters() if parameter.grad is None]
+        assert not missing, missing[:5]
+
+    return run
+
+
+CASES: dict[str, Callable[[], None]] = {
+    "loss": loss(),
+    "loss, no token ignored": loss(ignore_index=None),
+    "loss, float16": loss(FP16),
+    "loss, float32": loss(FP32),
+    "loss, of one tile": loss(tokens=3000),
+    "loss, of one tile, float32 weight": loss(tokens=3000, of_weight=FP32, cast=BF16),
+    "loss, odd vocabulary": loss(vocab=32_001),
+    "loss, reduction none": loss(reduction="none"),
+    "loss, bias and class weights": loss(bias=True, class_weight=True),
+    "loss, smoothing and soft cap": loss(label_smoothing=0.1, softcap=30.0),
+    "loss, metrics": loss(return_metrics=True),
+    "loss, autocast": loss(FP32, cast=BF16),
+    "loss, autocast, bias": loss(BF16, FP32, cast=BF16, bias=True),
+    "loss, sums in its own dtype": loss(accumulate_dtype=None),
+    "loss, frozen weight": loss(frozen="weight"),
+    "loss, frozen hidden": loss(frozen="hidden"),
+    "loss, number of items": loss(num_items=37),
+    "mlp": mlp(),
+    "mlp, float32": mlp(FP32),
+    "mlp, autocast": mlp(FP32, BF16),
+    "mlp, gate and up in one": mlp(fused=True),
+    "mlp, lora": mlp(lora=True),
+    "mlp, autocast, lora, biases": mlp(FP32, BF16, lora=True, bias=True),
+    "model": model(),
+    "model, layer": model(layer=True),
+    "model, layer, groups": model(layer=True, head_groups="auto"),
+    "qwen3, layer, groups": model("qwen3", layer=True, head_groups="auto"),
+    "model, layer, checkpointing": model(layer=True, checkpointing=True),
+    "model, layer, groups, checkpointing": model(layer=True, head_groups="auto", checkpointing=True),
+    "model, layer, groups, 1M tokens": model(layer=True, head_groups="auto", tokens=1_000_000),
+}
+
+
+def main() -> int:
+    failed = 0
+    for name, run in CASES.items():
+        with (
+            pretended(),
+            FakeTensorMode(allow_non_fake_inputs=True),
+            launches("sm_90") as launched,
+            CudaRules() as rules,
+        ):
+            try:
+                run()
+                why = ""
+            except Exception as error:
+                why = f"{type(error).__name__}: {str(error)[:300]}"
+        seqtile.restore()
+        waits = {key: count for key, count in rules.waits.items() if count > ONE_WAIT.get(key, 0)}
+        wrong = why or dict(rules.broken) or {f"the host waits for {key}": count for key, count in waits.items()}
+        kernels = Counter(kernel.name for kernel in launched)
+        print(f"{name:40} {wrong or 'right'}; {sum(kernels.values())} launches of {len(kernels)} kernels", flush=True)
+        failed += bool(wrong)
+    print(f"{len(CASES)} cases, {failed} wrong")
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

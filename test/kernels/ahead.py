@@ -1,0 +1,143 @@
+"""Compiles kernels as their launchers launch them, for GPUs that are not there.
+
+Meta tensors stand for what lies on a GPU, with its shapes, strides and alignment; Triton specialises the launch as it
+would there; nothing is launched.
+"""
+
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.runtime import driver
+from triton.runtime.jit import JITFunction
+
+TARGETS = {
+    "sm_80": GPUTarget("cuda", 80, 32),
+    "sm_90": GPUTarget("cuda", 90, 32),
+    "sm_100": GPUTarget("cuda", 100, 32),
+    "gfx942": GPUTarget("hip", "gfx942", 64),
+}
+REGISTERS = 65_536  # of a multiprocessor, for 2048 threads
+
+
+class Loop(NamedTuple):
+    """The instructions between a label and the last jump back to it."""
+
+    instructions: list[str]
+
+    def count(self, name: str) -> int:
+        return sum(name in instruction for instruction in self.instructions)
+
+
+class Compiled:
+    """A kernel compiled for a target, and what its machine code says."""
+
+    def __init__(self, function: JITFunction, kernel: Any, num_warps: int) -> None:
+        self.name, self.asm, self.num_warps = function.fn.__name__, kernel.asm, num_warps
+
+    def _tool(self, tool: str, *options: str) -> str:
+        with tempfile.TemporaryDirectory() as directory:
+            cubin = Path(directory) / "kernel.cubin"
+            cubin.write_bytes(self.asm["cubin"])
+            command = [getattr(triton.knobs.nvidia, tool).path, *options, str(cubin)]
+            return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+    @cached_property
+    def usage(self) -> dict[str, int]:
+        """REG: registers a thread; STACK, LOCAL: bytes a thread that spilled; SHARED: bytes a block."""
+        said = self._tool("cuobjdump", "-res-usage")
+        return {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL|SHARED):(\d+)", said)}
+
+    @property
+    def resident(self) -> int:
+        """How many blocks a multiprocessor has registers and threads for."""
+        threads = 32 * self.num_warps
+        return min(2048 // threads, REGISTERS // (-(-self.usage["REG"] // 8) * 8 * threads))
+
+    @cached_property
+    def loops(self) -> list[Loop]:
+        """Those without another inside, in order."""
+        labels: dict[str, int] = {}
+        instructions: list[str] = []
+        for line in self._tool("nvdisasm", "-c").splitlines():
+            if label := re.match(r"(\.L_x_\w+):", line.strip()):
+                labels[label[1]] = len(instructions)
+            elif instruction := re.search(r"/\*[0-9a-f]{4,}\*/\s+(.*?);", line):
+                instructions.append(instruction[1])
+        found = []
+        for end, instruction in enumerate(instructions):
+            jump = re.search(r"BRA.*?`\((\.L_x_\w+)\)", instruction)
+            start = labels.get(jump[1], end) if jump else end
+            if end - start > 5:  # the last of a program jumps to itself
+                found.append(Loop(instructions[start : end + 1]))
+        return found
+
+    @cached_property
+    def widest_load(self) -> int:
+        """Bytes that a thread reads from global memory at once."""
+        if "cubin" in self.asm:
+            return max(int(bits) for bits in re.findall(r"LDG\.E\.(\d+)", self._tool("nvdisasm", "-c"))) // 8
+        return 4 * max(int(n) for n in re.findall(r"(?:global|buffer)_load_dwordx(\d)", self.asm["amdgcn"]))
+
+    @property
+    def spilled(self) -> int:
+        """Bytes or registers of a thread that are kept in memory."""
+        if "cubin" in self.asm:
+            return self.usage["STACK"] + self.usage["LOCAL"]
+        return sum(int(n) for n in re.findall(r"[vs]gpr_spill_count:\s*(\d+)", self.asm["amdgcn"]))
+
+
+class _Driver:
+    """Says of a GPU that is not there what Triton asks before it compiles."""
+
+    def __init__(self, target: GPUTarget) -> None:
+        self.target = target
+
+    def get_current_target(self) -> GPUTarget:
+        return self.target
+
+    def get_current_device(self) -> int:
+        """A number of its own for every target: what is compiled is kept by device."""
+        return 1000 + list(TARGETS.values()).index(self.target)
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+@contextmanager
+def launches(target: str) -> Iterator[list[Compiled]]:
+    """Inside, kernels are compiled for `target` instead of launched, and listed."""
+    found: list[Compiled] = []
+
+    def run(self: JITFunction, *arguments: object, grid: object, warmup: bool, **options: Any) -> None:
+        found.append(
+            Compiled(self, original(self, *arguments, grid=grid, warmup=True, **options), options["num_warps"])
+        )
+
+    def address(tensor: torch.Tensor) -> int:
+        return tensor.storage_offset() * tensor.element_size()
+
+    original = JITFunction.run
+    with (
+        patch.object(JITFunction, "run", run),
+        patch.object(torch.Tensor, "data_ptr", address),
+        patch.object(driver, "_active", _Driver(TARGETS[target])),
+    ):
+        yield found
+
+
+def compiled(target: str, launch: Callable[[], object]) -> Compiled:
+    """The one kernel that `launch` launches on meta tensors."""
+    with launches(target) as found:
+        launch()
+    (kernel,) = found
+    return kernel

@@ -48,7 +48,7 @@ def cases(size: str, lengths: Lengths = LENGTHS) -> list[Case]:
     if size == "smoke":  # the longest of the first shape
         name, of_shape = next(iter(lengths["small"].items()))
         return [Case(name, max(of_shape))]
-    return [Case(name, tokens) for name, of_shape in lengths.get(size, {}).items() for tokens in of_shape]
+    return [Case(name, tokens) for name, of_shape in lengths[size].items() for tokens in of_shape]
 
 
 def small(shape: Shape) -> Shape:

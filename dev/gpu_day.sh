@@ -60,7 +60,7 @@ step() {
 bench() { # SIZE MINUTES SUBJECTS
   [[ ${SIZE:-} == tiny ]] && set -- smoke "$2" "$3"
   local options=(--size "$1" --minutes "$2" --subjects "$3" --directory "$out/results")
-  SHOW=4 step "bench $3" $(($2 * 60 + 40)) "$python" -m benchmark.run "${options[@]}" ${COMMIT:+--commit "$COMMIT"}
+  SHOW=1 step "bench $3" $(($2 * 60 + 40)) "$python" -m benchmark.run "${options[@]}" ${COMMIT:+--commit "$COMMIT"}
 }
 
 call_1() {

@@ -31,7 +31,7 @@ Row = dict[str, Any]
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     size = metafunc.config.getoption("--size")
-    found = [case for name in SIZES.get("small" if size == "smoke" else size, ()) for case in cases(name)]
+    found = [case for name in SIZES["small" if size == "smoke" else size] for case in cases(name)]
     found = found[:1] if size == "smoke" else found
     metafunc.parametrize("case", found, ids=lambda case: f"{case}, {case.tokens}")
     metafunc.parametrize("contestant", ["huggingface", *rank.CONTESTANTS])

@@ -144,10 +144,12 @@ def test_a_run_that_is_killed(
     assert list(contestants(load(file).subjects["gated_mlp"])) == ["a", "b"] * counts + ["c", "d"]
 
 
-@pytest.mark.parametrize("options", [{"subjects": "gated_mlp mlp"}, {"size": "huge"}])
+@pytest.mark.parametrize(
+    "options", [{"subjects": "gated_mlp mlp"}, {"size": "huge"}, {"size": "first", "subjects": "gated_mlp offload"}]
+)
 def test_what_is_refused(options: dict[str, str], tmp_path: Path) -> None:
     given = {"size": "smoke", "subjects": "", "memory_limit": None, "minutes": None, "commit": ""} | options
-    with pytest.raises(run.typer.BadParameter, match=r"expected .* got (mlp|huge)"):
+    with pytest.raises(run.typer.BadParameter, match=r"expected .* got (mlp|huge|offload)"):
         run.main(**given, directory=tmp_path)
     assert not list(tmp_path.iterdir())
 

@@ -46,8 +46,14 @@ test-all: $(STAMP)  ## every case of every test, see test/everyday.py, and of ev
 	PYTHONPATH=$(OLDEST) $(PYTEST) --full -m "not gpu and not dist" test/models test/sp
 	$(BIN)/python -m benchmark.run --size small
 
-test-gpu:  ## kernels, ops, models, sp, offload and plans on a GPU, with the python at hand (PYTHON=...)
-	PYTHONPATH=src $(PYTHON) -m pytest -q -p no:cacheprovider --device cuda --full -m "not dist" test/kernels test/ops test/models test/sp test/offload test/memory/test_on_gpu.py
+# With WHEELS=DIR: the python at hand (PYTHON=...), and of what it lacks the wheels in DIR, see dev/wheels.sh; no network.
+ifdef WHEELS
+WITH_WHEELS := $(PYTHON) -m pip install --quiet --no-index --no-deps --no-compile --upgrade --target build/wheels $(WHEELS)/*.whl
+endif
+
+test-gpu:  ## what a GPU can break, with the python at hand (PYTHON=...): 5 minutes; WHEELS=DIR brings what it lacks
+	$(WITH_WHEELS)
+	PYTHONPATH=src$(if $(WHEELS),:build/wheels) $(PYTHON) -m dev.gpu_tests
 
 ledger: $(STAMP)  ## predicted times on a GPU, without one; not measured
 	PYTHONPATH=test $(BIN)/python -m benchmark.ledger
@@ -67,11 +73,11 @@ format: $(STAMP)  ## mend style and format
 	$(BIN)/ruff format .
 
 BENCHMARK := -m benchmark.run $(if $(BENCH),--size $(BENCH)) $(if $(SUBJECTS),--subjects "$(SUBJECTS)") \
-	$(if $(MEMORY_LIMIT),--memory-limit $(MEMORY_LIMIT)) $(if $(COMMIT),--commit $(COMMIT)) $(if $(MINUTES),--minutes $(MINUTES))
-# With WHEELS=DIR: the python at hand (PYTHON=...), and of what it lacks the wheels in DIR, see dev/wheels.sh; no network.
+	$(if $(MEMORY_LIMIT),--memory-limit $(MEMORY_LIMIT)) $(if $(COMMIT),--commit $(COMMIT)) $(if $(MINUTES),--minutes $(MINUTES)) \
+	$(if $(DIRECTORY),--directory $(DIRECTORY))
 ifdef WHEELS
 bench:
-	$(PYTHON) -m pip install --quiet --no-index --no-deps --no-compile --upgrade --target build/wheels $(WHEELS)/*.whl
+	$(WITH_WHEELS)
 	PYTHONPATH=src:build/wheels $(PYTHON) $(BENCHMARK)
 else
 bench: $(STAMP)  ## side by side with its peers on this GPU: 30 minutes; BENCH=quick 10; MEMORY_LIMIT=80 (GB); SUBJECTS="gated_mlp ..."

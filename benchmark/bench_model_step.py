@@ -13,29 +13,45 @@ import math
 import os
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from benchmark.conftest import DEADLINE
+from benchmark.conftest import DEADLINE, MACHINE, directory
 from benchmark.device import DEVICE, free_memory
 from benchmark.ladder import LIMITS
 from benchmark.rungs import RUNGS
 from benchmark.subject import Absent, needs
 
-CONTESTANTS = RUNGS
 SHARES = dict(zip(RUNGS, (2, 4, 4, 3, 4, 7, 10, 3, 4, 3, 5), strict=True))  # of the time; what one leaves the next have
 STARTING = 15  # seconds that a rung's process takes before its first step
 PATIENCE = 60  # seconds beyond its own that a rung has to end
-SMOKE = ("huggingface", "seqtile_head_groups_offload_weights")
+FEWER = {
+    "smoke": ("huggingface", "seqtile_head_groups_offload_weights"),
+    "quick": (
+        "huggingface",
+        "liger",
+        "seqtile_loss_mlp",
+        "seqtile_layer_offload",
+        "seqtile_head_groups_offload_weights",
+    ),
+}
+"""Of a size: the rungs, where these are not all; of a quick run as few as tell the story, since each takes seconds to
+start."""
 ROOT = Path(__file__).parent.parent
 
 
-def seconds_of(rung: str, left: float) -> float:
+def rungs(size: str) -> list[str]:
+    return list(FEWER.get(size, RUNGS))
+
+
+def seconds_of(rung: str, left: float, size: str = "full") -> float:
     """Of those left, how many a rung has: what its process takes to start, and its share of the rest."""
-    shares = list(SHARES.values())[list(SHARES).index(rung) :]
+    names = rungs(size)
+    shares = [SHARES[name] for name in names[names.index(rung) :]]
     return STARTING + (left - STARTING * len(shares)) * shares[0] / sum(shares)
 
 
@@ -48,14 +64,15 @@ def limit_of(size: str, gigabytes: float | None) -> int:
     return min(free, int(gigabytes * 1e9) if gigabytes else total)
 
 
-def climbed(rung: str, size: str, limit: int, deadline: float, file: Path) -> dict[str, Any]:
-    """What the process of a rung found, before it died, if it did."""
+def climbed(rung: str, size: str, limit: int, deadline: float, tflops: float, file: Path) -> dict[str, Any]:
+    """What the process of a rung found, before it died, if it did; in `file` while it runs."""
     command = [sys.executable, "-m", "benchmark.ladder", rung, str(file)]
-    command += ["--size", size, "--limit", str(limit), "--deadline", str(deadline)]
+    command += ["--size", size, "--limit", str(limit), "--deadline", str(deadline), "--matmul-tflops", str(tflops)]
     path = os.pathsep.join([str(ROOT), str(ROOT / "test"), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": path}
     patience = None if deadline == math.inf else max(0, deadline - time.time()) + PATIENCE
-    with file.with_suffix(".log").open("w+") as log:
+    file.unlink(missing_ok=True)  # of a run that was killed
+    with tempfile.TemporaryFile("w+") as log:
         try:
             code = subprocess.run(command, cwd=ROOT, env=environment, stderr=log, timeout=patience).returncode
         except subprocess.TimeoutExpired:
@@ -63,6 +80,7 @@ def climbed(rung: str, size: str, limit: int, deadline: float, file: Path) -> di
         log.seek(0)
         said = log.read()
     found = json.loads(file.read_text()) if file.exists() else {"status": "failed"}
+    file.unlink(missing_ok=True)
     if code:
         found |= {"why": f"ended with {code}: {said.strip()[-400:]}"}
         found |= {} if found.get("steps") else {"status": "failed"}
@@ -70,21 +88,22 @@ def climbed(rung: str, size: str, limit: int, deadline: float, file: Path) -> di
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    smoke = metafunc.config.getoption("--size") == "smoke"
-    metafunc.parametrize("contestant", SMOKE if smoke else CONTESTANTS)
+    metafunc.parametrize("contestant", rungs(metafunc.config.getoption("--size")))
 
 
-def test_model_step(record, request: pytest.FixtureRequest, tmp_path: Path, contestant: str) -> None:
+def test_model_step(record, request: pytest.FixtureRequest, contestant: str) -> None:
     option, now = request.config.getoption, time.time()
-    seconds = seconds_of(contestant, request.config.stash[DEADLINE] - now)
+    size, tflops = option("--size"), request.config.stash[MACHINE]["matmul_tflops"]
+    seconds = seconds_of(contestant, request.config.stash[DEADLINE] - now, size)
+    file = directory(request.config) / f"model_step-{contestant}.rung"
     row: dict[str, Any] = {"status": "no time left"}
     try:
         for package in RUNGS[contestant].needs:
             needs(package)
         if seconds > 0:
-            limit = limit_of(option("--size"), option("--memory-limit"))
+            limit = limit_of(size, option("--memory-limit"))
             with request.config.pluginmanager.getplugin("capturemanager").global_and_fixture_disabled():
-                row = climbed(contestant, option("--size"), limit, now + seconds, tmp_path / "found.json")
+                row = climbed(contestant, size, limit, now + seconds, tflops, file)
     except Absent as absent:
         row = {"status": "absent", "why": str(absent)}
     steps = row.get("steps", [])

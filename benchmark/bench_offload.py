@@ -2,7 +2,7 @@
 
 `huggingface` is plain checkpointing. `save_on_cpu` is torch's pinned copies on the computing stream, which is what
 Hugging Face's `activation_checkpointing_enable(offload=True)` does. On a GPU a profiler's trace of seqtile's step is
-left in benchmark/results, to be opened in chrome://tracing.
+left among the results, to be opened in chrome://tracing.
 """
 
 import time
@@ -14,11 +14,10 @@ import pytest
 import torch
 from benchmark.bench_decoder_layer import Work, copied
 from benchmark.bench_decoder_layer import flops as flops_of_layer
-from benchmark.conftest import DEADLINE
+from benchmark.conftest import DEADLINE, directory
 from benchmark.contest import step
 from benchmark.device import DEVICE, DTYPE, free_memory, synchronize
 from benchmark.models import build, offloaded
-from benchmark.results import RESULTS
 from benchmark.shapes import SHAPES, Case, K, Lengths, Shape, cases
 from benchmark.subject import Forward, Subject, activations
 from torch.utils.checkpoint import checkpoint
@@ -101,5 +100,4 @@ def test_trace(request: pytest.FixtureRequest) -> None:
     with torch.profiler.profile(activities=activities) as profiler:
         step(work, ready)
         synchronize()
-    RESULTS.mkdir(exist_ok=True)
-    profiler.export_chrome_trace(str(RESULTS / f"offload-{case}.json.gz"))
+    profiler.export_chrome_trace(str(directory(request.config) / f"offload-{case}.json.gz"))

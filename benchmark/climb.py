@@ -57,7 +57,7 @@ class Step:
     tokens_per_second: float
     """Of the whole model, at this utilisation."""
     utilisation: float
-    """Model FLOPs (nothing computed again) a second, over the matmul rate measured in the same process."""
+    """Model FLOPs (nothing computed again) a second, over the matmul rate measured in the same run."""
 
 
 def parts_of_flops(shape: Shape, layers: int, tokens: int) -> tuple[float, float]:

@@ -4,18 +4,18 @@ The timer that pytest-benchmark reads stands still but for the time that a conte
 into a file as they come, since a device that is lost, or a process that dies, takes with it what is only in memory.
 """
 
-import json
 import os
-import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 from benchmark.contest import Contest, expected_seconds
-from benchmark.device import DEVICE, DTYPE, LOST, ceilings, description, limit_memory
-from benchmark.shapes import LENGTHS, SHAPES, Case, cases
+from benchmark.device import DEVICE, DTYPE, LOST, ceilings, description, limit_memory, spread
+from benchmark.results import RESULTS
+from benchmark.rows import append, read
+from benchmark.shapes import FEWER, LENGTHS, SHAPES, Case, cases
 from benchmark.subject import Entry, Subject
 
 Record = Callable[[dict[str, Any], list[float]], None]
@@ -46,7 +46,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--size", default="smoke", choices=["smoke", *LENGTHS], help="which shapes and lengths")
     parser.addoption("--memory-limit", type=float, metavar="GB", help="emulate a GPU of so many 10**9 bytes")
     parser.addoption("--seconds", type=float, default=600, help="after them nothing more is begun, and that is said")
-    parser.addoption("--rows", type=Path, metavar="FILE", help="lines of JSON: what was measured on, then rows")
+    parser.addoption(
+        "--rows", type=Path, metavar="FILE", help="lines of JSON: what is measured on, unless it is there; rows"
+    )
+    parser.addoption("--commit", help="that is measured, of which the rows are")
     parser.addoption("--without", action="append", default=[], metavar="CONTESTANT", help="one that kills the device")
 
 
@@ -61,7 +64,19 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if {"case", "contestant"} <= set(metafunc.fixturenames) and hasattr(metafunc.module, "SUBJECT"):
         subject: Subject = metafunc.module.SUBJECT
         metafunc.parametrize("case", cases(metafunc.config.getoption("--size"), subject.lengths), ids=str)
-        metafunc.parametrize("contestant", subject.contestants)
+        metafunc.parametrize("contestant", chosen(metafunc.config, subject.contestants))
+
+
+def chosen(config: pytest.Config, contestants: Iterable[str]) -> list[str]:
+    """Those that take part at this size, see `shapes.FEWER`."""
+    fewer = FEWER.get(config.getoption("--size"))
+    return [name for name in contestants if fewer is None or name in fewer]
+
+
+def directory(config: pytest.Config) -> Path:
+    """Where results go."""
+    file = config.getoption("--rows")
+    return file.parent if file else RESULTS
 
 
 def pytest_itemcollected(item: pytest.Item) -> None:
@@ -71,8 +86,11 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Before anything else is measured: later the device may be lost."""
     if session.items and not session.config.getoption("--collect-only"):
-        session.config.stash[MACHINE] = ceilings() | description()  # the clocks are those under load
-        write(session.config, session.config.stash[MACHINE])
+        file = session.config.getoption("--rows")
+        known, _ = read(file) if file else ({}, {})
+        session.config.stash[MACHINE] = known or ceilings() | description()  # the clocks are those under load
+        if not known:
+            write(session.config, session.config.stash[MACHINE] | {"commit": session.config.getoption("--commit")})
 
 
 def pytest_benchmark_update_machine_info(config: pytest.Config, machine_info: dict[str, Any]) -> None:
@@ -86,15 +104,7 @@ def pytest_benchmark_group_stats() -> list[Any]:
 
 def write(config: pytest.Config, line: dict[str, Any]) -> None:
     if file := config.getoption("--rows"):
-        with file.open("a") as lines:
-            print(json.dumps(line, allow_nan=False), file=lines)
-
-
-def spread(seconds: list[float]) -> dict[str, float]:
-    """Median, and the distance between the quartiles, in milliseconds."""
-    found = [1000 * each for each in seconds]
-    quartiles = statistics.quantiles(found, n=4, method="inclusive") if len(found) > 1 else [found[0]] * 3
-    return {"ms": statistics.median(found), "iqr_ms": quartiles[2] - quartiles[0]}
+        append(file, line)
 
 
 @pytest.fixture
@@ -141,7 +151,8 @@ def compete(request: pytest.FixtureRequest, record: Record) -> Callable[[Subject
             if time.time() + seconds > config.stash[DEADLINE]:
                 found[subject.name, case] = {name: Entry("no time left") for name in subject.contestants}
                 return found[subject.name, case]
-            without = config.stash[WITHOUT] & subject.contestants.keys()
+            left_out = subject.contestants.keys() - chosen(config, subject.contestants)
+            without = config.stash[WITHOUT] & subject.contestants.keys() | left_out
             contest = Contest(subject, case, config.getoption("--size"), without, show)
             entries = found[subject.name, case] = contest.run()
             pace[subject.name] = contest.pace

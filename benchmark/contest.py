@@ -22,7 +22,7 @@ from torch import nn
 
 from assertions import relative_error
 
-ROUNDS = {"smoke": 1, "small": 2, "cpu": 3, "quick": 3, "full": 9}
+ROUNDS = {"smoke": 1, "small": 2, "cpu": 3, "first": 5, "quick": 3, "full": 9}
 SECONDS = 4.0  # of timing for a case, where more rounds than the fewest fit in
 WRONG = {
     torch.bfloat16: 0.03,

@@ -41,6 +41,13 @@ class Watch:
         return [start.elapsed_time(end) / 1000 for start, end in pairs]
 
 
+def spread(seconds: list[float]) -> dict[str, float]:
+    """Median, and the distance between the quartiles, in milliseconds."""
+    found = [1000 * each for each in seconds]
+    quartiles = statistics.quantiles(found, n=4, method="inclusive") if len(found) > 1 else [found[0]] * 3
+    return {"ms": statistics.median(found), "iqr_ms": quartiles[2] - quartiles[0]}
+
+
 def synchronize() -> None:
     if DEVICE == "cuda":
         torch.cuda.synchronize()
@@ -112,7 +119,7 @@ def ceilings() -> dict[str, float]:
     return {"matmul_tflops": 2 * size**3 / products / 1e12, "copy_gbs": 2 * source.nbytes / copies / 1e9}
 
 
-def _output(*command: str) -> str | None:
+def output(*command: str) -> str | None:
     try:
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
     except (OSError, subprocess.SubprocessError):
@@ -130,25 +137,26 @@ def versions() -> dict[str, str]:
 
 
 def name() -> str:
-    """Asked by another process: this one shall hold nothing on a GPU that it does not measure."""
+    """Asked by another process: one that measures nothing shall hold nothing on a GPU."""
     if DEVICE == "cpu":
         return f"CPU, {torch.get_num_threads()} threads"
-    return _output(sys.executable, "-c", "import torch; print(torch.cuda.get_device_name())") or "unknown GPU"
+    return output(sys.executable, "-c", "import torch; print(torch.cuda.get_device_name())") or "unknown GPU"
 
 
 def commit() -> str | None:
     """Of the working tree, `+` behind it if that was changed; None outside of git."""
-    head = _output("git", "rev-parse", "--short", "HEAD")
-    return head and head + "+" * bool(_output("git", "status", "--porcelain", "--untracked-files=no"))
+    head = output("git", "rev-parse", "--short", "HEAD")
+    return head and head + "+" * bool(output("git", "status", "--porcelain", "--untracked-files=no"))
 
 
 def description() -> dict[str, Any]:
-    """What was measured on: device, memory in GiB, driver, clocks in MHz, watts, versions."""
-    about: dict[str, Any] = {"device": name(), "python": platform.python_version(), "versions": versions()}
+    """What this process measures on: device, memory in GiB, driver, clocks in MHz, watts, versions."""
+    device = torch.cuda.get_device_name() if DEVICE == "cuda" else name()
+    about: dict[str, Any] = {"device": device, "python": platform.python_version(), "versions": versions()}
     if DEVICE == "cuda":
         about["memory_gib"] = round(torch.cuda.mem_get_info()[1] / 2**30, 1)
         about["cuda"] = torch.version.cuda
         identity = f"--id=GPU-{torch.cuda.get_device_properties(0).uuid}"
-        found = _output("nvidia-smi", identity, f"--query-gpu={','.join(CLOCKS)}", "--format=csv,noheader,nounits")
+        found = output("nvidia-smi", identity, f"--query-gpu={','.join(CLOCKS)}", "--format=csv,noheader,nounits")
         about |= dict(zip(CLOCKS, found.split(", "), strict=True)) if found else {}
     return about

@@ -1,6 +1,6 @@
 """One rung of the ladder, in a process of its own: steps at growing length until memory is full.
 
-python -m benchmark.ladder RUNG FILE --size SIZE --limit BYTES --deadline TIME
+python -m benchmark.ladder RUNG FILE --size SIZE --limit BYTES --deadline TIME --matmul-tflops RATE
 
 A model of all its layers' size is trained with fewer of them, see `Missing`: bfloat16 weights, gradients that begin at
 None, SGD (an AdamW's states would be in host memory, as in ALST's recipes), every layer checkpointed. A step counts if
@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from benchmark.climb import SIZES, Step, climb, model_flops
 from benchmark.contest import allowed
-from benchmark.device import DEVICE, DTYPE, Watch, ceilings, free_memory, peak_bytes
+from benchmark.device import DEVICE, DTYPE, Watch, free_memory, peak_bytes
 from benchmark.missing import Missing
 from benchmark.rungs import RUNGS, Rung, WrongStep, check_step, error, prepared
 from benchmark.shapes import SHAPES, K, Shape, small
@@ -34,9 +34,9 @@ WARM = 32 * K  # tokens: up to here the median of three steps after a first one;
 class Runner:
     """Steps of one rung."""
 
-    def __init__(self, rung: Rung, shape: Shape, limit: int, deadline: float):
+    def __init__(self, rung: Rung, shape: Shape, limit: int, deadline: float, matmul: float):
         self.rung, self.shape, self.limit, self.deadline = rung, shape, limit, deadline
-        self.matmul = ceilings()["matmul_tflops"] * 1e12
+        self.matmul = matmul  # FLOP/s
         self.model: PreTrainedModel | None = None
 
     def ready(self, layers: int) -> PreTrainedModel:
@@ -106,6 +106,7 @@ def main() -> None:
     parser.add_argument("--size", choices=list(SIZES), required=True)
     parser.add_argument("--limit", type=int, required=True)
     parser.add_argument("--deadline", type=float, required=True)
+    parser.add_argument("--matmul-tflops", type=float, required=True)
     given = parser.parse_args()
     rung, size = RUNGS[given.rung], SIZES[given.size]
     if DEVICE == "cuda":
@@ -133,7 +134,8 @@ def main() -> None:
     if not ours <= allowed(theirs):
         return write(status="wrong", why=f"relative error {ours:.1e}")
     try:
-        steps, end = climb(Runner(rung, shape, given.limit, given.deadline), size.of(rung), say)
+        runner = Runner(rung, shape, given.limit, given.deadline, 1e12 * given.matmul_tflops)
+        steps, end = climb(runner, size.of(rung), say)
     except WrongStep as error_at_length:
         return write(status="wrong", why=f"{error_at_length}, after {len(found['steps'])} steps", steps=[])
     if steps and rung.offload:

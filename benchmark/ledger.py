@@ -19,6 +19,7 @@ from unittest.mock import patch
 import torch
 from benchmark import bench_decoder_layer, bench_gated_mlp, bench_linear_cross_entropy
 from benchmark.contest import clear
+from benchmark.rates import H200, Rates
 from benchmark.shapes import SHAPES, K
 from benchmark.subject import Forward
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -38,13 +39,6 @@ WRITTEN = {  # by our kernels that a simulation skips; they read whatever else t
 }
 
 
-class Rates(NamedTuple):
-    flops: float = 750e12
-    """A second, of matrix products."""
-    bytes: float = 4.2e12
-    """A second, read and written."""
-
-
 class Entry(NamedTuple):
     """One operation."""
 
@@ -54,7 +48,7 @@ class Entry(NamedTuple):
     """That no product hides."""
 
     def seconds(self, rates: Rates) -> float:
-        return self.flops / rates.flops + self.bytes / rates.bytes
+        return rates.seconds(self.flops, self.bytes)
 
 
 class Ledger(TorchDispatchMode):
@@ -146,10 +140,10 @@ def size_of(tensors: Iterable[torch.Tensor]) -> int:
 class Prediction(NamedTuple):
     entries: list[Entry]
 
-    def seconds(self, rates: Rates = Rates()) -> float:  # noqa: B008 a constant
+    def seconds(self, rates: Rates = H200) -> float:
         return sum(entry.seconds(rates) for entry in self.entries)
 
-    def floor(self, rates: Rates = Rates()) -> float:  # noqa: B008
+    def floor(self, rates: Rates = H200) -> float:
         return sum(entry.flops for entry in self.entries) / rates.flops
 
 

@@ -1,26 +1,26 @@
 """make bench: every subject in a process of its own, one result file, tables and pictures.
 
-A subject that was measured today, from this commit, by the same settings is not measured again: so a run that was
-interrupted goes on where it was. Its file is written anew after each subject.
+What was measured today, from this commit, by the same settings is not measured again: so a run that was interrupted
+goes on where it was. Its file is written anew after each subject; the rows of the one at hand are in a file beside it
+(`<gpu>-<date>-<subject>.jsonl`), as they come.
 """
 
 import datetime
-import json
 import math
 import os
 import re
-import signal
-import subprocess
 import sys
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
 import pytest
 import typer
-from benchmark import device, pictures, terminal
-from benchmark.results import RESULTS, Results, Row, Subject, load, save
+from benchmark import device, pictures, process, rows, terminal
+from benchmark.results import RESULTS, Results, Subject, load, save
+from benchmark.rows import Machine
 from benchmark.shapes import UNHURRIED
 from rich.console import Console
 
@@ -37,7 +37,9 @@ SUBJECTS = {
     "ulysses": 1,
 }
 """How the time of a run is shared: what one subject leaves is there for the next ones."""
-MINUTES = {"smoke": math.inf, "small": math.inf, "cpu": 60.0, "quick": 9.5, "full": 29.0}
+OF_FIRST = ("linear_cross_entropy", "gated_mlp", "decoder_layer")
+"""The subjects of a first run."""
+MINUTES = {"smoke": math.inf, "small": math.inf, "cpu": 60.0, "first": 3.0, "quick": 9.5, "full": 29.0}
 STARTING = 10  # seconds that a process takes to start and to end
 PATIENCE = 60  # seconds beyond its own that one has to end
 OF_ULYSSES = 1200  # seconds: it needs several GPUs, and then takes its own
@@ -57,48 +59,36 @@ def file_of(subject: str) -> Path:
 def name_of(results: Results) -> str:
     """<gpu>-<date>, and what was not the usual."""
     parts = [re.sub(r"[^a-z0-9]+", "-", results.device.lower()).strip("-"), results.date]
-    parts += [results.size] if results.size in ("quick", *UNHURRIED) else []
+    parts += [results.size] if results.size in ("first", "quick", *UNHURRIED) else []
     parts += [f"{results.memory_limit_gb:g}gb"] if results.memory_limit_gb else []
     return "-".join(parts)
 
 
-def measured(subject: str, results: Results, commit: str | None, until: float) -> Subject:
-    """Runs a benchmark file, and again without a contestant that took the device with it. Rows that were measured
-    before a process died are kept, and one more says how it died."""
+def measured(subject: str, results: Results, commit: str | None, until: float, file: Path) -> Subject:
+    """Runs a benchmark file, and again without a contestant that took the device with it. Rows come into `file`; those
+    that are there are not measured again. Rows from before a process died are kept, and one more says how it died."""
     started = time.time()
-    rows: dict[str, Row] = {}
     without: list[str] = []
     code = device.LOST
-    while code == device.LOST and (not rows or time.time() < until):
-        with tempfile.TemporaryDirectory() as directory:
-            file = Path(directory) / "rows.jsonl"
-            code = ran(subject, results, until - time.time(), file, [*rows], without)
-            machine, *lines = [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else [{}]
-        rows |= {line["id"]: line["row"] for line in lines}
-        without += [lines[-1]["row"]["contestant"]] if code == device.LOST else []
+    while code == device.LOST and (not without or time.time() < until):
+        code = ran(subject, results, commit, until - time.time(), file, without)
+        found = rows.subject_of(file, round(time.time() - started, 1))
+        without += [found.rows[-1]["contestant"]] if code == device.LOST else []
     if code not in (0, pytest.ExitCode.NO_TESTS_COLLECTED):  # none are left where all others are measured
-        rows[ALL] = {"subject": subject, "contestant": ALL, "status": "failed", "why": f"pytest ended with {code}"}
-    ceilings = {name: machine.pop(name, None) for name in ("matmul_tflops", "copy_gbs")}
-    results.machine = machine or results.machine
-    return Subject(commit, round(time.time() - started, 1), rows=list(rows.values()), **ceilings)
+        row = {"subject": subject, "contestant": ALL, "status": "failed", "why": f"pytest ended with {code}"}
+        found.rows.append(row)
+    return found
 
 
-def ran(subject: str, results: Results, seconds: float, file: Path, done: list[str], without: list[str]) -> int:
+def ran(subject: str, results: Results, commit: str | None, seconds: float, file: Path, without: list[str]) -> int:
     """The exit status of pytest; what it prints is shown."""
     command = [sys.executable, "-m", "pytest", "-v", "--tb=short", "-p", "no:cacheprovider", "-o", "timeout=0"]
     command += [str(file_of(subject)), f"--size={results.size}", f"--seconds={seconds}", f"--rows={file}"]
     command += [f"--memory-limit={results.memory_limit_gb}"] if results.memory_limit_gb else []
-    command += [f"--deselect={test}" for test in done] + [f"--without={name}" for name in without]
-    environment = {"PYTORCH_ALLOC_CONF": "expandable_segments:True"} | os.environ  # ALST, 3.3
-    process = subprocess.Popen(command, cwd=HERE.parent, env=environment, start_new_session=True)
-    try:
-        return process.wait(timeout=None if seconds == math.inf else max(0, seconds) + PATIENCE)
-    except (subprocess.TimeoutExpired, KeyboardInterrupt) as error:
-        os.killpg(process.pid, signal.SIGKILL)  # with all that it started
-        process.wait()
-        if isinstance(error, KeyboardInterrupt):
-            raise
-        return -signal.SIGKILL
+    command += [f"--commit={commit}"] if commit else []
+    command += [f"--deselect={test}" for test in rows.read(file)[1]] + [f"--without={name}" for name in without]
+    environment = {"PYTORCH_ALLOC_CONF": "expandable_segments:True", "PYTHONUNBUFFERED": "1"} | os.environ  # ALST, 3.3
+    return process.ended(command, None if seconds == math.inf else max(0, seconds) + PATIENCE, **environment)
 
 
 def until(subject: str, left: list[str], end: float) -> float:
@@ -113,28 +103,33 @@ def until(subject: str, left: list[str], end: float) -> float:
 
 
 def main(
-    size: Annotated[str, typer.Option(help="full, quick, small or smoke; cpu; default: by the device.")] = "",
+    size: Annotated[str, typer.Option(help="full, quick, first, small or smoke; cpu; default: by the device.")] = "",
     subjects: Annotated[str, typer.Option(help=f"Some of {', '.join(SUBJECTS)}; default: all.")] = "",
     memory_limit: Annotated[float | None, typer.Option(help="Emulate a GPU of so many 10**9 bytes.")] = None,
     directory: Annotated[
-        Path | None, typer.Option(help="Where results go; of small and smoke nowhere, by default.")
+        Path | None, typer.Option(help="Where results go, as they come; of small and smoke nowhere, by default.")
     ] = None,
-    minutes: Annotated[float | None, typer.Option(help="In all, instead of 29, or 9.5 of a quick run.")] = None,
+    minutes: Annotated[
+        float | None, typer.Option(help="In all, instead of 29, 9.5 of a quick run, 3 of the first.")
+    ] = None,
     commit: Annotated[str, typer.Option(help="What is measured, where git cannot say.")] = "",
 ) -> None:
     """Compares seqtile with its peers, on this machine."""
     size = size or ("full" if device.DEVICE == "cuda" else "cpu")
-    wanted = subjects.replace(",", " ").split() or list(SUBJECTS)
-    if unknown := set(wanted) - SUBJECTS.keys():
-        raise typer.BadParameter(f"subjects: expected some of {', '.join(SUBJECTS)}; got {', '.join(sorted(unknown))}")
     if size not in MINUTES:
         raise typer.BadParameter(f"size: expected one of {', '.join(MINUTES)}; got {size}")
+    known = list(OF_FIRST if size == "first" else SUBJECTS)
+    wanted = subjects.replace(",", " ").split() or known
+    if unknown := set(wanted).difference(known):
+        raise typer.BadParameter(f"subjects: expected some of {', '.join(known)}; got {', '.join(sorted(unknown))}")
+    process.end_by_signals()
     now = commit or device.commit()
     results = Results(device.name(), datetime.date.today().isoformat(), size, memory_limit)
     directory = directory or (Path(tempfile.mkdtemp()) if size in UNHURRIED else RESULTS)
-    file = directory / f"{name_of(results)}.json"
+    file = directory.resolve() / f"{name_of(results)}.json"
     results = load(file) if file.exists() else results
     failures = []
+    machine: Machine = {}  # is measured by the first process
     end = time.time() + 60 * (minutes or MINUTES[size])
     for number, subject in enumerate(wanted, 1):
         done = results.subjects.get(subject)
@@ -142,9 +137,16 @@ def main(
             console.rule(f"{number} of {len(wanted)}: {subject}: measured already, see {file}")
             continue
         console.rule(f"{number} of {len(wanted)}: {subject}")
-        results.subjects[subject] = measured(subject, results, now, until(subject, wanted[number - 1 :], end))
+        lines = file.with_name(f"{file.stem}-{subject}.jsonl")
+        rows.begin(lines, now, machine)
+        found = measured(subject, results, now, until(subject, wanted[number - 1 :], end), lines)
+        machine = rows.read(lines)[0] or machine
+        about = {name: each for name, each in machine.items() if name not in (*rows.CEILINGS, "commit")}
+        results.machine = about or results.machine
+        results.subjects[subject] = replace(found, commit=now)
         save(results, file)
-        failures += [subject] * failed(results.subjects[subject])
+        lines.unlink(missing_ok=True)
+        failures += [subject] * failed(found)
     terminal.print_tables(results)
     pictures.draw(results, file)
     tiny = "sizes were tiny: their figures say nothing"

@@ -5,41 +5,61 @@ from collections import Counter
 import pytest
 import torch
 
-from everyday import CUTS, INTERPRETED, everyday, unused
-from tiny import interpreted
+from everyday import CUTS, INTERPRETED, ON_GPU, Cut, everyday, unused
+from on_gpu import Failures, runs_on_gpu, share_memory
+from tiny import broken_interpreter, interpreted
 
 if "PYTEST_XDIST_WORKER" in os.environ:
     torch.set_num_threads(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--device", default="cpu", choices=["cpu", "cuda"], help="where kernels, ops and models run")
+    parser.addoption(
+        "--device", default="cpu", choices=["cpu", "cuda"], help="where kernels, ops and models run; cuda: nothing else"
+    )
     parser.addoption("--full", action="store_true", help="every case of every test, see everyday.py")
     parser.addoption("--repeat", type=int, default=1, help="call each test so often: is any of them lucky?")
     parser.addoption("--seed", type=int, help="of torch, for every test; fresh if not given")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--device") == "cuda":
+        share_memory()
+        config.pluginmanager.register(Failures(config))
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--device") != "cuda":
-        for item in items:
-            if "gpu" in item.keywords:
-                item.add_marker(pytest.mark.skip(reason="needs --device cuda"))
+    on_gpu = config.getoption("--device") == "cuda"
     if not config.getoption("--full"):
-        cut(config, items)
+        cut(config, items, INTERPRETED if interpreted() else (ON_GPU + CUTS if on_gpu else CUTS))
+    if on_gpu:
+        leave_out(config, items, [item for item in items if not runs_on_gpu(item)])
+    else:
+        skip([item for item in items if "gpu" in item.keywords], "needs --device cuda")
+    if interpreted() and (why := broken_interpreter()):
+        skip(items, why)
 
 
 def pytest_collection_finish() -> None:
     gc.freeze()  # what was imported and collected is not searched for garbage again and again
 
 
-def cut(config: pytest.Config, items: list[pytest.Item]) -> None:
+def skip(items: list[pytest.Item], why: str) -> None:
+    for item in items:
+        item.add_marker(pytest.mark.skip(reason=why))
+
+
+def cut(config: pytest.Config, items: list[pytest.Item], cuts: tuple[Cut, ...]) -> None:
     """Leaves the cases of every day, and those asked for by their ids."""
-    cuts = INTERPRETED if interpreted() else CUTS
     by_id = [argument for argument in config.args if "::" in argument]
     if not by_id and (stale := unused(items, cuts)):
         raise pytest.UsageError(f"everyday.py names tests that are not there: {', '.join(stale)}")
     kept = everyday(items, cuts)
     left_out = [item for item in items if item.nodeid not in kept and not any(a.endswith(item.nodeid) for a in by_id)]
+    leave_out(config, items, left_out)
+
+
+def leave_out(config: pytest.Config, items: list[pytest.Item], left_out: list[pytest.Item]) -> None:
     config.hook.pytest_deselected(items=left_out)
     gone = set(map(id, left_out))
     items[:] = [item for item in items if id(item) not in gone]

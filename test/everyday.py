@@ -1,4 +1,5 @@
-"""Which cases `make test` runs, and why the others can wait for `make test-all`, which runs all of them (`--full`).
+"""Which cases `make test` and `make test-gpu` run, and why the others can wait for `make test-all`, which runs all of
+them (`--full`).
 
 A test that is named nowhere here is run whole. Of the others, those cases are run that `keep` says:
 
@@ -177,6 +178,30 @@ INTERPRETED = (  # where a row of a kernel takes a millisecond
     ),
     Cut(("distributed/",), ("*",), "its cases are cut in distributed/cases.py"),
     Cut(("",), (), "the eager twins meet the same cases"),
+)
+
+ON_GPU = (  # that are asked before CUTS: of what takes a device, since nothing else runs there
+    Cut(
+        ("models/test_gradients.py::test_gradients_equal", "models/test_layer_gradients.py::test_gradients_equal"),
+        EVERY_PAIR,
+        "of 444 models; a CPU trains all of them by the same lines, and each kernel has its own tests",
+    ),
+    Cut(
+        ("models/test_forward.py", "models/test_layer.py", "models/test_training_loops.py"),
+        EVERY_VALUE,
+        "likewise",
+    ),
+    Cut(("memory/test_on_gpu.py",), EVERY_PAIR, "4 s each of one process"),
+    Cut(
+        ("models/test_state_of_modules.py", "ops/test_tiled_state.py", "ops/test_tiled_trial.py"),
+        EVERY_VALUE,
+        "refused before any kernel runs",
+    ),
+    Cut(
+        ("sp/test_on_gpu.py::test_one_rank_of_nccl",),
+        ("*, packed", "gqa*", "flex 6/3, padded, window", "long*", "dynamic*"),
+        "a GPU has its own attentions and collectives; of masks the documents are the most",
+    ),
 )
 
 

@@ -4,8 +4,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
 
+import numpy
 import pytest
 import torch
+from packaging.version import Version
 from torch import nn
 
 from seqtile.kernels.launch import triton
@@ -93,6 +95,17 @@ def loss_and_gradients(model: nn.Module, **inputs: object) -> tuple[torch.Tensor
 
 def interpreted() -> bool:
     return triton is not None and triton.knobs.runtime.interpret
+
+
+def broken_interpreter() -> str | None:
+    """Why Triton's interpreter does not run here; None if it does."""
+    if (
+        triton is not None
+        and Version(triton.__version__) < Version("3.7")
+        and Version(numpy.__version__) >= Version("2.5")
+    ):
+        return f"the interpreter of triton {triton.__version__} fails with numpy {numpy.__version__}"
+    return None
 
 
 def liger_or_skip(arch: str, device: str) -> None:

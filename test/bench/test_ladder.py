@@ -3,7 +3,7 @@
 import pytest
 import torch
 from benchmark import climb as module
-from benchmark.bench_model_step import STARTING, seconds_of
+from benchmark.bench_model_step import STARTING, rungs, seconds_of
 from benchmark.climb import CLOSE, SIZES, Step, climb, expected_seconds, model_flops, next_length, parts_of_flops
 from benchmark.device import DTYPE
 from benchmark.ladder import Runner, host_bytes, predicted
@@ -91,24 +91,29 @@ def planned(name: str, gibibytes: float) -> int:
 
 
 @pytest.mark.parametrize(
-    "gibibytes, minutes, subjects, all_rungs",
-    [(139, MINUTES["full"], list(SUBJECTS), False), (139, 60, ["model_step"], True), (74.5, 29, ["model_step"], True)],
-    ids=["in a full run", "alone", "alone, on 80 GB"],
+    "size, gibibytes, minutes, subjects, all_rungs",
+    [
+        ("full", 139, MINUTES["full"], list(SUBJECTS), False),
+        ("full", 139, 60, ["model_step"], True),
+        ("full", 74.5, 29, ["model_step"], True),
+        ("quick", 74.5, 8.5, ["model_step"], False),
+    ],
+    ids=["in a full run", "alone", "alone, on 80 GB", "quick, on 80 GB"],
 )
 def test_rungs_have_time_for_their_longest_length(
-    gibibytes: float, minutes: float, subjects: list[str], all_rungs: bool
+    size: str, gibibytes: float, minutes: float, subjects: list[str], all_rungs: bool
 ) -> None:
     """At 400 TFLOP/s, if 15 s go by in each process before a step: what is planned to fit is reached."""
     seconds = 60 * minutes - STARTING_A_SUBJECT * len(subjects)
     end = CLOCK.now + seconds * SUBJECTS["model_step"] / sum(SUBJECTS[name] for name in subjects)
-    for name, rung in RUNGS.items():
-        longest = planned(name, gibibytes)
-        deadline = CLOCK.now + seconds_of(name, end - CLOCK.now)
+    for name in rungs(size):
+        rung, longest = RUNGS[name], planned(name, gibibytes)
+        deadline = CLOCK.now + seconds_of(name, end - CLOCK.now, size)
         CLOCK.now += STARTING
         states = (4 if "weights" in rung.offload else 17) * 2**30
         limit = int(gibibytes * 2**30)
         runner = Simulated(states, (limit - states) / longest, deadline, limit=limit)
-        steps, ended = climb(runner, SIZES["full"].of(rung), lambda step: None)
+        steps, ended = climb(runner, SIZES[size].of(rung), lambda step: None)
         assert (name in ENDS and not all_rungs) or steps[-1].tokens > 0.9 * longest, (name, steps[-1].tokens, ended)
         assert CLOCK.now <= deadline + STARTING
 

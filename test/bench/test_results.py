@@ -1,9 +1,11 @@
 """Results, their ratios, what README shows of them, and pictures."""
 
+import json
+import sys
 from pathlib import Path
 
 import pytest
-from benchmark import pictures
+from benchmark import pictures, rows, summary
 from benchmark.readme import README, blocks, measured_on_gpu, rewritten
 from benchmark.results import Results, Subject, load, newest, save
 from benchmark.run import SUBJECTS, file_of, name_of
@@ -120,6 +122,30 @@ def test_what_died_is_shown(results: Results, tmp_path: Path) -> None:
     print_tables(results)
     save(results, tmp_path / "a.json")
     assert newest(tmp_path, subject="ulysses") is None and newest(tmp_path, gpu=True) is not None
+
+
+def test_short_lines(results: Results, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch) -> None:
+    """Of a run that ended, of a subject and of a rung that did not."""
+    save(results, tmp_path / "found.json")
+    rows.append(tmp_path / "found-gated_mlp.jsonl", {"device": "NVIDIA H100", "matmul_tflops": 700.0})
+    rows.append(tmp_path / "found-gated_mlp.jsonl", {"id": "test[a]", "row": row("liger", 8 * K, 33, 6)})
+    (tmp_path / "model_step-liger.rung").write_text(
+        json.dumps({"status": "measured", "ended_by": "death", "steps": STEPS})
+    )
+    monkeypatch.setattr(sys, "argv", ["summary", str(tmp_path)])
+    summary.main()
+    lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    for line in (
+        "NVIDIA H200, 2026-11-21, quick",
+        "gated_mlp: 800 TFLOP/s, 60 s",
+        "gated_mlp llama3_8b 8,192 seqtile 20.00 ms +- 20.00 xfloor 2.00 xhf 0.50 xliger 0.80 2.00 GiB",
+        "gated_mlp llama3_8b 65,536 huggingface out of memory: CUDA out of memory",
+        "model_step llama3_8b 61,440 huggingface longest 61,440, predicted 63,488, 6,467 tokens/s, 50%",
+        "NVIDIA H100, not ended, found-gated_mlp",
+        "gated_mlp llama3_8b 8,192 liger 33.00 ms +- 33.00 xfloor 2.89 xliger 1.00 6.00 GiB",
+        "model_step 0 liger longest > 61,440, predicted -, 6,467 tokens/s, 50%",
+    ):
+        assert line in lines, line
 
 
 def test_pictures(results: Results, tmp_path: Path) -> None:

@@ -1,12 +1,17 @@
 """A run keeps what was measured, whatever a process dies of, and goes on where it was."""
 
 import json
+import os
+import subprocess
+import sys
 import time
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
-from benchmark import run
+from benchmark import rows, run
 from benchmark.device import LOST
 from benchmark.results import Results, load
 
@@ -20,19 +25,26 @@ def line(contestant: str, status: str = "measured") -> dict[str, Any]:
 
 
 class Processes:
-    """What pytest would do: writes these rows and ends with this status, one pair a call."""
+    """What pytest would do: writes these rows and ends with this status, one pair a call; an exception is raised."""
 
-    def __init__(self, *ends: tuple[list[dict[str, Any]], int]):
+    def __init__(self, *ends: tuple[list[dict[str, Any]] | None, int | type[BaseException]]):
         self.ends = list(ends)
         self.calls: list[tuple[str, list[str], list[str]]] = []
+        self.machines: list[dict[str, Any]] = []
+        """That were known already."""
 
     def __call__(
-        self, subject: str, results: Results, seconds: float, file: Path, done: list[str], without: list[str]
+        self, subject: str, results: Results, commit: str | None, seconds: float, file: Path, without: list[str]
     ) -> int:
+        machine, done = rows.read(file)
+        self.machines.append(machine)
         self.calls.append((subject, list(done), list(without)))
-        rows, code = self.ends.pop(0)
-        if rows is not None:
-            file.write_text("\n".join(json.dumps(entry) for entry in [MACHINE, *rows]))
+        lines, code = self.ends.pop(0)
+        if lines is not None:
+            for entry in [*([] if machine else [MACHINE | {"commit": commit}]), *lines]:
+                rows.append(file, entry)
+        if isinstance(code, type):
+            raise code
         return code
 
 
@@ -45,85 +57,131 @@ def contestants(subject: run.Subject) -> dict[str, str]:
     return {row["contestant"]: row["status"] for row in subject.rows}
 
 
-def test_a_lost_device(results: Results, monkeypatch: pytest.MonkeyPatch) -> None:
+def measured(results: Results, tmp_path: Path) -> run.Subject:
+    return run.measured("gated_mlp", results, "abc", time.time() + 60, tmp_path / "rows.jsonl")
+
+
+def test_a_lost_device(results: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process goes on without the contestant, and without what was measured."""
     processes = Processes(([line("a"), line("b", "failed")], LOST), ([line("c"), line("seqtile")], 0))
     monkeypatch.setattr(run, "ran", processes)
-    found = run.measured("gated_mlp", results, "abc", time.time() + 60)
+    found = measured(results, tmp_path)
     assert contestants(found) == {"a": "measured", "b": "failed", "c": "measured", "seqtile": "measured"}
     assert processes.calls == [("gated_mlp", [], []), ("gated_mlp", ["test[a]", "test[b]"], ["b"])]
-    assert found.matmul_tflops == 800 and results.machine == {"device": "NVIDIA H200"} and not run.failed(found)
+    assert processes.machines == [{}, MACHINE | {"commit": "abc"}]
+    assert found.matmul_tflops == 800 and found.copy_gbs == 4000 and not run.failed(found)
 
 
-def test_a_lost_device_at_the_end(results: Results, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_lost_device_at_the_end(results: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     processes = Processes(([line("a"), line("b", "failed")], LOST), ([], pytest.ExitCode.NO_TESTS_COLLECTED))
     monkeypatch.setattr(run, "ran", processes)
-    found = run.measured("gated_mlp", results, "abc", time.time() + 60)
+    found = measured(results, tmp_path)
     assert contestants(found) == {"a": "measured", "b": "failed"} and not run.failed(found)
 
 
-@pytest.mark.parametrize("rows", [[line("a")], [], None])
-def test_a_process_that_dies(results: Results, monkeypatch: pytest.MonkeyPatch, rows: list | None) -> None:
-    monkeypatch.setattr(run, "ran", Processes((rows, -11)))
-    found = run.measured("gated_mlp", results, "abc", time.time() + 60)
-    assert contestants(found) == {"a": "measured"} | {"(all)": "failed"} if rows else {"(all)": "failed"}
+@pytest.mark.parametrize("found_before", [[line("a")], [], None])
+def test_a_process_that_dies(
+    results: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found_before: list | None
+) -> None:
+    monkeypatch.setattr(run, "ran", Processes((found_before, -11)))
+    found = measured(results, tmp_path)
+    assert contestants(found) == {"a": "measured"} | {"(all)": "failed"} if found_before else {"(all)": "failed"}
     assert run.failed(found) and found.rows[-1]["why"] == "pytest ended with -11"
 
 
-def test_a_run_goes_on(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """The subject that failed is run again, the other not; from another commit both are."""
+@pytest.fixture
+def main(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., None]:
+    """A run of two subjects at tiny size, into a directory of its own."""
     monkeypatch.setattr(run.pictures, "draw", lambda results, file: [])
+    monkeypatch.setattr(run.process, "end_by_signals", lambda: None)
     options: dict[str, Any] = {"size": "smoke", "subjects": "gated_mlp, offload", "directory": tmp_path}
+    return partial(run.main, **options, memory_limit=None, minutes=None)
+
+
+def test_a_run_goes_on(main: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The subject that failed is run again, the other not; from another commit both are. What each run measures on, its
+    first process finds out."""
     processes = Processes(([line("a")], 0), ([line("b")], 1))
     monkeypatch.setattr(run, "ran", processes)
     with pytest.raises(SystemExit, match="failed: offload"):
-        run.main(**options, memory_limit=None, minutes=None, commit="abc")
+        main(commit="abc")
     processes.ends = [([line("b")], 0)]
-    run.main(**options, memory_limit=None, minutes=None, commit="abc")
+    main(commit="abc")
     assert [subject for subject, *_ in processes.calls] == ["gated_mlp", "offload", "offload"]
-    (file,) = tmp_path.glob("*.json")
-    assert {name: contestants(subject) for name, subject in load(file).subjects.items()} == {
+    assert processes.machines == [{}, MACHINE | {"commit": "abc"}, {}]
+    (file,) = tmp_path.iterdir()
+    found = load(file)
+    assert {name: contestants(subject) for name, subject in found.subjects.items()} == {
         "gated_mlp": {"a": "measured"},
         "offload": {"b": "measured"},
     }
+    assert found.machine == {"device": "NVIDIA H200"}
+    assert [subject.matmul_tflops for subject in found.subjects.values()] == [800, 800]
     processes.ends = [([line("a")], 0), ([line("b")], 0)]
-    run.main(**options, memory_limit=None, minutes=None, commit="def")
+    main(commit="def")
     assert not processes.ends
 
 
-@pytest.mark.parametrize("options", [{"subjects": "gated_mlp mlp"}, {"size": "huge"}])
+@pytest.mark.parametrize(("commit", "counts"), [("abc", True), ("def", False), ("abc+", False)])
+def test_a_run_that_is_killed(
+    main: Callable[..., None], monkeypatch: pytest.MonkeyPatch, tmp_path: Path, commit: str, counts: bool
+) -> None:
+    """Leaves its rows; those from the same commit count, but for what there was no time for and half a line."""
+    first = "abc+" if commit == "abc+" else "abc"
+    processes = Processes(([line("a"), line("b"), line("c", "no time left")], KeyboardInterrupt))
+    monkeypatch.setattr(run, "ran", processes)
+    with pytest.raises(KeyboardInterrupt):
+        main(commit=first)
+    (file,) = tmp_path.iterdir()
+    assert file.name.endswith("-smoke-gated_mlp.jsonl")
+    with file.open("a") as lines:
+        lines.write('{"id": "test[d]", "ro')
+    assert contestants(rows.subject_of(file)) == {"a": "measured", "b": "measured", "c": "no time left"}
+    processes.ends = [([line("c"), line("d")], 0), ([line("e")], 0)]
+    main(commit=commit)
+    assert processes.calls[1:] == [("gated_mlp", ["test[a]", "test[b]"] * counts, []), ("offload", [], [])]
+    (file,) = tmp_path.iterdir()
+    assert list(contestants(load(file).subjects["gated_mlp"])) == ["a", "b"] * counts + ["c", "d"]
+
+
+@pytest.mark.parametrize(
+    "options", [{"subjects": "gated_mlp mlp"}, {"size": "huge"}, {"size": "first", "subjects": "gated_mlp offload"}]
+)
 def test_what_is_refused(options: dict[str, str], tmp_path: Path) -> None:
     given = {"size": "smoke", "subjects": "", "memory_limit": None, "minutes": None, "commit": ""} | options
-    with pytest.raises(run.typer.BadParameter, match=r"expected .* got (mlp|huge)"):
+    with pytest.raises(run.typer.BadParameter, match=r"expected .* got (mlp|huge|offload)"):
         run.main(**given, directory=tmp_path)
     assert not list(tmp_path.iterdir())
 
 
 def rows_of(tmp_path: Path, *options: str) -> tuple[dict[str, Any], list[dict[str, Any]]]:
     """What a benchmark file writes: what it was measured on, and rows."""
-    results, file = Results("CPU", "2026-11-21", "small"), tmp_path / "rows.jsonl"
-    command = [run.sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(run.file_of("gated_mlp"))]
-    command += [f"--size={results.size}", f"--rows={file}", f"--benchmark-json={tmp_path / 'theirs.json'}", *options]
-    environment = {name: value for name, value in run.os.environ.items() if not name.startswith("PYTEST_")}
-    assert run.subprocess.run(command, cwd=run.HERE.parent, env=environment, timeout=900).returncode == 0
-    machine, *lines = [json.loads(line) for line in file.read_text().splitlines()]
-    return machine, [entry["row"] for entry in lines]
+    file = tmp_path / "rows.jsonl"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(run.file_of("gated_mlp"))]
+    command += ["--size=small", f"--rows={file}", f"--benchmark-json={tmp_path / 'theirs.json'}", *options]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    assert subprocess.run(command, cwd=run.HERE.parent, env=environment, timeout=900).returncode == 0
+    machine, found = rows.read(file)
+    return machine, list(found.values())
 
 
 def test_what_a_file_writes(tmp_path: Path) -> None:
     """Its rows are what pytest-benchmark has; both ceilings are there."""
-    machine, rows = rows_of(tmp_path, "-k", "tiny-300 and not compiled")
+    machine, found = rows_of(tmp_path, "-k", "tiny-300 and not compiled", "--commit=abc")
     assert machine["matmul_tflops"] > 0 and machine["copy_gbs"] > 0 and machine["versions"]["torch"]
+    assert machine["commit"] == "abc"
     theirs = json.loads((tmp_path / "theirs.json").read_text())["benchmarks"]
-    assert [row["contestant"] for row in rows] == [entry["extra_info"]["contestant"] for entry in theirs]
-    for row, entry in zip(rows, theirs, strict=True):
+    assert [row["contestant"] for row in found] == [entry["extra_info"]["contestant"] for entry in theirs]
+    for row, entry in zip(found, theirs, strict=True):
         if row["status"] == "measured":
             assert row["both_ms"] == pytest.approx(1000 * entry["stats"]["median"]) and row["rounds"] == 2
             assert row["forward_ms"] + row["backward_ms"] == pytest.approx(row["both_ms"], rel=1e-3)
-    assert {row["contestant"] for row in rows if row["status"] == "measured"} >= {"huggingface", "seqtile"}
+    assert {row["contestant"] for row in found if row["status"] == "measured"} >= {"huggingface", "seqtile"}
 
 
 def test_time_that_is_up(tmp_path: Path) -> None:
-    """Every case is named."""
-    _, rows = rows_of(tmp_path, "--seconds=0")
-    assert len(rows) == 18 and {row["status"] for row in rows} == {"no time left"}
+    """Every case is named. What is known of the machine is not measured again."""
+    rows.append(tmp_path / "rows.jsonl", MACHINE)
+    machine, found = rows_of(tmp_path, "--seconds=0")
+    assert len(found) == 18 and {row["status"] for row in found} == {"no time left"}
+    assert machine == MACHINE

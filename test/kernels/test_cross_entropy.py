@@ -172,6 +172,7 @@ def test_softcap_where_its_polynomial_ends(device: str) -> None:
     torch.testing.assert_close(ours["losses"].double(), expected, rtol=2e-6, atol=0)
 
 
+@pytest.mark.alone
 def test_row_offsets_are_int64(device: str) -> None:
     """Row 3 begins at element 3 * 2**30 > 2**31. The slab is virtual memory: only four rows of it are touched."""
     stride, vocab = 2**30, 1000

@@ -59,6 +59,7 @@ def test_backward(rows: int, width: int, dtype: torch.dtype, activation: str, de
     assert slab[:, :, width:].isnan().all(), "wrote past a row"
 
 
+@pytest.mark.alone
 def test_row_offsets_are_int64(device: str) -> None:
     """Row 3 begins at element 3 * 2**30 > 2**31. The slab is virtual memory: only a few rows of it are touched."""
     stride, width = 2**30, 1025

@@ -148,6 +148,7 @@ def test_more_rows_than_one_round_of_programs(device: str) -> None:
     assert_as_exact(d_weight, same[1], truth[1])
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("heads", [1, 4])
 def test_offsets_are_int64(heads: int, device: str) -> None:
     """The last of 4 rows begins at element 3 * 2**30 > 2**31, be they of tokens or of heads. The slab is virtual

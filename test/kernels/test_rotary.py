@@ -50,6 +50,7 @@ def test_rotary(
     assert slab.isnan().sum() == slab.numel() - x.numel(), "wrote past a row"
 
 
+@pytest.mark.alone
 @pytest.mark.parametrize("of_heads", [False, True])
 def test_offsets_are_int64(of_heads: bool, device: str) -> None:
     """The last row of x, cos and sin begins at element 3 * 2**30 > 2**31, be it of the last token or, as in heads cut

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from seqtile import apply_seqtile, memory, offload
 from seqtile.offload.checkpointing import enable_checkpointing
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 K = 1024
 
 

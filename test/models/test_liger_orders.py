@@ -14,6 +14,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from tiny import broken_interpreter
+
 pytest.importorskip("liger_kernel")
 pytest.importorskip("triton")
 pytestmark = pytest.mark.timeout(200)
@@ -47,6 +49,8 @@ def lifetime(fixture_name: str, config: pytest.Config) -> str:
 @pytest.fixture(scope=lifetime)
 def run(device: str) -> Iterator[Callable[..., str]]:
     """Runs a case of the worker, for its traceback, "" if all is right: in a fork of one process or, on a GPU, anew."""
+    if device == "cpu" and (why := broken_interpreter()):
+        pytest.skip(why)
     environment = os.environ | {"OMP_NUM_THREADS": "1"} | ({"TRITON_INTERPRET": "1"} if device == "cpu" else {})
     pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
     with subprocess.Popen([sys.executable, str(WORKER), device], text=True, env=environment, **pipes) as process:

@@ -12,7 +12,7 @@ from seqtile import apply_seqtile, offload
 from seqtile.offload.checkpointing import enable_checkpointing
 from tiny import batch_of, build, loss_and_gradients
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 TOKENS, WIDTH = 4000, 1024
 INPUT = TOKENS * WIDTH * 4  # bytes of a layer's input, above what is left where it is
 

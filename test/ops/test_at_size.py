@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from assertions import assert_as_exact
 from seqtile import gated_mlp, linear_cross_entropy
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
 
 def operand(*shape: int, scale: float) -> torch.Tensor:

@@ -19,7 +19,7 @@ HEADS = {  # architecture and shape: query heads / kv heads
     "three 3/3": ("gemma3_text", {"num_attention_heads": 3, "num_key_value_heads": 3}),
     "flash 4/2": ("mistral", {"num_key_value_heads": 2, "sliding_window": None}),
     "flash 2/1": ("qwen2", {"num_attention_heads": 2, "num_key_value_heads": 1}),
-    "flex 6/3": ("qwen3", {"num_attention_heads": 6, "num_key_value_heads": 3}),
+    "flex 6/3": ("qwen3", {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16}),  # on a GPU no fewer
 }
 _ROPE = {"rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 40}
 LONG_ROPE = _ROPE | {

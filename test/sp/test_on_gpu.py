@@ -1,5 +1,7 @@
 """On a GPU: the kernels that a CPU lacks, flash and flex attention, and collectives of nccl, on one rank."""
 
+from collections.abc import Iterator
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -52,29 +54,31 @@ def test_attention(implementation: str, window: int | None, rank: int, size: int
         assert_as_exact(ours, same_dtype, truth)
 
 
-def test_one_rank_of_nccl(tmp_path) -> None:
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[sp.SequenceParallel]:
+    store = tmp_path_factory.mktemp("nccl") / "store"
+    dist.init_process_group("nccl", init_method=f"file://{store}", rank=0, world_size=1)
+    yield sp.initialize(1)
+    dist.destroy_process_group()
+
+
+IN_FLOAT32 = [case for case in attention_cases() if not WRAPPED.get(case[0].split()[0], "").startswith("flash")]
+
+
+@pytest.mark.parametrize(
+    ("case", "kind", "arch", "shape"), IN_FLOAT32, ids=[f"{case}, {kind}" for case, kind, *_ in IN_FLOAT32]
+)
+def test_one_rank_of_nccl(case: str, kind: str, arch: str, shape: dict, one_rank: sp.SequenceParallel) -> None:
     """Loss and gradients of every kind of heads and of sequence, in float32."""
-    dist.init_process_group("nccl", init_method=f"file://{tmp_path}/store", rank=0, world_size=1)
-    try:
-        ctx = sp.initialize(1)
-        for case, kind, arch, shape in attention_cases():
-            model = build(arch, device="cuda", **shape)
-            implementation = WRAPPED.get(case.split()[0], "")
-            if implementation.startswith("flash"):  # not in float32
-                continue
-            batch = {
-                name: value.cuda() if isinstance(value, torch.Tensor) else value
-                for name, value in batch_of_kind(kind).items()
-            }
-            loss, gradients = loss_and_gradients(model, **batch)
-            model.zero_grad()
-            if implementation:
-                model.set_attn_implementation(implementation)
-            sp.apply_ulysses(model, ctx)
-            ours = sp.reduce_loss(model(**sp.shard(batch, ctx)).loss, ctx)
-            ours.backward()
-            assert relative_error(ours, loss) <= 1e-5, f"{case}, {kind}"
-            for name, parameter in model.named_parameters():
-                assert relative_error(parameter.grad, gradients[name]) <= 1e-4, f"{case}, {kind}: {name}"
-    finally:
-        dist.destroy_process_group()
+    model = build(arch, device="cuda", **shape)
+    batch = {name: x.cuda() if isinstance(x, torch.Tensor) else x for name, x in batch_of_kind(kind).items()}
+    loss, gradients = loss_and_gradients(model, **batch)
+    model.zero_grad()
+    if implementation := WRAPPED.get(case.split()[0]):
+        model.set_attn_implementation(implementation)
+    sp.apply_ulysses(model, one_rank)
+    ours = sp.reduce_loss(model(**sp.shard(batch, one_rank)).loss, one_rank)
+    ours.backward()
+    assert relative_error(ours, loss) <= 1e-5
+    for name, parameter in model.named_parameters():
+        assert relative_error(parameter.grad, gradients[name]) <= 1e-4, name

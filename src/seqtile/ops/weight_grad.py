@@ -45,6 +45,8 @@ class WeightGrad:
             self.total.addmm_(left.t(), right, beta=beta)
         elif not on_gpu or torch.version.hip is not None:
             self._add_in_float32(left, right, beta)
+        elif not left.is_cuda:  # a simulation: the same product and sum; torch 2.11 cannot simulate addmm's out_dtype
+            self.total.addmm_(left.t(), right, beta=beta)
         elif _ADDMM_TAKES_FLOAT32 and not torch.compiler.is_compiling():  # Inductor cannot lower it (pytorch #163880)
             torch.addmm(self.total, left.t(), right, beta=beta, out_dtype=torch.float32, out=self.total)
         elif beta == 0:

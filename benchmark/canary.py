@@ -1,0 +1,208 @@
+"""Each kernel once, at the size of a real tile, some of its rows against float64: the first thing to do on a GPU.
+
+    python3 -m benchmark.canary [FILE]
+
+Appends what each did to FILE, as lines of JSON. A kernel is right by the law of `test/assertions.py`: at most twice as
+far from the truth as torch in the same dtype. Ends with 1 if anything is wrong.
+"""
+
+import sys
+import traceback
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from benchmark.contest import WRONG
+from benchmark.device import DEVICE, DTYPE, free_memory, is_lost
+from benchmark.models import build, offloaded
+from benchmark.one_tile import Tile, tile_at_hand
+from benchmark.rows import append
+
+from assertions import FLOOR, relative_error
+from seqtile import apply_seqtile
+from seqtile.kernels.launch import (
+    cross_entropy_,
+    gated_activation_,
+    gated_activation_backward_,
+    rms_norm,
+    rms_norm_backward,
+    rotary_,
+)
+from seqtile.kernels.loss_options import LossOptions
+from seqtile.offload.checkpointing import enable_checkpointing
+from seqtile.ops.weight_grad import WeightGrad
+
+ROWS = 32  # of a tile, spread over it, the last one among them
+EPS = 1e-5
+OF_SUM = 1e-4  # relative error of sums of products in float32; bfloat16 would have 2e-3
+
+
+class Found(NamedTuple):
+    what: str
+    error: float
+    allowed: float
+
+
+def judged(what: str, ours: torch.Tensor, same_dtype: torch.Tensor, truth: torch.Tensor) -> Found:
+    return Found(what, relative_error(ours, truth), 2 * relative_error(same_dtype, truth) + FLOOR)
+
+
+def some_rows(tokens: int) -> torch.Tensor:
+    return torch.linspace(0, tokens - 1, ROWS).long().to(DEVICE)
+
+
+def gradients(out: torch.Tensor, upstream: torch.Tensor, *leaves: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    return torch.autograd.grad(out, leaves, upstream.to(out.dtype))
+
+
+def all_written(what: str, *tensors: torch.Tensor) -> Found:
+    """Everywhere, not in some rows alone."""
+    return Found(f"{what}: not finite", float(sum((~x.isfinite()).sum().item() for x in tensors)), 0)
+
+
+def cross_entropy(tile: Tile) -> Iterator[Found]:
+    logits = tile.random(tile.tokens, tile.shape.vocab)
+    target = torch.randint(tile.shape.vocab, (tile.tokens,), device=DEVICE)
+    rows = some_rows(tile.tokens)
+    before, losses = logits[rows], torch.full((tile.tokens,), torch.nan, device=DEVICE)
+    cross_entropy_(logits, target, losses, LossOptions(), write_grad=True)
+    by_torch = []
+    for dtype in (torch.float32, torch.float64):
+        x = before.to(dtype).requires_grad_()
+        loss = F.cross_entropy(x, target[rows], reduction="none")
+        by_torch.append((loss.detach(), gradients(loss, torch.ones_like(loss), x)[0]))
+    (loss, gradient), truth = by_torch
+    yield judged("cross-entropy, loss", losses[rows], loss, truth[0])
+    yield judged("cross-entropy, gradient", logits[rows], gradient.to(DTYPE), truth[1])
+    yield all_written("cross-entropy", losses, logits)
+
+
+def gated_activation(tile: Tile) -> Iterator[Found]:
+    gate, up, d_product = (tile.random(tile.tokens, tile.shape.mlp) for _ in range(3))
+    rows = some_rows(tile.tokens)
+    before = [x[rows] for x in (gate, up, d_product)]
+    product = gated_activation_(gate.clone(), up, "silu")
+    gated_activation_backward_(gate, up, d_product, "silu")
+    by_torch = []
+    for dtype in (DTYPE, torch.float64):
+        g, u, d = (x.to(dtype).requires_grad_() for x in before)
+        out = F.silu(g) * u
+        by_torch.append([out.detach(), *gradients(out, d, g, u), out.detach()])
+    names = ("product", "gradient of gate", "gradient of up", "product again")
+    for name, ours, same, truth in zip(names, (product, gate, up, d_product), *by_torch, strict=True):
+        yield judged(f"gated activation, {name}", ours[rows], same, truth)
+    yield all_written("gated activation", product, gate, up, d_product)
+
+
+def norm(tile: Tile) -> Iterator[Found]:
+    width = tile.shape.hidden
+    x, d_y, add = (tile.random(tile.tokens, width) for _ in range(3))
+    weight, d_weight = tile.random(width), torch.zeros(width, device=DEVICE)
+    y = rms_norm(x, weight, EPS, torch.full_like(x, torch.nan))
+    d_x = rms_norm_backward(x, weight, EPS, d_y, torch.full_like(x, torch.nan), add=add, d_weight=d_weight)
+    by_torch = []
+    for dtype in (DTYPE, torch.float64):
+        leaf, scale = x.to(dtype).requires_grad_(), weight.to(dtype).requires_grad_()
+        out = F.rms_norm(leaf, (width,), scale, EPS)
+        of_x, of_weight = gradients(out, d_y, leaf, scale)
+        by_torch.append([out.detach(), of_x + add, of_weight])
+    rows = some_rows(tile.tokens)
+    for name, ours, same, truth in zip(("y", "gradient of x"), (y, d_x), *(of[:2] for of in by_torch), strict=True):
+        yield judged(f"rms norm, {name}", ours[rows], same[rows], truth[rows])
+    yield judged("rms norm, gradient of the weight", d_weight, by_torch[0][2], by_torch[1][2])
+    yield all_written("rms norm", y, d_x)
+
+
+def rotary(tile: Tile) -> Iterator[Found]:
+    heads, width = tile.shape.heads, tile.shape.head_dim
+    x, angles = tile.random(tile.tokens, heads, width), tile.random(tile.tokens, width // 2, dtype=torch.float32)
+    cos, sin = (torch.cat([f(angles)] * 2, 1).to(DTYPE) for f in (torch.cos, torch.sin))
+    by_torch = []
+    for dtype in (DTYPE, torch.float64):
+        first, second = x.to(dtype).chunk(2, 2)
+        turned = torch.cat([-second, first], 2)
+        by_torch.append(x.to(dtype) * cos.to(dtype)[:, None] + turned * sin.to(dtype)[:, None])
+    ours = rotary_(x.clone(), cos, sin)
+    yield judged("rotary", ours, *by_torch)
+    back = rotary_(ours, cos, sin, backward=True)
+    length = (cos[:, : width // 2].double() ** 2 + sin[:, : width // 2].double() ** 2).repeat(1, 2)[:, None]
+    yield Found("rotary, there and back", relative_error(back, x.double() * length), WRONG[DTYPE])
+
+
+def weight_gradient(tile: Tile) -> Iterator[Found]:
+    """The float32 sum, begun (beta 0: what the buffer held is ignored) and added to (beta 1)."""
+    lefts, rights = ([tile.random(tile.tokens, n) for _ in range(2)] for n in (tile.shape.vocab, tile.shape.hidden))
+    grad = WeightGrad(torch.empty(tile.shape.vocab, tile.shape.hidden, dtype=DTYPE, device=DEVICE))
+    grad.total.fill_(torch.nan)
+    rows = some_rows(tile.shape.vocab)
+    truth = torch.zeros(ROWS, tile.shape.hidden, dtype=torch.float64, device=DEVICE)
+    for beta, left, right in zip((0, 1), lefts, rights, strict=True):
+        grad.add(left, right)
+        truth += left[:, rows].double().t() @ right.double()
+        yield Found(f"float32 sum, beta {beta}", relative_error(grad.total[rows], truth), OF_SUM)
+    yield all_written("float32 sum", grad.total)
+
+
+def offload(tile: Tile) -> Iterator[Found]:
+    """Three layers, checkpointed with their inputs on the GPU, and once more with them in host memory."""
+    model = build(tile.shape, DTYPE, layers=3, vocab=8)
+    apply_seqtile(model, loss=False)
+    x, upstream = (tile.random(1, tile.longer, tile.shape.hidden) for _ in range(2))
+    found = []
+    for how in (enable_checkpointing, offloaded):
+        how(model)
+        model.zero_grad(set_to_none=True)
+        leaf = x.clone().requires_grad_()
+        out = model.model(inputs_embeds=leaf).last_hidden_state
+        out.backward(upstream)
+        found.append(
+            [out.detach(), leaf.grad, *(each.grad for each in model.model.parameters() if each.grad is not None)]
+        )
+    if DEVICE == "cuda":
+        held = model._seqtile_offload.store.pool.total
+        yield Found("offload, host memory over two inputs", abs(held / (2 * x.nbytes) - 1), 0.05)
+    yield Found("offload, a step", max(map(relative_error, found[1], found[0])), WRONG[DTYPE])
+
+
+CHECKS: dict[str, Callable[[Tile], Iterator[Found]]] = {
+    check.__name__: check for check in (cross_entropy, gated_activation, norm, rotary, weight_gradient, offload)
+}
+
+
+def checked(name: str, tile: Tile, note: Callable[[dict[str, object]], None]) -> bool:
+    """Whether all is right; an exception is a result like any other."""
+    right = True
+    try:
+        for what, error, allowed in CHECKS[name](tile):
+            good = error <= allowed  # NaN is wrong
+            right &= good
+            print(f"{'right' if good else 'WRONG'}  {what}: {error:.1e}, allowed {allowed:.1e}", flush=True)
+            note({"what": what, "error": repr(error), "allowed": allowed, "right": good})
+    except Exception as error:
+        print(f"FAILED {name}", flush=True)
+        traceback.print_exc()
+        note({"what": name, "right": False, "why": f"{type(error).__name__}: {error}"[:400]})
+        right = False
+    return right
+
+
+def main() -> None:
+    torch.manual_seed(0)
+
+    def note(row: dict[str, object]) -> None:
+        for file in sys.argv[1:2]:
+            append(Path(file), {"part": "canary"} | row)
+
+    wrong = []
+    for name in CHECKS:
+        wrong += [] if checked(name, tile_at_hand(), note) else [name]
+        if is_lost():
+            sys.exit(f"{name} took the device with it")
+        free_memory()
+    sys.exit(f"wrong: {', '.join(wrong)}" if wrong else 0)
+
+
+if __name__ == "__main__":
+    main()

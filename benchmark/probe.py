@@ -1,0 +1,67 @@
+"""The machine before anything is measured on it: versions, memory, how fast host memory can be registered and copied.
+
+    python3 -m benchmark.probe [FILE]
+
+Appends what it found to FILE, as a line of JSON.
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from benchmark.device import CLOCKS, DEVICE, Watch, description, output, synchronize
+from benchmark.rows import append
+
+from seqtile.offload.checkpointing import store_on
+from seqtile.offload.host import available
+
+GIB = 2**30
+
+
+def copied(target: torch.Tensor, source: torch.Tensor) -> float:
+    """GB/s of the better of two copies."""
+    seconds = []
+    for _ in range(2):
+        watch = Watch()
+        watch.mark()
+        target.copy_(source, non_blocking=True)
+        watch.mark()
+        seconds += watch.seconds()
+    return source.nbytes / min(seconds) / 1e9
+
+
+def of_host_memory(size: int = GIB) -> dict[str, float]:
+    """Seconds to register a block as `seqtile.offload` does, and how fast it is copied out to and back."""
+    device = torch.device("cuda", torch.cuda.current_device())
+    pool = store_on(device, None).pool
+    on_gpu = torch.ones(size, dtype=torch.uint8, device=device)
+    synchronize()
+    started = time.perf_counter()
+    block = pool.take(size)
+    found = {"register_1gib_s": time.perf_counter() - started}
+    found |= {"out_gbs": copied(block, on_gpu), "back_gbs": copied(on_gpu, block)}
+    assert on_gpu.sum().item() == size, "what came back is not what went out"
+    pool.give(block)
+    started = time.perf_counter()
+    pool.close()
+    return found | {"unregister_1gib_s": time.perf_counter() - started}
+
+
+def main() -> None:
+    found: dict[str, Any] = description() | {"cpus": len(os.sched_getaffinity(0))}
+    found |= {"host_available_gib": round(available() / GIB, 1)}
+    found["modules"] = {name: str(getattr(sys.modules.get(name), "__file__", "")) for name in ("torch", "seqtile")}
+    if DEVICE == "cuda":
+        print(output("nvidia-smi", f"--query-gpu=name,memory.total,memory.used,{','.join(CLOCKS)}", "--format=csv"))
+        found |= of_host_memory()
+    for name, value in found.items():
+        print(f"{name}: {f'{value:.3g}' if isinstance(value, float) else value}", flush=True)
+    for file in sys.argv[1:2]:
+        append(Path(file), {"part": "probe"} | found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""make test-gpu: what a GPU can break, on the GPU at hand and with the Python at hand; meant for 4 minutes on an H100.
+
+    PYTHONPATH=src python3 -m dev.gpu_tests [--seconds S] [--workers N] [OPTION OF PYTEST ...]
+
+First several processes beside each other; then by themselves, in one process, the tests that measure memory or the
+host or take much of the GPU. Which tests and cases these are is said by `test/on_gpu.py` and `test/everyday.py`.
+A failure is shown when it happens. What is not over in its time is interrupted, and says what has failed.
+"""
+
+import argparse
+import os
+import sys
+import time
+
+from benchmark.process import end_by_signals, ended
+
+ROOMS = ("kernels", "ops", "modules", "models", "sp", "offload", "memory")
+SECONDS = 300.0
+OF_ALONE = 75.0  # of them, for the tests by themselves
+PATIENCE = 20.0  # seconds to say what has failed, once interrupted
+SIDE_BY_SIDE, ALONE = "not dist and not alone", "alone and not dist"
+
+
+def options(marks: str) -> list[str]:
+    """What pytest is asked for. A test that hangs ends its process, which pytest-xdist starts anew."""
+    found = ["-v", "--tb=short", "--maxfail=25", "-p", "no:cacheprovider", "--device=cuda", "-m", marks]
+    found += ["-o", "timeout=150", "-o", "timeout_method=thread"]
+    return found + [f"test/{room}" for room in ROOMS]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--seconds", type=float, default=SECONDS)
+    parser.add_argument("--workers", type=int, default=8)
+    given, of_pytest = parser.parse_known_args()
+    end_by_signals()
+    environment = {"PYTHONPATH": os.pathsep.join(filter(None, ["src", os.environ.get("PYTHONPATH")]))}
+    environment |= {"PYTHONUNBUFFERED": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}  # not a pool for each process
+    end, codes = time.time() + given.seconds, []
+    for marks, workers, left in ((SIDE_BY_SIDE, given.workers, OF_ALONE), (ALONE, 1, 0)):
+        print(f"== {marks}", flush=True)
+        command = [sys.executable, "-m", "pytest", *options(marks), "-n", str(workers), "--dist", "worksteal"]
+        seconds = max(1.0, end - left - time.time())
+        codes.append(ended([*command, *of_pytest], seconds, PATIENCE, **environment))
+    sys.exit(f"pytest ended with {codes}" if any(codes) else 0)
+
+
+if __name__ == "__main__":
+    main()

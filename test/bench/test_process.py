@@ -1,0 +1,67 @@
+"""A command that has no more time is interrupted, then killed with all that it has started; so is what a run that is
+ended has started."""
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from benchmark.process import KILLED, ROOT, ended
+
+WORKS = "trap '{trap}' INT; sleep 30 & echo $! >{file}; wait"
+
+
+@pytest.fixture(autouse=True)
+def ctrl_c_is_not_ignored() -> Iterator[None]:
+    """As it is where tests are started in the background, and then also in what they start."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+def bash(script: str) -> list[str]:
+    return ["bash", "-c", script]
+
+
+def once_written(file: Path) -> int:
+    until = time.time() + 600
+    while not (file.exists() and file.read_text().endswith("\n")) and time.time() < until:
+        time.sleep(0.01)
+    return int(file.read_text())
+
+
+def is_gone(pid: int) -> bool:
+    """Now, or as soon as the system has cleaned up."""
+    state, until = Path(f"/proc/{pid}/stat"), time.time() + 600
+    while time.time() < until:
+        if not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z":
+            return True
+        time.sleep(0.01)
+    return False
+
+
+def test_time_enough() -> None:
+    assert ended(bash("exit $CODE"), 600, CODE="7") == 7
+
+
+@pytest.mark.parametrize(("trap", "patience", "code"), [("exit 5", 600, 5), ("", 0.1, KILLED)])
+def test_time_that_is_up(tmp_path: Path, trap: str, patience: float, code: int) -> None:
+    """What listens to Ctrl-C ends by itself."""
+    assert ended(bash(WORKS.format(trap=trap, file=tmp_path / "pid")), 1, patience) == code
+    assert is_gone(once_written(tmp_path / "pid"))
+
+
+def test_ended_itself(tmp_path: Path) -> None:
+    """By SIGTERM, sent twice, where Ctrl-C is ignored."""
+    works = bash(WORKS.format(trap="", file=tmp_path / "pid"))
+    outer = f"from benchmark.process import *; end_by_signals(); ended({works!r}, 600)"
+    ignored = ["bash", "-c", 'trap "" INT; exec "$@"', "-", sys.executable, "-c", outer]
+    process = subprocess.Popen(ignored, cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    started = once_written(tmp_path / "pid")
+    for _ in range(2):
+        process.send_signal(signal.SIGTERM)
+    assert "KeyboardInterrupt" in process.communicate(timeout=600)[1]
+    assert is_gone(started)

@@ -4,7 +4,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from assertions import assert_as_exact, relative_error
+from assertions import assert_each_as_exact, relative_error
 from measure import FlopCount, LiveBytes, eager_memory
 from seqtile import tiled
 
@@ -43,9 +43,9 @@ def test_module(shape: tuple[int, ...], checkpointed: bool | None, dtype: torch.
     truth_module, truth_x = Mlp().to(device, torch.float64), x.detach().double().requires_grad_()
     truth_module.load_state_dict(module.state_dict())
     truth = gradients(truth_module(truth_x), d_y, truth_x, *truth_module.parameters())
-    for mine, theirs, true in zip(ours, same, truth, strict=True):
-        assert mine.dtype == dtype
-        assert_as_exact(mine, theirs, true)
+    assert all(mine.dtype == dtype for mine in ours)
+    names = ["y", "x", *dict(module.named_parameters())]
+    assert_each_as_exact(*(dict(zip(names, found, strict=True)) for found in (ours, same, truth)))
 
 
 def several(a: torch.Tensor, b: torch.Tensor, table: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -108,8 +108,8 @@ def test_autocast_is_replayed(device: str) -> None:
     truth_module, truth_x = Mlp().to(device, torch.float64), x.detach().double().requires_grad_()
     truth_module.load_state_dict(module.state_dict())
     truth = gradients(truth_module(truth_x), d_y, truth_x, *truth_module.parameters())
-    for mine, theirs, true in zip(ours, same, truth, strict=True):
-        assert_as_exact(mine, theirs, true)
+    names = ["y", "x", *dict(module.named_parameters())]
+    assert_each_as_exact(*(dict(zip(names, found, strict=True)) for found in (ours, same, truth)))
 
 
 def test_gradients_of_parameters_do_not_lose_digits_over_tiles(device: str) -> None:

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT / "src"), str(ROOT / "test")]
 
 import torch  # noqa: E402
-from dev.check_cuda.engine import backward  # noqa: E402
+from dev.check_cuda.engine import backward, grad  # noqa: E402
 from dev.check_cuda.rules import CudaRules  # noqa: E402
 from torch._subclasses import fake_tensor  # noqa: E402
 from torch._subclasses.fake_tensor import FakeTensorMode  # noqa: E402
@@ -67,7 +67,9 @@ def pretended() -> ExitStack:
         (torch.cuda, "set_rng_state", lambda *args, **options: None),
         (torch.amp.autocast_mode, "amp_definitely_not_available", lambda: False),
         (fake_tensor, "init_gpu_context", lambda device: None),
+        (FakeTensorMode, "avoid_device_init", True),
         (torch.nn.functional, "scaled_dot_product_attention", attention),
+        (torch.autograd, "grad", grad),
         (launch, "FakeTensor", ()),  # a simulation would not launch them
     ):
         stack.enter_context(patch.object(target, name, value, create=True))

@@ -1,12 +1,17 @@
 """A backward pass in Python: torch's own asks the driver for devices, and ends the process where there is none."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from itertools import count
+from unittest.mock import patch
 
 import torch
-from torch.autograd.graph import Node
+from torch.autograd.graph import GradientEdge, Node, get_gradient_edge
+
+Edge = tuple[Node, int]
 
 _TENSOR_ARGUMENTS: dict[Node, list[bool]] = {}
 """Of a node of a Function of ours: which of its arguments are tensors, and so have an edge."""
+_numbers = count()
 _apply = torch.autograd.Function.apply.__func__
 
 
@@ -23,11 +28,40 @@ torch.autograd.Function.apply = classmethod(_noted)
 
 
 def backward(out: torch.Tensor) -> None:
-    """Every node's own backward, called in order; leaves get their `grad`."""
-    pending: dict[Node, dict[int, torch.Tensor]] = {out.grad_fn: {out.output_nr: torch.ones_like(out)}}
-    for node in reversed(list(_in_order(out.grad_fn))):
+    """Like `out.backward()`: leaves get their `grad`."""
+    # checkpointing computes a layer again once for each number of a backward
+    with patch.object(torch._C, "_current_graph_task_id", lambda number=next(_numbers): number):
+        _walk((out.grad_fn, out.output_nr), torch.ones_like(out), None)
+
+
+def grad(
+    outputs: GradientEdge,
+    inputs: Sequence[GradientEdge | torch.Tensor],
+    grad_outputs: torch.Tensor,
+    *,
+    retain_graph: bool = True,
+    allow_unused: bool = True,
+) -> list[torch.Tensor | None]:
+    """Like `torch.autograd.grad`, of one output."""
+    edges = [get_gradient_edge(each) if isinstance(each, torch.Tensor) else each for each in inputs]
+    wanted = [(edge.node, edge.output_nr) for edge in edges]
+    found = _walk((outputs.node, outputs.output_nr), grad_outputs, wanted)
+    return [found.get(edge) for edge in wanted]
+
+
+def _walk(end: Edge, gradient: torch.Tensor, wanted: Sequence[Edge] | None) -> dict[Edge, torch.Tensor]:
+    """Every node's own backward, called in order; returns what reaches the `wanted`, of which nothing is called; with
+    None leaves get their `grad`."""
+    pending: dict[Node, dict[int, torch.Tensor]] = {end[0]: {end[1]: gradient}}
+    found: dict[Edge, torch.Tensor] = {}
+    order = list(_in_order(end[0]))
+    leading = _leading_to(order, {node for node, _ in wanted}) if wanted is not None else set(order)
+    for node in reversed(order):
         gradients = pending.pop(node, None)
-        if not gradients:
+        if not gradients or node not in leading:
+            continue
+        if wanted is not None and any(node is each for each, _ in wanted):
+            found |= {(node, i): gradient for i, gradient in gradients.items()}
             continue
         with torch.no_grad():
             if type(node).__name__ == "AccumulateGrad":
@@ -35,9 +69,17 @@ def backward(out: torch.Tensor) -> None:
                 leaf.grad = gradient if leaf.grad is None else leaf.grad + gradient
                 continue
             for (following, index), gradient in zip(node.next_functions, _called(node, gradients), strict=False):
-                if following is not None and gradient is not None:
-                    found = pending.setdefault(following, {})
-                    found[index] = found[index] + gradient if index in found else gradient
+                if following in leading and gradient is not None:
+                    sums = pending.setdefault(following, {})
+                    gradient = _as_expected(gradient, following._input_metadata[index])
+                    sums[index] = sums[index] + gradient if index in sums else gradient
+    return found
+
+
+def _as_expected(gradient: torch.Tensor, metadata: object) -> torch.Tensor:
+    """As torch's engine does: what was broadcast is summed, and a gradient has its tensor's dtype."""
+    gradient = gradient if gradient.shape == metadata.shape else gradient.sum_to_size(metadata.shape)
+    return gradient.to(metadata.dtype)
 
 
 def _called(node: Node, gradients: dict[int, torch.Tensor]) -> list[torch.Tensor | None]:
@@ -52,6 +94,14 @@ def _called(node: Node, gradients: dict[int, torch.Tensor]) -> list[torch.Tensor
     result = node.apply(*given)
     result = result if isinstance(result, tuple) else (result,)
     return [gradient for gradient, has in zip(result, _TENSOR_ARGUMENTS[node], strict=True) if has]
+
+
+def _leading_to(order: Sequence[Node], wanted: set[Node]) -> set[Node]:
+    leading = set(wanted)
+    for node in order:  # each after all that its backward leads to
+        if any(following in leading for following, _ in node.next_functions):
+            leading.add(node)
+    return leading
 
 
 def _in_order(end: Node) -> Iterator[Node]:

@@ -26,13 +26,15 @@ class CudaRules(TorchDispatchMode):
             self.waits[name] += 1
         if name in ("mm", "addmm", "addmm_"):
             self._check_product(str(func), name, args, kwargs)
+        if func is torch.ops.aten.addmm.dtype_out:
+            return kwargs["out"]  # torch 2.11 cannot simulate it
         return func(*args, **kwargs)
 
     def _waits_for_copy(self, name: str, args: tuple, kwargs: dict) -> bool:
         devices = {leaf.device.type for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
         devices |= {kwargs["device"].type} if kwargs.get("device") is not None else set()
         asynchronous = kwargs.get("non_blocking") or (name == "copy_" and len(args) > 2 and args[2])
-        return len(devices) > 1 and not asynchronous
+        return len(devices) > 1 and not asynchronous and args[0].numel() > 0
 
     def _check_product(self, said: str, name: str, args: tuple, kwargs: dict) -> None:
         left, right = (args[0], args[1]) if name == "mm" else (args[1], args[2])

@@ -1,5 +1,5 @@
-"""Every kernel at the shapes of real models, compiled for every GPU generation: nothing is spilled, loads are 16 bytes
-wide, and the loops of the cross-entropy are short."""
+"""Every kernel at the shapes of real models, compiled for every GPU generation: nothing is spilled, the 32 lanes of a
+warp load 512 bytes at once, and the loops of the cross-entropy are short."""
 
 from collections.abc import Callable
 
@@ -123,7 +123,7 @@ LAUNCHES: dict[str, Launch] = {
 def test_nothing_is_spilled_and_loads_are_wide(target: str, name: str, dtype: str) -> None:
     kernel = compiled(target, lambda: LAUNCHES[name](DTYPES[dtype]))
     assert kernel.spilled == 0
-    assert kernel.widest_load == 16
+    assert kernel.widest_load >= 16 * 32 // TARGETS[target].warp_size  # of 64 lanes each has half as many elements
 
 
 def of_loss(name: str) -> Compiled:

@@ -102,9 +102,10 @@ def test_packed_samples(head_groups: int | None, device: str) -> None:
     tiled = tiled_copy(untiled, head_groups)
     batch = whole(101, device)
     batch["position_ids"] = torch.cat([torch.arange(n) for n in (17, 50, 1, 33)])[None].to(device)
-    alone = untiled(**{name: value for name, value in batch.items() if name != "position_ids"}).loss
+    without = {name: value for name, value in batch.items() if name != "position_ids"}
     theirs = loss_and_gradients(untiled, **batch)
-    assert relative_error(alone.detach(), theirs[0]) > 1e-4, "the documents are not told apart"
+    logits, in_one = (untiled(**inputs).logits.detach() for inputs in (batch, without))
+    assert relative_error(in_one, logits) > 1e-2, "the documents are not told apart"
     assert_equal(loss_and_gradients(tiled, **batch), theirs)
 
 

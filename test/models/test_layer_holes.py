@@ -121,7 +121,8 @@ def test_attention_dropout_draws_in_the_backward_what_it_drew_in_the_forward(att
         checkpointing(tiled, reentrant)
         torch.manual_seed(7)
         found.append(loss_and_gradients(tiled, **batch))
-    assert relative_error(found[0][0], loss_and_gradients(model.eval(), **batch)[0]) > 1e-4, "nothing was dropped"
+    undropped = loss_and_gradients(model.eval(), **batch)[1]["lm_head.weight"]
+    assert relative_error(found[0][1]["lm_head.weight"], undropped) > 1e-3, "nothing was dropped"
     for other in found[1:]:
         assert_equal(other, found[0])
 

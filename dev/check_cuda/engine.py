@@ -29,8 +29,8 @@ torch.autograd.Function.apply = classmethod(_noted)
 
 def backward(out: torch.Tensor) -> None:
     """Like `out.backward()`: leaves get their `grad`."""
-    # checkpointing computes a layer again once for each number of a backward
-    with patch.object(torch._C, "_current_graph_task_id", lambda number=next(_numbers): number):
+    number = next(_numbers)  # checkpointing computes a layer again once for each number of a backward
+    with patch.object(torch._C, "_current_graph_task_id", lambda: number):
         _walk((out.grad_fn, out.output_nr), torch.ones_like(out), None)
 
 

@@ -137,6 +137,19 @@ def test_products_at_full_size(arch: str, head_groups: str | None) -> None:
     assert abs(tiled / untiled - 1) <= 0.01
 
 
+def test_groups_share_what_the_norm_returns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a forward; a backward, which needs more memory, computes it again for each."""
+    normed, rms_norm = [], qkv.rms_norm
+    monkeypatch.setattr(
+        qkv, "rms_norm", lambda x, *args, **options: normed.append(len(x)) or rms_norm(x, *args, **options)
+    )
+    model = build("llama")
+    seqtile.apply_seqtile(model, layer=True, head_groups=2, loss=False, chunk_tokens=CHUNK)
+    with torch.no_grad():
+        model(**batch_of(1, TOKENS))
+    assert sum(normed) == TOKENS * model.config.num_hidden_layers
+
+
 @pytest.mark.parametrize("reentrant", [None, False])
 @pytest.mark.parametrize("head_groups", [None, 2])
 def test_a_dropped_graph_is_freed(head_groups: int | None, reentrant: bool | None, monkeypatch) -> None:

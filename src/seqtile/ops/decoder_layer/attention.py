@@ -78,7 +78,9 @@ class AttentionFunction(torch.autograd.Function):
         layout, params = call.layout, call.params
         outs, runs, saved = [], [], []
         order = range(layout.groups)
-        qkv_of_groups = QKVByGroup(Inputs(x, call.cos, call.sin, params, layout), order, call.exchange, False)
+        qkv_of_groups = QKVByGroup(
+            Inputs(x, call.cos, call.sin, params, layout), order, call.exchange, keep_normed=True
+        )
         repeats = False
         for _ in order:
             out, run, kept = _attended(call, qkv_of_groups.take(), repeats, first=not outs)

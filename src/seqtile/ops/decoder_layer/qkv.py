@@ -57,11 +57,20 @@ class QKVByGroup:
     """Queries, keys and values of one group after the other, in the order of `groups`.
 
     Over ranks, those of the next group are sent before attention computes with this one's; on one rank nothing is
-    computed before it is asked for.
+    computed before it is asked for. With `keep_normed` what the norm returns [T, D] is kept for the groups that follow.
     """
 
-    def __init__(self, inputs: Inputs, groups: Sequence[int], exchange: Exchange | None, keep_unnormed: bool):
+    def __init__(
+        self,
+        inputs: Inputs,
+        groups: Sequence[int],
+        exchange: Exchange | None,
+        *,
+        keep_normed: bool = False,
+        keep_unnormed: bool = False,
+    ):
         self._inputs, self._left, self._exchange = inputs, list(groups), exchange
+        self._normed = Normed(inputs, whole=keep_normed and len(self._left) > 1)
         self._keep_unnormed = keep_unnormed and inputs.params.q_norm is not None
         self._started: Callable[[], QKV] | None = None
 
@@ -73,7 +82,7 @@ class QKVByGroup:
 
     def _start(self) -> Callable[[], QKV]:
         layout = self._inputs.layout
-        buffer, unnormed = project(self._inputs, self._left.pop(0), self._keep_unnormed)
+        buffer, unnormed = project(self._inputs, self._left.pop(0), self._normed, self._keep_unnormed)
         heads, kv_heads = layout.group_heads
         whole = buffer.view(layout.batch, layout.length, heads + 2 * kv_heads, layout.head_dim).transpose(1, 2)
         views = whole.split((heads, kv_heads, kv_heads), 1)
@@ -88,16 +97,38 @@ class QKVByGroup:
         return arrived
 
 
-def project(inputs: Inputs, group: int, keep_unnormed: bool) -> tuple[torch.Tensor, torch.Tensor | None]:
+class Normed:
+    """What the norm returns of x [T, D], tile by tile; with `whole`, computed once and kept."""
+
+    def __init__(self, inputs: Inputs, whole: bool):
+        self._x, self._norm, self._layout, self._whole = inputs.x, inputs.params.norm, inputs.layout, whole
+        self._rows: torch.Tensor | None = None
+        self._known = 0
+
+    def tile(self, tile: slice) -> torch.Tensor:
+        """Of these tokens; the next call overwrites it, unless all are kept."""
+        x = self._x
+        if self._rows is None:
+            rows = len(x) if self._whole else min(len(x), self._layout.chunk_tokens)
+            self._rows = x.new_empty(rows, x.shape[1], dtype=self._layout.dtype)
+        if not self._whole:
+            return rms_norm(x[tile], *self._norm, out=self._rows[: tile.stop - tile.start])
+        if tile.stop > self._known:
+            rms_norm(x[tile], *self._norm, out=self._rows[tile])
+            self._known = tile.stop
+        return self._rows[tile]
+
+
+def project(
+    inputs: Inputs, group: int, normed: Normed, keep_unnormed: bool
+) -> tuple[torch.Tensor, torch.Tensor | None]:
     """The buffer [T, F] of a group; with `keep_unnormed`, its queries and keys before their norms."""
     x, cos, sin, params, layout = inputs
     stack, rotated = _stack(inputs, group), _rotated(layout)
     buffer = x.new_empty(len(x), stack.width, dtype=layout.dtype)
     unnormed = buffer.new_empty(len(x), rotated) if keep_unnormed else None
-    rows = x.new_empty(min(len(x), layout.chunk_tokens), x.shape[1], dtype=layout.dtype)
     for tile in tiles(len(x), layout.chunk_tokens):
-        normed = rms_norm(x[tile], *params.norm, out=rows[: tile.stop - tile.start])
-        made = stack.projection.forward(normed, out=buffer[tile])[:, :rotated]
+        made = stack.projection.forward(normed.tile(tile), out=buffer[tile])[:, :rotated]
         if unnormed is not None:
             unnormed[tile] = made
         by_head = made.unflatten(1, (-1, layout.head_dim))
@@ -140,12 +171,12 @@ class QKVGradients:
         if not (begun := bool(self.sums)):
             self._begin()
         wanted = [d.transpose(1, 2).flatten(0, 1) for d in d_qkv]  # [T, h, K]; copies only of other layouts
-        rows, widths = min(len(x), layout.chunk_tokens), (x.shape[1], stack.width)
-        normed_rows, d_rows = (x.new_empty(rows, width, dtype=layout.dtype) for width in widths)
+        rows, normed = min(len(x), layout.chunk_tokens), Normed(self._inputs, whole=False)
+        d_rows = x.new_empty(rows, stack.width, dtype=layout.dtype)
         again = d_rows.new_empty(rows, rotated) if unnormed is None and params.q_norm is not None else None
         for tile in tiles(len(x), layout.chunk_tokens):
             count = tile.stop - tile.start
-            d_tile, normed = d_rows[:count], rms_norm(x[tile], *params.norm, out=normed_rows[:count])
+            d_tile, normed_tile = d_rows[:count], normed.tile(tile)
             torch.cat([d[tile].flatten(1).to(layout.dtype) for d in wanted], 1, out=d_tile)
             by_head = d_tile[:, :rotated].unflatten(1, (-1, layout.head_dim))
             if cos is not None:
@@ -153,9 +184,9 @@ class QKVGradients:
             if params.q_norm is not None:
                 before = unnormed[tile] if again is None else again[:count]
                 if again is not None:
-                    stack.projection.rows(slice(rotated)).forward(normed, out=before)
+                    stack.projection.rows(slice(rotated)).forward(normed_tile, out=before)
                 self._through_norms_of_heads(before.unflatten(1, (-1, layout.head_dim)), by_head)
-            grads.add(d_tile, normed)
+            grads.add(d_tile, normed_tile)
             if self.d_normed is not None:
                 stack.projection.backward(d_tile, out=self.d_normed[tile], add=begun)
         stack.spread(grads, [self.sums[place] for place in (_Q, _K, _V)])

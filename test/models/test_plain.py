@@ -161,7 +161,7 @@ def own_dropout(layer: nn.Module) -> None:
 
 
 def learned_scaling(layer: nn.Module) -> None:
-    layer.mlp.up_proj.learned = nn.Parameter(torch.tensor(1.7))
+    layer.mlp.up_proj.learned = nn.Parameter(torch.full((layer.mlp.up_proj.out_features,), 1.7))
     layer.mlp.up_proj.scaling["default"] = layer.mlp.up_proj.learned
 
 

@@ -15,7 +15,7 @@ REMEDY = "train with a smaller --learning-rate"
 
 
 def adamw(model: nn.Module, job: Job) -> torch.optim.AdamW:
-    return torch.optim.AdamW(model.parameters(), lr=job.learning_rate, weight_decay=0.0)
+    return torch.optim.AdamW(model.parameters(), lr=job.learning_rate, weight_decay=0.0, fused=True)
 
 
 class Whole:

@@ -1,6 +1,6 @@
 """What a step of ours should take on a GPU: predicted without one, not measured.
 
-    make ledger, or PYTHONPATH=test python -m benchmark.ledger [--tflops 750] [--tbs 4.2]        # rates of an H200
+    make ledger, or PYTHONPATH=test python -m benchmark.ledger [--size quick] [--tflops 750] [--tbs 4.2]   # an H200
 
 Every operation of a step at full size is counted, on tensors without data, and priced: a matrix product by its FLOP,
 whatever else by the bytes that it reads and writes. Of a float32 sum that half-precision products are added to, half of
@@ -20,8 +20,8 @@ import torch
 from benchmark import bench_decoder_layer, bench_gated_mlp, bench_linear_cross_entropy
 from benchmark.contest import clear
 from benchmark.rates import H200, Rates
-from benchmark.shapes import SHAPES, K
-from benchmark.subject import Forward
+from benchmark.shapes import LENGTHS, SHAPES, UNHURRIED, cases
+from benchmark.subject import Forward, Subject
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -37,6 +37,13 @@ WRITTEN = {  # by our kernels that a simulation skips; they read whatever else t
     "rms_norm_backward": ("out",),
     "rotary_": ("x",),
 }
+LAYERS: dict[str, dict[str, object] | None] = {
+    "huggingface": None,
+    "seqtile": {},
+    "seqtile_layer": {"layer": True},
+    "seqtile_head_groups": {"layer": True, "head_groups": "auto"},
+}
+"""Contestants, and what each asks of `apply_seqtile`."""
 
 
 class Entry(NamedTuple):
@@ -164,21 +171,22 @@ def predicted(make_operands: Callable[[], object], contestant: Callable[[object]
     return Prediction(ledger.entries)
 
 
-def cases() -> Iterator[tuple[str, Callable[[], object], Callable[[object], Forward]]]:
-    """What is predicted: name, operands, contestant."""
-    shape, dtype = SHAPES["llama3_8b"], torch.bfloat16
-    loss, mlp, layer = bench_linear_cross_entropy, bench_gated_mlp, bench_decoder_layer
-    for tokens in (4 * K, 16 * K, 128 * K):
-        every_token = partial(loss.seqtile, ignore_index=None)
-        yield f"loss {tokens}", partial(loss.operands, shape, tokens, dtype), every_token
-    for tokens in (16 * K, 128 * K):
-        yield f"mlp {tokens}", partial(mlp.operands, shape, tokens, dtype), mlp.seqtile
-    options = {"mlp": {}, "layer": {"layer": True}, "head groups": {"layer": True, "head_groups": "auto"}}
-    for name, chosen in {"Hugging Face": None, **options}.items():
-        yield f"layer {128 * K}, {name}", partial(layer.operands, shape, 128 * K, dtype), partial(tiled_layer, chosen)
+def steps(size: str) -> Iterator[tuple[str, Callable[[], object], Callable[[object], Forward]]]:
+    """What is predicted: name, operands, contestant. Every token is labelled."""
+    every_token = partial(bench_linear_cross_entropy.seqtile, ignore_index=None)
+    contestants: dict[Subject, dict[str, Callable[[object], Forward]]] = {
+        bench_linear_cross_entropy.SUBJECT: {"seqtile": every_token},
+        bench_gated_mlp.SUBJECT: {"seqtile": bench_gated_mlp.seqtile},
+        bench_decoder_layer.SUBJECT: {name: partial(checkpointed_layer, chosen) for name, chosen in LAYERS.items()},
+    }
+    for subject, contestants_of in contestants.items():
+        for case in cases(size, subject.lengths):
+            operands = partial(subject.operands, SHAPES[case.shape], case.tokens, torch.bfloat16)
+            for name, contestant in contestants_of.items():
+                yield f"{subject.name} {case} {name}", operands, contestant
 
 
-def tiled_layer(options: dict[str, object] | None, work: bench_decoder_layer.Work) -> Forward:
+def checkpointed_layer(options: dict[str, object] | None, work: bench_decoder_layer.Work) -> Forward:
     """The layer itself, where the contestants make copies: tensors without data cannot be copied."""
     if options is not None:
         apply_seqtile(work.model, loss=False, **options)
@@ -187,17 +195,18 @@ def tiled_layer(options: dict[str, object] | None, work: bench_decoder_layer.Wor
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Predicted time of a step on a GPU, not measured.")
+    parser.add_argument("--size", choices=[size for size in LENGTHS if size not in UNHURRIED], default="first")
     parser.add_argument("--tflops", type=float, default=750, help="of matrix products, measured on the GPU meant")
     parser.add_argument("--tbs", type=float, default=4.2, help="TB/s, read and written")
     parser.add_argument("--operations", action="store_true", help="what each step is made of, too")
     chosen = parser.parse_args()
     rates = Rates(chosen.tflops * 1e12, chosen.tbs * 1e12)
     print(f"predicted, not measured: products at {chosen.tflops:g} TFLOP/s, bytes at {chosen.tbs:g} TB/s")
-    print(f"{'':32}{'predicted ms':>14}{'products ms':>13}{'ratio':>8}")
-    for name, operands, contestant in cases():
+    print(f"{'':60}{'predicted ms':>14}{'products ms':>13}{'ratio':>8}")
+    for name, operands, contestant in steps(chosen.size):
         found = predicted(operands, contestant)
         seconds, floor = found.seconds(rates), found.floor(rates)
-        print(f"{name:32}{seconds * 1e3:14.2f}{floor * 1e3:13.2f}{seconds / floor:8.3f}", flush=True)
+        print(f"{name:60}{seconds * 1e3:14.2f}{floor * 1e3:13.2f}{seconds / floor:8.3f}", flush=True)
         if chosen.operations:
             print_operations(found, rates)
 

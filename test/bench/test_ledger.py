@@ -1,0 +1,55 @@
+import re
+from pathlib import Path
+
+import pytest
+import torch
+from benchmark.ledger import Ledger, Prediction, predicted, steps, without_data
+from benchmark.rates import Rates
+
+README = Path(__file__).resolve().parents[2] / "README.md"
+ROWS = {
+    ("loss", "4,096"): "linear_cross_entropy llama3_8b-4096 seqtile",
+    ("loss", "131,072"): "linear_cross_entropy llama3_8b-131072 seqtile",
+    ("MLP", "131,072"): "gated_mlp llama3_8b-131072 seqtile",
+    ("layer of Hugging Face", "131,072"): "decoder_layer llama3_8b-131072 huggingface",
+    ("layer, MLP tiled", "131,072"): "decoder_layer llama3_8b-131072 seqtile",
+    ("layer, all tiled", "131,072"): "decoder_layer llama3_8b-131072 seqtile_layer",
+    ("layer, all tiled, groups", "131,072"): "decoder_layer llama3_8b-131072 seqtile_head_groups",
+}
+
+
+def test_prices() -> None:
+    """By hand: a product counts its FLOP, a float32 sum half its traffic, a view nothing, all else its bytes."""
+    with without_data(), Ledger() as ledger:
+        a, b = torch.empty(100, 30, dtype=torch.bfloat16), torch.empty(30, 20, dtype=torch.bfloat16)
+        (a @ b).view(2000).t()
+        torch.empty(100, 20).addmm_(a, b)
+        a + a[:1].expand(100, 30)
+        torch.empty(100, 30).copy_(a)
+    product, added, sum_, copied = ledger.entries
+    assert (product.flops, product.bytes) == (2 * 100 * 30 * 20, 0)
+    assert (added.flops, added.bytes) == (2 * 100 * 30 * 20, 4 * 100 * 20)
+    assert (sum_.flops, sum_.bytes) == (0, 2 * (2 * 100 * 30 + 30))
+    assert (copied.flops, copied.bytes) == (0, (2 + 4) * 100 * 30)
+    found = Prediction(ledger.entries)
+    rates = Rates(1e6, 1e5)
+    assert found.floor(rates) == pytest.approx(2 * 0.12)
+    assert found.seconds(rates) == pytest.approx(2 * 0.12 + (8000 + 12060 + 18000) / 1e5)
+
+
+def test_predictions_and_their_table() -> None:
+    """The overhead over the products alone stays small, and README shows what is predicted."""
+    found = {name: predicted(*given) for name, *given in steps("first") if name in ROWS.values()}
+    ratio = {key: found[name].seconds() / found[name].floor() for key, name in ROWS.items()}
+    assert ratio["loss", "4,096"] <= 1.08
+    assert ratio["loss", "131,072"] <= 1.075
+    assert ratio["MLP", "131,072"] <= 1.0605
+    layer, groups = (found[ROWS[name, "131,072"]] for name in ("layer, all tiled", "layer, all tiled, groups"))
+    assert groups.seconds() <= 1.082 * layer.seconds()
+    for (step, tokens), name in ROWS.items():
+        row = re.search(
+            rf"^\| {step} +\| +{tokens} \| +([\d.]+) \| +([\d.]+) \| ([\d.]+) \|$", README.read_text(), re.M
+        )
+        milliseconds = [1e3 * found[name].seconds(), 1e3 * found[name].floor()]
+        assert [f"{number:.2f}" for number in milliseconds] == [*row.groups()[:2]], step
+        assert row[3] == f"{ratio[step, tokens]:.3f}", step

@@ -76,7 +76,8 @@ def linear_cross_entropy(
         zero gradients for "sum" and for `num_items`; NaN with zero gradients for a plain "mean", as in torch.
 
     Gradients: of `hidden` in its dtype, of `weight` and `bias` summed over tiles in float32 and rounded once. The
-    upstream gradient is applied in the backward, once, in float32. With "none" it differs from token to token, so the
+    upstream gradient is applied in the backward, once, in float32; where all labelled tokens fit in one tile (not in
+    float16), to d_weight as the product of bfloat16 operands rounds it. With "none" it differs from token to token, so the
     backward recomputes the tiles; so does a second backward (`retain_graph=True`), and one in which metrics have a
     gradient.
 

@@ -77,8 +77,8 @@ def linear_cross_entropy(
 
     Gradients: of `hidden` in its dtype, of `weight` and `bias` summed over tiles in float32 and rounded once. The
     upstream gradient is applied in the backward, once, in float32; where all labelled tokens fit in one tile (not in
-    float16), to d_weight as the product of bfloat16 operands rounds it. With "none" it differs from token to token, so the
-    backward recomputes the tiles; so does a second backward (`retain_graph=True`), and one in which metrics have a
+    float16), to d_weight as the product of bfloat16 operands rounds it. With "none" it differs from token to token, so
+    the backward recomputes the tiles; so does a second backward (`retain_graph=True`), and one in which metrics have a
     gradient.
 
     FLOPs: n labelled tokens cost 3 u, where u = 2 n D V; 4 u with "none"; 1 u less for a frozen hidden or weight;

@@ -98,18 +98,22 @@ class QKVByGroup:
 
 
 class Normed:
-    """What the norm returns of x [T, D], tile by tile; with `whole`, computed once and kept."""
+    """What the norm returns of x [T, D], tile by tile; with `whole`, computed once and kept.
 
-    def __init__(self, inputs: Inputs, whole: bool):
-        self._x, self._norm, self._layout, self._whole = inputs.x, inputs.params.norm, inputs.layout, whole
+    Then nothing speaks against larger tiles: a group's product is made as large as that of all heads is without groups.
+    """
+
+    def __init__(self, inputs: Inputs, whole: bool = False):
+        self._x, self._norm, self._layout = inputs.x, inputs.params.norm, inputs.layout
+        self._whole, self._known = whole, 0
+        self.tokens = inputs.layout.chunk_tokens * (inputs.layout.groups if whole else 1)
         self._rows: torch.Tensor | None = None
-        self._known = 0
 
     def tile(self, tile: slice) -> torch.Tensor:
         """Of these tokens; the next call overwrites it, unless all are kept."""
         x = self._x
         if self._rows is None:
-            rows = len(x) if self._whole else min(len(x), self._layout.chunk_tokens)
+            rows = len(x) if self._whole else min(len(x), self.tokens)
             self._rows = x.new_empty(rows, x.shape[1], dtype=self._layout.dtype)
         if not self._whole:
             return rms_norm(x[tile], *self._norm, out=self._rows[: tile.stop - tile.start])
@@ -127,7 +131,7 @@ def project(
     stack, rotated = _stack(inputs, group), _rotated(layout)
     buffer = x.new_empty(len(x), stack.width, dtype=layout.dtype)
     unnormed = buffer.new_empty(len(x), rotated) if keep_unnormed else None
-    for tile in tiles(len(x), layout.chunk_tokens):
+    for tile in tiles(len(x), normed.tokens):
         made = stack.projection.forward(normed.tile(tile), out=buffer[tile])[:, :rotated]
         if unnormed is not None:
             unnormed[tile] = made
@@ -171,7 +175,7 @@ class QKVGradients:
         if not (begun := bool(self.sums)):
             self._begin()
         wanted = [d.transpose(1, 2).flatten(0, 1) for d in d_qkv]  # [T, h, K]; copies only of other layouts
-        rows, normed = min(len(x), layout.chunk_tokens), Normed(self._inputs, whole=False)
+        rows, normed = min(len(x), layout.chunk_tokens), Normed(self._inputs)
         d_rows = x.new_empty(rows, stack.width, dtype=layout.dtype)
         again = d_rows.new_empty(rows, rotated) if unnormed is None and params.q_norm is not None else None
         for tile in tiles(len(x), layout.chunk_tokens):

@@ -1,4 +1,5 @@
-"""How long the parts of a tile take, at the size of a real one, beside what the ledger predicts.
+"""How long the parts of a tile take, at the size of a real one, beside what their products and bytes would take at the
+rates that this device reaches with a large product and a large copy.
 
     python3 -m benchmark.kernel_times [FILE]
 
@@ -13,9 +14,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from benchmark.device import DEVICE, DTYPE, Watch, spread, synchronize
+from benchmark.device import DEVICE, DTYPE, Watch, ceilings, spread, synchronize
 from benchmark.one_tile import Tile, tile_at_hand
-from benchmark.rates import H200
+from benchmark.rates import Rates
 from benchmark.rows import append
 
 from seqtile.kernels.launch import (
@@ -53,14 +54,14 @@ def parts_of_loss(tile: Tile) -> dict[str, Part]:
     def cross_entropy(write_grad: bool) -> Callable[[], None]:
         return lambda: cross_entropy_(logits, target, losses, LossOptions(), write_grad=write_grad)
 
-    flops = 2.0 * tokens * width * vocab
+    flops, in_float32 = 2.0 * tokens * width * vocab, 4 * weight.numel()  # of two readings or writings, half is hidden
     again = lambda: logits.copy_(source)  # noqa: E731
     return {
         "logits": Part(lambda: torch.mm(x, weight.t(), out=logits), flops),
         "d_hidden": Part(lambda: torch.mm(source, weight, out=d_hidden), flops),
         "d_weight, one product": Part(lambda: torch.mm(source.t(), x, out=rounded), flops),
-        "d_weight, beta 0": Part(lambda: WeightGrad(weight).add(source, x), flops),
-        "d_weight, beta 1": Part(lambda: sums.add(source, x), flops),
+        "d_weight, beta 0": Part(lambda: WeightGrad(weight).add(source, x), flops, in_float32 / 2),
+        "d_weight, beta 1": Part(lambda: sums.add(source, x), flops, in_float32),
         "cross-entropy": Part(cross_entropy(True), 0, 3 * source.nbytes, again),
         "cross-entropy, no gradient": Part(cross_entropy(False), 0, source.nbytes, again),
         "scaling": Part(lambda: sums.total.mul_(factor), 0, 2 * sums.total.nbytes),
@@ -106,9 +107,23 @@ def parts_of_layer(tile: Tile) -> dict[str, Part]:
     }
 
 
-def predicted(part: Part) -> float:
+def predicted(part: Part, rates: Rates) -> float:
     """Milliseconds, as the ledger prices it."""
-    return 1e3 * H200.seconds(part.flops, part.bytes)
+    return 1e3 * rates.seconds(part.flops, part.bytes)
+
+
+def that_run(parts: dict[str, Part]) -> dict[str, Part]:
+    """Each is tried once; what raises is named, and left out."""
+    found = {}
+    for name, part in parts.items():
+        try:
+            part.restore()
+            part.run()
+            synchronize()
+            found[name] = part
+        except Exception as error:
+            print(f"{name:28} {type(error).__name__}: {error}", flush=True)
+    return found
 
 
 def measured(parts: dict[str, Part]) -> dict[str, dict[str, float]]:
@@ -132,18 +147,21 @@ def measured(parts: dict[str, Part]) -> dict[str, dict[str, float]]:
 def main() -> None:
     tile = tile_at_hand()
     about = f"{tile.tokens} tokens, norms and rotary {tile.longer}, of {tile.shape.hidden} x {tile.shape.vocab}"
+    reached = ceilings()
+    rates = Rates(reached["matmul_tflops"] * 1e12, reached["copy_gbs"] * 1e9)
+    print(f"predicted at {reached['matmul_tflops']:.0f} TFLOP/s, {reached['copy_gbs']:.0f} GB/s")
     print(f"{about}; milliseconds\n{'':28}{'median':>9}{'spread':>9}{'predicted':>11}{'ratio':>7}  rate", flush=True)
-    for make in (parts_of_loss, parts_of_mlp, parts_of_layer):
-        parts = make(tile)
+    for make, tokens in ((parts_of_loss, tile.tokens), (parts_of_mlp, tile.tokens), (parts_of_layer, tile.longer)):
+        parts = that_run(make(tile))
         for name, found in measured(parts).items():
-            part, expected = parts[name], predicted(parts[name])
+            part, expected = parts[name], predicted(parts[name], rates)
             rate = f"{part.flops / found['ms'] / 1e9:.0f} TFLOP/s" if part.flops else ""
             rate = rate or f"{part.bytes / found['ms'] / 1e6:.0f} GB/s"
             beside = f"{expected:11.3f}{found['ms'] / expected:7.2f}"
             print(f"{name:28}{found['ms']:9.3f}{found['iqr_ms']:9.3f}{beside}  {rate}", flush=True)
             row = found | {"what": name, "predicted_ms": expected, "flops": part.flops, "bytes": part.bytes}
             for file in sys.argv[1:2]:
-                append(Path(file), {"part": "kernel_times", "tokens": tile.tokens} | row)
+                append(Path(file), {"part": "kernel_times", "tokens": tokens} | reached | row)
         del parts
 
 

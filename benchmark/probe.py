@@ -2,10 +2,11 @@
 
     python3 -m benchmark.probe [FILE]
 
-Appends what it found to FILE, as a line of JSON.
+Appends what it found to FILE, as lines of JSON.
 """
 
 import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -50,17 +51,31 @@ def of_host_memory(size: int = GIB) -> dict[str, float]:
     return found | {"unregister_1gib_s": time.perf_counter() - started}
 
 
+def of_segments() -> dict[str, object]:
+    """Whether memory can be allocated as `benchmark.run` has it allocated: in segments that grow."""
+    code = "import torch; torch.ones(2**30, dtype=torch.uint8, device='cuda')"
+    given = os.environ | {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
+    ended = subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True, timeout=50)
+    return {"expandable_segments": ended.returncode == 0 or ended.stderr[-300:]}
+
+
+def note(part: str, found: dict[str, Any]) -> None:
+    for name, value in found.items():
+        print(f"{name}: {f'{value:.3g}' if isinstance(value, float) else value}", flush=True)
+    for file in sys.argv[1:2]:
+        append(Path(file), {"part": part} | found)
+
+
 def main() -> None:
     found: dict[str, Any] = description() | {"cpus": len(os.sched_getaffinity(0))}
     found |= {"host_available_gib": round(available() / GIB, 1)}
     found["modules"] = {name: str(getattr(sys.modules.get(name), "__file__", "")) for name in ("torch", "seqtile")}
     if DEVICE == "cuda":
         print(output("nvidia-smi", f"--query-gpu=name,memory.total,memory.used,{','.join(CLOCKS)}", "--format=csv"))
-        found |= of_host_memory()
-    for name, value in found.items():
-        print(f"{name}: {f'{value:.3g}' if isinstance(value, float) else value}", flush=True)
-    for file in sys.argv[1:2]:
-        append(Path(file), {"part": "probe"} | found)
+    note("probe", found)
+    if DEVICE == "cuda":
+        note("segments", of_segments())
+        note("host memory", of_host_memory())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Commands that have so many seconds, and that end with all that they have started."""
+"""Runs a command with a time limit, and ends it with every process that it has started."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""What a GPU does a second, as far as predictions go: measured on an H200."""
+"""The rates at which the ledger prices operations: about what an H200 reaches."""
 
 from typing import NamedTuple
 

@@ -17,6 +17,7 @@ from benchmark.process import end_by_signals, ended
 ROOMS = ("kernels", "ops", "modules", "models", "sp", "offload", "memory")
 SECONDS = 300.0
 OF_ALONE = 75.0  # of them, for the tests by themselves
+SHORT = 120.0  # all of less than that is for these: eight processes would do little but start
 PATIENCE = 20.0  # seconds to say what has failed, once interrupted
 SIDE_BY_SIDE, ALONE = "not dist and not alone", "alone and not dist"
 
@@ -37,7 +38,8 @@ def main() -> None:
     environment = {"PYTHONPATH": os.pathsep.join(filter(None, ["src", os.environ.get("PYTHONPATH")]))}
     environment |= {"PYTHONUNBUFFERED": "1", "TORCHINDUCTOR_COMPILE_THREADS": "1"}  # not a pool for each process
     end, codes = time.time() + given.seconds, []
-    for marks, workers, left in ((SIDE_BY_SIDE, given.workers, OF_ALONE), (ALONE, 1, 0)):
+    phases = [(SIDE_BY_SIDE, given.workers, OF_ALONE), (ALONE, 1, 0)]
+    for marks, workers, left in phases if given.seconds >= SHORT else phases[1:]:
         print(f"== {marks}", flush=True)
         command = [sys.executable, "-m", "pytest", *options(marks), "-n", str(workers), "--dist", "worksteal"]
         seconds = max(1.0, end - left - time.time())

@@ -113,7 +113,8 @@ def test_losses_alone(device: str) -> None:
     with_gradient = run(products.clone(), target, options, write_grad=True)
     alone, before = poisoned(63, dtype=torch.float32, device=device), products.clone()
     cross_entropy_(products, target, alone, options)
-    torch.testing.assert_close(alone, with_gradient["losses"], rtol=0, atol=0)
+    # A GPU's compiler may fuse the sums of the two kernels in other ways.
+    torch.testing.assert_close(alone, with_gradient["losses"], rtol=1e-6 if device == "cuda" else 0, atol=0)
     assert products.equal(before)
 
 

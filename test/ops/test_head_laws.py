@@ -177,3 +177,16 @@ def test_the_device_is_waited_for_once_a_call(metrics: bool, monkeypatch: pytest
                 linear_cross_entropy(hidden, weight, labels, **options).backward()
         assert flops.total > 0 and waits == expected
         waits.clear()
+
+
+@pytest.mark.parametrize("outside", [500, -1, 2**40])
+@pytest.mark.parametrize("options", [{}, {"reduction": "sum"}, {"num_items": 7}])
+def test_labels_that_nobody_looks_at(outside: int, options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: one outside the vocabulary makes the loss NaN; class weights are not read out of bounds."""
+    monkeypatch.setattr("seqtile.ops.head.check_labels", lambda *_: None)
+    hidden, weight = torch.randn(50, 64, requires_grad=True), torch.randn(500, 64, requires_grad=True)
+    target = torch.randint(0, 500, (50,))
+    target[7] = outside
+    loss = linear_cross_entropy(hidden, weight, target, class_weight=torch.rand(500), chunk_tokens=20, **options)
+    loss.backward()
+    assert loss.isnan() and hidden.grad[7].isnan().all() and weight.grad.isnan().any()

@@ -65,7 +65,7 @@ def cross_entropy_(
             their softmax, index of the largest.
         row_scale: [C] float32, None for ones. lse_scale, entropy_scale: [C] float32, None for zeros.
 
-    Vectors are contiguous. Moves 2 * C * V elements (3 with the gradient); allocates nothing (the eager twin: some
+    Vectors are contiguous. Moves C * V elements (3 * C * V with the gradient); allocates nothing (the eager twin: some
     blocks of rows of 1 MiB).
     """
     vectors = (bias, class_weight, lse, entropy, predicted, row_scale, lse_scale, entropy_scale)

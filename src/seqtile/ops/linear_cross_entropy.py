@@ -153,7 +153,8 @@ def _divisor(operands: Operands, num_items: int | float | torch.Tensor | None) -
         return num_items
     if operands.class_weight is not None:
         labels = operands.target if operands.rows is None else operands.target[operands.rows]
-        return operands.class_weight[labels].sum()
+        inside = labels.clamp(0, len(operands.class_weight) - 1)  # of a label outside, the loss is NaN already
+        return operands.class_weight[inside].sum()
     return operands.labelled()
 
 

@@ -13,9 +13,16 @@ MUTANTS = (
     Mutant(
         "loss: a mean with class weights is divided by the number of labels",
         "ops/linear_cross_entropy.py",
-        "return operands.class_weight[labels].sum()",
+        "return operands.class_weight[inside].sum()",
         "return operands.labelled()",
         OPTIONS,
+    ),
+    Mutant(
+        "loss: weights of classes are read where a label points, out of bounds too",
+        "ops/linear_cross_entropy.py",
+        "inside = labels.clamp(0, len(operands.class_weight) - 1)",
+        "inside = labels",
+        ("ops/test_head_laws.py",),
     ),
     Mutant(
         "log-probabilities: a sign",

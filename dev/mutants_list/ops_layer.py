@@ -8,6 +8,13 @@ HOLES = ("models/test_layer_holes.py",)
 
 MUTANTS = (
     Mutant(
+        "layer: of what the norm returns only the first tile is computed",
+        "ops/decoder_layer/qkv.py",
+        "self._known = tile.stop",
+        "self._known = len(x)",
+        GRADIENTS,
+    ),
+    Mutant(
         "layer: of the groups' gradients only the last stays",
         "ops/decoder_layer/qkv.py",
         "add=begun)",

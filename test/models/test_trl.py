@@ -130,7 +130,10 @@ def assert_same_training(ours: Run, theirs: Run) -> None:
     assert abs(ours.eval_loss - theirs.eval_loss) <= 1e-4
     for name, moved in theirs.moved.items():
         assert moved.norm() > 0, name
-        assert relative_error(ours.moved[name], moved) <= 1e-4, name
+        # A gradient through attention's softmax cancels: of a small adapter of queries 1 draw in 100 is beyond 1e-4.
+        assert relative_error(ours.moved[name], moved) <= 1e-3, (name, relative_error(ours.moved[name], moved))
+    whole = [torch.cat([moved.flatten() for moved in run.moved.values()]) for run in (ours, theirs)]
+    assert relative_error(*whole) <= 3e-5
 
 
 def smaller(arch: str) -> nn.Module:
@@ -157,6 +160,7 @@ def both(
     cls: type, model: nn.Module, documents: Any, output: Path, calls: Counter, how: str = "model", **options: Any
 ) -> tuple[Run, Run]:
     """The tiled training and the untiled one; seqtile's loss ran where it should, and its MLP."""
+    calls.clear()
     start = copy.deepcopy(model)
     theirs = run(trainer(cls, model, documents, output, **options))
     assert not calls

@@ -164,7 +164,9 @@ def offload(tile: Tile) -> Iterator[Found]:
         held = model._seqtile_offload.store.pool.total
         yield Found("offload, host memory over two inputs", abs(held / (2 * x.nbytes) - 1), 0.05)
     errors = [(ours.float() - there.float()).norm() / there.float().norm() for ours, there in zip(*found, strict=True)]
-    yield Found("offload, a step", max(errors).item(), WRONG[DTYPE])  # gigabytes, so not in float64 on the host
+    yield Found(
+        "offload, a step", torch.stack(errors).max().item(), WRONG[DTYPE]
+    )  # gigabytes, so not in float64 on the host
 
 
 CHECKS: dict[str, Callable[[Tile], Iterator[Found]]] = {

@@ -35,6 +35,8 @@ WARM, TURNS = 3, (30 if DEVICE == "cuda" else 3)
 
 @dataclass(frozen=True)
 class Part:
+    """An operation to time, with its FLOP and the bytes that it moves."""
+
     run: Callable[[], object]
     flops: float = 0
     bytes: float = 0
@@ -112,8 +114,8 @@ def predicted(part: Part, rates: Rates) -> float:
     return 1e3 * rates.seconds(part.flops, part.bytes)
 
 
-def that_run(parts: dict[str, Part]) -> dict[str, Part]:
-    """Each is tried once; what raises is named, and left out."""
+def runnable(parts: dict[str, Part]) -> dict[str, Part]:
+    """Returns the parts that run without an exception, and prints the exceptions of the others."""
     found = {}
     for name, part in parts.items():
         try:
@@ -152,7 +154,7 @@ def main() -> None:
     print(f"predicted at {reached['matmul_tflops']:.0f} TFLOP/s, {reached['copy_gbs']:.0f} GB/s")
     print(f"{about}; milliseconds\n{'':28}{'median':>9}{'spread':>9}{'predicted':>11}{'ratio':>7}  rate", flush=True)
     for make, tokens in ((parts_of_loss, tile.tokens), (parts_of_mlp, tile.tokens), (parts_of_layer, tile.longer)):
-        parts = that_run(make(tile))
+        parts = runnable(make(tile))
         for name, found in measured(parts).items():
             part, expected = parts[name], predicted(parts[name], rates)
             rate = f"{part.flops / found['ms'] / 1e9:.0f} TFLOP/s" if part.flops else ""

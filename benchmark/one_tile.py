@@ -1,4 +1,4 @@
-"""What the kernels meet: one tile of Llama-8B's loss, MLP and norms, or where there is no GPU a tiny one's."""
+"""The shapes at which kernels are checked and timed: one tile of Llama-8B's loss, MLP and norms; tiny without a GPU."""
 
 from dataclasses import dataclass
 

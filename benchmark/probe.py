@@ -6,7 +6,6 @@ Appends what it found to FILE, as lines of JSON.
 """
 
 import os
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -51,12 +50,10 @@ def of_host_memory(size: int = GIB) -> dict[str, float]:
     return found | {"unregister_1gib_s": time.perf_counter() - started}
 
 
-def of_segments() -> dict[str, object]:
-    """Whether memory can be allocated as `benchmark.run` has it allocated: in segments that grow."""
-    code = "import torch; torch.ones(2**30, dtype=torch.uint8, device='cuda')"
-    given = os.environ | {"PYTORCH_ALLOC_CONF": "expandable_segments:True"}
-    ended = subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True, timeout=50)
-    return {"expandable_segments": ended.returncode == 0 or ended.stderr[-300:]}
+def expandable_segments() -> str:
+    """Whether a process can allocate memory in segments that grow, as `benchmark.run` asks for it."""
+    code = "import torch; torch.ones(2**30, dtype=torch.uint8, device='cuda'); print('yes')"
+    return output("env", "PYTORCH_ALLOC_CONF=expandable_segments:True", sys.executable, "-c", code) or "no"
 
 
 def note(part: str, found: dict[str, Any]) -> None:
@@ -74,7 +71,7 @@ def main() -> None:
         print(output("nvidia-smi", f"--query-gpu=name,memory.total,memory.used,{','.join(CLOCKS)}", "--format=csv"))
     note("probe", found)
     if DEVICE == "cuda":
-        note("segments", of_segments())
+        note("segments", {"expandable_segments": expandable_segments()})
         note("host memory", of_host_memory())
 
 

@@ -5,12 +5,12 @@ from typing import NamedTuple
 
 class Rates(NamedTuple):
     flops: float = 750e12
-    """A second, of matrix products."""
+    """FLOP a second, of matrix products."""
     bytes: float = 4.2e12
-    """A second, read and written."""
+    """Bytes a second, read and written."""
 
     def seconds(self, flops: float, moved: float) -> float:
-        """Of what moves bytes that no product hides."""
+        """Predicts the time of an operation; `moved` are the bytes that no product hides."""
         return flops / self.flops + moved / self.bytes
 
 

@@ -1,4 +1,4 @@
-"""Results in short lines, of runs that have ended and of one that was killed.
+"""Prints results, a line for each row, also those of a run that was killed.
 
 python3 -m benchmark.summary DIRECTORY
 """

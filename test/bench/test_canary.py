@@ -66,5 +66,5 @@ def test_a_part_that_raises_is_left_out(capsys: pytest.CaptureFixture) -> None:
         raise RuntimeError("no such kernel")
 
     parts = {"good": kernel_times.Part(lambda: None), "bad": kernel_times.Part(fails)}
-    assert list(kernel_times.that_run(parts)) == ["good"]
+    assert list(kernel_times.runnable(parts)) == ["good"]
     assert "RuntimeError: no such kernel" in capsys.readouterr().out

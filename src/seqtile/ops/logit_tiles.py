@@ -93,8 +93,9 @@ class Gradients:
     ) -> tuple[torch.Tensor | None, ...]:
         """The gradients, multiplied once by `factor` (float32, one number) in float32, in place, and rounded.
 
-        `main_grads`: of weight and bias, where they have one, to add to. `only_tile`: what d_logits are of. If no token
-        is labelled all are zeros, whatever the factor is: 1/0 where nothing is divided must not make them NaN.
+        `main_grads`: of weight and bias, where they have one, to add to. `only_tile` returns the operands that d_logits
+        belong to. If no token is labelled all are zeros, whatever the factor is: 1/0 where nothing is divided must not
+        make them NaN.
         """
         if self.labelled == 0:
             factor = torch.ones_like(factor)

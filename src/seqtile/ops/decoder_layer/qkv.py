@@ -57,7 +57,7 @@ class QKVByGroup:
     """Queries, keys and values of one group after the other, in the order of `groups`.
 
     Over ranks, those of the next group are sent before attention computes with this one's; on one rank nothing is
-    computed before it is asked for. With `keep_normed` what the norm returns [T, D] is kept for the groups that follow.
+    computed before it is asked for. With `keep_normed` the groups share norm(x) [T, D].
     """
 
     def __init__(
@@ -98,9 +98,9 @@ class QKVByGroup:
 
 
 class Normed:
-    """What the norm returns of x [T, D], tile by tile; with `whole`, computed once and kept.
+    """Computes norm(x) of x [T, D] tile by tile; with `whole`, once, and keeps all of it for the groups that follow.
 
-    Then nothing speaks against larger tiles: a group's product is made as large as that of all heads is without groups.
+    What is kept allows larger tiles: a group's product is then as large as that of all heads is without groups.
     """
 
     def __init__(self, inputs: Inputs, whole: bool = False):
@@ -110,7 +110,7 @@ class Normed:
         self._rows: torch.Tensor | None = None
 
     def tile(self, tile: slice) -> torch.Tensor:
-        """Of these tokens; the next call overwrites it, unless all are kept."""
+        """Returns norm(x) of these tokens; the next call overwrites it, unless all are kept."""
         x = self._x
         if self._rows is None:
             rows = len(x) if self._whole else min(len(x), self.tokens)

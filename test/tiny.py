@@ -10,8 +10,8 @@ import torch
 from packaging.version import Version
 from torch import nn
 
+from seqtile.arch import ARCHS
 from seqtile.kernels.launch import triton
-from seqtile.models.arch import ARCHS
 
 VOCAB = 211
 CHUNK = 50  # tokens a tile in these tests

@@ -13,7 +13,7 @@ from tests.test_modeling_common import GenerationTesterMixin, ModelTesterMixin, 
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 import seqtile
-from seqtile.models.arch import ARCHS
+from seqtile.arch import ARCHS
 
 SHAPE = {
     "vocab_size": 99,

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from seqtile.models.arch import ARCHS
+from seqtile.arch import ARCHS
 
 MODES: dict[str, dict[str, Any] | None] = {
     "untiled": None,

@@ -7,7 +7,7 @@ python -m distributed.cases, in test/, prints README's table of them.
 from typing import NamedTuple
 
 from everyday import EVERY_PAIR, covering, together
-from seqtile.models.arch import ARCHS
+from seqtile.arch import ARCHS
 
 STRATEGIES = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
 ADAPTERS = ("full", "lora", "generic")

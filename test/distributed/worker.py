@@ -10,7 +10,7 @@ from torch import nn
 import seqtile
 from assertions import relative_error
 from distributed.cases import Case, cases
-from seqtile.models.arch import ARCHS
+from seqtile.arch import ARCHS
 from seqtile.models.patch import mlps_of
 from seqtile.models.placement import computed_forward
 from tiny import (

@@ -6,9 +6,9 @@ from transformers import AutoConfig
 from measure import eager_memory
 from memory.simulate import simulate
 from seqtile import memory
+from seqtile.arch import ARCHS
 from seqtile.memory.shape import TILED_WHOLE
 from seqtile.memory.step import BUCKET
-from seqtile.models.arch import ARCHS
 
 pytestmark = eager_memory
 K = 1024

@@ -11,12 +11,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from seqtile import memory
+from seqtile.arch import ARCHS
 from seqtile.memory.config import DEFAULTS
 from seqtile.memory.layer import mlp_chunk_tokens
 from seqtile.memory.plan import LIGER
 from seqtile.memory.shape import TILED_WHOLE
 from seqtile.memory.tiled_layer import AUTO_GROUPS
-from seqtile.models.arch import ARCHS
 from seqtile.models.layer import AUTO
 from seqtile.ops.tiles import resolve_chunk_tokens
 from tiny import config_of

@@ -8,7 +8,7 @@ from torch import nn
 
 import seqtile
 from assertions import relative_error
-from seqtile.models.arch import ARCHS
+from seqtile.arch import ARCHS
 from tiny import CHUNK, batch_of
 
 LAYERED = [name for name, arch in ARCHS.items() if arch.layer]

@@ -18,9 +18,9 @@ from torch import nn
 
 import seqtile
 from assertions import relative_error
+from seqtile.arch import ARCHS
 from seqtile.kernels.launch import triton
 from seqtile.models import causal_lm, mlp
-from seqtile.models.arch import ARCHS
 from tiny import InterpretedFloat, batch_of, build, interpreted, loss_and_gradients
 
 SEQTILE, LIGER, HF = "seqtile", "liger_kernel", "transformers"

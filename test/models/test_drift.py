@@ -7,7 +7,7 @@ import textwrap
 import pytest
 
 import seqtile.models.causal_lm
-from seqtile.models.arch import ARCHS
+from seqtile.arch import ARCHS
 from tiny import CLASSES, build
 
 

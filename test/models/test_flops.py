@@ -6,7 +6,7 @@ import pytest
 
 import seqtile
 from measure import FlopCount
-from seqtile.models.arch import ARCHS
+from seqtile.arch import ARCHS
 from tiny import CHUNK, CLASSES, VOCAB, batch_of, build, checkpointing, loss_and_gradients
 
 TOKENS = 190

@@ -8,7 +8,7 @@ import torch
 
 import seqtile
 from assertions import relative_error
-from seqtile.models.arch import ARCHS
+from seqtile.arch import ARCHS
 from tiny import CHUNK, CLASSES, VOCAB, batch_of, build, loss_and_gradients
 
 

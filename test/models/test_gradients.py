@@ -7,7 +7,7 @@ import torch
 
 import seqtile
 from assertions import assert_each_as_exact, relative_error
-from seqtile.models.arch import ARCHS
+from seqtile.arch import ARCHS
 from tiny import (
     CHUNK,
     CLASSES,

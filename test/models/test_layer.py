@@ -13,7 +13,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import seqtile
 from assertions import relative_error
 from models.layered import KINDS, LAYERED, assert_equal, tiled_copy, whole
-from seqtile.models.arch import ARCHS
+from seqtile.arch import ARCHS
 from seqtile.offload.checkpointing import Checkpoints, hand_out
 from seqtile.offload.store import Store
 from tiny import (

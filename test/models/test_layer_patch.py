@@ -10,8 +10,8 @@ from torch import nn
 
 import seqtile
 from assertions import relative_error
+from seqtile.arch import ARCHS
 from seqtile.models import layer as layers
-from seqtile.models.arch import ARCHS
 from tiny import CHUNK, apply_liger, batch_of, build, checkpointing, loss_and_gradients, modeling_restored
 
 LAYERED = [name for name, arch in ARCHS.items() if arch.layer]

@@ -15,7 +15,7 @@ from transformers.models.llama import modeling_llama
 import seqtile
 import seqtile.models.experts
 import seqtile.models.mlp
-from seqtile.models.arch import ARCHS
+from seqtile.arch import ARCHS
 from seqtile.models.patch import mlps_of
 from seqtile.models.placement import placement_at
 from tiny import CHUNK, CLASSES, apply_liger, batch_of, build, config_of, loss_and_gradients, modeling_restored

@@ -26,7 +26,7 @@ from assertions import relative_error
 from measure import FlopCount
 from models.layered import assert_equal, whole
 from models.test_paths import PROJECTIONS, lora
-from seqtile.models.arch import ARCHS
+from seqtile.arch import ARCHS
 from seqtile.models.causal_lm import why_generic_head
 from seqtile.models.layer import why_called
 from seqtile.models.mlp import why_generic

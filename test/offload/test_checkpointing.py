@@ -10,7 +10,7 @@ from torch import nn
 
 from measure import LiveBytes
 from seqtile import apply_seqtile, offload
-from seqtile.models.arch import ARCHS
+from seqtile.arch import ARCHS
 from seqtile.offload.checkpointing import Checkpoints, hand_out
 from seqtile.offload.copies import AtOnce
 from seqtile.offload.host import HostMemoryFull, Pool

@@ -2,7 +2,7 @@
 
 import torch
 
-from seqtile.models.arch import ARCHS
+from seqtile.arch import ARCHS
 from tiny import VOCAB
 
 HEADS = {  # architecture and shape: query heads / kv heads

@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 from torch import nn
 
-from seqtile.models.arch import ARCHS, Arch, find_arch
+from seqtile.arch import ARCHS, Arch, find_arch
 from seqtile.models.layer import HeadGroups
 from seqtile.models.patch import Wanted, apply, model_type_of, restore, unwrapped
 from seqtile.models.status import status

@@ -8,7 +8,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from seqtile.models.arch import Arch
+from seqtile.arch import Arch
 from seqtile.models.called_again import called_again
 from seqtile.models.projections import trained
 from seqtile.ops.tiled import tiled

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig
 from transformers.loss import loss_utils
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
-from seqtile.models.arch import Arch
+from seqtile.arch import Arch
 from seqtile.models.called_again import called_again
 from seqtile.models.notes import note_that_all_is_kept
 from seqtile.models.plain import named, origin, why_none_is_plain

@@ -10,7 +10,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
-from seqtile.models.arch import Arch
+from seqtile.arch import Arch
 from seqtile.models.called_layer import called_layer
 from seqtile.models.mlp import activation_of, is_gated_mlp, read_mlp, why_generic
 from seqtile.models.norm import read_norm, why_no_norm

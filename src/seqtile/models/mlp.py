@@ -6,7 +6,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from seqtile.models.arch import ARCHS
+from seqtile.arch import ARCHS
 from seqtile.models.called_again import called_again
 from seqtile.models.experts import are_experts
 from seqtile.models.notes import note_that_it_fits

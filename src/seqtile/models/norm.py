@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from seqtile.models.arch import ARCHS
+from seqtile.arch import ARCHS
 from seqtile.models.placement import computed_forward
 from seqtile.models.plain import named, origin, why_call_changed, why_none_is_plain
 from seqtile.models.stand_in import stand_in_for

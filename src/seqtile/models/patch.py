@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from transformers import PreTrainedModel
 
-from seqtile.models.arch import ARCHS, Arch, find_arch
+from seqtile.arch import ARCHS, Arch, find_arch
 from seqtile.models.causal_lm import check_loss, tiled_loss_forward
 from seqtile.models.experts import are_experts, tiled_experts_forward, tiled_part_of
 from seqtile.models.layer import HeadGroups, check_layer, tiled_layer_forward

@@ -6,7 +6,7 @@ from functools import partial
 
 from torch import nn
 
-from seqtile.models.arch import find_arch
+from seqtile.arch import find_arch
 from seqtile.models.causal_lm import check_loss, why_generic_head
 from seqtile.models.experts import spread_of
 from seqtile.models.layer import check_layer, groups_of, why_called

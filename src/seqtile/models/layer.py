@@ -20,7 +20,7 @@ from seqtile.models.plain import named, origin, why_call_changed, why_calls_matt
 from seqtile.models.projections import check_not_zero3, check_untransformed, read_projection, unreadable
 from seqtile.models.stand_in import stand_in_for
 from seqtile.models.uncached import is_unfilled
-from seqtile.ops.decoder_layer.function import decoder_layer
+from seqtile.ops.decoder_layer import decoder_layer
 from seqtile.ops.decoder_layer.params import AttentionParams, LayerParams, MLPParams
 from seqtile.ops.projection import Projection
 from seqtile.ops.tiles import resolve_chunk_tokens
@@ -122,7 +122,7 @@ def _params_of(layer: nn.Module) -> LayerParams:
     v, o = read(attention, "v_proj"), read(attention, "o_proj")
     mlp_norm = read_norm(layer.post_attention_layernorm)
     mlp = MLPParams(mlp_norm, *(Projection.of(*part) for part in read_mlp(layer.mlp)))
-    return LayerParams(AttentionParams(norm, q, k, v, q_norm, k_norm, o), mlp)
+    return LayerParams(AttentionParams(norm, q, q_norm, k, k_norm, v, o), mlp)
 
 
 def _attention(

@@ -1,22 +1,46 @@
-"""The gated MLP of Llama and its kin, down(act(gate(x)) * up(x)), tile by tile along the tokens.
+"""The gated MLP of Llama and its kin, down(act(gate(x)) * up(x)), chunk by chunk along the tokens.
 
-Only x is kept. The backward of a tile recomputes gate and up (2 u, where u = 2 * T * D * M FLOP), never down, and adds
+Only x is kept. The backward of a chunk recomputes gate and up (2 u, where u = 2 * T * D * M FLOP), never down, and adds
 6 u; with the forward's 3 u that is 11 u, which is also what an untiled MLP costs under activation checkpointing.
-Source: Arctic Long Sequence Training, 3.1.1; Mini-Sequence Transformer, algorithms 1 and 3; see `saver.py` for how the
-forward is spared in a checkpoint's replay.
+Source: Arctic Long Sequence Training, 3.1.1; Mini-Sequence Transformer, algorithms 1 and 3; see `save_early.py` for how
+the forward is spared in a checkpoint's replay.
 """
+
+from collections.abc import Sequence
+from numbers import Real
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch.autograd.graph import Node
 
-from seqtile.ops.checks import autocast_dtype, check_first_derivative, check_no_transform
-from seqtile.ops.mlp_checks import check_adapters, check_gated_mlp
-from seqtile.ops.mlp_tile import MLPTile
-from seqtile.ops.projection import LowRank, Projection, ProjectionGrad
-from seqtile.ops.saver import save_input
+from seqtile.kernels.launch import ACTIVATIONS, gated_activation_, gated_activation_backward_
+from seqtile.ops.checks import (
+    DTYPES,
+    autocast_dtype,
+    check_dense,
+    check_device,
+    check_first_derivative,
+    check_no_transform,
+    check_operands,
+    check_shape,
+)
+from seqtile.ops.linear import (
+    LowRank,
+    Projection,
+    begin_sums,
+    main_grads_of,
+    results_of,
+    tensors_of,
+    views_of,
+    with_tensors,
+)
+from seqtile.ops.save_early import save_early, saved_for
 from seqtile.ops.tiles import resolve_chunk_tokens, tiles
-from seqtile.ops.weight_grad import main_grad_of
+
+_OP = "gated_mlp"
+Projections = tuple[Projection, ...]
+"""Gate, up and down; or gate above up in one, and down."""
 
 
 def gated_mlp(
@@ -34,7 +58,7 @@ def gated_mlp(
     activation: str = "silu",
     chunk_tokens: int | None = None,
 ) -> torch.Tensor:
-    """down(act(gate(x)) * up(x)) for every token of x, where each of the three is a linear layer.
+    """Computes down(act(gate(x)) * up(x)) for every token of x, where each of the three is a linear layer.
 
     Args:
         x: [..., D], float32, bfloat16 or float16.
@@ -44,102 +68,181 @@ def gated_mlp(
         gate_lora, up_lora, down_lora: `LowRank(a, b, scale)`, adapters without dropout: a [r, in], b [out, r], any of
             the three dtypes; computed in that of x.
         activation: "silu", or "gelu_tanh" (Hugging Face's gelu_pytorch_tanh).
-        chunk_tokens: tokens a tile, see `ops/tiles.py`; None for its rule.
+        chunk_tokens: tokens a chunk, see `ops/chunks.py`; None for its rule.
 
     Returns:
         [..., D], the dtype of x (autocast's dtype under autocast).
 
-    Gradients: of x in its dtype; of the parameters summed over tiles in float32, rounded once and returned once. A
-    parameter with a float32 `main_grad` takes its gradient there instead, unrounded, tile by tile. What is frozen costs
-    no product and no buffer.
+    Gradients: of x in its dtype; of the parameters summed over chunks in float32, rounded once and returned once. A
+    parameter with a float32 `main_grad` takes its gradient there instead, unrounded, chunk by chunk. What is frozen
+    costs no product and no buffer.
 
-    Memory: saves x [T, D] for the backward and nothing else. Allocates the output and a tile [chunk_tokens, 2M] in the
-    forward; d_x, a tile [chunk_tokens, 3M] and the parameters' float32 gradients in the backward. Never a [T, M]
+    Memory: saves x [T, D] for the backward and nothing else. Allocates the output and a chunk [chunk_tokens, 2M] in the
+    forward; d_x, a chunk [chunk_tokens, 3M] and the parameters' float32 gradients in the backward. Never a [T, M]
     tensor. Adapters need some [chunk_tokens, r] besides.
 
-    No more tokens than a tile: the plain expression runs, 9 u instead of 11 u, and autograd saves what it saves.
-    Under autocast the operands are cast once, before the tiles. Under torch.compile the tiled path is one graph break.
+    No more tokens than a chunk: the plain expression runs, 9 u instead of 11 u, and autograd saves what it saves.
+    Under autocast the operands are cast once, before the chunks. Under torch.compile the tiled path is one graph break.
 
     Raises:
         TypeError, ValueError: dtypes, devices or shapes that do not fit, an empty x, an unknown activation, a
             `main_grad` that is not float32 or of another shape.
         RuntimeError: in the backward, for second derivatives (`create_graph=True`).
     """
-    check_adapters(gate_lora=gate_lora, up_lora=up_lora, down_lora=down_lora)
-    projections = [Projection.of(gate_weight, gate_bias, gate_lora), Projection.of(down_weight, down_bias, down_lora)]
+    for name, adapter in (("gate_lora", gate_lora), ("up_lora", up_lora), ("down_lora", down_lora)):
+        if adapter is not None and not isinstance(adapter, LowRank):
+            kind = type(adapter).__name__
+            raise TypeError(f"{_OP}: {name} is a {kind}, expected seqtile.LowRank(a, b, scale) or None")
+    gate, down = Projection.of(gate_weight, gate_bias, gate_lora), Projection.of(down_weight, down_bias, down_lora)
     if up_weight is not None:
-        projections.insert(1, Projection.of(up_weight, up_bias, up_lora))
-    check_gated_mlp(x, projections, activation, up_bias, up_lora)
+        params: Projections = (gate, Projection.of(up_weight, up_bias, up_lora), down)
+    elif up_bias is not None or up_lora is not None:
+        raise ValueError(f"{_OP}: without up_weight, gate_weight holds up too: pass its bias and adapter as gate's")
+    else:
+        params = (gate, down)
+    _check(x, params, activation)
     chunk_tokens = resolve_chunk_tokens(chunk_tokens, x.shape[-1])
-    tensors = [tensor for projection in projections for tensor in projection.tensors]
     fits = x.shape[:-1].numel() <= chunk_tokens
-    if fits and all(main_grad_of(tensor) is None for tensor in tensors):
-        return _plain(x, *projections, activation=activation)
-    return _tiled(x, projections, activation, chunk_tokens)
+    if fits and not any(main_grad is not None for main_grad in main_grads_of(params)):
+        return _untiled(x, params, activation)
+    return _tiled(x, params, activation, chunk_tokens)
 
 
-def _plain(x: torch.Tensor, *projections: Projection, activation: str) -> torch.Tensor:
-    *into, down = projections
-    gate, up = into[0].plain(x).chunk(2, dim=-1) if len(into) == 1 else (projection.plain(x) for projection in into)
+def _untiled(x: torch.Tensor, params: Projections, activation: str) -> torch.Tensor:
+    *first, down = params
+    made = [projection.differentiable(x) for projection in first]
+    gate, up = made[0].chunk(2, dim=-1) if len(made) == 1 else made
     activated = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
-    return down.plain(activated * up)
+    return down.differentiable(activated * up)
 
 
 @torch.compiler.disable(reason="seqtile.gated_mlp saves its input in a node of its own")
-def _tiled(x: torch.Tensor, projections: list[Projection], activation: str, chunk_tokens: int) -> torch.Tensor:
-    check_no_transform("gated_mlp")
-    # Each parameter gets a node of its own, in this order: gradients then arrive as they do without tiles, last one
-    # first. ZeRO-1 and -2 fill their buckets as gradients arrive, so ranks with and without tiles must agree.
-    tensors = [tensor for projection in projections for tensor in projection.tensors]
-    leaves = [None if tensor is None else tensor.view_as(tensor) for tensor in tensors]
-    shape = x.shape
+def _tiled(x: torch.Tensor, params: Projections, activation: str, chunk_tokens: int) -> torch.Tensor:
+    check_no_transform(_OP)
+    shape, leaves = x.shape, views_of(params)
     x = x.to(autocast_dtype(x) or x.dtype).reshape(-1, shape[-1])
-    node = None
-    if torch.is_grad_enabled() and x.requires_grad:
-        x, node = save_input(x, *tensors)
-    return GatedMLPFunction.apply(x, projections, activation, chunk_tokens, node, *leaves).view(shape)
+    (x,), node = save_early((x,), tensors_of(params))
+    return GatedMLPFunction.apply(x, params, activation, chunk_tokens, node, *leaves).view(shape)
 
 
 class GatedMLPFunction(torch.autograd.Function):
-    """x [T, D] -> [T, D]. The parameters come twice: as `leaves`, which take the gradients, and in `projections`, which
-    are used. `node` holds x and the parameters for the backward if x requires a gradient."""
+    """x [T, D] -> [T, D]. The parameters come twice: as `leaves`, which take the gradients, and in `params`, which are
+    used. `node` holds x and the parameters for the backward if x requires a gradient."""
 
     @staticmethod
     def forward(
         ctx,
         x: torch.Tensor,
-        projections: list[Projection],
+        params: Projections,
         activation: str,
         chunk_tokens: int,
         node: Node | None,
         *leaves: torch.Tensor | None,
     ) -> torch.Tensor:
-        tensors = [tensor for projection in projections for tensor in projection.tensors]
-        ctx.scales = [projection.scale for projection in projections]
-        ctx.main_grads = [main_grad_of(tensor) for tensor in tensors]
+        ctx.params, ctx.main_grads = with_tensors(params, [None] * len(leaves)), main_grads_of(params)
         ctx.activation, ctx.chunk_tokens, ctx.node = activation, chunk_tokens, node
         if node is None:
-            ctx.save_for_backward(x, *tensors)
-        *into, down = (projection.to(x.dtype) for projection in projections)
+            ctx.save_for_backward(x, *tensors_of(params))
         y = torch.empty_like(x)
-        mlp = MLPTile(x, min(x.shape[0], chunk_tokens), into, down, activation)
-        for tile in tiles(x.shape[0], chunk_tokens):
-            mlp.forward(x[tile], out=y[tile])
+        mlp = MLPChunk(x, min(len(x), chunk_tokens), params, activation)
+        for chunk in tiles(len(x), chunk_tokens):
+            mlp.forward(x[chunk], out=y[chunk])
         return y
 
     @staticmethod
     def backward(ctx, d_y: torch.Tensor):
-        check_first_derivative("gated_mlp")
-        x, *tensors = ctx.saved_tensors if ctx.node is None else ctx.node.saved_tensors
-        needs_x, needs = ctx.needs_input_grad[0], ctx.needs_input_grad[5:]
-        originals = [Projection(*tensors[4 * i : 4 * i + 4], scale) for i, scale in enumerate(ctx.scales)]
-        *into_grads, down_grad = grads = [
-            ProjectionGrad(original, x.dtype, needs[4 * i : 4 * i + 4], ctx.main_grads[4 * i : 4 * i + 4])
-            for i, original in enumerate(originals)
-        ]
-        *into, down = (original.to(x.dtype) for original in originals)
-        d_x = torch.empty_like(x) if needs_x else None
-        mlp = MLPTile(x, min(x.shape[0], ctx.chunk_tokens), into, down, ctx.activation)
-        for tile in tiles(x.shape[0], ctx.chunk_tokens):
-            mlp.backward(x[tile], d_y[tile], into_grads, down_grad, None if d_x is None else d_x[tile])
-        return d_x, None, None, None, None, *(result for grad in grads for result in grad.results())
+        check_first_derivative(_OP)
+        x, *tensors = saved_for(ctx)
+        params = with_tensors(ctx.params, tensors)
+        sums = begin_sums(params, ctx.needs_input_grad[5:], ctx.main_grads)
+        d_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
+        mlp = MLPChunk(x, min(len(x), ctx.chunk_tokens), params, ctx.activation)
+        for chunk in tiles(len(x), ctx.chunk_tokens):
+            mlp.backward(x[chunk], d_y[chunk], sums, None if d_x is None else d_x[chunk])
+        return d_x, None, None, None, None, *results_of(sums)
+
+
+class MLPChunk:
+    """A chunk of a gated MLP, forward and backward, in buffers that serve every chunk.
+
+    Allocates [rows, 2M], and at the first backward [rows, M]. The products have the dtype of x, to which the parameters
+    are cast.
+    """
+
+    def __init__(self, x: torch.Tensor, rows: int, params: Projections, activation: str):
+        *self._first, self._down = (projection.to(x.dtype) for projection in params)
+        self._activation = activation
+        self._both = x.new_empty(rows, 2 * self._down.weight.shape[1])
+        self._product: torch.Tensor | None = None
+
+    def forward(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Writes y [C, D] of x [C, D] to `out`, which may be x. 3 u, where u = 2 C D M FLOP."""
+        gate, up, _ = self._gate_and_up(x)
+        return self._down.forward(gated_activation_(gate, up, self._activation), out=out)
+
+    def backward(self, x: torch.Tensor, d_y: torch.Tensor, sums: Projections, out: torch.Tensor | None) -> None:
+        """Adds the gradients of the parameters to `sums`, and writes that of x to `out` if given, which must not be x.
+        Gate and up once more, then 6 u: 8 u."""
+        gate, up, both = self._gate_and_up(x)
+        if self._product is None:
+            self._product = self._both.new_empty(len(self._both), self._both.shape[1] // 2)
+        product = self._product[: len(x)]  # [C, M], first its gradient
+        self._down.backward(d_y, out=product)
+        gated_activation_backward_(gate, up, product, self._activation)
+        self._down.add_gradients(sums[-1], d_y, product)
+        d_first = (both,) if len(self._first) == 1 else (gate, up)  # where the kernel left d_gate and d_up
+        for i, (projection, d_out) in enumerate(zip(self._first, d_first, strict=True)):
+            projection.add_gradients(sums[i], d_out, x)
+            if out is not None:
+                projection.backward(d_out, out=out, add=i > 0)
+
+    def _gate_and_up(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Computes gate and up, which lie side by side in the third tensor returned, [C, 2M]."""
+        both = self._both[: len(x)]
+        gate, up = both.chunk(2, dim=1)
+        for projection, out in zip(self._first, (both,) if len(self._first) == 1 else (gate, up), strict=True):
+            projection.forward(x, out=out)
+        return gate, up, both
+
+
+def _check(x: torch.Tensor, params: Projections, activation: str) -> None:
+    """Raises TypeError or ValueError for arguments that do not fit each other."""
+    fused = len(params) == 2
+    named = dict(zip(("gate", "down") if fused else ("gate", "up", "down"), params, strict=True))
+    operands: dict[str, Any] = {"x": x}
+    for name, projection in named.items():
+        operands[f"{name}_weight"] = projection.weight
+        if projection.bias is not None:
+            operands[f"{name}_bias"] = projection.bias
+    check_operands(_OP, "x", operands)
+    if x.dim() == 0 or x.numel() == 0:
+        raise ValueError(f"{_OP}: x has shape {list(x.shape)}, expected [..., D] with at least one token")
+    gate = params[0].weight
+    if gate.dim() != 2 or gate.shape[1] != x.shape[-1] or (fused and gate.shape[0] % 2):
+        expected = "[2M, D]" if fused else "[M, D]"
+        raise ValueError(f"{_OP}: gate_weight has shape {list(gate.shape)}, expected {expected} with D = {x.shape[-1]}")
+    rows, hidden = gate.shape
+    for name, projection in named.items():
+        shape = (hidden, rows // 2 if fused else rows) if name == "down" else (rows, hidden)
+        check_shape(
+            _OP, f"{name}_weight", projection.weight, shape, "[D, M]" if name == "down" else "gate_weight's [M, D]"
+        )
+        if projection.bias is not None:
+            check_shape(_OP, f"{name}_bias", projection.bias, shape[:1], f"one number a row of {name}_weight")
+        if projection.a is not None or projection.b is not None:
+            _check_adapter(f"{name}_lora", projection, shape, x)
+    if activation not in ACTIVATIONS:
+        raise ValueError(f"{_OP}: activation is {activation!r}, expected one of {', '.join(ACTIVATIONS)}")
+
+
+def _check_adapter(name: str, projection: Projection, shape: Sequence[int], x: torch.Tensor) -> None:
+    if isinstance(projection.scale, bool) or not isinstance(projection.scale, Real):
+        raise TypeError(f"{_OP}: {name}.scale is {projection.scale!r}, expected a Python number")
+    for half, tensor in (("a", projection.a), ("b", projection.b)):
+        check_dense(_OP, f"{name}.{half}", tensor)
+        if tensor.dim() != 2 or tensor.dtype not in DTYPES:
+            found = f"{tensor.dtype} {list(tensor.shape)}"
+            raise ValueError(f"{_OP}: {name}.{half} is {found}, expected a floating-point matrix")
+        check_device(_OP, f"{name}.{half}", tensor, "x", x)
+    check_shape(_OP, f"{name}.a", projection.a, (len(projection.a), shape[1]), "[r, in]")
+    check_shape(_OP, f"{name}.b", projection.b, (shape[0], len(projection.a)), "[out, r]")

@@ -5,13 +5,13 @@ import torch
 from seqtile.kernels.launch import rms_norm as write_rms_norm
 from seqtile.kernels.launch import rms_norm_backward
 from seqtile.ops.checks import check_first_derivative
-from seqtile.ops.weight_grad import WeightGrad, main_grad_of
+from seqtile.ops.linear import WeightGrad, main_grad_of
 
 
 @torch.compiler.disable(reason="seqtile.rms_norm launches its kernel")
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """x / sqrt(mean(x**2) + eps) * weight over the last dimension of x [..., D], in float32, rounded to the wider dtype
-    of x and weight.
+    """Computes x / sqrt(mean(x**2) + eps) * weight over the last dimension of x [..., D], in float32, rounded to the
+    wider dtype of x and weight.
 
     Memory: saves x. Allocates the output, in the backward the gradient of x; nothing else of their size, unless the
     tokens of x, or of the gradient that comes back, cannot be viewed as rows: a copy then.
@@ -35,14 +35,13 @@ class RMSNormFunction(torch.autograd.Function):
         check_first_derivative("rms_norm")
         x, weight = ctx.saved_tensors
         needs_x, needs_weight, _ = ctx.needs_input_grad
-        grad = WeightGrad(weight, main_grad=ctx.main_grad) if needs_weight else None
-        d_weight = None if grad is None else grad.begun()
+        total = WeightGrad(weight, main_grad=ctx.main_grad) if needs_weight else None
         d_x = torch.empty_like(x, memory_format=torch.contiguous_format)
-        rms_norm_backward(_rows(x), weight, ctx.eps, _rows(d_y), _rows(d_x), d_weight=d_weight)
-        return d_x if needs_x else None, None if grad is None else grad.result(), None
+        rms_norm_backward(_rows(x), weight, ctx.eps, _rows(d_y), _rows(d_x), d_weight=total and total.begun())
+        return d_x if needs_x else None, total and total.result(), None
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """x [T, D] of x [..., D], as the kernels take it: a view where that is possible."""
+    """Returns x [..., D] as the rows [T, D] that the kernels take: a view where that is possible."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(-1) == 1 else rows.contiguous()

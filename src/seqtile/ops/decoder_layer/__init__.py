@@ -1,1 +1,120 @@
-"""A decoder layer of Llama's shape as three autograd nodes: attention, an identity that saves, what follows."""
+"""A decoder layer of Llama's shape, everything but attention chunk by chunk, and attention by groups of heads.
+
+Only attention mixes tokens. So norms, projections, rotary embedding, residuals and MLP run in chunks, and what is kept
+of a layer is its input, and what attention saves. With groups, queries, keys and values, and their gradients, exist for
+one group of kv heads at a time: what attention saves is kept but for these, which its backward computes again.
+
+    x ─┬─ AttentionFunction ───── x, attended by groups ─ SaveEarlyFunction ─ PostAttentionFunction ─ y
+       owns norm, q, k, v and o                           saves both          owns norm, gate, up and down
+
+None of the three reads a parameter whose gradient another has returned before, so that an optimizer may step inside the
+backward.
+
+FLOPs: under non-reentrant checkpointing those of the untiled layer, since its replay ends at the second node: neither
+the output projection nor the MLP runs again before the backward does it. Queries and keys that are normed by head cost
+their product once more; groups cost the three projections once more, norms or not.
+Source: Arctic Long Sequence Training, 3.1; Mini-Sequence Transformer, 3; the groups are in neither.
+"""
+
+from collections.abc import Sequence
+
+import torch
+
+from seqtile.ops.checks import autocast_dtype, check_operands
+from seqtile.ops.decoder_layer.attention import AttentionCall, attend_by_groups
+from seqtile.ops.decoder_layer.attention_graph import Attend
+from seqtile.ops.decoder_layer.params import LayerParams, Layout
+from seqtile.ops.decoder_layer.post_attention import PostAttentionFunction
+from seqtile.ops.decoder_layer.qkv import Exchange
+from seqtile.ops.linear import tensors_of, views_of
+from seqtile.ops.save_early import save_early
+from seqtile.ops.tiles import resolve_chunk_tokens
+
+
+@torch.compiler.disable(reason="seqtile.decoder_layer saves its input in a node of its own")
+def decoder_layer(
+    x: torch.Tensor,
+    params: LayerParams,
+    rotary: tuple[torch.Tensor, torch.Tensor] | None,
+    attend: Attend,
+    *,
+    head_dim: int,
+    head_groups: int | None = None,
+    exchange: Exchange | None = None,
+    may_repeat: bool = False,
+    given: Sequence[torch.Tensor] = (),
+    activation: str = "silu",
+    scale: float = 1.0,
+    chunk_tokens: int | None = None,
+) -> torch.Tensor:
+    """Computes a layer's output [B, S, D] of its input x [B, S, D].
+
+    Args:
+        params: of x's dtype (any under autocast); of one device; adapters in any dtype.
+        rotary: cos and sin, [B or 1, S, K]; None for a layer without positions.
+        attend: the attention, of all heads or of a group of them: [B, h, S, K] and twice [B, kv, S, K] to [B, S, h, K].
+            Leaves that require a gradient and that it uses get theirs; it runs twice in a forward then.
+        head_groups: how many groups of kv heads attend one after the other; None: all at once, and attention keeps what
+            it saves. It divides the number of kv heads. The attention must treat every head alike: it is not told which
+            heads it is given.
+        exchange: with groups, where ranks hold parts of the sequence: the steps of an attention over ranks for a group,
+            taken in the place of `attend`; one group is sent while attention computes with the one before.
+        may_repeat: an attention that saves more than what it was given, its output and small change is run once more in
+            its backward; else it is refused. The first group of each forward finds out.
+        given: tensors that the attention uses besides, such as masks.
+        activation, chunk_tokens: as in `gated_mlp`. scale: multiplies what attention and MLP add.
+
+    Memory: saves x and attention's output, with its log-sum-exp; without groups q, k and v too. Allocates in the
+    backward gradients of the MLP's input and of what is projected, [T, D] each, and of one group's q, k, v and output;
+    float32 sums of the parameters' gradients; chunks.
+
+    Raises:
+        TypeError, ValueError: dtypes or devices that do not fit; angles that require a gradient, which they would not
+            get; in groups a mask with heads, and an attention that saves something else of the size of its output,
+            unless `may_repeat`; an attention that uses a tensor computed from others that require a gradient.
+        RuntimeError: in the backward, for second derivatives (`create_graph=True`), and for an attention that changes
+            in place what it has saved.
+    """
+    _check(x, params, rotary, head_groups, given)
+    (attention, mlp), (batch, length, hidden) = params, x.shape
+    layout = Layout(
+        batch,
+        length,
+        heads=len(attention.q.weight) // head_dim,
+        kv_heads=len(attention.k.weight) // head_dim,
+        head_dim=head_dim,
+        groups=head_groups or 1,
+        chunk_tokens=resolve_chunk_tokens(chunk_tokens, hidden),
+        activation=activation,
+        scale=scale,
+        dtype=autocast_dtype(x) or x.dtype,
+    )
+    cos, sin = (None, None) if rotary is None else (_by_token(angles, layout) for angles in rotary)
+    call = AttentionCall(layout, attend, exchange, head_groups is not None, may_repeat, given, torch.is_grad_enabled())
+    tensors = attend_by_groups(call, x.contiguous().view(-1, hidden), cos, sin, attention)
+    tensors, node = save_early(tensors, tensors_of((attention.o, mlp)))
+    return PostAttentionFunction.apply(node, layout, attention.o, mlp, *tensors, *views_of(mlp))
+
+
+def _check(
+    x: torch.Tensor,
+    params: LayerParams,
+    rotary: tuple[torch.Tensor, torch.Tensor] | None,
+    head_groups: int | None,
+    given: Sequence[torch.Tensor],
+) -> None:
+    """Raises TypeError or ValueError, see `decoder_layer`."""
+    attention, mlp = params
+    operands = {"x": x, "norm": attention.norm.weight, "mlp_norm": mlp.norm.weight}
+    operands |= {f"{name}_weight": getattr(attention, name).weight for name in ("q", "k", "v", "o")}
+    operands |= {f"{name}_weight": getattr(mlp, name).weight for name in ("gate", "up", "down")}
+    check_operands("decoder_layer", "x", operands)
+    if rotary is not None and any(angles.requires_grad for angles in rotary):
+        raise ValueError("decoder_layer: expected fixed angles, got some that require a gradient; leave it untiled")
+    if head_groups is not None and any(tensor.dim() == 4 and tensor.shape[1] > 1 for tensor in given):
+        raise ValueError("decoder_layer: a mask for each head cannot be cut into groups; expected head_groups=None")
+
+
+def _by_token(angles: torch.Tensor, layout: Layout) -> torch.Tensor:
+    """Returns [B or 1, S, K] as [T, K]: a copy if a batch shares them."""
+    return angles.expand(layout.batch, -1, -1).reshape(layout.tokens, -1).contiguous()

@@ -1,17 +1,18 @@
-"""The autograd graph of one attention, held by a node of ours: what attention saves is taken apart.
+"""The autograd graph of one attention, held by a node of ours: the tensors that attention saves are taken apart.
 
-Autograd shows a hook every tensor that it saves (`torch.autograd.graph.saved_tensors_hooks`). With `keep_qkv=False`,
-tensors that lie in the storages that the attention was given are queries, keys and values, whatever their shape: of
-those the hook leaves where they lie, and the backward gives the graph others that were computed again. All others, such
-as the output and its log-sum-exp, are handed to the node, which saves them like any node does.
+Autograd shows a hook every tensor that it saves (`torch.autograd.graph.saved_tensors_hooks`):
+
+    in the storage of q, k or v     -> only its place is kept; the backward looks there in q, k and v computed again
+    any other (output, log-sum-exp) -> handed to the node, which saves it like any node does
+
+Without groups q, k and v are kept as well, and all tensors go the second way.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
-from torch.autograd.graph import GradientEdge, Node, get_gradient_edge, saved_tensors_hooks
+from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
 from seqtile.ops.graph import nodes_behind
 
@@ -19,7 +20,7 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Queries [B, h, S, K], keys and values [B, kv, S, K] to what attention makes of them."""
 
 LARGE = 4
-"""What is kept besides the output may have this fraction of its bytes: a log-sum-exp, the lengths of documents."""
+"""What is saved besides the output may have this fraction of its bytes: a log-sum-exp, the lengths of documents."""
 
 
 class QKVFunction(torch.autograd.Function):
@@ -38,13 +39,13 @@ class LateGradientFunction(torch.autograd.Function):
     """An identity whose gradient is computed when it is asked for, so that nothing but the graph holds on to it."""
 
     @staticmethod
-    def forward(ctx, out: torch.Tensor, given: "Given") -> torch.Tensor:
-        ctx.given = given
+    def forward(ctx, out: torch.Tensor, hooks: "SavedTensors") -> torch.Tensor:
+        ctx.hooks = hooks
         return out.view_as(out)
 
     @staticmethod
     def backward(ctx, _: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.given.d_out(), None
+        return ctx.hooks.d_out(), None
 
 
 class OutsideLeaves(Exception):
@@ -55,25 +56,8 @@ class OutsideLeaves(Exception):
         self.leaves = leaves
 
 
-@dataclass
-class Given:
-    """What the graph finds in the backward, for what it saved and as gradient; empty at all other times."""
-
-    qkv: Sequence[torch.Tensor] = ()
-    saved: Sequence[torch.Tensor] = ()
-    d_out: Callable[[], torch.Tensor] | None = None
-
-
-@dataclass
-class Changed:
-    """What was changed in place after the attention had saved it, known when the attention has returned."""
-
-    qkv: bool = False
-    saved: set[int] = field(default_factory=set)
-
-
-class QKVPlace(NamedTuple):
-    """Where a saved tensor lay, in which of queries, keys and values."""
+class Place(NamedTuple):
+    """The place of a saved tensor in queries, keys or values."""
 
     index: int
     size: torch.Size
@@ -81,42 +65,45 @@ class QKVPlace(NamedTuple):
     offset: int
 
 
-class Packing:
-    """What is done with a tensor that the attention saves. Autograd holds on to it as long as to the graph, so it lets
-    go of all tensors when the attention has returned."""
+class SavedTensors:
+    """The hooks of one attention. Autograd holds them as long as the graph, so they hold tensors only while the
+    attention runs, and while its backward does."""
 
     def __init__(self, bases: Sequence[torch.Tensor], keep_qkv: bool):
-        self.given, self.changed = Given(), Changed()
-        self._bases = () if keep_qkv else tuple((base.untyped_storage(), base._version, base.dtype) for base in bases)
-        self._watched = tuple(bases)
+        self._bases = () if keep_qkv else tuple((base, base._version) for base in bases)
         self._saved: list[tuple[torch.Tensor, int]] = []
+        self._qkv_changed, self._changed = False, set()
+        # Given for a backward, see `AttentionGraph.backward`:
+        self.qkv: Sequence[torch.Tensor] = ()
+        self.saved: Sequence[torch.Tensor] = ()
+        self.d_out: Callable[[], torch.Tensor] | None = None
 
-    def pack(self, tensor: torch.Tensor) -> QKVPlace | int:
+    def pack(self, tensor: torch.Tensor) -> Place | int:
         storage = tensor.untyped_storage()
-        for index, (known, version, dtype) in enumerate(self._bases):
-            # What was changed in place cannot be computed again, and is saved.
-            if storage is known and tensor.dtype == dtype and tensor._version == version:
-                return QKVPlace(index, tensor.shape, tensor.stride(), tensor.storage_offset())
+        for index, (base, version) in enumerate(self._bases):
+            # A tensor that was changed in place cannot be computed again, and is saved.
+            in_base = storage is base.untyped_storage() and tensor.dtype == base.dtype
+            if in_base and tensor._version == version:
+                return Place(index, tensor.shape, tensor.stride(), tensor.storage_offset())
         self._saved.append((tensor.detach(), tensor._version))
         return len(self._saved) - 1
 
-    def unpack(self, place: QKVPlace | int) -> torch.Tensor:
-        in_qkv = isinstance(place, QKVPlace)
-        if self.changed.qkv if in_qkv else place in self.changed.saved:
+    def unpack(self, place: Place | int) -> torch.Tensor:
+        in_qkv = isinstance(place, Place)
+        if self._qkv_changed if in_qkv else place in self._changed:
             raise RuntimeError(
                 "the attention changed in place a tensor that its backward needs, expected it as it was saved; "
                 "compute out of place there"
             )
         if in_qkv:
-            return self.given.qkv[place.index].as_strided(place.size, place.stride, place.offset)
-        return self.given.saved[place]
+            return self.qkv[place.index].as_strided(place.size, place.stride, place.offset)
+        return self.saved[place]
 
     def finish(self) -> list[torch.Tensor]:
-        """Lets go of all tensors; returns those that are to be saved elsewhere."""
-        versions = [version for _, version, _ in self._bases]
-        self.changed.qkv = any(base._version != known for base, known in zip(self._watched, versions, strict=False))
-        self.changed.saved = {i for i, (tensor, version) in enumerate(self._saved) if tensor._version != version}
-        saved, self._saved, self._bases, self._watched = self._saved, [], (), ()
+        """Lets go of all tensors, and notes which were changed since; returns those that are to be saved elsewhere."""
+        self._qkv_changed = any(base._version != version for base, version in self._bases)
+        self._changed = {i for i, (tensor, version) in enumerate(self._saved) if tensor._version != version}
+        saved, self._saved, self._bases = self._saved, [], ()
         return [tensor for tensor, _ in saved]
 
 
@@ -128,9 +115,9 @@ class AttentionGraph(NamedTuple):
     out: torch.Tensor
     """One number that has the shape of what attention returned."""
     starts: list[GradientEdge]
-    """Of queries, keys and values."""
+    """The edges of queries, keys and values."""
     shapes: list[tuple[torch.Size, torch.dtype]]
-    given: Given
+    hooks: SavedTensors
 
     def backward(
         self,
@@ -139,16 +126,16 @@ class AttentionGraph(NamedTuple):
         saved: Sequence[torch.Tensor],
         leaves: Sequence[torch.Tensor] = (),
     ) -> list[torch.Tensor | None]:
-        """The gradients of queries, keys and values, and of `leaves`; None of a leaf that was not used. `d_out` makes
-        that of what attention returned."""
-        wanted = [*self.starts, *leaves]
+        """Returns the gradients of queries, keys and values, and of `leaves`; None of a leaf that was not used. `d_out`
+        computes that of what attention returned."""
+        wanted, hooks = [*self.starts, *leaves], self.hooks
         found: Sequence[torch.Tensor | None] = [None] * len(wanted)
-        self.given.qkv, self.given.saved, self.given.d_out = qkv, saved, d_out
+        hooks.qkv, hooks.saved, hooks.d_out = qkv, saved, d_out
         try:  # the graph serves a second backward, too (retain_graph=True); without tensors it costs nothing to keep
             if self.end is not None:
                 found = torch.autograd.grad(self.end, wanted, self.out, retain_graph=True, allow_unused=True)
         finally:
-            self.given.qkv, self.given.saved, self.given.d_out = (), (), None
+            hooks.qkv, hooks.saved, hooks.d_out = (), (), None
         d_qkv = [
             self.out.new_zeros(shape, dtype=dtype) if d is None else d
             for d, (shape, dtype) in zip(found, self.shapes, strict=False)
@@ -161,10 +148,10 @@ class Recorded(NamedTuple):
 
     out: torch.Tensor
     attended: torch.Tensor
-    """What attention itself returned."""
+    """The tensor that attention itself returned."""
     graph: AttentionGraph
     saved: list[torch.Tensor]
-    """What the graph needs saved for its backward."""
+    """The tensors that the graph needs saved for its backward."""
 
 
 def record(
@@ -176,50 +163,49 @@ def record(
     keep_qkv: bool,
     known: Sequence[torch.Tensor] = (),
 ) -> Recorded:
-    """finish(attend(*qkv)) and its graph.
+    """Runs finish(attend(*qkv)) and records its graph.
 
     `bases` are what `qkv` are views of; with `keep_qkv` they are among what is to be saved. `known` are the leaves that
     attention is known to use; raises OutsideLeaves for others, ValueError for what is computed from others.
     """
-    packing = Packing(bases, keep_qkv)
-    with torch.enable_grad(), saved_tensors_hooks(packing.pack, packing.unpack):
+    hooks = SavedTensors(bases, keep_qkv)
+    with torch.enable_grad(), saved_tensors_hooks(hooks.pack, hooks.unpack):
         made = QKVFunction.apply(qkv[0].new_empty((), requires_grad=True), qkv)
         starts = [get_gradient_edge(tensor) for tensor in made]  # now: attention may change them in place
         attended = attend(*made)
-        out = LateGradientFunction.apply(finish(attended), packing.given)
-    saved = packing.finish()
-    check_leaves(out.grad_fn, starts[0].node, known)
+        out = LateGradientFunction.apply(finish(attended), hooks)
+    saved = hooks.finish()
+    _check_leaves(out, starts[0], known)
     shapes = [(tensor.shape, tensor.dtype) for tensor in made]
     end = get_gradient_edge(out) if out.requires_grad else None
-    shaped = out.new_zeros(()).expand(out.shape)
-    return Recorded(out.detach(), attended.detach(), AttentionGraph(end, shaped, starts, shapes, packing.given), saved)
+    graph = AttentionGraph(end, out.new_zeros(()).expand(out.shape), starts, shapes, hooks)
+    return Recorded(out.detach(), attended.detach(), graph, saved)
 
 
-def check_leaves(end: Node | None, start: Node, known: Sequence[torch.Tensor]) -> None:
-    """Raises OutsideLeaves if the graph from `start` to `end` has leaves that are not `known`; ValueError if it goes on
+def _check_leaves(out: torch.Tensor, start: GradientEdge, known: Sequence[torch.Tensor]) -> None:
+    """Raises OutsideLeaves if the graph from `start` to `out` has leaves that are not `known`; ValueError if it goes on
     in nodes that were there before `start`."""
     allowed = {id(tensor) for tensor in known}
-    leaves: dict[int, torch.Tensor] = {}
-    for node in nodes_behind([end], start):
+    missing: dict[int, torch.Tensor] = {}
+    for node in nodes_behind([out.grad_fn], start.node):
         leaf = getattr(node, "variable", None)
-        if leaf is not None:
-            leaves[id(leaf)] = leaf
-        elif node._sequence_nr() < start._sequence_nr():
+        if leaf is not None and id(leaf) not in allowed:
+            missing[id(leaf)] = leaf
+        elif leaf is None and node._sequence_nr() < start.node._sequence_nr():
             raise ValueError(
                 "decoder_layer: attention uses a tensor that requires a gradient and is computed from others; expected "
                 "leaves, such as parameters; leave this layer untiled (layer=False)"
             )
-    if missing := [leaf for key, leaf in leaves.items() if key not in allowed]:
-        raise OutsideLeaves(missing)
+    if missing:
+        raise OutsideLeaves(list(missing.values()))
 
 
 def too_large(out: torch.Tensor, saved: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> int:
-    """Bytes of what an attention saved besides its output and what it was `given`, if they are more than a fraction of
-    the output's; else 0."""
+    """Returns the bytes of what an attention saved besides its output and what it was `given`, if they are more than a
+    fraction of the output's; else 0."""
     known = [tensor.untyped_storage() for tensor in (out, *given)]
     others: list[torch.UntypedStorage] = []
-    for tensor in saved:
-        storage = tensor.untyped_storage()
+    for storage in (tensor.untyped_storage() for tensor in saved):
         if not any(storage is other for other in (*known, *others)):
             others.append(storage)
     size = sum(storage.nbytes() for storage in others)

@@ -1,6 +1,6 @@
-"""Queries, keys and values of a group of heads, tile by tile: norm, projections, norms of heads, rotary embedding.
+"""Queries, keys and values of a group of heads, chunk by chunk: norm, projections, norms of heads, rotary embedding.
 
-They lie side by side in one buffer [T, F], made by one product a tile.
+A group's lie side by side in one buffer [T, F], made by one product a chunk.
 """
 
 from collections.abc import Callable, Sequence
@@ -10,13 +10,11 @@ import torch
 
 from seqtile.kernels.launch import rms_norm, rms_norm_backward, rotary_
 from seqtile.ops.decoder_layer.params import AttentionParams, Layout, Norm
-from seqtile.ops.stack import Stack
+from seqtile.ops.linear import Stack
 from seqtile.ops.tiles import tiles
-from seqtile.ops.weight_grad import WeightGrad
 
 Arriving = Callable[[], Sequence[torch.Tensor]]
 """Waits for tensors that other ranks send."""
-_NORM, _Q, _Q_NORM, _K, _K_NORM, _V = 0, slice(1, 5), 5, slice(6, 10), 10, slice(11, 15)  # of AttentionParams.tensors
 
 
 class Exchange(Protocol):
@@ -31,7 +29,7 @@ class Exchange(Protocol):
 
 
 class Inputs(NamedTuple):
-    """What queries, keys and values are computed from."""
+    """The tensors that queries, keys and values are computed from."""
 
     x: torch.Tensor
     """[T, D]"""
@@ -41,14 +39,27 @@ class Inputs(NamedTuple):
     params: AttentionParams
     layout: Layout
 
+    def stack(self, group: int) -> Stack:
+        """Returns the projection to queries, keys and values of a group."""
+        of_q, of_kv = self.layout.columns(group)
+        return Stack((self.params.q, self.params.k, self.params.v), (of_q, of_kv, of_kv), self.layout.dtype)
+
+    @property
+    def head_norms(self) -> list[tuple[Norm, slice]]:
+        """The norms of queries and keys, with their heads among those of a group; empty if there are none."""
+        heads, kv_heads = self.layout.group_heads
+        if self.params.q_norm is None:
+            return []
+        return [(self.params.q_norm, slice(heads)), (self.params.k_norm, slice(heads, heads + kv_heads))]
+
 
 class QKV(NamedTuple):
     """Queries, keys and values of a group."""
 
     views: Sequence[torch.Tensor]
-    """As attention takes them: [B, h, S, K], twice [B, kv, S, K]."""
+    """[B, h, S, K], twice [B, kv, S, K], as attention takes them."""
     bases: Sequence[torch.Tensor]
-    """What they are views of."""
+    """The tensors that they are views of."""
     unnormed: torch.Tensor | None
     """Queries and keys before their norms, of this rank's tokens [T, (h + kv) K], where these are kept."""
 
@@ -72,20 +83,20 @@ class QKVByGroup:
         self._inputs, self._left, self._exchange = inputs, list(groups), exchange
         self._normed = Normed(inputs, whole=keep_normed and len(self._left) > 1)
         self._keep_unnormed = keep_unnormed and inputs.params.q_norm is not None
-        self._started: Callable[[], QKV] | None = None
+        self._sent: Callable[[], QKV] | None = None
 
     def take(self) -> QKV:
-        started = self._started or self._start()
-        qkv = started()
-        self._started = self._start() if self._exchange is not None and self._left else None
+        qkv = (self._sent or self._next())()
+        self._sent = self._next() if self._exchange is not None and self._left else None
         return qkv
 
-    def _start(self) -> Callable[[], QKV]:
+    def _next(self) -> Callable[[], QKV]:
+        """Computes those of the next group and sends them; returns a function that waits for what arrives."""
         layout = self._inputs.layout
         buffer, unnormed = project(self._inputs, self._left.pop(0), self._normed, self._keep_unnormed)
         heads, kv_heads = layout.group_heads
-        whole = buffer.view(layout.batch, layout.length, heads + 2 * kv_heads, layout.head_dim).transpose(1, 2)
-        views = whole.split((heads, kv_heads, kv_heads), 1)
+        by_head = buffer.view(layout.batch, layout.length, heads + 2 * kv_heads, layout.head_dim).transpose(1, 2)
+        views = by_head.split((heads, kv_heads, kv_heads), 1)
         if self._exchange is None:
             return lambda: QKV(views, (buffer,), unnormed)
         arriving = self._exchange.send(*views)
@@ -98,141 +109,110 @@ class QKVByGroup:
 
 
 class Normed:
-    """Computes norm(x) of x [T, D] tile by tile; with `whole`, once, and keeps all of it for the groups that follow.
+    """norm(x) of x [T, D], computed chunk by chunk; with `whole` once, and kept for the groups that follow.
 
-    What is kept allows larger tiles: a group's product is then as large as that of all heads is without groups.
+    What is kept allows larger chunks: a group's product is then as large as that of all heads is without groups.
     """
 
     def __init__(self, inputs: Inputs, whole: bool = False):
-        self._x, self._norm, self._layout = inputs.x, inputs.params.norm, inputs.layout
+        self._x, self._norm, self._dtype = inputs.x, inputs.params.norm, inputs.layout.dtype
         self._whole, self._known = whole, 0
-        self.tokens = inputs.layout.chunk_tokens * (inputs.layout.groups if whole else 1)
+        self.chunk_tokens = inputs.layout.chunk_tokens * (inputs.layout.groups if whole else 1)
         self._rows: torch.Tensor | None = None
 
-    def tile(self, tile: slice) -> torch.Tensor:
+    def chunk(self, chunk: slice) -> torch.Tensor:
         """Returns norm(x) of these tokens; the next call overwrites it, unless all are kept."""
         x = self._x
         if self._rows is None:
-            rows = len(x) if self._whole else min(len(x), self.tokens)
-            self._rows = x.new_empty(rows, x.shape[1], dtype=self._layout.dtype)
+            rows = len(x) if self._whole else min(len(x), self.chunk_tokens)
+            self._rows = x.new_empty(rows, x.shape[1], dtype=self._dtype)
         if not self._whole:
-            return rms_norm(x[tile], *self._norm, out=self._rows[: tile.stop - tile.start])
-        if tile.stop > self._known:
-            rms_norm(x[tile], *self._norm, out=self._rows[tile])
-            self._known = tile.stop
-        return self._rows[tile]
+            return rms_norm(x[chunk], *self._norm, out=self._rows[: chunk.stop - chunk.start])
+        if chunk.stop > self._known:
+            rms_norm(x[chunk], *self._norm, out=self._rows[chunk])
+            self._known = chunk.stop
+        return self._rows[chunk]
 
 
 def project(
     inputs: Inputs, group: int, normed: Normed, keep_unnormed: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """The buffer [T, F] of a group; with `keep_unnormed`, its queries and keys before their norms."""
-    x, cos, sin, params, layout = inputs
-    stack, rotated = _stack(inputs, group), _rotated(layout)
-    buffer = x.new_empty(len(x), stack.width, dtype=layout.dtype)
+    """Computes the buffer [T, F] of a group, and with `keep_unnormed` its queries and keys before their norms."""
+    x, cos, sin, _, layout = inputs
+    projection, rotated = inputs.stack(group).projection, _rotated(layout)
+    buffer = x.new_empty(len(x), len(projection.weight), dtype=layout.dtype)
     unnormed = buffer.new_empty(len(x), rotated) if keep_unnormed else None
-    for tile in tiles(len(x), normed.tokens):
-        made = stack.projection.forward(normed.tile(tile), out=buffer[tile])[:, :rotated]
+    for chunk in tiles(len(x), normed.chunk_tokens):
+        made = projection.forward(normed.chunk(chunk), out=buffer[chunk])[:, :rotated]  # queries and keys [C, ...]
         if unnormed is not None:
-            unnormed[tile] = made
+            unnormed[chunk] = made
         by_head = made.unflatten(1, (-1, layout.head_dim))
-        for norm, heads in _norms_of_heads(params, layout):
+        for norm, heads in inputs.head_norms:
             rms_norm(by_head[:, heads], *norm, out=by_head[:, heads])
         if cos is not None:
-            rotary_(by_head, cos[tile], sin[tile])
+            rotary_(by_head, cos[chunk], sin[chunk])
     return buffer, unnormed
 
 
 class QKVGradients:
-    """The gradients of what is projected, and of the parameters before attention, added up over groups.
+    """The gradients of x, and of the parameters before attention, added up over groups.
 
-    Allocates with the first group, not while attention's backward runs before it, float32 sums of the parameters, and
-    `d_normed` [T, D], the gradient of what the norm returned. `needs` and `main_grads` are of x and
-    `AttentionParams.tensors`, and of the latter.
+    `sums` are those of the parameters, see `begin_sums`. Allocates `d_normed` [T, D], the gradient of what the norm
+    returned, with the first group.
     """
 
-    def __init__(self, inputs: Inputs, needs: Sequence[bool], main_grads: Sequence[torch.Tensor | None]):
-        self._inputs, self._needs, self._main_grads = inputs, needs, main_grads
-        self.sums: list[WeightGrad | None] = []
-        self.d_normed: torch.Tensor | None = None
-
-    def _begin(self) -> None:
-        x, needs = self._inputs.x, self._needs[1:]
-        self.sums = [
-            WeightGrad(tensor, main_grad=main_grad) if need else None
-            for tensor, need, main_grad in zip(
-                self._inputs.params.tensors[: _V.stop], needs, self._main_grads, strict=False
-            )
-        ]
-        if self._needs[0] or needs[_NORM]:
-            self.d_normed = torch.empty_like(x, dtype=self._inputs.layout.dtype)
+    def __init__(self, inputs: Inputs, sums: AttentionParams, needs_x: bool):
+        self._inputs, self._sums = inputs, sums
+        self._through_norm = needs_x or sums.norm.weight is not None
+        self._d_normed: torch.Tensor | None = None
 
     def add(self, group: int, d_qkv: Sequence[torch.Tensor], unnormed: torch.Tensor | None) -> None:
         """Adds what a group contributes: the gradients of its queries [B, h, S, K], keys and values."""
-        x, cos, sin, params, layout = self._inputs
-        stack, rotated, needs = _stack(self._inputs, group), _rotated(layout), self._needs[1:]
-        grads = stack.gradients([needs[place] for place in (_Q, _K, _V)])
-        if not (begun := bool(self.sums)):
-            self._begin()
-        wanted = [d.transpose(1, 2).flatten(0, 1) for d in d_qkv]  # [T, h, K]; copies only of other layouts
-        rows, normed = min(len(x), layout.chunk_tokens), Normed(self._inputs)
-        d_rows = x.new_empty(rows, stack.width, dtype=layout.dtype)
-        again = d_rows.new_empty(rows, rotated) if unnormed is None and params.q_norm is not None else None
-        for tile in tiles(len(x), layout.chunk_tokens):
-            count = tile.stop - tile.start
-            d_tile, normed_tile = d_rows[:count], normed.tile(tile)
-            torch.cat([d[tile].flatten(1).to(layout.dtype) for d in wanted], 1, out=d_tile)
-            by_head = d_tile[:, :rotated].unflatten(1, (-1, layout.head_dim))
+        x, cos, sin, _, layout = self._inputs
+        stack, rotated, count = self._inputs.stack(group), _rotated(layout), min(len(x), layout.chunk_tokens)
+        parts = [self._sums.q, self._sums.k, self._sums.v]
+        sums, add = stack.begin_sums(parts), self._d_normed is not None
+        if self._through_norm and not add:
+            self._d_normed = torch.empty_like(x, dtype=layout.dtype)
+        d_qkv = [d.transpose(1, 2).flatten(0, 1) for d in d_qkv]  # [T, h, K]; copies only of other layouts
+        normed = Normed(self._inputs)
+        d_rows = x.new_empty(count, len(stack.projection.weight), dtype=layout.dtype)
+        recomputed = d_rows.new_empty(count, rotated) if unnormed is None and self._inputs.head_norms else None
+        for chunk in tiles(len(x), layout.chunk_tokens):
+            d_chunk, normed_chunk = d_rows[: chunk.stop - chunk.start], normed.chunk(chunk)
+            torch.cat([d[chunk].flatten(1).to(layout.dtype) for d in d_qkv], 1, out=d_chunk)
+            d_heads = d_chunk[:, :rotated].unflatten(1, (-1, layout.head_dim))
             if cos is not None:
-                rotary_(by_head, cos[tile], sin[tile], backward=True)
-            if params.q_norm is not None:
-                before = unnormed[tile] if again is None else again[:count]
-                if again is not None:
-                    stack.projection.rows(slice(rotated)).forward(normed_tile, out=before)
-                self._through_norms_of_heads(before.unflatten(1, (-1, layout.head_dim)), by_head)
-            grads.add(d_tile, normed_tile)
-            if self.d_normed is not None:
-                stack.projection.backward(d_tile, out=self.d_normed[tile], add=begun)
-        stack.spread(grads, [self.sums[place] for place in (_Q, _K, _V)])
+                rotary_(d_heads, cos[chunk], sin[chunk], backward=True)
+            if self._inputs.head_norms:
+                before = unnormed[chunk] if recomputed is None else recomputed[: len(d_chunk)]
+                if recomputed is not None:
+                    stack.projection.rows(slice(rotated)).forward(normed_chunk, out=before)
+                self._through_head_norms(before.unflatten(1, (-1, layout.head_dim)), d_heads)
+            stack.projection.add_gradients(sums, d_chunk, normed_chunk)
+            if self._through_norm:
+                stack.projection.backward(d_chunk, out=self._d_normed[chunk], add=add)
+        stack.add_to_parts(sums, parts)
 
-    def _through_norms_of_heads(self, before: torch.Tensor, d_heads: torch.Tensor) -> None:
+    def _through_head_norms(self, before: torch.Tensor, d_heads: torch.Tensor) -> None:
         """Makes the gradients of normed queries and keys [C, h, K] those of `before`, in place."""
-        norms = _norms_of_heads(self._inputs.params, self._inputs.layout)
-        for (norm, heads), place in zip(norms, (_Q_NORM, _K_NORM), strict=True):
-            part, total = d_heads[:, heads], self.sums[place]
-            of_weight = None if total is None else total.begun()
-            rms_norm_backward(before[:, heads], *norm, part, part, d_weight=of_weight)
+        sums = (self._sums.q_norm, self._sums.k_norm)
+        for (norm, heads), total in zip(self._inputs.head_norms, sums, strict=True):
+            d_weight = None if total.weight is None else total.weight.begun()
+            rms_norm_backward(before[:, heads], *norm, d_heads[:, heads], d_heads[:, heads], d_weight=d_weight)
 
     def add_to_x(self, d_x: torch.Tensor) -> None:
-        """Adds the gradient through the norm to `d_x` [T, D]; that of the norm's weight to its sum."""
+        """Adds the gradient through the norm to `d_x` [T, D], and that of the norm's weight to its sum."""
         x, norm, layout = self._inputs.x, self._inputs.params.norm, self._inputs.layout
-        d_normed, self.d_normed = self.d_normed, None
+        d_normed, self._d_normed = self._d_normed, None
         if d_normed is None:
             return
-        of_weight = None if self.sums[_NORM] is None else self.sums[_NORM].begun()
-        for tile in tiles(len(x), layout.chunk_tokens):
-            rows = d_x[tile]
-            rms_norm_backward(x[tile], norm.weight, norm.eps, d_normed[tile], rows, add=rows, d_weight=of_weight)
-
-    def results(self) -> list[torch.Tensor | None]:
-        """Of the parameters before attention, in their order."""
-        return [None if total is None else total.result() for total in self.sums]
+        d_weight = None if self._sums.norm.weight is None else self._sums.norm.weight.begun()
+        for chunk in tiles(len(x), layout.chunk_tokens):
+            rows = d_x[chunk]
+            rms_norm_backward(x[chunk], *norm, d_normed[chunk], rows, add=rows, d_weight=d_weight)
 
 
 def _rotated(layout: Layout) -> int:
-    """The width of queries and keys together."""
+    """Returns the width of a group's queries and keys together."""
     return sum(layout.group_heads) * layout.head_dim
-
-
-def _norms_of_heads(params: AttentionParams, layout: Layout) -> list[tuple[Norm, slice]]:
-    heads, kv_heads = layout.group_heads
-    if params.q_norm is None:
-        return []
-    return [(params.q_norm, slice(heads)), (params.k_norm, slice(heads, heads + kv_heads))]
-
-
-def _stack(inputs: Inputs, group: int) -> Stack:
-    """What makes queries, keys and values of a group."""
-    params, layout = inputs.params, inputs.layout
-    of_q, of_kv = layout.columns(group)
-    return Stack((params.q, params.k, params.v), (of_q, of_kv, of_kv), layout.dtype)

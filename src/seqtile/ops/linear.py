@@ -1,0 +1,314 @@
+"""Linear layers inside a tiled function: products of a chunk, and gradients that add up over chunks.
+
+A parameter's gradient adds up in one float32 buffer that reaches autograd once. Because it is returned once, by one
+node, DDP, FSDP2 and ZeRO need no special code. Because it is float32, its error does not grow with the number of chunks
+(bfloat16 sums over 256 chunks are 9 times worse than one rounding).
+
+A parameter that carries a `main_grad` (float32, of its shape: Megatron's convention) takes its gradient there instead:
+chunks and micro-batches add up in it, unrounded, and autograd is given nothing.
+
+Parameters travel as trees: NamedTuples of `Projection` and other NamedTuples, whose leaves are tensors, numbers and
+None. The sums of their gradients are a tree of the same form, with a `WeightGrad` in the place of a tensor.
+"""
+
+from collections.abc import Iterable, Sequence
+from itertools import accumulate, pairwise
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+Tree = TypeVar("Tree")
+# torch < 2.10 refuses a float32 addend to a half-precision product (pytorch #167931).
+_ADDMM_TAKES_FLOAT32 = torch.__version__ >= "2.10"
+# A CPU has no half-precision product with a float32 sum: operands are copied to float32, 4 MiB of them at a time, and
+# what is rounded is copied by as many rows.
+_CPU_BLOCK = (128, 4096)
+
+
+class WeightGrad:
+    """The gradient of one parameter, summed over chunks.
+
+    d_weight = sum of left' right, where the layer is y = x weight' + bias and left = d_y, right = x; or d_bias, where
+    right is all ones. Allocates one buffer of the parameter's shape, float32 or `dtype`, when something is first added,
+    unless it is given a `main_grad` to add to.
+    """
+
+    def __init__(
+        self, parameter: torch.Tensor, dtype: torch.dtype = torch.float32, main_grad: torch.Tensor | None = None
+    ):
+        self._shape, self._device, self._dtype = parameter.shape, parameter.device, parameter.dtype
+        self._sum_dtype, self._main_grad = dtype, main_grad
+        self._buffer, self._empty = main_grad, main_grad is None
+
+    @property
+    def total(self) -> torch.Tensor:
+        """The buffer, of the parameter's shape. It holds anything until something is added."""
+        if self._buffer is None:
+            self._buffer = torch.empty(self._shape, dtype=self._sum_dtype, device=self._device)
+        return self._buffer
+
+    def begun(self) -> torch.Tensor:
+        """Returns the sum so far, zeros if there is none, to be added to in place."""
+        if self._empty:
+            self.total.zero_()
+            self._empty = False
+        return self.total
+
+    def add(self, left: torch.Tensor, right: torch.Tensor | None = None) -> None:
+        """Adds left' right, or for a bias left' ones; left [C, out], right [C, in], both of one dtype."""
+        on_gpu = _on_gpu(left)
+        if right is None and on_gpu:
+            return self.add_whole(left.sum(0, dtype=torch.float32))
+        right = left.new_ones(left.shape[0], 1) if right is None else right
+        total = self.total.view(left.shape[1], -1)  # a bias as a column
+        beta = 0 if self._empty else 1  # beta 0 ignores what the empty buffer holds, NaN included
+        self._empty = False
+        if left.dtype == total.dtype:
+            total.addmm_(left.t(), right, beta=beta)
+        elif not on_gpu or torch.version.hip is not None:
+            _add_in_float32(total, left, right, beta)
+        elif not left.is_cuda:  # a simulation: the same product and sum; torch 2.11 cannot simulate addmm's out_dtype
+            total.addmm_(left.t(), right, beta=beta)
+        elif _ADDMM_TAKES_FLOAT32 and not torch.compiler.is_compiling():  # Inductor cannot lower it (pytorch #163880)
+            torch.addmm(total, left.t(), right, beta=beta, out_dtype=torch.float32, out=total)
+        elif beta == 0:
+            total.copy_(torch.mm(left.t(), right, out_dtype=torch.float32))
+        else:
+            total.add_(torch.mm(left.t(), right, out_dtype=torch.float32))
+
+    def add_whole(self, gradient: torch.Tensor) -> None:
+        """Adds a chunk's gradient that is computed already, of the parameter's shape; it may be sparse."""
+        gradient = gradient.to_dense() if gradient.is_sparse else gradient
+        self.total.copy_(gradient) if self._empty else self.total.add_(gradient)
+        self._empty = False
+
+    def result(self) -> torch.Tensor | None:
+        """Returns the sum, rounded once to the parameter's dtype; zeros if nothing was added; None for a `main_grad`,
+        which holds it already."""
+        total = self.begun()
+        return None if self._main_grad is not None else total.to(self._dtype)
+
+    def scaled(self, factor: torch.Tensor, main_grad: torch.Tensor | None) -> torch.Tensor | None:
+        """Returns the sum times `factor`, float32 [1], rounded once, in one pass over it. If there is a `main_grad`, it
+        is added there instead, and None is returned."""
+        total = self.begun()
+        if main_grad is not None:
+            main_grad.addcmul_(total, factor)
+            return None
+        return scale_(total, factor, None if total.dtype == self._dtype else torch.empty_like(total, dtype=self._dtype))
+
+
+def _add_in_float32(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor, beta: int) -> None:
+    """Adds left' right to `total`, float32, with operands that are copied to float32 block by block."""
+    block_rows, block_columns = left.shape if left.is_cuda else _CPU_BLOCK
+    for row in range(0, left.shape[0], block_rows):
+        rows = slice(row, row + block_rows)
+        operand = right[rows].float()
+        for column in range(0, left.shape[1], block_columns):
+            columns = slice(column, column + block_columns)
+            total[columns].addmm_(left[rows, columns].t().float(), operand, beta=beta)
+        beta = 1
+
+
+def scale_(x: torch.Tensor, factor: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+    """Multiplies x by `factor`, float32 [1], in float32, rounded once, in one pass, into `out` or x, which it
+    returns."""
+    out = x if out is None else out
+    whole = _on_gpu(x) or torch.compiler.is_compiling() or x.dim() == 1
+    rows = len(x) if whole else _CPU_BLOCK[0]  # a CPU rounds out of place
+    for start in range(0, len(x), max(rows, 1)):
+        part = slice(start, start + rows)
+        torch.mul(x[part], factor, out=out[part])
+    return out
+
+
+def _on_gpu(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda or isinstance(tensor, FakeTensor)  # a simulation on fake tensors stands for a GPU
+
+
+def main_grad_of(parameter: Any) -> torch.Tensor | None:
+    """Returns the parameter's `main_grad`, or None. Raises ValueError unless it is float32 and of its shape.
+
+    To be asked for in the forward: a saved parameter may come back as a copy without attributes.
+    """
+    main_grad = getattr(parameter, "main_grad", None)
+    if main_grad is not None and (main_grad.dtype != torch.float32 or main_grad.shape != parameter.shape):
+        raise ValueError(
+            f"main_grad is {main_grad.dtype} {list(main_grad.shape)}, expected torch.float32 "
+            f"{list(parameter.shape)}, the parameter's shape; allocate it so, or take it off"
+        )
+    return main_grad
+
+
+class LowRank(NamedTuple):
+    """A LoRA adapter without dropout: adds scale * (x a') b' to a projection."""
+
+    a: torch.Tensor
+    """[r, in]"""
+    b: torch.Tensor
+    """[out, r]"""
+    scale: float
+
+
+class Projection(NamedTuple):
+    """A linear layer with at most one adapter: y = x weight' + bias + scale * (x a') b'."""
+
+    weight: torch.Tensor
+    """[out, in]"""
+    bias: torch.Tensor | None
+    """[out]"""
+    a: torch.Tensor | None = None
+    """[r, in]"""
+    b: torch.Tensor | None = None
+    """[out, r]"""
+    scale: float = 1.0
+
+    @classmethod
+    def of(cls, weight: torch.Tensor, bias: torch.Tensor | None, adapter: LowRank | None) -> "Projection":
+        return cls(weight, bias, *(adapter or ()))
+
+    def rows(self, rows: slice) -> "Projection":
+        """Returns the projection to some of the outputs."""
+        bias, b = (None if tensor is None else tensor[rows] for tensor in (self.bias, self.b))
+        return Projection(self.weight[rows], bias, self.a, b, self.scale)
+
+    def columns(self, columns: slice) -> "Projection":
+        """Returns the projection of some of the inputs, without the bias."""
+        a = None if self.a is None else self.a[:, columns]
+        return Projection(self.weight[:, columns], None, a, self.b, self.scale)
+
+    def to(self, dtype: torch.dtype) -> "Projection":
+        """Returns the operands of the products in `dtype`: copies where that changes something."""
+        return Projection(*(None if tensor is None else tensor.to(dtype) for tensor in self[:4]), self.scale)
+
+    def differentiable(self, x: torch.Tensor) -> torch.Tensor:
+        """Computes y [..., out] of x [..., in] by operations that autograd follows."""
+        y = F.linear(x, self.weight, self.bias)
+        if self.a is None:
+            return y
+        return y + F.linear(F.linear(x, self.a.to(x.dtype)), self.b.to(x.dtype)) * self.scale
+
+    def forward(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+        """Writes y [C, out] of x [C, in] to `out`. 2 C in out FLOP, with an adapter 2 C r (in + out) more."""
+        if self.bias is None:
+            torch.mm(x, self.weight.t(), out=out)
+        else:
+            torch.addmm(self.bias, x, self.weight.t(), out=out)
+        if self.a is not None:
+            out.addmm_(torch.mm(x, self.a.t()), self.b.t(), alpha=self.scale)
+        return out
+
+    def backward(self, d_y: torch.Tensor, out: torch.Tensor, *, add: bool = False) -> torch.Tensor:
+        """Writes d_x [C, in] of d_y [C, out] to `out`, or adds it there."""
+        if add:
+            out.addmm_(d_y, self.weight)
+        else:
+            torch.mm(d_y, self.weight, out=out)
+        if self.a is not None:
+            out.addmm_(torch.mm(d_y, self.b), self.a, alpha=self.scale)
+        return out
+
+    def add_gradients(self, sums: "Projection", d_y: torch.Tensor, x: torch.Tensor) -> None:
+        """Adds the gradients of a chunk to `sums`, see `begin_sums`: d_y [C, out], x [C, in]."""
+        if sums.weight is not None:
+            sums.weight.add(d_y, x)
+        if sums.bias is not None:
+            sums.bias.add(d_y)
+        if sums.a is not None:
+            sums.a.add(torch.mm(d_y, self.b).mul_(self.scale), x)
+        if sums.b is not None:
+            sums.b.add(d_y, torch.mm(x, self.a.t()).mul_(self.scale))
+
+
+class Stack:
+    """Some rows of several projections of one input as one projection, so that one product serves all: a copy.
+
+    weight          a         b
+    [q rows of D]   [q's a]   [q's b   0      0   ]
+    [k rows of D]   [k's a]   [  0   k's b    0   ]
+    [v rows of D]   [v's a]   [  0     0    v's b ]   times each one's scale
+    """
+
+    def __init__(self, parts: Sequence[Projection], rows: Sequence[slice], dtype: torch.dtype):
+        self._rows = rows
+        self._parts = parts = [part.rows(of_part).to(dtype) for part, of_part in zip(parts, rows, strict=True)]
+        ranks = [0 if part.a is None else len(part.a) for part in parts]
+        self._blocks = list(zip(_adjacent(len(part.weight) for part in parts), _adjacent(ranks), strict=True))
+        weight, bias, a, b = torch.cat([part.weight for part in parts]), None, None, None
+        if any(part.bias is not None for part in parts):
+            bias = torch.cat([weight.new_zeros(len(part.weight)) if part.bias is None else part.bias for part in parts])
+        if any(ranks):
+            a = torch.cat([part.a for part in parts if part.a is not None])
+            b = weight.new_zeros(len(weight), len(a))
+            for part, (outputs, of_rank) in zip(parts, self._blocks, strict=True):
+                if part.b is not None:
+                    b[outputs, of_rank] = part.b * part.scale
+        self.projection = Projection(weight, bias, a, b)
+
+    def begin_sums(self, sums: Sequence[Projection]) -> Projection:
+        """Returns the sums of the stack's gradients, of those tensors of which a part has a sum in `sums`."""
+        needs = [any(part[i] is not None for part in sums) for i in range(4)]
+        return begin_sums(self.projection, [*needs, False], [None] * 5)
+
+    def add_to_parts(self, stacked: Projection, sums: Sequence[Projection]) -> None:
+        """Adds the sums of the stack's gradients to those of the whole parts."""
+        d_weight, d_bias, d_a, d_b = (None if total is None else total.begun() for total in stacked[:4])
+        for part, rows, of_part, (outputs, ranks) in zip(self._parts, self._rows, sums, self._blocks, strict=True):
+            if of_part.weight is not None:
+                of_part.weight.begun()[rows].add_(d_weight[outputs])
+            if of_part.bias is not None:
+                of_part.bias.begun()[rows].add_(d_bias[outputs])
+            if of_part.a is not None:
+                of_part.a.add_whole(d_a[ranks])
+            if of_part.b is not None:
+                of_part.b.begun()[rows].add_(d_b[outputs, ranks] * part.scale)
+
+
+def _adjacent(lengths: Iterable[int]) -> list[slice]:
+    """Returns slices of these lengths, one behind the other."""
+    return [slice(start, stop) for start, stop in pairwise(accumulate(lengths, initial=0))]
+
+
+def tensors_of(params: Any) -> list[torch.Tensor | None]:
+    """Returns the leaves of a tree of parameters in their order, None in the place of a number."""
+    return [leaf if isinstance(leaf, torch.Tensor) else None for leaf in tree_leaves(params)]
+
+
+def with_tensors(params: Tree, tensors: Sequence[torch.Tensor | None]) -> Tree:
+    """Returns the tree with other tensors, given in the order of `tensors_of`; its numbers stay."""
+    leaves, form = tree_flatten(params)
+    pairs = zip(leaves, tensors, strict=True)
+    return tree_unflatten(
+        [tensor if leaf is None or isinstance(leaf, torch.Tensor) else leaf for leaf, tensor in pairs], form
+    )
+
+
+def views_of(params: Any) -> list[torch.Tensor | None]:
+    """Returns `tensors_of` with a node of its own for each parameter, so that gradients arrive in the reverse of this
+    order, as untiled: ZeRO-1 and -2 fill their buckets as gradients arrive, so ranks with and without chunks must
+    agree."""
+    return [None if tensor is None else tensor.view_as(tensor) for tensor in tensors_of(params)]
+
+
+def main_grads_of(params: Any) -> list[torch.Tensor | None]:
+    """Returns the `main_grad` of every leaf, see `main_grad_of`."""
+    return [main_grad_of(tensor) for tensor in tensors_of(params)]
+
+
+def begin_sums(params: Tree, needs: Sequence[bool], main_grads: Sequence[torch.Tensor | None]) -> Tree:
+    """Returns the tree with a `WeightGrad` for every tensor whose gradient is needed, None elsewhere; `needs` and
+    `main_grads` are in the order of `tensors_of`."""
+    leaves, form = tree_flatten(params)
+    sums = [
+        WeightGrad(leaf, main_grad=main_grad) if need else None
+        for leaf, need, main_grad in zip(leaves, needs, main_grads, strict=True)
+    ]
+    return tree_unflatten(sums, form)
+
+
+def results_of(sums: Any) -> list[torch.Tensor | None]:
+    """Returns the gradients that the sums came to, in the order of `tensors_of`."""
+    return [None if total is None else total.result() for total in tree_leaves(sums)]

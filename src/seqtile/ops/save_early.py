@@ -1,0 +1,57 @@
+"""The node that saves a function's inputs before the function runs.
+
+Non-reentrant `torch.utils.checkpoint` stops replaying a region as soon as the last tensor that the region saved has
+been saved again. What an autograd Function saves is packed only after its forward has run, so a Function that saves its
+own inputs is always replayed. `save_early` places an identity before it that saves them instead:
+
+    forward    x ── SaveEarly ── x ── GatedMLP ── y        the Function saves nothing, and keeps SaveEarly's node
+    replay     x ── SaveEarly ┃                            the last tensor is saved: the replay stops here
+    backward                  x ── GatedMLP ── y           reads node.saved_tensors
+
+Where nothing behind the Function saves a tensor either, as in a Llama layer, its forward is never run a second time: a
+tiled MLP under checkpointing then costs what an untiled one costs. Nothing is detected and nothing is skipped by a
+flag: where the replay does go on, everything is still right.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch.autograd.graph import Node
+
+
+class SaveEarlyFunction(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, also: Sequence[torch.Tensor | None], *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(*tensors, *also)
+        views = tuple(tensor.view_as(tensor) for tensor in tensors)
+        needed = zip(views, ctx.needs_input_grad[1:], strict=True)
+        ctx.mark_non_differentiable(*(view for view, need in needed if not need))
+        return views
+
+    @staticmethod
+    def backward(ctx, *d: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
+        return None, *d
+
+
+def save_early(
+    tensors: Sequence[torch.Tensor], also: Sequence[torch.Tensor | None] = ()
+) -> tuple[Sequence[torch.Tensor], Node | None]:
+    """Saves `tensors` and `also` now, for a backward.
+
+    Returns the tensors handed through, as views, and the node whose `saved_tensors` are (*tensors, *also); or the
+    tensors themselves and None, if none of them requires a gradient or none is wanted. `also` are tensors that the
+    backward needs besides, such as weights: like any saved tensor, they must not be changed in place before it.
+    Allocates nothing.
+    """
+    first = next((i for i, tensor in enumerate(tensors) if tensor.requires_grad), None)
+    if first is None or not torch.is_grad_enabled():
+        return tensors, None
+    views = SaveEarlyFunction.apply(also, *tensors)
+    return views, views[first].grad_fn
+
+
+def saved_for(ctx: Any) -> tuple[torch.Tensor | None, ...]:
+    """Returns what was saved for a node: by `ctx.node`, which `save_early` returned, or if that is None by itself."""
+    return ctx.saved_tensors if ctx.node is None else ctx.node.saved_tensors

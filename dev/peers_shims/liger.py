@@ -15,9 +15,11 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 import seqtile
+from seqtile.arch import ARCHS
 from seqtile.kernels.launch import cross_entropy_, gated_activation_, gated_activation_backward_
 from seqtile.kernels.loss_options import LossOptions
-from seqtile.models.experts import tiled_experts_forward
+from seqtile.models.mlp import tiled_experts_forward
+from seqtile.models.placement import Options
 
 Results = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None]
 
@@ -212,7 +214,7 @@ class TiledFused(transformers.models.phi3.modeling_phi3.Phi3MLP):
 
 
 class TiledExperts(MixtralExperts):
-    forward = tiled_experts_forward(MixtralExperts.forward, 100)
+    forward = tiled_experts_forward(ARCHS["mixtral"], Options(chunk_tokens=100), MixtralExperts.forward)
 
 
 def install(mode: str) -> None:

@@ -20,7 +20,7 @@ import seqtile
 from assertions import relative_error
 from seqtile.arch import ARCHS
 from seqtile.kernels.launch import triton
-from seqtile.models import causal_lm, mlp
+from seqtile.models import loss, mlp
 from tiny import InterpretedFloat, batch_of, build, interpreted, loss_and_gradients
 
 SEQTILE, LIGER, HF = "seqtile", "liger_kernel", "transformers"
@@ -52,7 +52,7 @@ def counted(part: str, package: str, function: Callable) -> Callable:
 def watch() -> None:
     """Counts what computes the parts of a model; fits Liger's kernels to Triton's interpreter."""
     for part, package, module, name in (
-        ("loss", SEQTILE, causal_lm, "linear_cross_entropy"),
+        ("loss", SEQTILE, loss, "linear_cross_entropy"),
         ("mlp", SEQTILE, mlp, "gated_mlp"),
         ("loss", LIGER, functional, "liger_fused_linear_cross_entropy"),
         ("rope", LIGER, rope, "dispatch"),
@@ -85,7 +85,7 @@ def check_status(model: nn.Module, ran: list[str], text: str | None) -> None:
         ours = package == SEQTILE
         assert (part.tiled, part.others) == ((part.total, ()) if ours else (0, (package,))), str(status)
         assert str(part).startswith(f"seqtile, {CHUNK} tokens a tile" if ours else f"not tiled: {package}")
-        assert (part.generic, part.problem) == (None, None), str(status)
+        assert (part.fallback, part.problem) == (None, None), str(status)
         if ours or text is None:
             assert "apply seqtile" not in str(part) and "took" not in str(part), str(status)
         else:

@@ -3,11 +3,13 @@
 import ast
 import inspect
 import textwrap
+import types
 
 import pytest
 
-import seqtile.models.causal_lm
 from seqtile.arch import ARCHS
+from seqtile.models.loss import tiled_loss_forward
+from seqtile.models.placement import Options
 from tiny import CLASSES, build
 
 
@@ -79,12 +81,19 @@ def test_causal_lm_forward(arch: str) -> None:
 
 @pytest.mark.parametrize("arch", CLASSES)
 def test_causal_lm_arguments(arch: str) -> None:
-    theirs = list(inspect.signature(ARCHS[arch].causal_lm.forward).parameters)
-    tree = ast.parse(inspect.getsource(seqtile.models.causal_lm))
-    ours = next(node.args for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) and node.name == "forward")
-    assert [argument.arg for argument in ours.args] == theirs[: len(ours.args)]
-    assert theirs[len(ours.args) :] == ["output_router_logits"] * ARCHS[arch].routed + ["logits_to_keep", "kwargs"]
-    assert [argument.arg for argument in ours.kwonlyargs] == ["logits_to_keep", "skip_logits"]
+    """The tiled forward gives what it is passed by position the names that Hugging Face's has for it."""
+    *names, rest = list(inspect.signature(ARCHS[arch].causal_lm.forward).parameters)
+    common = ["self", "input_ids", "attention_mask", "position_ids", "past_key_values", "inputs_embeds", "labels"]
+    assert names == [*common, "use_cache", *["output_router_logits"] * ARCHS[arch].routed, "logits_to_keep"]
+    assert rest == "kwargs"
+
+    def original(self: object, **inputs: object) -> tuple:
+        return tuple(inputs.items())
+
+    original.__signature__ = inspect.signature(ARCHS[arch].causal_lm.forward)
+    forward = tiled_loss_forward(ARCHS[arch], Options(), original)
+    found = forward(types.SimpleNamespace(training=False), *names[1:])
+    assert found == tuple(zip(names[1:], names[1:], strict=True))
 
 
 @pytest.mark.parametrize("arch", CLASSES)

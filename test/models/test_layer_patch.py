@@ -120,7 +120,7 @@ def test_liger_on_the_model_afterwards_takes_nothing_of_a_layer_back() -> None:
     model = build("llama")
     seqtile.apply_seqtile(model, layer=True, loss=False, chunk_tokens=CHUNK)
     apply_liger("llama", model=model)
-    assert seqtile.status(model).layer.tiled == 2 and seqtile.status(model).layer.generic is None
+    assert seqtile.status(model).layer.tiled == 2 and seqtile.status(model).layer.fallback is None
 
 
 @pytest.mark.parametrize("on_classes", [False, True], ids=["model", "classes"])

@@ -13,10 +13,10 @@ from transformers import GPT2Config, GPT2LMHeadModel, LlamaForCausalLM, LlamaFor
 from transformers.models.llama import modeling_llama
 
 import seqtile
-import seqtile.models.experts
+import seqtile.models.fallback
 import seqtile.models.mlp
 from seqtile.arch import ARCHS
-from seqtile.models.patch import mlps_of
+from seqtile.models.mlp import mlps_of
 from seqtile.models.placement import placement_at
 from tiny import CHUNK, CLASSES, apply_liger, batch_of, build, config_of, loss_and_gradients, modeling_restored
 
@@ -46,7 +46,7 @@ def runs_tiled(model: nn.Module) -> list[bool]:
     """Whether the loss and the MLPs are tiled, by what a training step does, and whether `status` says so too."""
     with pytest.MonkeyPatch.context() as patch:
         calls = []
-        for room, name in ((seqtile.models.mlp, "gated_mlp"), (seqtile.models.experts, "tiled")):
+        for room, name in ((seqtile.models.mlp, "gated_mlp"), (seqtile.models.fallback, "tiled")):
             function = getattr(room, name)
             patch.setattr(room, name, lambda *args, f=function, **kw: calls.append(1) or f(*args, **kw))
         loss_tiled = model(**batch_of(1, 101)).logits is None
@@ -339,13 +339,13 @@ def test_a_copy_that_peft_saves() -> None:
 
 def test_tiles_of_a_mixture_are_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each expert is to meet 2048 tokens of a tile; dense layers keep their own tile."""
-    original, lengths = seqtile.models.experts.tiled, set()
+    original, lengths = seqtile.models.fallback.tiled, set()
 
     def recorded(*args: object, **options: object) -> object:
         lengths.add(options["chunk_tokens"])
         return original(*args, **options)
 
-    monkeypatch.setattr(seqtile.models.experts, "tiled", recorded)
+    monkeypatch.setattr(seqtile.models.fallback, "tiled", recorded)
     model = build("qwen3_moe")
     seqtile.apply_seqtile(model)
     assert "seqtile, 2048 or 5461 tokens a tile, 2 of 2 layers" in str(seqtile.status(model))

@@ -20,17 +20,17 @@ from torch.utils.module_tracker import ModuleTracker
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
 import seqtile
-import seqtile.models.called_layer
+import seqtile.models.fallback
 import seqtile.models.mlp
 from assertions import relative_error
 from measure import FlopCount
 from models.layered import assert_equal, whole
 from models.test_paths import PROJECTIONS, lora
 from seqtile.arch import ARCHS
-from seqtile.models.causal_lm import why_generic_head
-from seqtile.models.layer import why_called
-from seqtile.models.mlp import why_generic
-from seqtile.models.norm import why_no_norm
+from seqtile.models.layer import layer_fallback_reason, why_no_norm
+from seqtile.models.loss import head_fallback_reason
+from seqtile.models.mlp import mlp_fallback_reason
+from seqtile.models.placement import forward_in_place_of
 from tiny import CHUNK, build, loss_and_gradients
 
 MODES = {
@@ -297,14 +297,14 @@ def test_called_as_it_is(name: str, mode: str) -> None:
     batch = whole(101)
     with around():
         status = seqtile.status(tiled)
-        assert reason in status.mlp.generic
-        assert (status.loss.generic is not None) == of_head
+        assert reason in status.mlp.fallback
+        assert (status.loss.fallback is not None) == of_head
         if mode == "groups":
             with pytest.raises(ValueError, match=r"attention by groups of heads reads its weights, and"):
                 tiled(**batch)
             assert status.layer.problem.startswith("attention by groups of heads reads its weights, and ")
             return
-        assert mode == "mlp" or status.layer.generic is not None
+        assert mode == "mlp" or status.layer.fallback is not None
         truth = loss_and_gradients(untiled, **batch)
         assert_equal(loss_and_gradients(tiled, **batch), truth)
     if around is not nullcontext:
@@ -314,7 +314,7 @@ def test_called_as_it_is(name: str, mode: str) -> None:
             for name, gradient in after[1].items()
             if gradient is not None
         )
-        assert seqtile.status(tiled).mlp.generic is None
+        assert seqtile.status(tiled).mlp.fallback is None
         assert_equal(loss_and_gradients(tiled, **batch), after)
 
 
@@ -339,10 +339,10 @@ def test_read_all_the_same(around: Around, mode: str) -> None:
     untiled, tiled = pair(unchanged, **MODES[mode])
     batch = whole(101)
     truth = loss_and_gradients(untiled, **batch)
-    with around(), replaced(seqtile.models.mlp, "tiled", None), replaced(seqtile.models.called_layer, "tiled", None):
+    with around(), replaced(seqtile.models.fallback, "tiled", None):
         status = seqtile.status(tiled)
         parts = [part for part in (status.loss, status.mlp, status.layer) if part is not None]
-        assert [(part.generic, part.problem) for part in parts] == [(None, None)] * len(parts)
+        assert [(part.fallback, part.problem) for part in parts] == [(None, None)] * len(parts)
         with FlopCount() as flops:
             assert_equal(loss_and_gradients(tiled, **batch), truth)
     with FlopCount() as usual:
@@ -416,9 +416,10 @@ def test_asked_inside_a_compiled_graph(change: Change, arch: str) -> None:
 
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, list[str | None]]:
             layer = self.model.model.layers[0]
-            reasons = [why_generic(layer.mlp), why_generic_head(self.model)]
+            forward = forward_in_place_of(layer.mlp)
+            reasons = [mlp_fallback_reason(layer.mlp, forward), head_fallback_reason(self.model.lm_head)]
             if arch == "llama":
-                reasons += [why_called(ARCHS[arch], layer), why_no_norm("norm", self.model.model.norm)]
+                reasons += [layer_fallback_reason(ARCHS[arch], layer), why_no_norm("norm", self.model.model.norm)]
             return x + 1, reasons
 
     torch._dynamo.reset()

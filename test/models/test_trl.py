@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast, Trainer
 
 import seqtile
-import seqtile.models.causal_lm
+import seqtile.models.loss
 import seqtile.models.mlp
 from assertions import assert_each_as_exact, relative_error
 from tiny import CHUNK, VOCAB, build, modeling_restored
@@ -54,7 +54,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter]:
         function = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *args, **kw: counted.update([name]) or function(*args, **kw))
 
-    count(seqtile.models.causal_lm, "linear_cross_entropy")
+    count(seqtile.models.loss, "linear_cross_entropy")
     count(seqtile.models.mlp, "gated_mlp")
     with modeling_restored():
         yield counted

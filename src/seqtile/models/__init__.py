@@ -5,8 +5,8 @@ from collections.abc import Callable
 from torch import nn
 
 from seqtile.arch import ARCHS, Arch, find_arch
-from seqtile.models.layer import HeadGroups
-from seqtile.models.patch import Wanted, apply, model_type_of, restore, unwrapped
+from seqtile.models.patch import apply, model_type_of, restore, unwrapped
+from seqtile.models.placement import Options
 from seqtile.models.status import status
 
 __all__ = [
@@ -23,7 +23,7 @@ def apply_seqtile(
     mlp: bool = True,
     loss: bool = True,
     layer: bool = False,
-    head_groups: HeadGroups = None,
+    head_groups: int | str | None = None,
     chunk_tokens: int | None = None,
 ) -> None:
     """Tiles one model, whatever its architecture: looked up from `model.config.model_type`.
@@ -31,7 +31,7 @@ def apply_seqtile(
     See `apply_seqtile_to_llama` for the arguments. ValueError for a model type that is not supported.
     """
     model = unwrapped(model)
-    apply(find_arch(model_type_of(model)), model, Wanted(mlp, loss, layer, head_groups, chunk_tokens))
+    apply(find_arch(model_type_of(model)), model, Options(mlp, loss, layer, head_groups, chunk_tokens))
 
 
 def _entry(arch: Arch) -> Callable[..., None]:
@@ -41,7 +41,7 @@ def _entry(arch: Arch) -> Callable[..., None]:
         mlp: bool = True,
         loss: bool = True,
         layer: bool = False,
-        head_groups: HeadGroups = None,
+        head_groups: int | str | None = None,
         chunk_tokens: int | None = None,
     ) -> None:
         model = unwrapped(model)
@@ -49,7 +49,7 @@ def _entry(arch: Arch) -> Callable[..., None]:
             raise ValueError(
                 f"expected a {arch.model_type} model, got {model_type_of(model)!r}; use seqtile.apply_seqtile(model)"
             )
-        apply(arch, model, Wanted(mlp, loss, layer, head_groups, chunk_tokens))
+        apply(arch, model, Options(mlp, loss, layer, head_groups, chunk_tokens))
 
     apply_to.__name__ = apply_to.__qualname__ = f"apply_seqtile_to_{arch.model_type}"
     apply_to.__doc__ = f"""Tiles {arch.prefix} models: the loss and the MLP in memory that does not grow with length.

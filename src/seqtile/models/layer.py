@@ -1,43 +1,65 @@
-"""The tiled forward of a decoder layer of Llama's shape: norm, attention, norm, gated MLP, one after the other."""
+"""The tiled forwards of a decoder layer of Llama's shape, of the norm behind the last, and of the model around them.
 
+A layer is norm, attention, norm, gated MLP, one after the other. Where its weights can be read it is
+`seqtile.ops.decoder_layer`; where they cannot, its modules are called chunk by chunk, which costs the projections to
+queries, keys and values, and down, once more.
+"""
+
+import inspect
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
-from seqtile.arch import Arch
-from seqtile.models.called_layer import called_layer
-from seqtile.models.mlp import activation_of, is_gated_mlp, read_mlp, why_generic
-from seqtile.models.norm import read_norm, why_no_norm
-from seqtile.models.own_class import is_own_class
-from seqtile.models.placement import computed_forward
-from seqtile.models.plain import named, origin, why_call_changed, why_calls_matter, why_changed, why_none_is_plain
-from seqtile.models.projections import check_not_zero3, check_untransformed, read_projection, unreadable
-from seqtile.models.stand_in import stand_in_for
-from seqtile.models.uncached import is_unfilled
+from seqtile.arch import ARCHS, Arch
+from seqtile.models.fallback import call_tiled
+from seqtile.models.mlp import activation_of, is_gated_mlp, mlp_fallback_reason, read_mlp
+from seqtile.models.placement import (
+    Options,
+    computed_forward,
+    forward_in_place_of,
+    is_own_class,
+    placement_at,
+    stand_in_for,
+)
+from seqtile.models.weights import (
+    check_not_zero3,
+    check_untransformed,
+    named,
+    origin,
+    read_projection,
+    unreadable,
+    why_call_changed,
+    why_calls_matter,
+    why_changed,
+    why_none_is_plain,
+)
 from seqtile.ops.decoder_layer import decoder_layer
-from seqtile.ops.decoder_layer.params import AttentionParams, LayerParams, MLPParams
-from seqtile.ops.projection import Projection
+from seqtile.ops.decoder_layer.params import AttentionParams, LayerParams, MLPParams, Norm
+from seqtile.ops.rms_norm import rms_norm
 from seqtile.ops.tiles import resolve_chunk_tokens
 
 logger = logging.get_logger(__name__)
-HeadGroups = int | str | None
 _FORWARD_CHECKPOINTS = "__init_subclass__" in vars(GradientCheckpointingLayer)  # since transformers 5.2x; else __call__
 AUTO = 8  # groups at most: what exists of one group only is an eighth then, and its products are wide still
+_NORM_FORWARDS = {  # where a norm's forward that `rms_norm` computes was written
+    "liger_kernel.transformers.rms_norm.LigerRMSNorm.forward",
+    *(f"{arch.modeling_name}.{arch.prefix}RMSNorm.forward" for arch in ARCHS.values() if arch.layer),
+}
+_UNFILLED = "_seqtile_unfilled"  # on a cache that only tells how masks are to be made
 
 
-def tiled_layer_forward(
-    arch: Arch, original: Callable, chunk_tokens: int | None, head_groups: HeadGroups, on_model: bool
-) -> Callable:
-    """A tiled forward in place of `original`, a decoder layer's forward (a plain function); `on_model` says that it is
-    to stand on a layer rather than on its class.
+def tiled_layer_forward(arch: Arch, options: Options, original: Callable) -> Callable:
+    """Returns a tiled forward in place of `original`, a decoder layer's forward (a plain function).
 
-    `original` itself where the sequence fits in a tile, and where attentions are asked for. With a cache, which holds
+    `original` itself where the sequence fits in a chunk, and where attentions are asked for. With a cache, which holds
     all keys and values, heads are not computed in groups; where gradients may flow through it, modules are called. None
     is made in training, see `uncached_forward`.
     """
@@ -55,15 +77,15 @@ def tiled_layer_forward(
     ):
         kwargs = {"position_ids": position_ids, "use_cache": use_cache, **kwargs}
         tokens = hidden_states.shape[:-1].numel()
-        fits = tokens <= resolve_chunk_tokens(chunk_tokens, hidden_states.shape[-1])
+        fits = tokens <= resolve_chunk_tokens(options.chunk_tokens, hidden_states.shape[-1])
         asked = kwargs.get("output_attentions", getattr(self.self_attn.config, "output_attentions", False))
         cached = {"past_key_values": past_key_values, "position_embeddings": position_embeddings}
         untiled = partial(inner, self, hidden_states, attention_mask=attention_mask, **cached, **kwargs)
         if (fits and not _is_zero3(self)) or asked:
             return untiled()
-        past_key_values = None if is_unfilled(past_key_values) else past_key_values
-        grouped = None if past_key_values is not None else head_groups
-        reason = check_layer(arch, self, grouped)
+        past_key_values = None if hasattr(past_key_values, _UNFILLED) else past_key_values
+        grouped = None if past_key_values is not None else options.head_groups
+        reason = check_layer(arch, self, replace(options, head_groups=grouped))
         if reason is not None and why_calls_matter() is not None:  # that of the attention, too, which no tile can make
             return untiled()
         if reason is None and past_key_values is not None and torch.is_grad_enabled():
@@ -73,7 +95,7 @@ def tiled_layer_forward(
         rotary = position_embeddings if getattr(self.self_attn, "use_rope", True) else None
         scale = getattr(self, arch.residual_scale) if arch.residual_scale else 1.0
         if reason is not None:
-            return called_layer(arch, self, hidden_states, rotary, attend, scale, chunk_tokens)
+            return _fallback_layer(arch, self, hidden_states, rotary, attend, scale, options.chunk_tokens)
         groups = groups_of(self.self_attn, grouped, 1 if stages is None else stages.ranks)
         return decoder_layer(
             hidden_states,
@@ -87,12 +109,12 @@ def tiled_layer_forward(
             given=given,
             activation=activation_of(self.mlp),
             scale=scale,
-            chunk_tokens=chunk_tokens,
+            chunk_tokens=options.chunk_tokens,
         )
 
     @stand_in_for(original)
     def forward(self, *args, **kwargs):
-        outermost = is_own_class(type(self)) if on_model else type(self).forward is forward
+        outermost = is_own_class(type(self)) or type(self).forward is forward
         if _FORWARD_CHECKPOINTS and outermost and self.gradient_checkpointing and self.training:
             if kwargs.get("use_cache") or kwargs.get("past_key_values") is not None:
                 logger.warning_once("checkpointed layers have no cache, which a replay would fill once more")
@@ -104,31 +126,32 @@ def tiled_layer_forward(
 
 
 def _is_zero3(layer: nn.Module) -> bool:
-    """Whether reading a weight is a collective, which ranks of different lengths must do alike."""
+    """Says if reading a weight is a collective, which ranks of different lengths must do alike."""
     return hasattr(layer.input_layernorm.weight, "ds_id")
 
 
 def _params_of(layer: nn.Module) -> LayerParams:
-    """In the order in which an untiled layer uses them: under ZeRO-3 each reading is a collective."""
-
-    def read(module: nn.Module, name: str) -> Projection:
-        return Projection.of(*read_projection(name, getattr(module, name)))
-
+    """Reads the parameters, in the order in which an untiled layer uses them: under ZeRO-3 each reading is a
+    collective."""
     attention = layer.self_attn
-    norm, q = read_norm(layer.input_layernorm), read(attention, "q_proj")
-    q_norm = read_norm(attention.q_norm) if hasattr(attention, "q_norm") else None
-    k = read(attention, "k_proj")
-    k_norm = read_norm(attention.k_norm) if hasattr(attention, "k_norm") else None
-    v, o = read(attention, "v_proj"), read(attention, "o_proj")
-    mlp_norm = read_norm(layer.post_attention_layernorm)
-    mlp = MLPParams(mlp_norm, *(Projection.of(*part) for part in read_mlp(layer.mlp)))
-    return LayerParams(AttentionParams(norm, q, q_norm, k, k_norm, v, o), mlp)
+    return LayerParams(
+        AttentionParams(
+            read_norm(layer.input_layernorm),
+            read_projection("q_proj", attention.q_proj),
+            read_norm(attention.q_norm) if hasattr(attention, "q_norm") else None,
+            read_projection("k_proj", attention.k_proj),
+            read_norm(attention.k_norm) if hasattr(attention, "k_norm") else None,
+            read_projection("v_proj", attention.v_proj),
+            read_projection("o_proj", attention.o_proj),
+        ),
+        MLPParams(read_norm(layer.post_attention_layernorm), *read_mlp(layer.mlp)),
+    )
 
 
 def _attention(
     arch: Arch, attention: nn.Module, mask: Any, cache: Any, kwargs: dict[str, Any]
 ) -> tuple[Callable[..., torch.Tensor], Any, list[torch.Tensor]]:
-    """The attention that the model has, asked as Hugging Face's code asks it; its steps, if it has `stages` as
+    """Returns the attention that the model has, asked as Hugging Face's code asks it; its steps, if it has `stages` as
     `seqtile.sp` does; and the tensors it is given besides."""
     options = {"dropout": attention.attention_dropout if attention.training else 0.0, "scaling": attention.scaling}
     if arch.windows:
@@ -148,16 +171,18 @@ def _attention(
 
 
 def _exchange(attention: nn.Module, stages: Any, groups: int | None) -> Any:
-    """The steps of a group's attention over ranks; None on one rank."""
+    """Returns the steps of a group's attention over ranks; None on one rank."""
     if stages is None:
         return None
     kv_heads = attention.config.num_key_value_heads // (groups or 1)
     return stages.of(kv_heads * attention.num_key_value_groups, kv_heads)
 
 
-def groups_of(attention: nn.Module, head_groups: HeadGroups, ranks: int = 1) -> int | None:
-    """How many groups; "auto": as many as divide the kv heads, up to `AUTO`, and give each rank a kv head of its own in
-    every group, None if that is one. ValueError if that cannot be."""
+def groups_of(attention: nn.Module, head_groups: int | str | None, ranks: int = 1) -> int | None:
+    """Returns how many groups of heads attend one after the other, None for all heads at once.
+
+    "auto" is as many as divide the kv heads, up to `AUTO`, and give each rank a kv head of its own in every group; None
+    if that is one. ValueError if the number asked for cannot be."""
     kv_heads = attention.config.num_key_value_heads
     if head_groups == "auto":
         many = [groups for groups in range(2, AUTO + 1) if kv_heads % groups == 0 and kv_heads // groups >= ranks]
@@ -168,9 +193,9 @@ def groups_of(attention: nn.Module, head_groups: HeadGroups, ranks: int = 1) -> 
 
 
 @torch.compiler.disable(reason="seqtile looks at what the modules of a layer are")
-def check_layer(arch: Arch, layer: nn.Module, head_groups: HeadGroups = None) -> str | None:
+def check_layer(arch: Arch, layer: nn.Module, options: Options) -> str | None:
     """Raises ValueError where a tiled layer would refuse to run, or not compute what `layer` computes; returns why its
-    modules are called, see `why_called`."""
+    modules are called rather than read, None if they are read."""
     check_untransformed()
     attention = layer.self_attn
     forward = computed_forward(attention)
@@ -181,16 +206,16 @@ def check_layer(arch: Arch, layer: nn.Module, head_groups: HeadGroups = None) ->
         )
     if (changed := why_changed(attention, recording=False)) is not None:
         raise ValueError(f"a tiled layer skips its attention's forward, which {changed}; apply with layer=False")
-    if (reason := why_called(arch, layer)) is not None:
+    if (reason := layer_fallback_reason(arch, layer)) is not None:
         check_not_zero3(layer, reason)
-        if head_groups is not None:
+        if options.head_groups is not None:
             raise ValueError(f"attention by groups of heads reads its weights, and {reason}; apply head_groups=None")
-    groups_of(attention, head_groups)
+    groups_of(attention, options.head_groups)
     return reason
 
 
-def why_called(arch: Arch, layer: nn.Module) -> str | None:
-    """Why a layer's modules are called tile by tile rather than read; None if they are read."""
+def layer_fallback_reason(arch: Arch, layer: nn.Module) -> str | None:
+    """Says why a layer's modules are called rather than read."""
     return why_none_is_plain() or next((reason for reason in _reasons(arch, layer) if reason is not None), None)
 
 
@@ -212,4 +237,144 @@ def _reasons(arch: Arch, layer: nn.Module) -> Iterator[str | None]:
         "liger_kernel.transformers.rope.liger_rotary_pos_emb",
     ):
         yield "its rotary embedding was replaced"
-    yield why_generic(mlp)
+    yield mlp_fallback_reason(mlp, forward_in_place_of(mlp))
+
+
+def _fallback_layer(
+    arch: Arch,
+    layer: nn.Module,
+    x: torch.Tensor,
+    rotary: tuple[torch.Tensor, torch.Tensor] | None,
+    attend: Callable[..., torch.Tensor],
+    scale: float,
+    chunk_tokens: int | None,
+) -> torch.Tensor:
+    """Computes the output [B, S, D] of an input [B, S, D] by calling the layer's modules. `rotary` are cos and sin
+    [B or 1, S, K]; `scale` multiplies what attention and MLP add."""
+    attention = layer.self_attn
+
+    def heads_of(x: torch.Tensor, name: str) -> torch.Tensor:
+        heads = getattr(attention, f"{name}_proj")(x).unflatten(-1, (-1, attention.head_dim))
+        return getattr(attention, f"{name}_norm")(heads) if hasattr(attention, f"{name}_norm") else heads
+
+    def pre_attention(x: torch.Tensor, *angles: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        normed = layer.input_layernorm(x)
+        q, k, v = (heads_of(normed, name) for name in "qkv")
+        if angles:
+            q, k = arch.modeling.apply_rotary_pos_emb(q, k, *angles, unsqueeze_dim=2)
+        return q, k, v
+
+    def post_attention(x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
+        h = x + attention.o_proj(attended) * scale
+        return h + layer.mlp(layer.post_attention_layernorm(h)) * scale
+
+    head_norms = [getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
+    before = (layer.input_layernorm, attention.q_proj, attention.k_proj, attention.v_proj, *head_norms)
+    behind = (attention.o_proj, layer.post_attention_layernorm, layer.mlp)
+    chunks = {"chunk_tokens": chunk_tokens, "dim": 1}
+    q, k, v = call_tiled(pre_attention, before, x, *(rotary or ()), **chunks)
+    attended = attend(*(heads.transpose(1, 2) for heads in (q, k, v))).flatten(2)
+    return call_tiled(post_attention, behind, x, attended, **chunks)
+
+
+def tiled_norm_forward(arch: Arch, options: Options, original: Callable) -> Callable:
+    """Returns a forward in place of `original`, an RMSNorm's forward (a plain function); rows need no chunks.
+
+    `original` itself in evaluation, where a sequence fits in a chunk, and for heads [B, S, H, K].
+    """
+
+    @stand_in_for(original)
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        fits = hidden_states.shape[:-1].numel() <= resolve_chunk_tokens(options.chunk_tokens, hidden_states.shape[-1])
+        if fits or not self.training or hidden_states.dim() != 3 or why_none_is_plain() is not None:
+            return original(self, hidden_states)
+        return rms_norm(hidden_states, *read_norm(self))
+
+    return forward
+
+
+def read_norm(norm: nn.Module) -> Norm:
+    """Reads weight and eps. Under ZeRO-3 each reading is a collective."""
+    return Norm(norm.weight, norm.variance_epsilon)
+
+
+def check_norm(arch: Arch, norm: nn.Module, options: Options) -> None:
+    """Raises ValueError where the tiled forward would not compute what `norm` computes."""
+    if (reason := why_no_norm("norm", norm)) is not None:
+        raise ValueError(f"a tiled norm reads its weight, and {reason}; apply with layer=False")
+
+
+def why_no_norm(name: str, norm: nn.Module) -> str | None:
+    """Says why a norm must be called rather than read; see `why_none_is_plain`, too."""
+    cls = type(norm)
+    if origin(computed_forward(norm)) not in _NORM_FORWARDS:
+        own = "forward" in vars(norm)
+        return f"{name} has a forward of its own" if own else f"{name} is a {named(cls)}"
+    if getattr(norm, "offset", 0) or getattr(norm, "casting_mode", "llama") != "llama":
+        return f"{name} is another kind of RMSNorm than Llama's"
+    reason = why_call_changed(norm)
+    return None if reason is None else f"{name} {reason}"
+
+
+def uncached_forward(arch: Arch, options: Options, original: Callable) -> Callable:
+    """Returns a forward in place of `original`, that of a model without its head (a plain function), which fills no
+    cache in training, unless it is given one.
+
+    Hugging Face's config asks for a cache by default, in training too, and makes other masks where there is one: so
+    there is one, which stays empty and is not returned.
+    """
+    names = list(inspect.signature(original).parameters)[1:]
+
+    @stand_in_for(original)
+    def forward(self, *args, **kwargs):
+        given = dict(zip(names, args, strict=False)) | kwargs
+        if not _makes_cache(self, given, options):
+            return original(self, *args, **kwargs)
+        logger.warning_once(
+            "layers that are tiled as a whole make no cache in training; pass use_cache=False, or a cache to be filled"
+        )
+        cache = DynamicCache(config=self.config)
+        setattr(cache, _UNFILLED, True)
+        outputs = original(self, **given | {"past_key_values": cache})
+        if isinstance(outputs, tuple):
+            return tuple(output for output in outputs if output is not cache)
+        outputs.past_key_values = None
+        return outputs
+
+    return forward
+
+
+def _makes_cache(model: nn.Module, given: dict[str, Any], options: Options) -> bool:
+    """Says if a model that is called so would fill a cache of its own while it is trained on more than a chunk."""
+    if not (model.training and torch.is_grad_enabled()) or given.get("past_key_values") is not None:
+        return False
+    wanted = given.get("use_cache")
+    if not (model.config.use_cache if wanted is None else wanted):
+        return False
+    ids, embeds = given.get("input_ids"), given.get("inputs_embeds")
+    tokens = ids.numel() if ids is not None else 0 if embeds is None else embeds.shape[:-1].numel()
+    return tokens > resolve_chunk_tokens(options.chunk_tokens, model.config.hidden_size)
+
+
+def note_that_all_is_kept(model: nn.Module, tokens: int) -> None:
+    """Says so, once, where a model in training has tiled layers that are not checkpointed, and keep more each than its
+    weights take."""
+    if not (model.training and torch.is_grad_enabled()) or torch.compiler.is_compiling():
+        return
+    layer = model.base_model.layers[0]
+    placement = placement_at(layer)
+    if placement is None or is_checkpointed(model):
+        return
+    config, attention = model.config, layer.self_attn
+    heads, kv = config.num_attention_heads * attention.head_dim, config.num_key_value_heads * attention.head_dim
+    weights = config.hidden_size * (2 * heads + 2 * kv + 3 * config.intermediate_size)
+    kept = config.hidden_size + heads + (heads + 2 * kv if placement.options.head_groups is None else 0)
+    if tokens * kept > weights:
+        logger.warning_once(
+            "whole layers are tiled, but activation checkpointing is off: at this length every layer keeps more for "
+            "its backward than its weights take; model.gradient_checkpointing_enable() has it keep its input alone"
+        )
+
+
+def is_checkpointed(model: nn.Module) -> bool:
+    return any(getattr(layer, "gradient_checkpointing", False) for layer in model.base_model.layers)

@@ -1,11 +1,13 @@
 """Applies seqtile to Hugging Face's classes or to one model, and takes it off again.
 
-A causal LM's forward is assigned on its own class, so that code which imported the class earlier sees it. The MLP
-class, which after Liger is one class shared by many architectures, is swapped for a subclass of the same name.
+`PARTS` is the one table of what is tiled. A forward on a class is assigned where earlier imports of the class see it.
+The classes of MLPs and norms, which after Liger are shared by many architectures, are swapped for subclasses of the
+same name.
 """
 
 import warnings
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -13,152 +15,140 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from seqtile.arch import ARCHS, Arch, find_arch
-from seqtile.models.causal_lm import check_loss, tiled_loss_forward
-from seqtile.models.experts import are_experts, tiled_experts_forward, tiled_part_of
-from seqtile.models.layer import HeadGroups, check_layer, tiled_layer_forward
-from seqtile.models.mlp import check_mlp, tiled_mlp_forward
-from seqtile.models.norm import check_norm, tiled_norm_forward
-from seqtile.models.placement import Wrap, check_place, check_unplace, place, placement_at, unplace
-from seqtile.models.uncached import uncached_forward
-from seqtile.ops.tiles import resolve_chunk_tokens
+from seqtile.models.layer import check_layer, check_norm, tiled_layer_forward, tiled_norm_forward, uncached_forward
+from seqtile.models.loss import check_loss, tiled_loss_forward
+from seqtile.models.mlp import (
+    are_experts,
+    check_experts,
+    check_mlp,
+    mlps_of,
+    tiled_experts_forward,
+    tiled_mlp_forward,
+)
+from seqtile.models.placement import Options, check_place, check_unplace, place, placement_at, unplace
 
 
-class Wanted(NamedTuple):
-    """What is to be applied, as `apply_seqtile_to_llama` is asked for it."""
+class Part(NamedTuple):
+    """A kind of module that has a tiled forward."""
 
-    mlp: bool = True
-    loss: bool = True
-    layer: bool = False
-    head_groups: HeadGroups = None
-    chunk_tokens: int | None = None
+    asked: str
+    """The option of `apply_seqtile_to_llama` that asks for it."""
+    class_names: Callable[[Arch], tuple[str, ...]]
+    """The names of its classes, in Hugging Face's module of an architecture."""
+    modules: Callable[[nn.Module], list[nn.Module]]
+    """All such modules of a model."""
+    tiled_forward: Callable[[Arch, Options, Callable], Callable]
+    """Returns the tiled forward that stands in for one (a plain function)."""
+    check: Callable[[Arch, nn.Module, Options], str | None] = lambda *_: None
+    """Raises ValueError where the tiled forward would refuse a module; returns why it falls back, if it does."""
+    swapped: bool = False
+    """Its class is swapped for a subclass, rather than changed."""
 
-    @property
-    def parts(self) -> frozenset[str]:
-        return frozenset(name for name in ("mlp", "loss", "layer") if getattr(self, name))
+
+LOSS = Part("loss", lambda arch: (arch.causal_lm_name,), lambda model: [model], tiled_loss_forward, check_loss)
+MLP = Part(
+    "mlp",
+    lambda arch: tuple(name for name in arch.mlp_names if not name.endswith("Experts")),
+    lambda model: [mlp for mlp in mlps_of(model) if not are_experts(mlp)],
+    tiled_mlp_forward,
+    check_mlp,
+    swapped=True,
+)
+EXPERTS = Part(
+    "mlp",
+    lambda arch: tuple(name for name in arch.mlp_names if name.endswith("Experts")),
+    lambda model: [mlp for mlp in mlps_of(model) if are_experts(mlp)],
+    tiled_experts_forward,
+    check_experts,
+    swapped=True,
+)
+LAYER = Part(
+    "layer",
+    lambda arch: (f"{arch.prefix}DecoderLayer",),
+    lambda model: list(model.base_model.layers),
+    tiled_layer_forward,
+    check_layer,
+)
+NORM = Part(
+    "layer",
+    lambda arch: (arch.norm_name,),
+    lambda model: [model.base_model.norm],
+    tiled_norm_forward,
+    check_norm,
+    swapped=True,
+)
+BASE = Part("layer", lambda arch: (f"{arch.prefix}Model",), lambda model: [model.base_model], uncached_forward)
+PARTS = (LOSS, MLP, EXPERTS, LAYER, NORM, BASE)
 
 
 @dataclass
 class ClassPatch:
     """What was applied to the classes of one architecture."""
 
-    parts: set[str] = field(default_factory=set)
-    swapped: list[type] = field(default_factory=list)
-    """The subclasses that stood in for MLP and norm: more than one of each if another library replaced the first."""
+    asked: set[str] = field(default_factory=set)
+    owners: dict[type, None] = field(default_factory=dict)
+    """The classes that have a tiled forward."""
+    subclasses: dict[type, str] = field(default_factory=dict)
+    """Those of them that stand in for others, by whose names: more than one if another library replaced the first."""
 
 
 _CLASSES: dict[str, ClassPatch] = {}  # the one registry: model_type -> what was applied to its classes
-_PARTS = "_seqtile_parts"  # on a model: the parts that were applied to it
+_ASKED = "_seqtile_parts"  # on a model: the parts that were applied to it
 
 
-class Place(NamedTuple):
-    """A tiled forward and where it goes."""
-
-    owner: Any
-    wrap: Wrap
-    head_groups: HeadGroups = None
-
-
-def apply(arch: Arch, model: nn.Module | None, wanted: Wanted) -> None:
+def apply(arch: Arch, model: nn.Module | None, options: Options) -> None:
     """See `apply_seqtile_to_llama`. Everything is checked before anything is changed."""
-    resolve_chunk_tokens(wanted.chunk_tokens, 1)
-    check_wanted(arch, wanted)
-    if model is None:
-        apply_to_classes(arch, wanted)
-    else:
-        apply_to_model(arch, model, wanted)
-
-
-def check_wanted(arch: Arch, wanted: Wanted) -> None:
-    groups = wanted.head_groups
-    if not wanted.parts:
-        raise ValueError("mlp=False and loss=False leave nothing to tile; use seqtile.restore to take seqtile off")
-    if groups is not None and groups != "auto" and (isinstance(groups, bool) or not isinstance(groups, int)):
-        raise TypeError(f'head_groups: expected an int, "auto" or None, got {groups!r}')
-    if isinstance(groups, int) and groups < 1:
-        raise ValueError(f"head_groups: expected at least 1 group, got {groups}")
-    if groups is not None and not wanted.layer:
-        raise ValueError("head_groups: expected None, since layer=False leaves attention as it is; pass layer=True too")
-    if wanted.layer and not wanted.mlp:
-        raise ValueError("mlp=False: expected True, since layer=True tiles the MLP with the layer that it is in")
-    if wanted.layer and not arch.layer:
+    options.check()
+    if options.layer and not arch.layer:
         known = ", ".join(name for name, other in ARCHS.items() if other.layer)
         raise ValueError(
             f"layer=True: the layers of {arch.model_type} are not of Llama's shape; expected one of {known}; apply "
             "with layer=False"
         )
+    parts = [(part, _options_of(part, options)) for part in PARTS if part.asked in options.asked]
+    if model is None:
+        _apply_to_classes(arch, parts)
+        _CLASSES[arch.model_type].asked |= options.asked
+    else:
+        _apply_to_model(arch, model, parts)
+        setattr(model, _ASKED, getattr(model, _ASKED, frozenset()) | options.asked)
 
 
-def apply_to_classes(arch: Arch, wanted: Wanted) -> None:
-    named = dict.fromkeys(arch.mlp_names, tiled_mlp_forward) if wanted.mlp else {}
-    named |= {name: tiled_experts_forward for name in named if name.endswith("Experts")}
-    if wanted.layer:
-        named[arch.norm_name] = tiled_norm_forward
-    places = [Place(arch.causal_lm, partial(tiled_loss_forward, arch))] * wanted.loss
-    if wanted.layer:
-        wrap = partial(tiled_layer_forward, arch, head_groups=wanted.head_groups, on_model=False)
-        places += [Place(arch.layer_class, wrap, wanted.head_groups), Place(arch.base_class, uncached_forward)]
-    for owner, _, head_groups in [
-        *places,
-        *(Place(getattr(arch.modeling, name), wrap) for name, wrap in named.items()),
-    ]:
-        check_place(owner, wanted.chunk_tokens, head_groups)
+def _options_of(part: Part, options: Options) -> Options:
+    return options if part is LAYER else replace(options, head_groups=None)
+
+
+def _apply_to_classes(arch: Arch, parts: list[tuple[Part, Options]]) -> None:
+    found = [(name, part, options) for part, options in parts for name in part.class_names(arch)]
+    for name, _, options in found:
+        check_place(getattr(arch.modeling, name), options)
     patch = _CLASSES.setdefault(arch.model_type, ClassPatch())
-    for name, wrap in named.items():
-        current = getattr(arch.modeling, name)
-        if current not in patch.swapped:
-            current = subclass_of(current, arch, name)
-            patch.swapped.append(current)
-            setattr(arch.modeling, name, current)
-        places.append(Place(current, wrap))
-    for owner, wrap, head_groups in places:
-        place(owner, wrap, wanted.chunk_tokens, head_groups)
-    patch.parts |= wanted.parts
+    for name, part, options in found:
+        owner = getattr(arch.modeling, name)
+        if part.swapped and owner not in patch.subclasses:
+            # To be found, by pickle too, where its base was, under `name`.
+            namespace = {"__module__": arch.modeling.__name__, "__qualname__": name}
+            owner = type(owner.__name__, (owner,), namespace)
+            patch.subclasses[owner] = name
+            setattr(arch.modeling, name, owner)
+        patch.owners[owner] = None
+        place(owner, partial(part.tiled_forward, arch, options), options, {})
 
 
-def subclass_of(base: type, arch: Arch, name: str) -> type:
-    """A subclass of the MLP or norm class `base`, to be found (by pickle, too) where `base` was, under `name`."""
-    return type(base.__name__, (base,), {"__module__": arch.modeling.__name__, "__qualname__": name})
-
-
-def apply_to_model(arch: Arch, model: nn.Module, wanted: Wanted) -> None:
-    places: list[Place] = []
-    if wanted.loss:
-        if not isinstance(model, arch.causal_lm):
-            raise ValueError(
-                f"expected a {arch.causal_lm_name}, got a {type(model).__name__}; pass the causal LM itself, not a "
-                "wrapper around it, or apply with loss=False"
-            )
-        check_loss(model)
-        places.append(Place(model, partial(tiled_loss_forward, arch)))
-    if wanted.mlp:
-        for module in mlps_of(model):
-            check_mlp(module)
-            places.append(Place(module, tiled_experts_forward if are_experts(module) else tiled_mlp_forward))
-    if wanted.layer:
-        wrap = partial(tiled_layer_forward, arch, head_groups=wanted.head_groups, on_model=True)
-        for layer in model.base_model.layers:
-            check_layer(arch, layer, wanted.head_groups)
-            places.append(Place(layer, wrap, wanted.head_groups))
-        check_norm(model.base_model.norm)
-        places.append(Place(model.base_model.norm, tiled_norm_forward))
-        places.append(Place(model.base_model, uncached_forward))
-    for owner, _, head_groups in places:
-        check_place(owner, wanted.chunk_tokens, head_groups)
+def _apply_to_model(arch: Arch, model: nn.Module, parts: list[tuple[Part, Options]]) -> None:
+    if LOSS in (part for part, _ in parts) and not isinstance(model, arch.causal_lm):
+        raise ValueError(
+            f"expected a {arch.causal_lm_name}, got a {type(model).__name__}; pass the causal LM itself, not a wrapper "
+            "around it, or apply with loss=False"
+        )
+    found = [(module, part, options) for part, options in parts for module in part.modules(model)]
+    for module, part, options in found:
+        part.check(arch, module, options)
+    for module, _, options in found:
+        check_place(module, options)
     classes: dict[type, type] = {}
-    for owner, wrap, head_groups in places:
-        place(owner, wrap, wanted.chunk_tokens, head_groups, classes)
-    setattr(model, _PARTS, getattr(model, _PARTS, frozenset()) | wanted.parts)
-
-
-def mlps_of(model: nn.Module) -> list[nn.Module]:
-    """Every module that is tiled as an MLP: a layer's MLP, or the experts of a mixture."""
-    return [tiled_part_of(layer.mlp) for layer in model.base_model.layers]
-
-
-def places_of(model: nn.Module) -> list[nn.Module]:
-    """Every module whose forward may be tiled."""
-    base = model.base_model
-    return [*dict.fromkeys((model, base)), *mlps_of(model), *base.layers, base.norm]
+    for module, part, options in found:
+        place(module, partial(part.tiled_forward, arch, options), options, classes)
 
 
 def restore(target: nn.Module | str | None = None) -> None:
@@ -177,18 +167,18 @@ def restore(target: nn.Module | str | None = None) -> None:
         arch = find_arch(target)
         if (patch := _CLASSES.get(target)) is None:
             return
-        of_layers = [arch.layer_class, arch.base_class] if arch.layer else []
-        _unplace_all([arch.causal_lm, *of_layers, *patch.swapped])
-        for name in (*arch.mlp_names, arch.norm_name):
-            if (current := getattr(arch.modeling, name, None)) in patch.swapped:
-                setattr(arch.modeling, name, current.__base__)
+        _unplace_all(list(patch.owners))
+        for subclass, name in patch.subclasses.items():
+            if getattr(arch.modeling, name) is subclass:
+                setattr(arch.modeling, name, subclass.__base__)
         del _CLASSES[target]
     else:
         model = unwrapped(target)
         find_arch(model_type_of(model))
-        _unplace_all(places_of(model))
-        vars(model).pop(_PARTS, None)
-        if any(placement_at(module) for module in places_of(model)):
+        modules = list(dict.fromkeys(module for part in PARTS for module in part.modules(model)))
+        _unplace_all(modules)
+        vars(model).pop(_ASKED, None)
+        if any(placement_at(module) for module in modules):
             warnings.warn(
                 "this model stays tiled by its classes: "
                 f"seqtile.restore({model.config.model_type!r}) takes seqtile off these",
@@ -204,18 +194,18 @@ def _unplace_all(owners: list[Any]) -> None:
 
 
 def unwrapped(model: Any) -> Any:
-    """The model in PEFT's wrapper; anything else itself."""
+    """Returns the model in PEFT's wrapper; anything else itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def applied_parts(model: nn.Module) -> frozenset[str]:
-    """The parts that were applied to this model or to its classes."""
+def asked_of(model: nn.Module) -> frozenset[str]:
+    """Returns the names of the parts that were applied to this model or to its classes."""
     classes = _CLASSES.get(model.config.model_type)
-    return getattr(model, _PARTS, frozenset()) | (frozenset(classes.parts) if classes else frozenset())
+    return getattr(model, _ASKED, frozenset()) | (frozenset(classes.asked) if classes else frozenset())
 
 
 def model_type_of(model: Any) -> str:
-    """The model's `config.model_type`; a TypeError if it is no Hugging Face model."""
+    """Returns the model's `config.model_type`; a TypeError if it is no Hugging Face model."""
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
             f"expected a Hugging Face model, got a {type(model).__name__}; pass the model itself, not a wrapper around "

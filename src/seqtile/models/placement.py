@@ -1,40 +1,100 @@
 """Putting one tiled forward in one place and taking it off again.
 
-On a class the forward is assigned; a module gets a class of its own and holds the forward, see `own_class.py`. Every
-tiled forward carries a `Placement`, which says what it stands in for, so that a copy of a model can be restored as well
-as the model, and no list of models is kept.
+On a class the forward is assigned. A module gets a class of its own, derived from the one it had, whose forward runs
+what the module holds:
+
+    class    Llama.forward = tiled            tiled.seqtile_placement: what it stands in for
+    module   type(mlp) = own class of LlamaMLP
+             mlp._seqtile_placement.forward = tiled
+
+A forward is looked up through the type and given the module that is called, so a copy's forward runs on the copy, also
+on a shallow one, as torch's DataParallel makes them; a forward bound on a module would go on to run on that module.
+Every tiled forward carries a `Placement`, so that a copy of a model can be restored as well as the model, and no list
+of models is kept.
 """
 
+import copy
+import copyreg
+import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, update_wrapper
 from itertools import takewhile
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
 from torch import nn
 
-from seqtile.models.own_class import HELD, is_own_class, own_class, own_class_of
-from seqtile.models.plain import origin
+from seqtile.models.weights import origin
+from seqtile.ops.tiles import resolve_chunk_tokens
 
 Owner = type | nn.Module
-Wrap = Callable[[Callable, int | None], Callable]
-
+Wrap = Callable[[Callable], Callable]
+"""A forward (a plain function) to the tiled one that stands in for it."""
 KNOWN_PACKAGES = ("transformers", "liger_kernel")  # whose forwards a tiled forward may stand in for
+HELD = "_seqtile_placement"  # what a module holds, None on its own class
+
+
+@dataclass(frozen=True)
+class Options:
+    """What is to be tiled and how, as `apply_seqtile_to_llama` is asked for it."""
+
+    mlp: bool = True
+    loss: bool = True
+    layer: bool = False
+    head_groups: int | str | None = None
+    chunk_tokens: int | None = None
+
+    @property
+    def asked(self) -> frozenset[str]:
+        """The names of the parts."""
+        return frozenset(name for name in ("mlp", "loss", "layer") if getattr(self, name))
+
+    def check(self) -> None:
+        """Raises TypeError or ValueError for what no architecture can have."""
+        groups = self.head_groups
+        resolve_chunk_tokens(self.chunk_tokens, 1)
+        if not self.asked:
+            raise ValueError("mlp=False and loss=False leave nothing to tile; use seqtile.restore to take seqtile off")
+        if groups is not None and groups != "auto" and (isinstance(groups, bool) or not isinstance(groups, int)):
+            raise TypeError(f'head_groups: expected an int, "auto" or None, got {groups!r}')
+        if isinstance(groups, int) and groups < 1:
+            raise ValueError(f"head_groups: expected at least 1 group, got {groups}")
+        if groups is not None and not self.layer:
+            raise ValueError(
+                "head_groups: expected None, since layer=False leaves attention as it is; pass layer=True too"
+            )
+        if self.layer and not self.mlp:
+            raise ValueError("mlp=False: expected True, since layer=True tiles the MLP with the layer that it is in")
+
+
+def stand_in_for(original: Callable) -> Callable[[Callable], Callable]:
+    """Returns a decorator much like functools.wraps, but without the `__wrapped__` that it leaves.
+
+    The signature is kept because Trainer reads from it which inputs and loss arguments a model takes. `__wrapped__` is
+    not, because Accelerate's unwrap_model(keep_fp32_wrapper=False) follows it to the end: it would take seqtile off
+    together with its own wrapper.
+    """
+
+    def decorate(forward: Callable) -> Callable:
+        update_wrapper(forward, original)
+        del forward.__wrapped__
+        forward.__signature__ = inspect.signature(original)
+        return forward
+
+    return decorate
 
 
 @dataclass
 class Placement:
-    """What a tiled forward knows of the place where it stands."""
+    """A tiled forward, and the place where it stands."""
 
     forward: Callable
     original: Callable
-    """What it calls for everything that it does not tile."""
+    """Called for everything that the tiled forward does not tile."""
     before: Callable | None
-    """What stood in the owner's own namespace; None if nothing did."""
-    chunk_tokens: int | None
-    head_groups: int | str | None = None
-    """Of a layer."""
+    """The forward that stood in the owner's own namespace; None if none did."""
+    options: Options
 
     def __deepcopy__(self, memo: dict) -> "Placement":
         return self  # a copied module holds the same
@@ -42,44 +102,88 @@ class Placement:
     def __reduce__(self) -> tuple:
         return type(None), ()  # a module comes out of a pickle untiled
 
-    def is_of(self, chunk_tokens: int | None, head_groups: int | str | None) -> bool:
-        return (self.chunk_tokens, self.head_groups) == (chunk_tokens, head_groups)
+    def is_of(self, options: Options) -> bool:
+        """Says if the same options would make the same forward."""
+        mine = self.options
+        return (mine.chunk_tokens, mine.head_groups) == (options.chunk_tokens, options.head_groups)
+
+
+class _OwnClass(type):
+    """The metaclass, by which pickle knows such a class. It is pickled as the one beneath: a module comes back untiled,
+    and seqtile need not be there to load it."""
+
+
+def _pickled(cls: type) -> Any:
+    return (copy.copy, (cls.__base__,)) if is_own_class(cls) else cls.__qualname__  # copying a class returns it
+
+
+copyreg.pickle(_OwnClass, _pickled)
+
+
+def is_own_class(cls: type) -> bool:
+    return HELD in vars(cls)
+
+
+def own_class_of(module: nn.Module) -> type | None:
+    """Returns the class that a module got here, which another library may have derived one more from, as FSDP2 does;
+    None if it got none."""
+    return next((cls for cls in type(module).__mro__ if is_own_class(cls)), None)
+
+
+def own_class(base: type) -> type:
+    """Returns a subclass of `base`, to be found where that was."""
+    metaclass = _OwnClass
+    if type(base) is not type:
+        metaclass = type("_OwnClass", (_OwnClass, type(base)), {})
+        copyreg.pickle(metaclass, _pickled)
+
+    @stand_in_for(base.forward)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        held = self._seqtile_placement
+        return (base.forward if held is None else held.forward)(self, *args, **kwargs)
+
+    vars(forward).pop("seqtile_placement", None)  # that of a tiled `base`
+    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__, HELD: None}
+    cls = metaclass(base.__name__, (base,), names)
+    cls.forward = forward  # now, since a decoder layer's class wraps the forward that it finds when it is made
+    return cls
 
 
 def placement_at(owner: Owner, forward: Callable | None = None) -> Placement | None:
-    """The Placement of the tiled forward at `owner` (of its forward, or the one given), also behind other libraries'
-    wrappers; None if there is none."""
+    """Returns the Placement of the tiled forward at `owner` (of its forward, or the one given), also behind other
+    libraries' wrappers; None if there is none."""
     return next((found for function in inwards(owner, forward) if (found := placement_of(function))), None)
 
 
 def placement_of(function: Callable | None) -> Placement | None:
-    """The Placement of a tiled forward; None of any other function."""
+    """Returns the Placement of a tiled forward; None of any other function."""
     return vars(function).get("seqtile_placement") if hasattr(function, "__dict__") else None
 
 
 def forward_in_place_of(owner: Owner) -> Callable:
-    """What the tiled forward at `owner` stands in for, also behind other libraries' wrappers; if none, what runs."""
+    """Returns what the tiled forward at `owner` stands in for, also behind other libraries' wrappers; else what
+    runs."""
     placement = placement_at(owner)
     return placement.original if placement else current_forward(owner)
 
 
 def computed_forward(owner: Owner) -> Callable:
-    """What calling `owner` computes: what ours stands in for, if ours is what runs; another library's wrapper around
-    ours is that wrapper."""
+    """Returns the forward that calling `owner` computes: what ours stands in for, if ours is what runs; another
+    library's wrapper around ours is that wrapper."""
     forward = current_forward(owner)
     placement = placement_of(forward)
     return placement.original if placement else forward
 
 
 def wrappers_at(owner: Owner) -> list[Callable]:
-    """Other libraries' wrappers around the tiled forward at `owner`, the outermost first."""
+    """Returns other libraries' wrappers around the tiled forward at `owner`, the outermost first."""
     placement = placement_at(owner)
     return list(takewhile(lambda function: function is not placement.forward, inwards(owner))) if placement else []
 
 
 def inwards(owner: Owner, forward: Callable | None = None) -> Iterator[Callable]:
-    """The owner's forward, or the one given, then what it wraps: its `__wrapped__`, or a forward of the owner's that it
-    keeps in its closure, as TRL's does."""
+    """Yields the owner's forward, or the one given, then what it wraps: its `__wrapped__`, or a forward of the owner's
+    that it keeps in its closure, as TRL's does."""
     seen: set[int] = set()
     waiting = [forward or current_forward(owner)]
     while waiting:
@@ -97,15 +201,15 @@ def inwards(owner: Owner, forward: Callable | None = None) -> Iterator[Callable]
 
 
 def own_forward(owner: Owner) -> Any:
-    """What another library has put under `forward` in the owner's own namespace, unbound if it is a method of it; None
-    if nothing. On a class that may be a tiled forward."""
+    """Returns what another library has put under `forward` in the owner's own namespace, unbound if it is a method of
+    it; None if nothing. On a class that may be a tiled forward."""
     forward = vars(owner).get("forward")
     forward = forward.__func__ if isinstance(forward, MethodType) and forward.__self__ is owner else forward
     return None if forward is not _held_in(owner, forward) else forward
 
 
 def _held_in(owner: Owner, function: Any) -> Any:
-    """What `function` runs if it is that of a module's own class; else itself."""
+    """Returns what `function` runs if it is that of a module's own class; else itself."""
     cls = None if isinstance(owner, type) else own_class_of(owner)
     if cls is None or function is not vars(cls)["forward"]:
         return function
@@ -114,8 +218,8 @@ def _held_in(owner: Owner, function: Any) -> Any:
 
 
 def _class_forward(module: nn.Module) -> Any:
-    """What the forward of a module's class runs; on a class derived from a module's own, such as FSDP2's, that is found
-    in what Hugging Face puts around every decoder layer's forward, to checkpoint it."""
+    """Returns what the forward of a module's class runs; on a class derived from a module's own, such as FSDP2's, that
+    is found in what Hugging Face puts around every decoder layer's forward, to checkpoint it."""
     forward = inner = type(module).forward
     while _held_in(module, inner) is inner and origin(inner).startswith("transformers.modeling_layers."):
         inner = inner.__wrapped__
@@ -124,13 +228,13 @@ def _class_forward(module: nn.Module) -> Any:
 
 
 def current_forward(owner: Owner) -> Any:
-    """The function that runs as the owner's forward."""
+    """Returns the function that runs as the owner's forward."""
     if isinstance(owner, type):
         return owner.forward
     return own_forward(owner) or _class_forward(owner)
 
 
-def check_place(owner: Owner, chunk_tokens: int | None, head_groups: int | str | None = None) -> None:
+def check_place(owner: Owner, options: Options) -> None:
     """Raises ValueError if a tiled forward at `owner` would skip what stands there, or could not be put back."""
     forward, placement = current_forward(owner), placement_at(owner)
     if placement is None and isinstance(owner, nn.Module) and isinstance(vars(owner).get("forward"), FunctionType):
@@ -144,39 +248,32 @@ def check_place(owner: Owner, chunk_tokens: int | None, head_groups: int | str |
             f"the forward of {name_of(owner)} is {kind}, expected Hugging Face's or Liger's: a tiled forward would "
             "skip what this one does; apply seqtile before it is put there, or to the classes"
         )
-    if placement is not None and placement.forward is not forward and not placement.is_of(chunk_tokens, head_groups):
+    if placement is not None and placement.forward is not forward and not placement.is_of(options):
         raise ValueError(
             f"seqtile's forward of {name_of(owner)} is wrapped by another library's; take that off before applying "
             "seqtile with other chunk_tokens or head_groups"
         )
 
 
-def place(
-    owner: Owner,
-    wrap: Wrap,
-    chunk_tokens: int | None,
-    head_groups: int | str | None = None,
-    classes: dict[type, type] | None = None,
-) -> None:
+def place(owner: Owner, wrap: Wrap, options: Options, classes: dict[type, type]) -> None:
     """Makes `wrap`'s tiled forward the forward of `owner`, unless the same one is there already. Modules of one class
-    get the same one of the `classes`, which is extended.
+    get the same own class of the `classes`, which is extended.
 
     The same one of its class does not count: what was applied to a model stays when the classes are restored.
     """
     there, before = placement_at(owner), own_forward(owner)
     mine = _placed_at(owner)
-    if there is not None and there.is_of(chunk_tokens, head_groups) and (there is mine or before is not None):
+    if there is not None and there.is_of(options) and (there is mine or before is not None):
         return
     original = current_forward(owner) if there is None else there.original
     if there is not None and there is mine:
         before = there.before  # a tiled forward with other options gives way to this one
-    forward = wrap(original, chunk_tokens)
-    forward.seqtile_placement = Placement(forward, original, before, chunk_tokens, head_groups)
+    forward = wrap(original)
+    forward.seqtile_placement = Placement(forward, original, before, options)
     if isinstance(owner, type):
         owner.forward = forward
         return
     if own_class_of(owner) is None:
-        classes = {} if classes is None else classes
         base = type(owner)
         owner.__class__ = classes.get(base) or classes.setdefault(base, own_class(base))
     vars(owner).pop("forward", None)
@@ -217,7 +314,7 @@ def unplace(owner: Owner) -> None:
 
 
 def _placed_at(owner: Owner) -> Placement | None:
-    """The Placement at the owner itself, not that of its class."""
+    """Returns the Placement at the owner itself, not that of its class."""
     if not isinstance(owner, type):
         return vars(owner).get(HELD)
     own = own_forward(owner)
@@ -225,8 +322,11 @@ def _placed_at(owner: Owner) -> Placement | None:
 
 
 def package_of(forward: Callable) -> str:
-    """The package whose code a forward is; a wrapper is its own author's, whatever name functools.wraps gave it. Only
-    those that Hugging Face's decorators make, and which stand around anyone's forwards, are those of what they wrap."""
+    """Returns the package whose code a forward is.
+
+    A wrapper is its own author's, whatever name functools.wraps gave it. Only those that Hugging Face's decorators
+    make, and which stand around anyone's forwards, are those of what they wrap.
+    """
     while True:
         namespace = getattr(forward, "__globals__", None) or {"__name__": type(forward).__module__}
         package = namespace["__name__"].split(".")[0]

@@ -1,19 +1,15 @@
 """What is tiled, by whom, and what another library took back."""
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 
 from torch import nn
 
-from seqtile.arch import find_arch
-from seqtile.models.causal_lm import check_loss, why_generic_head
-from seqtile.models.experts import spread_of
-from seqtile.models.layer import check_layer, groups_of, why_called
-from seqtile.models.mlp import check_mlp, why_generic
-from seqtile.models.notes import is_checkpointed
-from seqtile.models.patch import applied_parts, mlps_of, model_type_of, unwrapped
-from seqtile.models.placement import current_forward, package_of, placement_at, wrappers_at
+from seqtile.arch import Arch, find_arch
+from seqtile.models.layer import groups_of, is_checkpointed
+from seqtile.models.mlp import sparsity_of
+from seqtile.models.patch import EXPERTS, LAYER, LOSS, MLP, Part, asked_of, model_type_of, unwrapped
+from seqtile.models.placement import Options, current_forward, package_of, placement_at, wrappers_at
 from seqtile.ops.tiles import resolve_chunk_tokens
 
 _PASS_ON = ("accelerate", "torch")  # whose wrappers call what they wrap whatever they are given
@@ -33,8 +29,8 @@ class PartStatus:
     """The packages whose forwards run on the rest, such as "transformers" or "liger_kernel"."""
     chunk_tokens: tuple[int, ...]
     """Tokens a tile, of each kind of module; empty if nothing is tiled."""
-    generic: str | None
-    """Why some are called tile by tile (`seqtile.tiled`) instead of having their weights read, if some are."""
+    fallback: str | None
+    """Why some are called chunk by chunk (`seqtile.tiled`) instead of having their weights read, if some are."""
     problem: str | None
     """Why the tiled forward will refuse to run, if it will."""
     head_groups: int | None = None
@@ -60,8 +56,8 @@ class PartStatus:
                 liger = takers == ["liger_kernel"]
                 reason = "liger_kernel took it back" if liger else f"the forward that runs is from {takers[0]}"
             text += f"; {reason}: apply seqtile to this model, last"
-        if self.generic and not self.problem:
-            text += f"; called tile by tile, because {self.generic}"
+        if self.fallback and not self.problem:
+            text += f"; called tile by tile, because {self.fallback}"
         if self.problem:
             text += f"; REFUSES: {self.problem}"
         return text
@@ -95,19 +91,9 @@ def status(model: nn.Module) -> ModelStatus:
     """
     model = unwrapped(model)
     arch = find_arch(model_type_of(model))
-    loss = None
-    if isinstance(model, arch.causal_lm):
-        loss = part_status("loss", model, [model], check_loss, why_generic_head)
-    mlp = part_status("mlp", model, mlps_of(model), check_mlp, why_generic)
-    if "layer" not in applied_parts(model):
-        return ModelStatus(type(model).__name__, loss, mlp, notes=tuple(notes_on(model, loss, mlp, None)))
-    layers = list(model.base_model.layers)
-
-    def check(layer: nn.Module) -> None:
-        placement = placement_at(layer)
-        check_layer(arch, layer, placement and placement.head_groups)
-
-    layer = part_status("layer", model, layers, check, partial(why_called, arch))
+    loss = part_status(arch, model, LOSS) if isinstance(model, arch.causal_lm) else None
+    mlp = part_status(arch, model, MLP, EXPERTS)
+    layer = part_status(arch, model, LAYER) if "layer" in asked_of(model) else None
     return ModelStatus(type(model).__name__, loss, mlp, layer, tuple(notes_on(model, loss, mlp, layer)))
 
 
@@ -125,35 +111,42 @@ def notes_on(model: nn.Module, loss: PartStatus | None, mlp: PartStatus, layer: 
         yield "activation checkpointing is off, so every layer keeps what its attention saves as well as its input"
 
 
-def part_status(
-    name: str, model: nn.Module, modules: list[nn.Module], check: Callable, why_generic: Callable
-) -> PartStatus:
-    placements = {module: placement for module in modules if (placement := placement_at(module))}
-    others = dict.fromkeys(package_of(current_forward(module)) for module in modules if module not in placements)
+def part_status(arch: Arch, model: nn.Module, *parts: Part) -> PartStatus:
+    """Tells who computes the modules of parts that are asked for together."""
+    name, part_of = parts[0].asked, {module: part for part in parts for module in part.modules(model)}
+    placements = {module: placement for module in part_of if (placement := placement_at(module))}
+    others = dict.fromkeys(package_of(current_forward(module)) for module in part_of if module not in placements)
+    around = dict.fromkeys(package_of(wrapper) for module in part_of for wrapper in wrappers_at(module))
+    fallback = problem = None
+    if placements:
+        untiled, reasons = Options(), []
+        for module, part in part_of.items():
+            options = placements[module].options if module in placements else untiled
+            try:
+                reasons.append(part.check(arch, module, replace(options, head_groups=None)))
+                part.check(arch, module, options)
+            except ValueError as error:
+                problem = problem or str(error)
+        fallback = next((reason for reason in reasons if reason is not None), None)
+    groups = {
+        groups_of(layer.self_attn, placement.options.head_groups)
+        for layer, placement in placements.items()
+        if placement.options.head_groups
+    }
     chunk_tokens = {
-        resolve_chunk_tokens(placement.chunk_tokens, model.config.hidden_size, spread_of(module, model.config))
+        resolve_chunk_tokens(
+            placement.options.chunk_tokens, model.config.hidden_size, sparsity_of(module, model.config)
+        )
         for module, placement in placements.items()
     }
-    around = dict.fromkeys(package_of(wrapper) for module in modules for wrapper in wrappers_at(module))
-    generic = problem = None
-    if placements:
-        reasons = (why_generic(module) for module in modules)
-        generic = next((reason for reason in reasons if reason is not None), None)
-        try:
-            for module in modules:
-                check(module)
-        except ValueError as error:
-            problem = str(error)
-    grouped = ((module, placement.head_groups) for module, placement in placements.items() if placement.head_groups)
-    groups = {groups_of(layer.self_attn, wanted) for layer, wanted in grouped}
     return PartStatus(
         name=name,
-        applied=name in applied_parts(model),
+        applied=name in asked_of(model),
         tiled=len(placements),
-        total=len(modules),
+        total=len(part_of),
         others=tuple(others),
         chunk_tokens=tuple(sorted(chunk_tokens)),
-        generic=generic,
+        fallback=fallback,
         problem=problem,
         head_groups=max(groups, default=None),
         wrappers=tuple(package for package in around if package not in _PASS_ON),

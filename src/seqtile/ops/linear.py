@@ -170,6 +170,10 @@ class Projection(NamedTuple):
     def of(cls, weight: torch.Tensor, bias: torch.Tensor | None, adapter: LowRank | None) -> "Projection":
         return cls(weight, bias, *(adapter or ()))
 
+    @property
+    def adapter(self) -> LowRank | None:
+        return None if self.a is None else LowRank(self.a, self.b, self.scale)
+
     def rows(self, rows: slice) -> "Projection":
         """Returns the projection to some of the outputs."""
         bias, b = (None if tensor is None else tensor[rows] for tensor in (self.bias, self.b))

@@ -1,22 +1,38 @@
-"""Modules that are called tile by tile are called again in the backward: there as they were called in the forward."""
+"""The fallback: modules whose tensors cannot be read are called as they are, chunk by chunk.
 
-from collections.abc import Callable, Iterator
+They are called again in the backward, and there as they were called in the forward: under the same TorchFunctionModes,
+and only if nothing else has changed that decides what they compute.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.modules import module as module_module
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 
-from seqtile.models.plain import is_harmless
+from seqtile.models.weights import hooks_of, is_harmless, trained
+from seqtile.ops.tiled import Outputs, tiled
 
 
-def called_again(function: Callable, *modules: nn.Module) -> Callable:
-    """`function`, which calls the modules, for `tiled`, whose backward then calls it under the TorchFunctionModes that
-    are active now, as autograd would have recorded it under them.
+def call_tiled(
+    function: Callable[..., Outputs],
+    modules: Sequence[nn.Module],
+    *inputs: torch.Tensor,
+    params: Sequence[torch.Tensor] | None = None,
+    **options: Any,
+) -> Outputs:
+    """Returns function(*inputs), which calls the modules, computed by `seqtile.tiled` with these options; `params` are
+    by default what the modules train."""
+    params = trained(*modules) if params is None else params
+    return tiled(_repeatable(function, modules), *inputs, params=params, **options)
+
+
+def _repeatable(function: Callable, modules: Sequence[nn.Module]) -> Callable:
+    """Returns `function` for a backward that calls it again, under the TorchFunctionModes that are active now.
 
     RuntimeError from it where something else has changed since that decides what is computed: hooks, a forward, a
     function of torch's, dropout on or off.
@@ -46,26 +62,15 @@ def _modes() -> list[TorchFunctionMode]:
     return [mode for mode in modes if type(mode) is not DeviceContext]
 
 
-def _surroundings(modules: tuple[nn.Module, ...]) -> Iterator[Any]:
-    """What decides, beside tensors, what calling the modules computes."""
+def _surroundings(modules: Sequence[nn.Module]) -> Iterator[Any]:
+    """Yields everything but tensors that decides what calling the modules computes."""
     yield from (nn.Module.__call__, nn.Module._call_impl, F.linear, F.silu, F.gelu, F.cross_entropy)
-    yield from _counted(
-        module_module._global_forward_hooks,
-        module_module._global_forward_pre_hooks,
-        module_module._global_backward_hooks,
-        module_module._global_backward_pre_hooks,
-    )
-    for module in modules:
-        for part in module.modules():
-            yield type(part)
-            yield type(part).forward
-            yield vars(part).get("forward")
-            yield part.training
-            yield from _counted(
-                part._forward_hooks, part._forward_pre_hooks, part._backward_hooks, part._backward_pre_hooks
-            )
+    yield from _kept_hooks(None)
+    for part in (part for module in modules for part in module.modules()):
+        yield from (type(part), type(part).forward, vars(part).get("forward"), part.training)
+        yield from _kept_hooks(part)
 
 
-def _counted(*kinds: dict[int, Callable]) -> Iterator[int]:
-    for hooks in kinds:
+def _kept_hooks(module: nn.Module | None) -> Iterator[int]:
+    for hooks in hooks_of(module):
         yield from (key for key, hook in hooks.items() if not is_harmless(hook, recording=False))

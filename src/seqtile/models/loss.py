@@ -18,20 +18,20 @@ from transformers.loss import loss_utils
 from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
 
 from seqtile.arch import Arch
-from seqtile.models.called_again import called_again
-from seqtile.models.notes import note_that_all_is_kept
-from seqtile.models.plain import named, origin, why_none_is_plain
-from seqtile.models.projections import (
+from seqtile.models.fallback import call_tiled
+from seqtile.models.layer import note_that_all_is_kept
+from seqtile.models.placement import Options, stand_in_for
+from seqtile.models.weights import (
     call_in_place_of,
     check_not_zero3,
     check_untransformed,
+    named,
+    origin,
     read_projection,
-    trained,
     unreadable,
+    why_none_is_plain,
 )
-from seqtile.models.stand_in import stand_in_for
 from seqtile.ops.linear_cross_entropy import linear_cross_entropy
-from seqtile.ops.tiled import tiled
 from seqtile.ops.tiles import resolve_chunk_tokens
 
 _CROSS_ENTROPIES = (  # where one of these was written
@@ -43,63 +43,40 @@ _CROSS_ENTROPY = F.cross_entropy if origin(F.cross_entropy) in _CROSS_ENTROPIES 
 _LOSS_ARGUMENTS = ("shift_labels", "num_items_in_batch", "ignore_index")  # of Hugging Face's loss, beside the labels
 
 
-def tiled_loss_forward(arch: Arch, original: Callable, chunk_tokens: int | None) -> Callable:
-    """`original`, the forward (a plain function) of a causal LM of `arch`, with the loss tiled.
+def tiled_loss_forward(arch: Arch, options: Options, original: Callable) -> Callable:
+    """Returns `original`, the forward (a plain function) of a causal LM of `arch`, with the loss tiled.
 
     In training, given `labels` or `shift_labels`, the loss is computed without logits, and `logits` is None. The same
     happens in eval with `skip_logits=True`; `skip_logits=False` asks for logits, and so an untiled loss, in training.
     Everything else, such as eval with logits, generation, a cache or `logits_to_keep`, is `original`'s.
     """
     parameters = inspect.signature(original).parameters.values()
-    names = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
-    later = names[names.index("use_cache") + 1 :]  # differs between architectures
+    names = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD][1:]
     takes_skip_logits = "skip_logits" in names
 
     @stand_in_for(original)
     @_as_tuple_if_asked
-    def forward(
-        self,
-        input_ids=None,
-        attention_mask=None,
-        position_ids=None,
-        past_key_values=None,
-        inputs_embeds=None,
-        labels=None,
-        use_cache=None,
-        *others,
-        logits_to_keep=0,
-        skip_logits=None,
-        **kwargs,
-    ):
-        if others:
-            if len(others) > len(later):
-                raise TypeError(f"expected at most {len(names) - 1} positional arguments, got {7 + len(others)}")
-            named = dict(zip(later, others, strict=False))
-            logits_to_keep = named.pop("logits_to_keep", logits_to_keep)
-            kwargs = named | kwargs
-        inputs = {
-            "input_ids": input_ids,
-            "attention_mask": attention_mask,
-            "position_ids": position_ids,
-            "past_key_values": past_key_values,
-            "inputs_embeds": inputs_embeds,
-            "use_cache": use_cache,
-            **kwargs,
-        }
-        has_labels = labels is not None or kwargs.get("shift_labels") is not None
-        keeps_all = isinstance(logits_to_keep, int) and logits_to_keep == 0
+    def forward(self, *args, skip_logits=None, **kwargs):
+        inputs = dict(zip(names, args, strict=False)) | kwargs
+        if len(inputs) < len(args) + len(kwargs):
+            raise TypeError(
+                f"expected at most {len(names)} positional arguments, none of them by name too, got {len(args)}"
+            )
+        has_labels = inputs.get("labels") is not None or inputs.get("shift_labels") is not None
+        kept = inputs.get("logits_to_keep", 0)
+        keeps_all = isinstance(kept, int) and kept == 0
         if skip_logits and not (has_labels and keeps_all):
             raise ValueError(
                 "skip_logits=True asks for a loss alone: pass labels or shift_labels, and no logits_to_keep"
             )
         if skip_logits is None:
             skip_logits = self.training and has_labels and keeps_all
-        if not skip_logits:
-            if takes_skip_logits:
-                inputs["skip_logits"] = False
-            return original(self, labels=labels, logits_to_keep=logits_to_keep, **inputs)
-
-        return _without_logits(arch, self, labels, chunk_tokens, inputs)
+        if skip_logits:
+            inputs.pop("logits_to_keep", None)
+            return _without_logits(arch, self, inputs.pop("labels", None), options, inputs)
+        if takes_skip_logits:
+            inputs["skip_logits"] = False
+        return original(self, **inputs)
 
     return forward
 
@@ -120,22 +97,21 @@ def _as_tuple_if_asked(forward: Callable) -> Callable:
 
 
 def _without_logits(
-    arch: Arch, model: nn.Module, labels: torch.Tensor | None, chunk_tokens: int | None, inputs: dict[str, Any]
+    arch: Arch, model: nn.Module, labels: torch.Tensor | None, options: Options, inputs: dict[str, Any]
 ) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast:
-    """What `model` returns, with a tiled loss and no logits."""
-    check_loss(model)
+    """Returns the output of `model`, with a tiled loss and no logits."""
+    reason = check_loss(arch, model, options)
     if arch.routed and inputs.get("output_router_logits") is None:
         inputs["output_router_logits"] = model.config.output_router_logits
     outputs = model.model(**inputs)
-    note_that_all_is_kept(model, outputs.last_hidden_state.shape[:-1].numel())
-    options = {"chunk_tokens": chunk_tokens, **logit_options(arch, model.config)}
-    called = why_generic_head(model) is not None
+    hidden, head = outputs.last_hidden_state, model.lm_head
+    note_that_all_is_kept(model, hidden.shape[:-1].numel())
     arguments = {name: inputs[name] for name in _LOSS_ARGUMENTS if name in inputs}
-    head_loss = partial(_loss, head=model.lm_head, called=called, labels=labels, options=options, **arguments)
-    if not called:  # one that is called has its weight gathered by its own call
-        head_loss = partial(call_in_place_of, model.lm_head, head_loss)
+    arguments |= {"labels": labels, "chunk_tokens": options.chunk_tokens, **logit_options(arch, model.config)}
+    loss_of = partial(_loss, head=head, fallback=reason is not None, **arguments)
     output = CausalLMOutputWithPast(
-        loss=head_loss(outputs.last_hidden_state),
+        # A head that is called has its weight gathered by its own call.
+        loss=call_in_place_of(head, loss_of, hidden) if reason is None else loss_of(hidden),
         past_key_values=outputs.past_key_values,
         hidden_states=outputs.hidden_states,
         attentions=outputs.attentions,
@@ -150,29 +126,38 @@ def _balanced(
     router_logits: tuple[torch.Tensor, ...] | None,
     output: CausalLMOutputWithPast,
 ) -> MoeCausalLMOutputWithPast:
-    """A mixture's output: with Hugging Face's own loss that balances the experts, if router logits were asked for."""
+    """Returns a mixture's output, with Hugging Face's own loss that balances the experts if router logits were asked
+    for."""
     balance = None
     if inputs["output_router_logits"]:
         balance = arch.modeling.load_balancing_loss_func(
-            router_logits, model.num_experts, model.num_experts_per_tok, inputs["attention_mask"]
+            router_logits, model.num_experts, model.num_experts_per_tok, inputs.get("attention_mask")
         )
         output.loss = output.loss + model.router_aux_loss_coef * balance.to(output.loss.device)
     return MoeCausalLMOutputWithPast(**output, aux_loss=balance, router_logits=router_logits)
 
 
-def check_loss(model: nn.Module) -> None:
-    """Raises ValueError where the tiled loss would refuse to run, or not compute what `model` computes."""
+def check_loss(arch: Arch, model: nn.Module, options: Options) -> str | None:
+    """Raises ValueError where the tiled loss would refuse to run, or not compute what `model` computes; returns why
+    lm_head is called chunk by chunk rather than read, None if it is read."""
     check_untransformed()
-    if (reason := why_generic_head(model)) is not None:
-        check_not_zero3(model.lm_head, reason)
+    if (fallback := head_fallback_reason(model.lm_head)) is not None:
+        check_not_zero3(model.lm_head, fallback)
     if (reason := _why_another_loss(model.loss_function)) is not None:
         raise ValueError(
             f"{reason}; expected Hugging Face's ForCausalLMLoss, the one loss that seqtile tiles; apply with loss=False"
         )
+    return fallback
+
+
+def head_fallback_reason(head: nn.Module) -> str | None:
+    """Says why lm_head is called rather than read."""
+    reason = why_none_is_plain() or unreadable("lm_head", head)
+    return "lm_head has an adapter" if reason is None and hasattr(head, "lora_A") else reason
 
 
 def _why_another_loss(function: Any) -> str | None:
-    """Why a model's loss is not the cross-entropy that is computed in its place; None if it is."""
+    """Says why a model's loss is not the cross-entropy that is computed in its place."""
     if origin(function) != "transformers.loss.loss_utils.ForCausalLMLoss":
         return f"model.loss_function is {function!r}"
     inner = loss_utils.fixed_cross_entropy
@@ -184,45 +169,37 @@ def _why_another_loss(function: Any) -> str | None:
 
 
 def logit_options(arch: Arch, config: PreTrainedConfig) -> dict[str, float | None]:
-    """What an architecture does to its logits, as arguments of linear_cross_entropy."""
+    """Returns the cap and the scale of an architecture's logits, as arguments of linear_cross_entropy."""
     scale = getattr(config, arch.logit_scale) if arch.logit_scale else 1.0
     divisor = getattr(config, arch.logit_divisor) if arch.logit_divisor else 1.0
     return {"softcap": getattr(config, arch.softcap) if arch.softcap else None, "logit_scale": scale / divisor}
-
-
-def why_generic_head(model: nn.Module) -> str | None:
-    """Why lm_head is called tile by tile rather than read; None if it is read."""
-    reason = why_none_is_plain() or unreadable("lm_head", model.lm_head)
-    if reason is None and hasattr(model.lm_head, "lora_A"):
-        return "lm_head has an adapter"
-    return reason
 
 
 def _loss(
     hidden: torch.Tensor,
     *,
     head: nn.Module,
-    called: bool,
+    fallback: bool,
     labels: torch.Tensor | None,
-    options: dict[str, float | None],
     shift_labels: torch.Tensor | None = None,
     num_items_in_batch: torch.Tensor | int | None = None,
     ignore_index: int = -100,
+    **options: Any,
 ) -> torch.Tensor:
-    """What Hugging Face's ForCausalLMLoss computes from logits, from hidden states [B, S, D]."""
+    """Computes what Hugging Face's ForCausalLMLoss computes from logits, from hidden states [B, S, D]."""
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     targets = shift_labels.to(hidden.device)
-    if called:
-        losses = _called_losses(hidden, targets, head, ignore_index, **options)
+    if fallback:
+        losses = _fallback_losses(hidden, targets, head, ignore_index, **options)
         return losses.sum() / ((targets != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch)
-    weight, bias, _ = read_projection("lm_head", head)
+    weight, bias, *_ = read_projection("lm_head", head)
     return linear_cross_entropy(
         hidden, weight, targets, bias=bias, ignore_index=ignore_index, num_items=num_items_in_batch, **options
     )
 
 
-def _called_losses(
+def _fallback_losses(
     hidden: torch.Tensor,
     targets: torch.Tensor,
     head: nn.Module,
@@ -232,7 +209,7 @@ def _called_losses(
     softcap: float | None,
     logit_scale: float,
 ) -> torch.Tensor:
-    """The loss of every token under a head that is called: tile by tile, its logits again in the backward. 4 u."""
+    """Computes the loss of every token under a head that is called: its logits once more in the backward. 4 u."""
 
     def losses_of(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         logits = head(hidden) * logit_scale
@@ -243,8 +220,6 @@ def _called_losses(
         )
         return losses.view(targets.shape)
 
-    # torch's cross-entropy keeps four tiles where ours keeps one
+    # torch's cross-entropy keeps four chunks of logits where ours keeps one
     quarter = max(1, resolve_chunk_tokens(chunk_tokens, hidden.shape[-1]) // 4)
-    return tiled(
-        called_again(losses_of, head), hidden, targets.unsqueeze(-1), params=trained(head), chunk_tokens=quarter
-    )
+    return call_tiled(losses_of, [head], hidden, targets.unsqueeze(-1), chunk_tokens=quarter)

@@ -1,0 +1,344 @@
+"""Reading a module's tensors in place of calling it, where that computes the same.
+
+A module is read if calling it does what its class says and nothing else: a plain nn.Linear, a plain LoRA of PEFT's over
+one, a plain activation. Everything is known by the object itself: a function by the module in which it was written, a
+class by identity, never by a name alone, which anything can take. Whatever is not known is called as it is, chunk by
+chunk, see `fallback.py`; the `why_...` functions here say why, or return None.
+
+A TorchDispatchMode is no reason to call: it sees what is computed here as well, operation by operation.
+"""
+
+import sys
+from collections.abc import Callable
+from functools import partial
+from types import BuiltinFunctionType, FunctionType
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.nn.modules import linear as linear_module
+from torch.nn.modules import module as module_module
+from torch.utils._device import DeviceContext
+from transformers.activations import GELUTanh, SiLUActivation
+
+from seqtile.ops.checks import DTYPES
+from seqtile.ops.linear import Projection
+
+_HARMLESS = (  # where hooks are written that only watch, or gather what a module is made of
+    "torch.utils.module_tracker.",
+    "torch.distributed._tools.mod_tracker.",
+    "torch.distributed.tensor.debug._comm_mode.",
+    "torch.distributed.fsdp.",
+    "deepspeed.runtime.zero.",
+)
+_RECORDING = "transformers.utils.output_capturing."
+
+
+def origin(function: Any) -> str:
+    """Returns where a function was written, such as "torch.nn.modules.linear.Linear.forward"; "" for anything else.
+
+    A wrapper is its own author's, whatever name functools.wraps gave it, since it keeps the globals of its own module.
+    """
+    function = getattr(function, "__func__", function)
+    if type(function) is not FunctionType:
+        return ""
+    name = function.__globals__.get("__name__", "")
+    module = sys.modules.get(name)
+    if module is None or vars(module) is not function.__globals__:
+        return ""
+    # A compiler that traces this knows no __qualname__; a code's is there since Python 3.11.
+    return f"{name}.{getattr(function.__code__, 'co_qualname', None) or function.__qualname__}"
+
+
+_ACTIVATIONS = {  # class -> as `gated_mlp` calls it, and where its forward was written
+    nn.SiLU: ("silu", "torch.nn.modules.activation.SiLU.forward"),
+    SiLUActivation: ("silu", "transformers.activations.SiLUActivation.forward"),
+    GELUTanh: ("gelu_tanh", "transformers.activations.GELUTanh.forward"),
+}
+
+
+_SILU = F.silu if origin(F.silu) == "torch.nn.functional.silu" else None  # a compiler knows it by identity alone
+
+
+def why_calls_matter() -> str | None:
+    """Says why every call of a module does more than its forward says."""
+    for function, name in ((nn.Module.__call__, "_wrapped_call_impl"), (nn.Module._call_impl, "_call_impl")):
+        if origin(function) != f"torch.nn.modules.module.Module.{name}":
+            return f"the __call__ of torch.nn.Module was replaced by {named(function)}"
+    for hooks in hooks_of(None):
+        for hook in hooks.values():
+            if not is_harmless(hook, recording=True):
+                return f"there is a global module hook, {named(hook)}"
+    return None
+
+
+def why_none_is_plain() -> str | None:
+    """Says why no module at all may be read just now. Asked once, before any module is looked at."""
+    if (reason := why_calls_matter()) is not None:
+        return reason
+    for i in range(torch._C._len_torch_function_stack()):
+        mode = torch._C._get_function_stack_at(i)
+        if type(mode) is not DeviceContext:  # which torch.set_default_device leaves active: it only places new tensors
+            return f"the TorchFunctionMode {named(type(mode))} is active"
+    return None
+
+
+def why_changed(module: nn.Module, *, recording: bool = True) -> str | None:
+    """Says why calling `module` is not calling its class's forward. For `recording` see `why_call_changed`."""
+    if "forward" in vars(module):
+        return "has a forward of its own, such as Accelerate's device_map gives it"
+    return why_call_changed(module, recording=recording)
+
+
+def why_call_changed(module: nn.Module, *, recording: bool = True) -> str | None:
+    """Says why calling `module` is not calling its forward, whosever that is.
+
+    Hooks by which FSDP2 and ZeRO gather weights do not count; nor, unless `recording`, those by which Hugging Face
+    records outputs, which do nothing until asked to.
+    """
+    cls = type(module)
+    changed = cls.__call__ is not nn.Module.__call__ or cls._call_impl is not nn.Module._call_impl
+    if changed or "_call_impl" in vars(module):
+        return f"is a {named(cls)}, which has a __call__ of its own"
+    for hooks in hooks_of(module):
+        for hook in hooks.values():
+            if not is_harmless(hook, recording):
+                return "has hooks"
+    return None
+
+
+def hooks_of(module: nn.Module | None) -> tuple[dict[int, Callable], ...]:
+    """Returns a module's hooks, or the global ones, by the kinds that a call runs."""
+    if module is not None:
+        return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
+    forward = module_module._global_forward_hooks, module_module._global_forward_pre_hooks
+    return *forward, module_module._global_backward_hooks, module_module._global_backward_pre_hooks
+
+
+def why_no_linear(module: Any) -> str | None:
+    """Says why calling `module` is not F.linear(x, module.weight, module.bias)."""
+    if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
+        return f"is a {named(type(module))}"
+    if origin(nn.Linear.forward) != "torch.nn.modules.linear.Linear.forward":
+        return "is a torch.nn.Linear, whose forward was replaced"
+    if linear_module.F is not F or not _is_linear(F.linear):
+        return f"calls torch.nn.functional.linear, which was replaced by {named(F.linear)}"
+    return why_changed(module)
+
+
+def activation_name(activation: Any) -> str | None:
+    """Returns the name of an activation of this class in `gated_mlp`; None if it has none."""
+    return _ACTIVATIONS.get(type(activation), (None,))[0]
+
+
+def why_no_activation(activation: Any) -> str | None:
+    """Says why calling `activation` is not what its class says, or that this class is not known."""
+    cls = type(activation)
+    if cls not in _ACTIVATIONS:
+        known = cls.__module__.split(".")[0] in ("torch", "transformers")
+        return f"its activation is {cls.__name__ if known else named(activation)}"
+    if origin(cls.forward) != _ACTIVATIONS[cls][1]:
+        return f"the forward of {named(cls)}, its activation, was replaced"
+    if (reason := why_changed(activation)) is not None:
+        return f"its activation {reason}"
+    if cls is not GELUTanh:
+        if F.silu is _SILU or origin(F.silu) == "torch.nn.functional.silu":
+            return None
+        return f"torch.nn.functional.silu was replaced by {named(F.silu)}"
+    function = activation.act
+    if type(function) is not partial or function.keywords != {"approximate": "tanh"} or function.args:
+        return f"its activation calls {named(function)}"
+    if _is_builtin(function.func, "gelu"):
+        return None
+    return f"torch.nn.functional.gelu was replaced by {named(function.func)}"
+
+
+def _is_linear(function: Any) -> bool:
+    """Says if a function is torch's linear, or DeepSpeed's, which every run under ZeRO-3 puts in its place."""
+    return _is_builtin(function, "linear") or origin(function) == "deepspeed.runtime.zero.linear.zero3_linear_wrap"
+
+
+def _is_builtin(function: Any, name: str) -> bool:
+    """Says if a function is the one that torch has compiled under this name."""
+    return function is getattr(torch._C._nn, name) and isinstance(function, BuiltinFunctionType)
+
+
+def is_harmless(hook: Callable, recording: bool) -> bool:
+    """Says if a module hook changes nothing that is not done to a module whose tensors are read, too."""
+    return origin(_innermost(hook)).startswith(_HARMLESS if recording else (*_HARMLESS, _RECORDING))
+
+
+def _innermost(function: Any) -> Any:
+    """Returns the function inside the wrappers that torch and DeepSpeed put around their own hooks."""
+    while True:
+        function = getattr(function, "__func__", function)
+        package = getattr(function, "__globals__", {}).get("__name__")
+        if package == "torch._dynamo.eval_frame" and hasattr(function, "__wrapped__"):
+            function = function.__wrapped__
+        elif package == "deepspeed.utils.nvtx" and function.__closure__:
+            function = function.__closure__[0].cell_contents
+        else:
+            return function
+
+
+def named(thing: Any) -> str:
+    """Returns the name of a function or a class, of anything else that of its class, as a reader would look for it."""
+    while isinstance(thing, partial):
+        thing = thing.func
+    thing = _innermost(thing)
+    if not isinstance(thing, type | FunctionType | BuiltinFunctionType):
+        thing = type(thing)
+    return f"{thing.__module__}.{thing.__qualname__}"
+
+
+_PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)  # the last: a simulation of the first two
+
+
+class Layers(NamedTuple):
+    """The modules whose tensors a projection is made of."""
+
+    base: nn.Linear
+    a: nn.Linear | None = None
+    b: nn.Linear | None = None
+    scale: float = 1.0
+
+
+def read_projection(name: str, module: nn.Module) -> Projection:
+    """Returns the tensors of a readable projection, whole and on this rank.
+
+    Raises ValueError if they are sharded just now. Under ZeRO-3 each reading is a collective.
+    """
+    layers = _layers_of(module)
+    assert isinstance(layers, Layers), f"{name} {layers}"
+    base, a, b, scale = layers
+    weight = _whole(name, base.weight)
+    if a is None:
+        return Projection(weight, base.bias)
+    return Projection(weight, base.bias, _whole(name, a.weight), _whole(name, b.weight), scale)
+
+
+def unreadable(name: str, module: nn.Module | None) -> str | None:
+    """Says why a projection must be called rather than read; see `why_none_is_plain`, too."""
+    layers = _layers_of(module)
+    if isinstance(layers, str):
+        return f"{name} {layers}"
+    for layer in layers[:3]:
+        weight = None if layer is None else layer.weight
+        if weight is not None and type(weight) not in _PLAIN and not isinstance(weight, DTensor):
+            return f"{name}.weight is a {named(type(weight))}"
+        if weight is not None and weight.dtype not in DTYPES:
+            return f"{name}.weight is {weight.dtype}"
+    return None
+
+
+def trained(*modules: nn.Module) -> list[torch.Tensor]:
+    """Returns every leaf that requires a gradient and that calling the modules uses: parameters, and the scaling of
+    LoRA adapters where it is learned, which PEFT keeps in a plain dict."""
+    found = [parameter for module in modules for parameter in module.parameters()]
+    for part in (part for module in modules for part in module.modules()):
+        if _is_lora(part):
+            found += [scale for scale in part.scaling.values() if isinstance(scale, torch.Tensor)]
+    return list({id(leaf): leaf for leaf in found if leaf.requires_grad}.values())
+
+
+def _layers_of(module: Any) -> Layers | str:
+    """Returns the layers of a plain linear layer or of a plain LoRA over one; of anything else what it is instead."""
+    if _is_lora(module):
+        return _lora_layers(module)
+    return why_no_linear(module) or Layers(module)
+
+
+def _is_lora(module: Any) -> bool:
+    """Says if a module is PEFT's LoRA of a linear layer, and of no subclass."""
+    return type(module) is getattr(sys.modules.get("peft.tuners.lora.layer"), "Linear", None)
+
+
+def _lora_layers(module: Any) -> Layers | str:
+    """Returns the layers of PEFT's LoRA: without dropout, of the plain kind, at most one active adapter, not merged."""
+    if origin(type(module).forward) != "peft.tuners.lora.layer.Linear.forward":
+        return f"is a {named(type(module))}, whose forward was replaced"
+    if (reason := why_changed(module)) is not None:
+        return reason
+    base = _layers_of(module.base_layer)
+    if isinstance(base, str):
+        return f"is a LoRA adapter whose base layer {base}"
+    if base.a is not None:
+        return "is a LoRA adapter over another"
+    if module.merged and module.disable_adapters:
+        return "is a LoRA adapter that is merged and disabled"
+    active = [name for name in module.active_adapters if name in module.lora_A]
+    if module.merged or module.disable_adapters or not active:
+        return base
+    if len(active) > 1:
+        return f"has {len(active)} active LoRA adapters"
+    return _adapted(base, module, active[0])
+
+
+def _adapted(base: Layers, module: Any, name: str) -> Layers | str:
+    """Returns `base` with the adapter `name`."""
+    a, b, dropout, scale = (part[name] for part in (module.lora_A, module.lora_B, module.lora_dropout, module.scaling))
+    if name in module.lora_variant:
+        return f"has a LoRA adapter of another kind, {type(module.lora_variant[name]).__name__}"
+    for half, part in (("lora_A", a), ("lora_B", b)):
+        if (reason := why_no_linear(part)) is not None:
+            return f"has a LoRA adapter whose {half} {reason}"
+    if a.bias is not None or b.bias is not None:
+        return "has a LoRA adapter with a bias"
+    if not isinstance(scale, int | float):
+        return f"has a LoRA adapter whose scaling is a {named(type(scale))}"
+    if type(dropout) is nn.Dropout and dropout.training and dropout.p > 0:
+        return f"has a LoRA adapter with dropout {dropout.p}"
+    if type(dropout) not in (nn.Identity, nn.Dropout):
+        return f"has a LoRA adapter whose dropout is a {named(type(dropout))}"
+    if (reason := why_changed(dropout)) is not None:
+        return f"has a LoRA adapter whose dropout {reason}"
+    return Layers(base.base, a, b, scale)
+
+
+def _whole(name: str, weight: torch.Tensor) -> torch.Tensor:
+    if isinstance(weight, DTensor):
+        raise ValueError(
+            f"{name}.weight is sharded while its parent runs; with FSDP2 shard {name} together with its parent "
+            "(fully_shard(model) alone, or in one group), and leave it out of a tensor-parallel plan"
+        )
+    return weight
+
+
+def call_in_place_of(module: nn.Module, function: Callable, *args: torch.Tensor) -> Any:
+    """Returns function(*args), called inside the module's own call if FSDP2 shards it by itself: its hooks then gather
+    the weight for `function` and see to its gradient."""
+    if not isinstance(module, FSDPModule):
+        return function(*args)
+
+    def once(*args: torch.Tensor) -> Any:
+        del module.forward  # before anyone asks whether the module has a forward of its own
+        return function(*args)
+
+    module.forward = once
+    try:
+        return module(*args)
+    finally:
+        vars(module).pop("forward", None)
+
+
+def check_untransformed() -> None:
+    """Raises ValueError inside a transform of torch.func."""
+    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():  # a node in a compiled graph
+        raise ValueError(
+            "expected no transform of torch.func (grad, vmap, jvp, ...) around a tiled model, whose tiles they cannot "
+            "follow: use torch.autograd, or take seqtile off first with seqtile.restore(model)"
+        )
+
+
+def check_not_zero3(module: nn.Module, reason: str) -> None:
+    """Raises ValueError for a module that would be called once per tile under ZeRO-3."""
+    if any(hasattr(parameter, "ds_id") for parameter in module.parameters()):
+        raise ValueError(
+            f"{reason}, so it is called once per tile; under ZeRO-3 each call gathers its parameters, and ranks with "
+            "different numbers of tiles would wait for each other for ever: leave this part untiled (mlp=False or "
+            "loss=False; seqtile.restore(model) first), or use ZeRO-2 or FSDP2"
+        )

@@ -17,7 +17,7 @@ from seqtile.ops.decoder_layer.attention_graph import Attend, AttentionGraph, re
 from seqtile.ops.decoder_layer.params import AttentionParams, Layout, gathered, scaled
 from seqtile.ops.decoder_layer.qkv import QKV, Arriving, Exchange, Inputs, QKVByGroup, QKVGradients
 from seqtile.ops.projection import ProjectionGrad
-from seqtile.ops.rerun import ForwardState
+from seqtile.ops.state import ForwardState
 from seqtile.ops.tiles import tiles
 from seqtile.ops.weight_grad import WeightGrad, main_grad_of
 

@@ -124,11 +124,14 @@ class HeldTensor:
             setattr(self._owner, self._attribute, self.tensor)
 
 
-def equal(now: Any, before: torch.Tensor) -> bool:
-    """Tells whether it is a tensor of the same shape, dtype and values; NaN is NaN."""
+def equal(now: Any, before: torch.Tensor, rounded: bool = False) -> bool:
+    """Tells whether `now` is a tensor of the same shape, dtype and values; NaN is NaN. Values that are `rounded` may
+    differ by rounding, which depends on how many tokens a product has."""
     if not isinstance(now, torch.Tensor) or now.shape != before.shape or now.dtype != before.dtype:
         return False
-    return torch.allclose(now, before, rtol=0, atol=0, equal_nan=True)
+    tolerance = torch.finfo(now.dtype).eps ** 0.5 if rounded and now.is_floating_point() else 0.0
+    largest = before.nan_to_num(posinf=0, neginf=0).abs().max().item() if tolerance else 0.0
+    return torch.allclose(now, before, rtol=tolerance, atol=tolerance * largest, equal_nan=True)
 
 
 class Held:

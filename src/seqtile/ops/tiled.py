@@ -228,9 +228,9 @@ def _check_inputs(inputs: Tensors, shared: Tensors, params: Tensors, dim: int) -
         if not param.is_leaf:
             raise ValueError(f"tiled: parameter {i} is computed from others; pass it as shared, or list those")
         if hasattr(param, "ds_id") or is_traceable_wrapper_subclass(param):
-            by = "ZeRO-3" if hasattr(param, "ds_id") else f"its type, {type(param).__name__}"
+            how = "by ZeRO-3" if hasattr(param, "ds_id") else f"as a {type(param).__name__}"
             raise ValueError(
-                f"tiled: parameter {i} is sharded over ranks by {by}: every chunk would gather it, inside "
+                f"tiled: parameter {i} is sharded over ranks {how}: every chunk would gather it, inside "
                 "GatheredParameters too, and ranks may have different numbers of chunks; leave this part untiled, use "
                 "ZeRO-2, under FSDP2 call tiled in the forward of the module that is sharded, or pass the whole as "
                 "shared: .full_tensor(), or its clone inside GatheredParameters around forward and backward"
@@ -276,21 +276,20 @@ def _check_trial(fn: Callable, inputs: Tensors, shared: Tensors, dim: int) -> No
     before = Held(fn, {"input": given, "shared tensor": shared}, ValueError)
     before.generators += default_generators(inputs[0].device)
 
-    def run(start: int, stop: int) -> list[torch.Tensor]:
-        pieces = [tensor.narrow(dim, start, stop - start) for tensor in given]
+    def run(pieces: Tensors) -> list[torch.Tensor]:
         outputs = fn(*pieces, *(tensor.detach() for tensor in shared))
-        return [result.clone() for result in _checked_outputs(outputs, stop - start, dim)]
+        return [result.clone() for result in _checked_outputs(outputs, pieces[0].shape[dim], dim)]
 
     try:
-        whole = run(0, tokens)
+        whole = run(given)
         drawn = [generator.name for generator in before.generators if generator.drawn]
-        again = run(0, tokens)  # with what the first run left behind
+        again = run(given)  # with what the first run left behind
         changed = [held.name for held in before.tensors if held.differs]
+        before.put_back()
         parts = []
-        for start, stop in ((0, tokens // 2), (tokens // 2, tokens)):
+        for half in zip(*(tensor.split((tokens + 1) // 2, dim) for tensor in given), strict=True):
+            parts.append(run([piece.clone() for piece in half]))
             before.put_back()
-            if start < stop:
-                parts.append(run(start, stop))
     finally:
         before.put_back()
     found = []
@@ -298,18 +297,9 @@ def _check_trial(fn: Callable, inputs: Tensors, shared: Tensors, dim: int) -> No
         found.append(f"it changes {', '.join(changed)}")
     if drawn:
         found.append(f"it draws random numbers from {', '.join(drawn)}, others in chunks than in the whole")
-    elif not changed and not all(map(_close, whole, again)):
+    elif not changed and not all(equal(*pair, rounded=True) for pair in zip(again, whole, strict=True)):
         found.append("it makes something else of the same tokens when it runs again: it keeps state or draws numbers")
-    elif not all(_close(result, torch.cat(pieces, dim)) for result, *pieces in zip(whole, *parts, strict=True)):
+    elif not all(equal(torch.cat(cut, dim), result, rounded=True) for result, *cut in zip(whole, *parts, strict=True)):
         found.append("it mixes tokens: cut in two they give something else than whole")
     if found:
         raise ValueError(f"tiled: fn is not the same tile by tile: {'; '.join(found)}; leave it untiled, or mend that")
-
-
-def _close(ours: torch.Tensor, theirs: torch.Tensor) -> bool:
-    """Tells whether they are equal but for rounding, which depends on how many tokens a product has; integers equal."""
-    if not ours.is_floating_point():
-        return equal(ours, theirs)
-    tolerance = torch.finfo(ours.dtype).eps ** 0.5
-    largest = ours.nan_to_num(posinf=0, neginf=0).abs().max().item()
-    return torch.allclose(ours, theirs, rtol=tolerance, atol=tolerance * largest, equal_nan=True)

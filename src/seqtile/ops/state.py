@@ -32,6 +32,7 @@ from torch.autograd.graph import Node
 
 Tensors = Sequence[torch.Tensor]
 _KEPT = {torch.Tensor, torch.Generator, random.Random}
+_PLAIN = (int, float, str, dict, set, type(None))  # what most attributes of a module are
 
 
 class Generator:
@@ -229,7 +230,8 @@ def _inside(name: str, thing: Any) -> Iterable[tuple[str, Any]]:
         return [(f"{thing.__name__}'s global generator", thing.random)] if is_random else []
     if isinstance(thing, type) or not hasattr(thing, "__dict__"):
         return []
-    name, own = name or type(thing).__name__, vars(thing)
+    name = name or type(thing).__name__
+    own = {key: part for key, part in vars(thing).items() if not isinstance(part, _PLAIN)}
     inner = [*thing._buffers.items(), *thing._modules.items()] if _is_module(thing) else []
     kept = [(f"{name}.{key}", part) for key, part in (*inner, *own.items()) if _is_kept(part) or _is_module(part)]
     return [*kept, (name, own.get("forward", getattr(type(thing), "forward", None)))]

@@ -186,9 +186,11 @@ class TiledFunction(torch.autograd.Function):
             with torch.enable_grad():
                 leaves, results = call.run(held, given, chunk)
             trained = [(result, d) for result, d in zip(results, d_outputs, strict=True) if result.requires_grad]
-            upstream = [call.cut(d, chunk) for _, d in trained]
+            outputs, upstream = [result for result, _ in trained], [call.cut(d, chunk) for _, d in trained]
             wanted = [leaf for leaf, need in zip((*leaves, *call.params), needs, strict=True) if need]
-            found = torch.autograd.grad([result for result, _ in trained], wanted, upstream, allow_unused=True)
+            found = (
+                torch.autograd.grad(outputs, wanted, upstream, allow_unused=True) if trained else [None] * len(wanted)
+            )
             gradients = iter(found)  # in the order of `wanted`: of inputs, then of what is summed
             for d_input in d_inputs:
                 if d_input is not None:

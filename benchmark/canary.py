@@ -32,7 +32,7 @@ from seqtile.kernels.launch import (
 )
 from seqtile.kernels.loss_options import LossOptions
 from seqtile.offload.checkpointing import enable_checkpointing
-from seqtile.ops.weight_grad import WeightGrad
+from seqtile.ops.linear import WeightGrad
 
 ROWS = 32  # of a tile, spread over it, the last one among them
 EPS = 1e-5

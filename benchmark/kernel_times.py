@@ -28,7 +28,7 @@ from seqtile.kernels.launch import (
     rotary_,
 )
 from seqtile.kernels.loss_options import LossOptions
-from seqtile.ops.weight_grad import WeightGrad
+from seqtile.ops.linear import WeightGrad
 
 WARM, TURNS = 3, (30 if DEVICE == "cuda" else 3)
 

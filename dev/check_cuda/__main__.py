@@ -25,7 +25,7 @@ from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 import seqtile  # noqa: E402
 from kernels.ahead import launches  # noqa: E402
 from seqtile.kernels import launch  # noqa: E402
-from seqtile.ops.projection import LowRank  # noqa: E402
+from seqtile.ops.linear import LowRank  # noqa: E402
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ONE_WAIT = {"nonzero": 1}  # which tokens are labelled, unless ignore_index is None: README names it

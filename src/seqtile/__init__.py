@@ -10,9 +10,9 @@ if TYPE_CHECKING:
     from seqtile import memory, models, modules, offload, sp
     from seqtile.models import apply_seqtile, restore, status
     from seqtile.ops.gated_mlp import gated_mlp
+    from seqtile.ops.linear import LowRank
     from seqtile.ops.linear_cross_entropy import LossMetrics, linear_cross_entropy
     from seqtile.ops.linear_log_probs import linear_log_probs
-    from seqtile.ops.projection import LowRank
     from seqtile.ops.tiled import tiled
 
 __version__ = "0.1.0"
@@ -20,7 +20,7 @@ __version__ = "0.1.0"
 _ROOMS = ("memory", "models", "modules", "offload", "sp")
 _NAMES = {
     "LossMetrics": "seqtile.ops.linear_cross_entropy",
-    "LowRank": "seqtile.ops.projection",
+    "LowRank": "seqtile.ops.linear",
     "apply_seqtile": "seqtile.models",
     "gated_mlp": "seqtile.ops.gated_mlp",
     "linear_cross_entropy": "seqtile.ops.linear_cross_entropy",

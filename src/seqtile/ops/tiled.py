@@ -1,24 +1,32 @@
-"""Any function of tokens that does not mix them, tile by tile: a linear layer, a norm, an MLP with adapters.
+"""Any function of tokens that does not mix them, chunk by chunk: a linear layer, a norm, an MLP with adapters.
 
-The forward keeps its inputs and no activation; the backward of a tile runs the function again and differentiates it at
+The forward keeps its inputs and no activation; the backward of a chunk runs the function again and differentiates it at
 once, so that what is inside the function never has the length of the sequence.
 Source: Arctic Long Sequence Training, 3.1 (TiledCompute).
+
+    forward    inputs [.., S, ..] --cut--> fn(chunk 0), fn(chunk 1), ...  --copied to--> outputs [.., S, ..]
+    backward   for each chunk: fn(chunk) with a graph, torch.autograd.grad, gradients of
+                   inputs    copied to their place in [.., S, ..]
+                   shared    added to float32 sums
+                   params    likewise, or to their main_grad
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
-from torch.autograd.graph import saved_tensors_hooks
+from torch.autograd.graph import Node, saved_tensors_hooks
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from seqtile.ops.checks import check_first_derivative, check_no_transform
-from seqtile.ops.saver import Saved, save_inputs
-from seqtile.ops.tiled_checks import check_inputs, check_leaves, listed
-from seqtile.ops.tiled_plan import Plan, plan_for
-from seqtile.ops.tiled_trial import check_by_trial
+from seqtile.ops.checks import check_dense, check_first_derivative, check_no_transform
+from seqtile.ops.linear import WeightGrad, main_grad_of
+from seqtile.ops.save_early import save_early, saved_for
+from seqtile.ops.state import ForwardState, Held, Tensors, default_generators, equal, nodes_behind
 from seqtile.ops.tiles import resolve_chunk_tokens, tiles
-from seqtile.ops.weight_grad import WeightGrad, main_grad_of
 
 Outputs = torch.Tensor | tuple[torch.Tensor, ...]
+TRIED_TOKENS = 8
+"""With `check=True`."""
 
 
 def tiled(
@@ -30,173 +38,270 @@ def tiled(
     dim: int = -2,
     check: bool = False,
 ) -> Outputs:
-    """fn(*inputs, *shared), computed tile by tile along `dim`.
+    """Computes fn(*inputs, *shared) chunk by chunk along `dim`.
 
     Args:
         fn: of tensors cut along `dim`, then of `shared`; a tensor or a tuple of tensors, as long along `dim` as the
             inputs it was given. What it makes of a token must depend on no other token.
         inputs: [..., S, ...] with S at `dim` in each; any dtype, those of floating point with gradients.
         params: every leaf that requires a gradient and that `fn` uses without being given it, such as a module's
-            parameters. Each gets one gradient, summed over tiles in float32 and rounded once (or its `main_grad` does).
-        shared: tensors that every tile is given whole, with gradients, summed likewise.
-        chunk_tokens: tokens a tile (all dimensions but `dim` and the last counted in), see `ops/tiles.py`; None for its
-            rule.
+            parameters. Each gets one gradient, summed over chunks in float32 and rounded once (or its `main_grad`
+            does).
+        shared: tensors that every chunk is given whole, with gradients, summed likewise.
+        chunk_tokens: tokens of a chunk (all dimensions but `dim` and the last counted in), see `ops/tiles.py`; None for
+            its rule.
         dim: the dimension that is cut.
         check: compute 8 tokens whole, once more and cut in two first, and raise ValueError if fn mixes tokens, keeps
             state or draws random numbers; what it changed is put back. For trying a function out: it waits for the
             device, and copies `shared` and what fn holds.
 
-    State: fn runs once a tile and again in the backward, so it must change nothing. A change in place raises: of its
+    State: fn runs once a chunk and again in the backward, so it must change nothing. A change in place raises: of its
     inputs, of `shared` and `params`, and of tensors that it holds (in its closure, defaults and bound arguments, in
     globals that it names, as buffers and attributes of modules there). So do random numbers from a generator that it
-    holds. What was changed is put back before, unless it is larger than a tile. Not seen without `check` are changes
+    holds. What was changed is put back before, unless it is larger than a chunk. Not seen without `check` are changes
     through `.data`, a tensor put in another's place, numbers of Python, what is kept elsewhere, and what F.batch_norm
     is given (nn.BatchNorm is seen).
 
-    Random numbers of torch's default generators: a tile draws in the backward what it drew in the forward, not what an
-    untiled fn would. Autocast is in the backward what it was in the forward; casts are not cached between tiles.
+    Random numbers of torch's default generators: a chunk draws in the backward what it drew in the forward, not what an
+    untiled fn would. Autocast is in the backward what it was in the forward; casts are not cached between chunks.
 
     FLOPs: one forward of `fn` more than untiled. Under non-reentrant checkpointing, whose replay stops before `fn`, no
     more, but for what the replay of an untiled `fn` leaves out at its end.
 
     Memory: saves the inputs and nothing of what is inside; allocates the outputs, in the backward the gradients of the
-    inputs and a float32 sum for each of `params` and `shared`; what `fn` needs for one tile; a copy of the first
-    tile's inputs, and as much at most of small tensors that `fn` holds.
+    inputs and a float32 sum for each of `params` and `shared`; what `fn` needs for one chunk; a copy of the first
+    chunk's inputs, and as much at most of small tensors that `fn` is given or holds.
 
-    No more tokens than a tile: fn is called as it is.
+    No more tokens than a chunk: fn is called as it is.
 
     Under torch.compile this is one graph break.
 
     Raises:
         TypeError, ValueError: inputs that are no tensors or of different lengths; an output that is not as long as its
             inputs; a leaf that `fn` uses but that is not in `params`; parameters that are sharded (ZeRO-3, DTensor):
-            each tile would gather them, and ranks with different numbers of tiles would wait for each other for ever;
+            each chunk would gather them, and ranks with different numbers of chunks would wait for each other for ever;
             state, as above; sparse inputs; torch.vmap or torch.func around it.
         RuntimeError: in the backward, for second derivatives (`create_graph=True`), and for a leaf that is not in
-            `params` and that only a later tile uses.
+            `params` and that only a later chunk uses.
     """
-    params, shared = listed("params", params), listed("shared", shared)
-    length, tokens_of_one = check_inputs(inputs, shared, params, dim)
-    step = max(1, resolve_chunk_tokens(chunk_tokens, inputs[0].shape[-1]) // max(1, tokens_of_one))
+    params, shared = _listed("params", params), _listed("shared", shared)
+    _check_inputs(inputs, shared, params, dim)
+    first = inputs[0]
+    tokens_of_one = torch.Size([size for i, size in enumerate(first.shape[:-1]) if i != dim % first.dim()]).numel()
+    step = max(1, resolve_chunk_tokens(chunk_tokens, first.shape[-1]) // max(1, tokens_of_one))
     if check:
-        check_by_trial(fn, inputs, shared, dim)
-    if length <= step:
+        _check_trial(fn, inputs, shared, dim)
+    if first.shape[dim] <= step:
         return fn(*inputs, *shared)
-    return _tiled(fn, inputs, params, shared, step, dim)
+    return _tiled(fn, inputs, shared, params, step, dim)
 
 
-@torch.compiler.disable(reason="seqtile.tiled runs its function tile by tile")
-def _tiled(
-    fn: Callable,
-    inputs: tuple[torch.Tensor, ...],
-    params: tuple[torch.Tensor, ...],
-    shared: tuple[torch.Tensor, ...],
-    step: int,
-    dim: int,
-) -> Outputs:
+@torch.compiler.disable(reason="seqtile.tiled runs its function chunk by chunk")
+def _tiled(fn: Callable, inputs: Tensors, shared: Tensors, params: Tensors, step: int, dim: int) -> Outputs:
     check_no_transform("tiled")
-    plan = plan_for(fn, inputs, len(shared), step, dim)
-    given = (*inputs, *shared)
     leaves = [param.view_as(param) for param in params]  # gradients then arrive in the reverse of this order
-    given, saved = save_inputs(given, *params)
-    outputs = TiledFunction.apply(plan, params, saved, torch.is_grad_enabled(), *given, *leaves)
+    given, node = save_early((*inputs, *shared), params)
+    state = ForwardState.now(inputs[0].device)
+    main_grads = [None] * len(shared) + [main_grad_of(param) for param in params]
+    call = Call(fn, len(inputs), params, main_grads, step, dim, node, torch.is_grad_enabled(), state)
+    outputs = TiledFunction.apply(call, *given, *leaves)
     return outputs if len(outputs) > 1 else outputs[0]
 
 
+class Call(NamedTuple):
+    """A call of `tiled` without the tensors that are saved: `given`, its inputs and then the shared tensors."""
+
+    fn: Callable
+    inputs: int
+    params: Tensors
+    main_grads: list[torch.Tensor | None]
+    """That of each shared tensor, which is None, and of each parameter."""
+    step: int
+    """The positions of a chunk."""
+    dim: int
+    node: Node | None
+    """The node that saves `given` and the parameters; None if no tensor of `given` requires a gradient."""
+    differentiate: bool
+    state: ForwardState
+
+    def cut(self, tensor: torch.Tensor, chunk: slice) -> torch.Tensor:
+        return tensor.narrow(self.dim, chunk.start, chunk.stop - chunk.start)
+
+    def held(self, given: Tensors, error: type[Exception]) -> Held:
+        """Returns what fn must leave as it is, else `error` is raised; no more than a chunk's input is copied."""
+        first = self.cut(given[0], slice(0, self.step))
+        kinds = {"input": given[: self.inputs], "shared tensor": given[self.inputs :], "parameter": self.params}
+        return Held(self.fn, kinds, error, room=first.numel() * first.element_size())
+
+    def run(self, held: Held, given: Tensors, chunk: slice, guarded: bool = False) -> tuple[Tensors, Tensors]:
+        """Returns leaves that stand for the chunk's inputs and the shared tensors, and what fn makes of them."""
+        pieces = (*(self.cut(tensor, chunk) for tensor in given[: self.inputs]), *given[self.inputs :])
+        leaves = [piece.detach().requires_grad_(piece.requires_grad) for piece in pieces]
+        guards = held.guards(leaves[: self.inputs]) if guarded else []
+        with self.state.autocast_as_then():
+            outputs = self.fn(*(guard.tensor for guard in guards), *leaves[len(guards) :])
+        held.check(guards)
+        results = _checked_outputs(outputs, chunk.stop - chunk.start, self.dim)
+        if torch.is_grad_enabled():
+            _check_leaves(results, (*leaves, *self.params), held.error)
+        return leaves, results
+
+
 class TiledFunction(torch.autograd.Function):
-    """`tensors` are inputs, shared tensors and leaves that stand for `params`, which take their gradients. They are
-    `saved` for the backward if an input or shared tensor requires a gradient."""
+    """`tensors` are those given and leaves that stand for `call.params`, which take their gradients."""
 
     @staticmethod
-    def forward(
-        ctx,
-        plan: Plan,
-        params: tuple[torch.Tensor, ...],
-        saved: Saved | None,
-        differentiate: bool,
-        *tensors: torch.Tensor,
-    ) -> tuple[torch.Tensor, ...]:
-        given = tensors[: plan.inputs + plan.shared]
-        ctx.plan, ctx.params, ctx.saved = plan, params, saved
-        ctx.main_grads = [None] * plan.shared + [main_grad_of(param) for param in params]
-        if saved is None:
-            ctx.save_for_backward(*given, *params)
-        inputs, shared = given[: plan.inputs], given[plan.inputs :]
-        length = inputs[0].shape[plan.dim]
-        watch = plan.watch(inputs, shared, params)
+    def forward(ctx, call: Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.call, ctx.node, given = call, call.node, tensors[: len(tensors) - len(call.params)]
+        if call.node is None:
+            ctx.save_for_backward(*given, *call.params)
+        held, length = call.held(given, ValueError), given[0].shape[call.dim]
         outputs: list[torch.Tensor] = []
-        for tile in tiles(length, plan.step):
-            pieces = [plan.cut(tensor, tile) for tensor in inputs]
-            if not outputs and differentiate:  # most functions use the same in every tile, so the first tells
-                with torch.enable_grad(), saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach):
-                    leaves = _leaves((*pieces, *shared))  # the hooks hide what is saved here from a checkpoint around
-                    results = plan.run(watch, (*watch.guarded(leaves[: plan.inputs]), *leaves[plan.inputs :]))
-                check_leaves(results, (*leaves, *params))
-            else:
-                results = plan.run(watch, (*(pieces if outputs else watch.guarded(pieces)), *shared))
-            if not outputs:
-                outputs = [_lengthened(result, length, plan.dim) for result in results]
+        for chunk in tiles(length, call.step):
+            is_first = not outputs  # most functions use the same leaves in every chunk, so the graph of the first tells
+            hidden = saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach)  # from a checkpoint around
+            with torch.set_grad_enabled(is_first and call.differentiate), hidden:
+                _, results = call.run(held, given, chunk, guarded=is_first)
+            for result in results if is_first else ():
+                shape = list(result.shape)
+                shape[call.dim] = length
+                outputs.append(result.new_empty(shape))
             for output, result in zip(outputs, results, strict=True):
-                plan.cut(output, tile).copy_(result.detach())
+                call.cut(output, chunk).copy_(result.detach())
         ctx.mark_non_differentiable(*(output for output in outputs if not output.is_floating_point()))
         return tuple(outputs)
 
     @staticmethod
-    def backward(ctx, *d_outputs: torch.Tensor):
+    def backward(ctx, *d_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         check_first_derivative("tiled")
-        plan: Plan = ctx.plan
-        saved = ctx.saved_tensors if ctx.saved is None else ctx.saved.tensors
-        given = saved[: plan.inputs + plan.shared]
-        inputs, shared = given[: plan.inputs], given[plan.inputs :]
-        needs = ctx.needs_input_grad[4:]
-        d_inputs = [torch.empty_like(x) if need else None for x, need in zip(inputs, needs, strict=False)]
-        sums = [
-            WeightGrad(tensor, main_grad=main_grad) if need else None
-            for tensor, need, main_grad in zip(
-                (*shared, *ctx.params), needs[plan.inputs :], ctx.main_grads, strict=True
-            )
-        ]
+        call: Call = ctx.call
+        saved = saved_for(ctx)
+        given, needs = saved[: len(saved) - len(call.params)], ctx.needs_input_grad[1:]
+        d_inputs = [torch.empty_like(x) if need else None for x, need in zip(given, needs[: call.inputs], strict=False)]
+        summed = zip((*given[call.inputs :], *call.params), call.main_grads, needs[call.inputs :], strict=True)
+        sums = [WeightGrad(tensor, main_grad=main_grad) if need else None for tensor, main_grad, need in summed]
+        held = call.held(given, RuntimeError)
 
-        watch = plan.watch(inputs, shared, ctx.params)
-
-        def add_tile(tile: slice) -> None:  # a function, so that the gradients of a tile are gone before the next
+        def add(chunk: slice) -> None:  # a function, so that the gradients of a chunk are gone before the next
             with torch.enable_grad():
-                leaves = _leaves((*(plan.cut(x, tile) for x in inputs), *shared))
-                results = plan.run(watch, leaves, RuntimeError)
-            check_leaves(results, (*leaves, *ctx.params), RuntimeError)  # a later tile may use what the first does not
-            gradients = _gradients(results, [plan.cut(d, tile) for d in d_outputs], [*leaves, *ctx.params], list(needs))
-            for d_input, gradient in zip(d_inputs, gradients, strict=False):
+                leaves, results = call.run(held, given, chunk)
+            trained = [(result, d) for result, d in zip(results, d_outputs, strict=True) if result.requires_grad]
+            outputs, upstream = [result for result, _ in trained], [call.cut(d, chunk) for _, d in trained]
+            wanted = [leaf for leaf, need in zip((*leaves, *call.params), needs, strict=True) if need]
+            found = (
+                torch.autograd.grad(outputs, wanted, upstream, allow_unused=True) if trained else [None] * len(wanted)
+            )
+            gradients = iter(found)  # in the order of `wanted`: of inputs, then of what is summed
+            for d_input in d_inputs:
                 if d_input is not None:
-                    piece = plan.cut(d_input, tile)
+                    piece, gradient = call.cut(d_input, chunk), next(gradients)
                     piece.zero_() if gradient is None else piece.copy_(gradient)
-            for total, gradient in zip(sums, gradients[plan.inputs :], strict=True):
-                if total is not None and gradient is not None:
+            for total in sums:
+                if total is not None and (gradient := next(gradients)) is not None:
                     total.add_whole(gradient)
 
-        with plan.state.random_as_then():
-            for tile in tiles(inputs[0].shape[plan.dim], plan.step):
-                add_tile(tile)
-        return None, None, None, None, *d_inputs, *(None if total is None else total.result() for total in sums)
+        with call.state.random_as_then():
+            for chunk in tiles(given[0].shape[call.dim], call.step):
+                add(chunk)
+        return None, *d_inputs, *(None if total is None else total.result() for total in sums)
 
 
-def _leaves(tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    return [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in tensors]
+def _listed(name: str, tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    """Returns the tensors of an iterable; raises TypeError for what is none, or one tensor by itself."""
+    if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Iterable):
+        raise TypeError(f"tiled: {name} is a {type(tensors).__name__}, expected a list of tensors")
+    return tuple(tensors)
 
 
-def _lengthened(result: torch.Tensor, length: int, dim: int) -> torch.Tensor:
-    shape = list(result.shape)
-    shape[dim] = length
-    return result.new_empty(shape)
+def _check_inputs(inputs: Tensors, shared: Tensors, params: Tensors, dim: int) -> None:
+    if not inputs:
+        raise ValueError("tiled: no input to cut; pass the tensors that hold the tokens")
+    for kind, tensors in (("input", inputs), ("shared tensor", shared), ("parameter", params)):
+        for i, tensor in enumerate(tensors):
+            if kind == "input" or getattr(tensor, "requires_grad", True):  # what is not summed may be of any layout
+                check_dense("tiled", f"{kind} {i}", tensor)
+    for i, tensor in enumerate(inputs):
+        if not -tensor.dim() <= dim < tensor.dim() or tensor.shape[dim] == 0:
+            raise ValueError(f"tiled: input {i} has shape {list(tensor.shape)}, expected tokens along dimension {dim}")
+        if (length := tensor.shape[dim]) != (first := inputs[0].shape[dim]):
+            differ = f"input {i} is {length} long along dimension {dim}, input 0 is {first}"
+            raise ValueError(f"tiled: {differ}; pass what has no tokens as shared")
+    for i, param in enumerate(params):
+        if not param.is_leaf:
+            raise ValueError(f"tiled: parameter {i} is computed from others; pass it as shared, or list those")
+        if hasattr(param, "ds_id") or is_traceable_wrapper_subclass(param):
+            how = "by ZeRO-3" if hasattr(param, "ds_id") else f"as a {type(param).__name__}"
+            raise ValueError(
+                f"tiled: parameter {i} is sharded over ranks {how}: every chunk would gather it, inside "
+                "GatheredParameters too, and ranks may have different numbers of chunks; leave this part untiled, use "
+                "ZeRO-2, under FSDP2 call tiled in the forward of the module that is sharded, or pass the whole as "
+                "shared: .full_tensor(), or its clone inside GatheredParameters around forward and backward"
+            )
 
 
-def _gradients(
-    results: Sequence[torch.Tensor], d_results: Sequence[torch.Tensor], leaves: list[torch.Tensor], needs: list[bool]
-) -> list[torch.Tensor | None]:
-    """Of the `leaves` that need one, given those of the results; None for the others."""
-    pairs = [(result, d) for result, d in zip(results, d_results, strict=True) if result.requires_grad]
-    wanted = [leaf for leaf, need in zip(leaves, needs, strict=True) if need]
-    if not pairs or not wanted:
-        return [None] * len(leaves)
-    outputs, upstream = zip(*pairs, strict=True)
-    found = iter(torch.autograd.grad(outputs, wanted, upstream, allow_unused=True))
-    return [next(found) if need else None for need in needs]
+def _checked_outputs(outputs: Any, length: int, dim: int) -> tuple[torch.Tensor, ...]:
+    """Returns a chunk's outputs as a tuple; raises TypeError or ValueError unless each is as long as the chunk."""
+    results = outputs if isinstance(outputs, tuple) else (outputs,)
+    for i, result in enumerate(results):
+        if not isinstance(result, torch.Tensor):
+            raise TypeError(f"tiled: output {i} of fn is a {type(result).__name__}, expected a tensor")
+        if not -result.dim() <= dim < result.dim() or result.shape[dim] != length:
+            raise ValueError(
+                f"tiled: output {i} of fn is {list(result.shape)} for a tile of {length}, expected {length} along "
+                f"dimension {dim}: fn must make one output a token"
+            )
+    return results
+
+
+def _check_leaves(results: Tensors, known: Tensors, error: type[Exception]) -> None:
+    """Raises `error` if the results' graph reaches a leaf that is not `known`: its gradient would be lost."""
+    allowed = {id(tensor) for tensor in known}
+    for node in nodes_behind(result.grad_fn for result in results):
+        leaf = getattr(node, "variable", None)
+        if leaf is not None and id(leaf) not in allowed:
+            raise error(
+                f"tiled: fn uses a tensor {list(leaf.shape)} that requires a gradient and that it was not given; list "
+                "it in params, or if it is computed from others pass what fn uses as shared"
+            )
+
+
+@torch.compiler.disable(reason="seqtile.tiled(check=True) looks at values")
+@torch.no_grad()
+def _check_trial(fn: Callable, inputs: Tensors, shared: Tensors, dim: int) -> None:
+    """Raises ValueError if fn, given a few of the tokens, does not compute the same chunk by chunk. What fn holds and
+    random numbers are then as before."""
+    check_no_transform("tiled")
+    if inputs[0].is_meta:
+        raise ValueError("tiled: check=True compares values, and tensors on the meta device have none; leave it out")
+    tokens = min(TRIED_TOKENS, inputs[0].shape[dim])
+    given = [tensor.detach().narrow(dim, 0, tokens).clone() for tensor in inputs]
+    before = Held(fn, {"input": given, "shared tensor": shared}, ValueError)
+    before.generators += default_generators(inputs[0].device)
+
+    def run(pieces: Tensors) -> list[torch.Tensor]:
+        outputs = fn(*pieces, *(tensor.detach() for tensor in shared))
+        return [result.clone() for result in _checked_outputs(outputs, pieces[0].shape[dim], dim)]
+
+    try:
+        whole = run(given)
+        drawn = [generator.name for generator in before.generators if generator.drawn]
+        again = run(given)  # with what the first run left behind
+        changed = [held.name for held in before.tensors if held.differs]
+        before.put_back()
+        parts = []
+        for half in zip(*(tensor.split((tokens + 1) // 2, dim) for tensor in given), strict=True):
+            parts.append(run([piece.clone() for piece in half]))
+            before.put_back()
+    finally:
+        before.put_back()
+    found = []
+    if changed:
+        found.append(f"it changes {', '.join(changed)}")
+    if drawn:
+        found.append(f"it draws random numbers from {', '.join(drawn)}, others in chunks than in the whole")
+    elif not changed and not all(equal(*pair, rounded=True) for pair in zip(again, whole, strict=True)):
+        found.append("it makes something else of the same tokens when it runs again: it keeps state or draws numbers")
+    elif not all(equal(torch.cat(cut, dim), result, rounded=True) for result, *cut in zip(whole, *parts, strict=True)):
+        found.append("it mixes tokens: cut in two they give something else than whole")
+    if found:
+        raise ValueError(f"tiled: fn is not the same tile by tile: {'; '.join(found)}; leave it untiled, or mend that")

@@ -22,7 +22,7 @@ from seqtile.ops.decoder_layer.attention_graph import Attend, AttentionGraph, Ou
 from seqtile.ops.decoder_layer.params import AttentionParams, Layout
 from seqtile.ops.decoder_layer.qkv import QKV, Exchange, Inputs, QKVByGroup, QKVGradients
 from seqtile.ops.linear import begin_sums, main_grad_of, main_grads_of, results_of, tensors_of, views_of, with_tensors
-from seqtile.ops.rerun import ForwardState
+from seqtile.ops.state import ForwardState
 from seqtile.ops.tiles import tiles
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
-from seqtile.ops.graph import nodes_behind
+from seqtile.ops.state import nodes_behind
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Queries [B, h, S, K], keys and values [B, kv, S, K] to what attention makes of them."""

@@ -1,0 +1,269 @@
+"""What a function that runs again must find and leave as it was: random numbers, autocast, tensors, generators.
+
+A tiled function runs once a chunk, and once more in the backward.
+
+- `ForwardState` is what it must find there: autocast, and the states of torch's default generators, as in the forward.
+- `Held` is what it must leave: tensors that it is given or holds, and generators of its own. A function that changes
+  its input or a buffer in place would compute something else each time. Every tensor counts its changes in place (its
+  version), so that asking costs one int a tensor and waits for no device; small tensors are copied, to be put back.
+
+    Held(fn, given)  ->  fn(chunk)  ->  check()  ->  fn(chunk)  ->  check()  -> ...
+    versions, copies                    as before? else put back what was copied, and raise
+
+What a function holds is looked for in its closure, its defaults, the arguments that were bound to it and the globals
+that its code names, and among buffers and attributes of modules found there. `ops` sees no class of torch.nn: a module
+is what has `named_modules`.
+"""
+
+import math
+import pickle
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from gc import get_referents
+from operator import attrgetter
+from types import BuiltinMethodType, CodeType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd.graph import Node
+
+Tensors = Sequence[torch.Tensor]
+_KEPT = {torch.Tensor, torch.Generator, random.Random}
+_PLAIN = (int, float, str, dict, set, type(None))  # what most attributes of a module are
+
+
+class Generator:
+    """A generator of random numbers, and the state in which it was found."""
+
+    def __init__(self, name: str, read: Callable[[], Any], write: Callable[[Any], None]):
+        self.name, self._read, self._write, self._state = name, read, write, read()
+
+    @property
+    def drawn(self) -> bool:
+        states = (self._state, self._read())  # torch's are on the CPU; tolist is no operator: it works in simulations
+        then, now = (state.tolist() if isinstance(state, torch.Tensor) else pickle.dumps(state) for state in states)
+        return then != now
+
+    def put_back(self) -> None:
+        self._write(self._state)
+
+
+def default_generators(device: torch.device) -> list[Generator]:
+    """Returns torch's default generators: that of the CPU, and that of the device if it has one of its own."""
+    found = [Generator("torch's default generator", torch.get_rng_state, torch.set_rng_state)]
+    if device.type not in ("cpu", "meta"):
+        module = torch.get_device_module(device)
+        read, write = partial(module.get_rng_state, device), partial(module.set_rng_state, device=device)
+        found.append(Generator(f"torch's default generator of {device}", read, write))
+    return found
+
+
+def _generator(name: str, thing: Any) -> Generator:
+    """Returns a generator of torch, Python or numpy as it is now."""
+    if isinstance(thing, torch.Generator):
+        return Generator(name, thing.get_state, thing.set_state)
+    source = getattr(thing, "_bit_generator", thing)  # numpy's, or Python's own
+    return Generator(name, source.__getstate__, source.__setstate__)
+
+
+class ForwardState(NamedTuple):
+    """Autocast, and torch's default generators of the CPU and of the device that computes, as they are in a forward."""
+
+    device: torch.device
+    autocast: tuple[str, torch.dtype, bool]
+    """The kind of device, the dtype, and whether it is enabled."""
+    random: list[Generator]
+
+    @classmethod
+    def now(cls, device: torch.device) -> "ForwardState":
+        kind = "cpu" if device.type == "meta" else device.type  # nothing is cast on the meta device
+        autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
+        return cls(device, autocast, default_generators(device))
+
+    def autocast_as_then(self) -> torch.autocast:
+        """Returns a context. Casts are not cached in it: the graph of a cached one would serve one run only."""
+        return torch.autocast(*self.autocast, cache_enabled=False)
+
+    @contextmanager
+    def random_as_then(self) -> Iterator[None]:
+        """Draws random numbers from where the forward drew them; at the end, again, from where they are now."""
+        devices = [self.device] if len(self.random) > 1 else []
+        with torch.random.fork_rng(devices, device_type=self.device.type if devices else "cpu"):
+            for generator in self.random:
+                generator.put_back()
+            yield
+
+
+class HeldTensor:
+    """A tensor as it was found: its version, the module whose attribute it was, if any, and maybe a copy."""
+
+    def __init__(self, name: str, tensor: torch.Tensor, owner: Any = None, copy: torch.Tensor | None = None):
+        self.name, self.tensor, self.copy = name, tensor, copy
+        self.bytes = tensor.numel() * tensor.element_size()
+        self._owner, self._attribute = owner, name.rsplit(".", 1)[-1]
+        self._version = None if tensor.is_inference() else tensor._version  # made in inference mode, it counts none
+
+    @property
+    def changed(self) -> bool:
+        """It was changed in place, as far as versions tell."""
+        return self._version is not None and self.tensor._version != self._version
+
+    @property
+    def differs(self) -> bool:
+        """It, or the buffer that took its place, has other values than its copy. Waits for the device."""
+        is_buffer = self._owner is not None and self._attribute in self._owner._buffers
+        now = getattr(self._owner, self._attribute) if is_buffer else self.tensor
+        return self.copy is not None and not (equal(self.tensor, self.copy) and equal(now, self.copy))
+
+    def put_back(self) -> None:
+        if self.differs:  # writing the same would count as a change, also of what other graphs have saved
+            self.tensor.detach().copy_(self.copy)
+        if self._owner is not None and getattr(self._owner, self._attribute, None) is not self.tensor:
+            setattr(self._owner, self._attribute, self.tensor)
+
+
+def equal(now: Any, before: torch.Tensor, rounded: bool = False) -> bool:
+    """Tells whether `now` is a tensor of the same shape, dtype and values; NaN is NaN. Values that are `rounded` may
+    differ by rounding, which depends on how many tokens a product has."""
+    if not isinstance(now, torch.Tensor) or now.shape != before.shape or now.dtype != before.dtype:
+        return False
+    tolerance = torch.finfo(now.dtype).eps ** 0.5 if rounded and now.is_floating_point() else 0.0
+    largest = before.nan_to_num(posinf=0, neginf=0).abs().max().item() if tolerance else 0.0
+    return torch.allclose(now, before, rtol=tolerance, atol=tolerance * largest, equal_nan=True)
+
+
+class Held:
+    """The tensors and generators that a function must leave as they are: those it is `given`, by kind, and holds.
+
+    Copies the smallest tensors, `room` bytes in all at most; unless there is room for all, none that requires a
+    gradient.
+    """
+
+    def __init__(self, function: Any, given: dict[str, Tensors], error: type[Exception], room: float = math.inf):
+        self.error = error
+        roots = [(f"{kind} {i}", tensor) for kind, tensors in given.items() for i, tensor in enumerate(tensors)]
+        found = [*_found_in([*roots, ("", function)])]
+        self.generators = [_generator(name, thing) for name, thing, _ in found if not isinstance(thing, torch.Tensor)]
+        self.tensors = [HeldTensor(*each) for each in found if isinstance(each[1], torch.Tensor)]
+        simulated = any(isinstance(tensor, FakeTensor) for _, tensor in roots)  # real tensors cannot be copied then
+        for each in sorted(self.tensors, key=attrgetter("bytes")):
+            tensor = each.tensor
+            has_values = not (simulated or tensor.is_meta or isinstance(tensor, FakeTensor))
+            if not has_values or tensor.layout is not torch.strided:  # cannot be compared
+                continue
+            if each.bytes <= room and (room == math.inf or not tensor.requires_grad):
+                each.copy = tensor.detach().clone()
+                room -= each.bytes
+
+    def guards(self, pieces: Tensors) -> list[HeldTensor]:
+        """Returns a chunk's inputs with copies to be given instead: changes of those reach nothing of the caller's."""
+        with torch.inference_mode(False):  # where tensors count versions
+            return [HeldTensor(f"input {i}", piece.clone(), copy=piece) for i, piece in enumerate(pieces)]
+
+    def check(self, guards: Sequence[HeldTensor] = ()) -> None:
+        """Raises `error` if anything has changed, having put back what was copied."""
+        changed = [each for each in (*guards, *self.tensors) if each.changed]
+        drawn = ", ".join(generator.name for generator in self.generators if generator.drawn)
+        if changed:
+            lost = ", ".join(each.name for each in changed if each.copy is None)
+            found = f"changes {', '.join(each.name for each in changed)} in place"
+            remedy = "compute new tensors, put a module that keeps state in eval mode, or leave this part untiled"
+            remedy += f" ({lost} could not be put back)" if lost else ""
+        elif drawn:
+            found = f"draws random numbers from {drawn}"
+            remedy = "draw from torch's default generator, or pass the numbers as an input"
+        else:
+            return
+        self.put_back()
+        raise self.error(f"tiled: fn {found}, and it runs once a chunk and again in the backward; {remedy}")
+
+    @torch.no_grad()
+    def put_back(self) -> None:
+        for each in (*self.tensors, *self.generators):
+            each.put_back()
+
+
+def _found_in(roots: list[tuple[str, Any]]) -> Iterator[tuple[str, Any, Any]]:
+    """Every tensor and generator among the named roots or held by one, each once, of a module's parameters none: its
+    name, itself, and the module whose attribute it is, or None."""
+    seen: dict[int, Any] = {}  # holds what it has seen, so that no other object gets its id
+    pending = [(name, thing, None) for name, thing in reversed(roots)]
+    while pending:
+        name, thing, owner = pending.pop()
+        if id(thing) in seen:
+            continue
+        seen[id(thing)] = thing
+        if _is_kept(thing):
+            yield name, thing, owner
+        else:  # the first is looked into first, and gives the name
+            owner = thing if _is_module(thing) else None
+            pending += [(inner, part, owner) for inner, part in reversed([*_inside(name, thing)])]
+
+
+def _is_kept(thing: Any) -> bool:
+    """Tells whether it is a tensor or a generator of torch, Python or numpy."""
+    kind = type(thing)  # isinstance is slow with torch.Generator
+    return not _KEPT.isdisjoint(kind.__mro__) or hasattr(kind, "_bit_generator")
+
+
+def _is_module(thing: Any) -> bool:
+    return hasattr(type(thing), "named_modules")
+
+
+def _inside(name: str, thing: Any) -> Iterable[tuple[str, Any]]:
+    """What a function, a bound one, a container or a module is made of; of any other object those attributes that are
+    tensors, generators or modules."""
+    if isinstance(thing, partial):
+        return (name, thing.func), ("args", thing.args), ("keywords", thing.keywords)
+    if isinstance(thing, MethodType | BuiltinMethodType):
+        return (name, getattr(thing, "__func__", None)), (name or type(thing.__self__).__name__, thing.__self__)
+    if isinstance(thing, FunctionType):
+        return _named_by(thing).items()
+    if isinstance(thing, list | tuple | dict):
+        items = thing.items() if isinstance(thing, dict) else enumerate(thing)
+        return [(f"{name}[{key!r}]", element) for key, element in items]
+    if isinstance(thing, ModuleType):  # its `random` is a method of the generator, or numpy's module that has it
+        is_random = thing.__name__ in ("random", "numpy", "numpy.random")
+        return [(f"{thing.__name__}'s global generator", thing.random)] if is_random else []
+    if isinstance(thing, type) or not hasattr(thing, "__dict__"):
+        return []
+    name = name or type(thing).__name__
+    own = {key: part for key, part in vars(thing).items() if not isinstance(part, _PLAIN)}
+    inner = [*thing._buffers.items(), *thing._modules.items()] if _is_module(thing) else []
+    kept = [(f"{name}.{key}", part) for key, part in (*inner, *own.items()) if _is_kept(part) or _is_module(part)]
+    return [*kept, (name, own.get("forward", getattr(type(thing), "forward", None)))]
+
+
+def _named_by(function: FunctionType) -> dict[str, Any]:
+    """What a function's closure and defaults hold, and the globals that its code names, but for functions of other
+    files, such as torch's: they keep nothing of its author's."""
+    code, shared, defaults = function.__code__, function.__globals__, function.__defaults__ or ()
+    found = dict(zip(code.co_varnames[code.co_argcount - len(defaults) :], defaults, strict=False))
+    found |= function.__kwdefaults__ or {}
+    for name in _names_in(code) & shared.keys():
+        if not isinstance(shared[name], FunctionType) or shared[name].__globals__ is shared:
+            found[name] = shared[name]
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        found |= ((name, value) for value in get_referents(cell))  # none, if the variable has no value yet
+    return found
+
+
+def _names_in(code: CodeType) -> set[str]:
+    """The names that code uses, that of functions and comprehensions within it included."""
+    inner = (_names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    return set(code.co_names).union(*inner)
+
+
+def nodes_behind(ends: Iterable[Node | None], start: Node | None = None) -> Iterator[Node]:
+    """Every node that a backward from `ends` reaches, once each; without `start` and what only it leads to."""
+    seen: set[Node | None] = {start, None}
+    pending = list(ends)
+    while pending:
+        node = pending.pop()
+        if node not in seen:
+            seen.add(node)
+            yield node
+            pending += [following for following, _ in node.next_functions]

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from seqtile import apply_seqtile
-from seqtile.offload.checkpointing import enable_checkpointing, layers_of
+from seqtile.offload.checkpoint import enable_checkpointing, layers_of
 
 LAYERS = 6
 LENGTHS: Lengths = {

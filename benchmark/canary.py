@@ -31,7 +31,7 @@ from seqtile.kernels.launch import (
     rotary_,
 )
 from seqtile.kernels.loss_options import LossOptions
-from seqtile.offload.checkpointing import enable_checkpointing
+from seqtile.offload.checkpoint import enable_checkpointing
 from seqtile.ops.weight_grad import WeightGrad
 
 ROWS = 32  # of a tile, spread over it, the last one among them

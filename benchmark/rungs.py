@@ -20,7 +20,7 @@ from benchmark.shapes import SMALL, Shape
 from transformers import PreTrainedModel
 
 from seqtile import apply_seqtile
-from seqtile.offload.checkpointing import enable_checkpointing
+from seqtile.offload.checkpoint import enable_checkpointing
 
 Apply = Callable[[PreTrainedModel], None]
 

@@ -28,7 +28,7 @@ from benchmark.sp.cases import Batch, Case, batch_of, build, shape_of
 from benchmark.sp.wire import Wire
 
 from assertions import relative_error
-from seqtile.offload.checkpointing import enable_checkpointing
+from seqtile.offload.checkpoint import enable_checkpointing
 
 BACKEND = "nccl" if DEVICE == "cuda" else "gloo"
 ROUNDS = 10 if DEVICE == "cuda" else 2

@@ -13,7 +13,7 @@ from torch import nn
 
 from measure import LiveBytes
 from seqtile import apply_seqtile
-from seqtile.offload.checkpointing import enable_checkpointing
+from seqtile.offload.checkpoint import enable_checkpointing
 
 SHAPE = Shape(64, 96, 6, 2, 1, 32, 50)
 KEPT, INPUTS, ALL = (), ("activations",), ("activations", "weights")

@@ -24,7 +24,7 @@ import seqtile
 from measure import LiveBytes
 from seqtile.memory.setup import Setup
 from seqtile.models.placement import placement_at
-from seqtile.offload.checkpointing import Checkpoints, hand_out
+from seqtile.offload.checkpoint import Checkpoints, hand_out
 from seqtile.offload.store import Store
 from seqtile.sp.attention import Travel
 from seqtile.sp.exchange import Trade
@@ -118,6 +118,8 @@ class HostMemory:
 
 class Copies:
     """Between it and the GPU."""
+
+    device = torch.device("cpu")
 
     def out(self, tensor: torch.Tensor, block: torch.Tensor) -> None: ...
 

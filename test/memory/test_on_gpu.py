@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from seqtile import apply_seqtile, memory, offload
-from seqtile.offload.checkpointing import enable_checkpointing
+from seqtile.offload.checkpoint import enable_checkpointing
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 K = 1024

@@ -8,7 +8,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
-from seqtile.offload.checkpointing import layers_of
+from seqtile.offload.checkpoint import layers_of
 from seqtile.recipes.job import Job
 
 REMEDY = "train with a smaller --learning-rate"

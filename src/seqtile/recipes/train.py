@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 import seqtile
 from seqtile import offload, sp
 from seqtile.models.status import ModelStatus
-from seqtile.offload.checkpointing import enable_checkpointing
+from seqtile.offload.checkpoint import enable_checkpointing
 from seqtile.recipes.job import Job
 from seqtile.recipes.pretrained import load_config, load_model
 from seqtile.recipes.ranks import group_of_one

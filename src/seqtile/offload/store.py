@@ -73,6 +73,7 @@ class Saved:
         self.source: torch.Tensor | None = source
         """The tensor itself, until it is out."""
         self.version, self.store, self.before = source._version, store, before
+        """`before`: the number of the tensor whose region is brought back when this one is taken."""
 
     def __del__(self) -> None:
         if self.memory is not None:

@@ -7,9 +7,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from seqtile import offload
 from seqtile.offload.checkpointing import Checkpoints, enable_checkpointing, hand_out
-from seqtile.offload.copies import AtOnce
-from seqtile.offload.host import Pool
-from seqtile.offload.store import Store
+from seqtile.offload.pinned import Pool
+from seqtile.offload.store import Copies, Store
 
 
 def build(
@@ -42,4 +41,4 @@ def offloaded(model: PreTrainedModel) -> None:
         offload.enable(model)
     else:  # what the store costs: there is no other memory
         enable_checkpointing(model)
-        hand_out(Checkpoints(Store(Pool(), AtOnce())), model, keep_last=1)
+        hand_out(Checkpoints(Store(Pool(), Copies(torch.device(DEVICE)))), model, keep_last=1)

@@ -15,8 +15,7 @@ import torch
 from benchmark.device import CLOCKS, DEVICE, Watch, description, output, synchronize
 from benchmark.rows import append
 
-from seqtile.offload.checkpointing import store_on
-from seqtile.offload.host import available
+from seqtile.offload.pinned import Pool, available
 
 GIB = 2**30
 
@@ -36,7 +35,7 @@ def copied(target: torch.Tensor, source: torch.Tensor) -> float:
 def of_host_memory(size: int = GIB) -> dict[str, float]:
     """Seconds to register a block as `seqtile.offload` does, and how fast it is copied out to and back."""
     device = torch.device("cuda", torch.cuda.current_device())
-    pool = store_on(device, None).pool
+    pool = Pool(device=device)
     on_gpu = torch.ones(size, dtype=torch.uint8, device=device)
     synchronize()
     started = time.perf_counter()

@@ -1,19 +1,11 @@
 """seqtile: the loss and the MLP of Hugging Face models, in memory that does not grow with sequence length.
 
-Names are imported when they are first used: `import seqtile` loads neither torch nor transformers.
+Names are imported when they are first used: `import seqtile` loads neither torch nor transformers. Type checkers and
+editors read them in `__init__.pyi`.
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from seqtile import memory, models, modules, offload, sp
-    from seqtile.models import apply_seqtile, restore, status
-    from seqtile.ops.gated_mlp import gated_mlp
-    from seqtile.ops.linear import LowRank
-    from seqtile.ops.linear_cross_entropy import LossMetrics, linear_cross_entropy
-    from seqtile.ops.linear_log_probs import linear_log_probs
-    from seqtile.ops.tiled import tiled
+from typing import Any
 
 __version__ = "0.1.0"
 

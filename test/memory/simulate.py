@@ -119,6 +119,8 @@ class HostMemory:
 class Copies:
     """Between it and the GPU."""
 
+    device = torch.device("cpu")
+
     def out(self, tensor: torch.Tensor, block: torch.Tensor) -> None: ...
 
     def back(self, block: torch.Tensor) -> tuple[torch.Tensor, None]:

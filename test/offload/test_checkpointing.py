@@ -12,17 +12,18 @@ from measure import LiveBytes
 from seqtile import apply_seqtile, offload
 from seqtile.arch import ARCHS
 from seqtile.offload.checkpointing import Checkpoints, hand_out
-from seqtile.offload.copies import AtOnce
-from seqtile.offload.host import HostMemoryFull, Pool
-from seqtile.offload.store import Store
+from seqtile.offload.pinned import HostMemoryFull, Pool
+from seqtile.offload.store import Copies, Store
 from tiny import batch_of, build, checkpointing, loss_and_gradients
+
+CPU = torch.device("cpu")
 
 
 def spread(model: nn.Module, keep_last: int = 1, limit: int | None = None, **options: bool) -> Pool:
     """`offload.enable` on a store that needs no GPU."""
     checkpointing(model, False)
     pool = Pool(limit)
-    hand_out(Checkpoints(Store(pool, AtOnce()), small=0, **options), model, keep_last)
+    hand_out(Checkpoints(Store(pool, Copies(CPU)), small=0, **options), model, keep_last)
     return pool
 
 
@@ -172,12 +173,12 @@ def test_the_way_back_begins_while_the_kept_layers_are_computed() -> None:
     checkpointing(model, False)
     order: list[str] = []
 
-    class Counted(AtOnce):
+    class Counted(Copies):
         def back(self, block: torch.Tensor) -> tuple[torch.Tensor, None]:
             order.append("back")
             return super().back(block)
 
-    hand_out(Checkpoints(Store(Pool(), Counted()), small=0), model, 1)
+    hand_out(Checkpoints(Store(Pool(), Counted(CPU)), small=0), model, 1)
     loss = model(**batch).loss
     for layer in model.model.layers:
         layer.mlp.register_forward_pre_hook(lambda *_: order.append("layer"))
@@ -188,7 +189,7 @@ def test_the_way_back_begins_while_the_kept_layers_are_computed() -> None:
 @pytest.mark.parametrize("kept", [False, True])
 def test_an_input_that_is_changed_is_an_error(kept: bool) -> None:
     """As it is under plain checkpointing."""
-    checkpoints = Checkpoints(Store(Pool(), AtOnce()), small=0)
+    checkpoints = Checkpoints(Store(Pool(), Copies(CPU)), small=0)
     x = torch.randn(5, requires_grad=True)
     h = x * 2
     out = checkpoints(torch.sin, h, kept=kept)
@@ -198,14 +199,14 @@ def test_an_input_that_is_changed_is_an_error(kept: bool) -> None:
 
 
 def test_several_inputs_of_a_region_come_back_once() -> None:
-    class Counted(AtOnce):
+    class Counted(Copies):
         backs = 0
 
         def back(self, block: torch.Tensor) -> tuple[torch.Tensor, None]:
             Counted.backs += 1
             return super().back(block)
 
-    checkpoints = Checkpoints(Store(Pool(), Counted()), small=0)
+    checkpoints = Checkpoints(Store(Pool(), Counted(CPU)), small=0)
     xs = [torch.randn(5, requires_grad=True) for _ in range(3)]
     shared, total = torch.randn(5), 0
     for x in xs:
@@ -220,8 +221,9 @@ def test_several_inputs_of_a_region_come_back_once() -> None:
 
 
 def test_what_is_on_another_device_stays_there() -> None:
-    pool = Pool()
-    checkpoints = Checkpoints(Store(pool, AtOnce()), small=0, device=torch.device("meta"))
+    pool, copies = Pool(), Copies(CPU)
+    copies.device = torch.device("meta")
+    checkpoints = Checkpoints(Store(pool, copies), small=0)
     x = torch.randn(5, requires_grad=True)
     checkpoints(torch.sin, x * 1).sum().backward()
     assert x.grad.equal(torch.cos(x)) and pool.total == 0

@@ -10,15 +10,17 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seqtile.offload.copies import AtOnce
-from seqtile.offload.host import KEPT_FREE, HostMemoryFull, Pool, available
-from seqtile.offload.store import Store
+from seqtile.offload.pinned import KEPT_FREE, HostMemoryFull, Pool, available
+from seqtile.offload.store import Copies, Store
+
+CPU = torch.device("cpu")
 
 
-class Counted(AtOnce):
+class Counted(Copies):
     """Copies that tell what was done, in order."""
 
     def __init__(self) -> None:
+        super().__init__(CPU)
         self.done: list[tuple[str, int]] = []
 
     def out(self, tensor: torch.Tensor, block: torch.Tensor) -> int:
@@ -32,6 +34,21 @@ class Counted(AtOnce):
 
     def wait(self, copied: int) -> None:
         self.done.append(("wait", copied))
+
+
+class Driven(Pool):
+    """A pool that tells what its driver is asked."""
+
+    def __init__(self, limit: int | None = None) -> None:
+        super().__init__(limit)
+        self.registered: dict[int, int] = {}
+        self.returned: list[int] = []
+
+    def register(self, address: int, size: int) -> None:
+        self.registered[address] = size
+
+    def unregister(self, address: int) -> None:
+        self.returned.append(address)
 
 
 def made(limit: int | None = None) -> tuple[Store, Counted]:
@@ -62,7 +79,7 @@ def test_one_is_on_its_way_while_the_next_is_computed() -> None:
     store, copies = made()
     held = []
     for sizes in ((1, 2), (3,), (4, 5)):
-        store.region += 1
+        store.begin_region()
         held.append([store.put(torch.randn(size)) for size in sizes])
     store.settle()
     assert copies.done == [(kind, size) for size in (1, 2, 3, 4, 5) for kind in ("out", "wait")]
@@ -137,9 +154,9 @@ def test_the_same_tensor_is_copied_once() -> None:
 
 
 def test_blocks_are_of_the_exact_size_and_reused() -> None:
-    registered, returned = {}, []
-    pool = Pool(None, registered.__setitem__, returned.append)
-    store = Store(pool, AtOnce())
+    pool = Driven()
+    registered, returned = pool.registered, pool.returned
+    store = Store(pool, Copies(CPU))
     for size in (1000, 1000, 900, 1000):
         held = [store.put(torch.randn(size)) for _ in range(3)]
         assert all(len(one.memory) == 4000 for one in held)
@@ -157,7 +174,7 @@ def test_blocks_are_of_the_exact_size_and_reused() -> None:
 def test_a_limit() -> None:
     """At the limit free blocks that are too small make room; then it is an error, and nothing that is held is lost."""
     pool = Pool(10_000)
-    store = Store(pool, AtOnce())
+    store = Store(pool, Copies(CPU))
     tensors = [torch.randn(1000), torch.randn(1000)]
     first, second = (store.put(tensor) for tensor in tensors)
     with pytest.raises(HostMemoryFull, match="would exceed the limit of"):
@@ -171,7 +188,7 @@ def test_a_limit() -> None:
 
 def test_lengths_that_grow_leave_no_trail() -> None:
     pool = Pool()
-    store = Store(pool, AtOnce())
+    store = Store(pool, Copies(CPU))
     for size in (1000, 1100, 1200, 500, 1300):
         held = [store.put(torch.randn(size)) for _ in range(3)]
         del held
@@ -181,25 +198,27 @@ def test_lengths_that_grow_leave_no_trail() -> None:
 
 def test_what_cannot_be_enough_is_not_given_up_for() -> None:
     """At a limit, blocks that would not make room enough stay."""
-    returned = []
-    pool = Pool(10_000, unregister=returned.append)
+    pool = Driven(10_000)
     pool.reserve(3, 3000)
     with pytest.raises(HostMemoryFull, match="would exceed the limit of"):
         pool.take(20_000)
-    assert pool.total == 9000 and not returned
+    assert pool.total == 9000 and not pool.returned
 
 
-def test_a_driver_that_refuses() -> None:
+def test_a_driver_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     """Memory that cannot be registered is memory that cannot be had; memory that cannot be returned stops nothing."""
 
-    def refuse(*args: int) -> None:
+    def refuse(pool: Pool, *args: int) -> None:
         raise RuntimeError("out of memory")
 
-    pool = Pool(None, refuse)
+    monkeypatch.setattr(Pool, "register", refuse)
+    pool = Pool()
     with pytest.raises(HostMemoryFull, match="cannot be had: out of memory"):
         pool.take(1000)
     assert pool.total == 0
-    pool = Pool(None, unregister=refuse)
+    monkeypatch.undo()
+    monkeypatch.setattr(Pool, "unregister", refuse)
+    pool = Pool()
     pool.reserve(3, 1000)
     with pytest.raises(RuntimeError, match="out of memory"):
         pool.close()

@@ -1,0 +1,75 @@
+"""What editors and type checkers read of the package, `__init__.pyi`, is what it has."""
+
+import inspect
+import os
+import runpy
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import seqtile
+from seqtile.arch import ARCHS
+
+STUB = Path(seqtile.__file__).with_suffix(".pyi")
+FACE = runpy.run_path(str(STUB))
+ENTRIES = [f"apply_seqtile_to_{model_type}" for model_type in ARCHS]
+
+SCRIPT = """\
+from torch import nn
+import seqtile
+
+def tile(model: nn.Module) -> None:
+    seqtile.apply_seqtile_to_llama(chunk_tokens="x")
+    seqtile.apply_seqtile_to_llama(model, chunks=1024)
+    seqtile.apply_seqtile_to_llama(model, mlp=False, head_groups="auto", chunk_tokens=1024)
+    seqtile.apply_seqtile_to_qwen3(layer=True)
+    seqtile.offload.disable()
+    print(seqtile.status(model), seqtile.memory.plan, seqtile.__version__)
+"""
+ERRORS = [
+    'script.py:5: error: Argument "chunk_tokens" to "apply_seqtile_to_llama" has incompatible type "str"; '
+    'expected "int | None"  [arg-type]',
+    'script.py:6: error: Unexpected keyword argument "chunks" for "apply_seqtile_to_llama"  [call-arg]',
+]
+
+
+def test_the_names_of_the_package_and_of_the_table() -> None:
+    functions = [name for name, value in FACE.items() if inspect.isfunction(value) and value.__module__ == "<run_path>"]
+    assert functions == ENTRIES
+    assert sorted(FACE["__all__"]) == sorted(seqtile.__all__) and set(ENTRIES) <= set(seqtile.__all__)
+    for name in set(seqtile.__all__) - set(ENTRIES):
+        assert FACE[name] is getattr(seqtile, name), name
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_signatures(name: str) -> None:
+    assert inspect.signature(FACE[name]) == inspect.signature(getattr(seqtile, name))
+
+
+def test_the_arguments_are_explained() -> None:
+    """Once, with the words of the package; elsewhere by the name of that function."""
+    llama = "apply_seqtile_to_llama"
+    assert inspect.getdoc(FACE[llama]) == inspect.getdoc(getattr(seqtile, llama))
+    for name in set(ENTRIES) - {llama}:
+        first = getattr(seqtile, name).__doc__.split(":")[0]
+        assert FACE[name].__doc__ == f"{first}. Arguments and errors are those of `{llama}`."
+
+
+def test_a_type_checker_finds_what_is_wrong(tmp_path: Path) -> None:
+    """And nothing else. Torch is not followed, which would take a minute."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    (tmp_path / "mypy.ini").write_text("[mypy]\n[mypy-torch.*,transformers.*,triton.*]\nfollow_imports = skip\n")
+    command = [
+        sys.executable,
+        "-m",
+        "mypy",
+        "--cache-dir",
+        str(tmp_path / "cache"),
+        "--hide-error-context",
+        "script.py",
+    ]
+    variables = os.environ | {"PYTHONPATH": str(STUB.parents[1])}
+    found = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=600)
+    assert [line for line in found.stdout.splitlines() if ": error:" in line] == ERRORS, found.stdout + found.stderr

@@ -10,12 +10,13 @@ SOURCE = Path(__file__).parent.parent / "src" / "seqtile"
 
 ROOMS = {  # room -> the rooms that it may import
     "arch": set(),
+    "protocols": set(),
     "kernels": set(),
-    "ops": {"kernels"},
+    "ops": {"kernels", "protocols"},
     "modules": {"ops"},
-    "models": {"arch", "ops", "modules"},
+    "models": {"arch", "protocols", "ops", "modules"},
     "offload": set(),
-    "sp": set(),
+    "sp": {"arch", "protocols"},
     "memory": {"arch"},
     "recipes": {"arch", "ops", "modules", "models", "offload", "sp", "memory", "__init__"},
     "cli": {"recipes", "memory", "__init__"},

@@ -15,11 +15,12 @@ import torch
 from seqtile.ops.checks import check_first_derivative
 from seqtile.ops.decoder_layer.attention_graph import Attend, AttentionGraph, record, too_large
 from seqtile.ops.decoder_layer.params import AttentionParams, Layout, gathered, scaled
-from seqtile.ops.decoder_layer.qkv import QKV, Arriving, Exchange, Inputs, QKVByGroup, QKVGradients
+from seqtile.ops.decoder_layer.qkv import QKV, Inputs, QKVByGroup, QKVGradients
 from seqtile.ops.projection import ProjectionGrad
 from seqtile.ops.rerun import ForwardState
 from seqtile.ops.tiles import tiles
 from seqtile.ops.weight_grad import WeightGrad, main_grad_of
+from seqtile.protocols import Arriving, SequenceParallelAttention
 
 
 @dataclass
@@ -32,7 +33,7 @@ class AttentionCall:
     """[T, K]; None for a layer without positions."""
     sin: torch.Tensor | None
     attend: Attend
-    exchange: Exchange | None
+    exchange: SequenceParallelAttention | None
     grouped: bool
     """Whether queries, keys and values are computed again in the backward rather than kept."""
     may_repeat: bool
@@ -51,11 +52,11 @@ class AttentionCall:
         self.leaves = (*self.leaves, *leaves)
 
     def core(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return (self.attend if self.exchange is None else self.exchange.core)(q, k, v)
+        return (self.attend if self.exchange is None else self.exchange.attend)(q, k, v)
 
     def by_token(self, attended: torch.Tensor) -> torch.Tensor:
         """What attention returned, of this rank's tokens [T, h K]."""
-        own = attended if self.exchange is None else self.exchange.home(attended)
+        own = attended if self.exchange is None else self.exchange.to_tokens(attended)
         return own.reshape(self.layout.tokens, -1)
 
 
@@ -116,7 +117,7 @@ def _attended(
     if call.grouped and first:
         size = too_large(run.attended, run.saved, call.given)
         if call.exchange is not None:
-            size = call.exchange.agreed(size)
+            size = call.exchange.agree_on_max(size)
         if size and not call.may_repeat:
             raise ValueError(
                 f"this attention saves {size} bytes for its backward besides queries, keys, values and its output of "
@@ -164,7 +165,7 @@ class _Backward:
             else:
                 if arriving is not None:  # the gradients of the group before, sent while attention ran
                     self.grads.add(arriving[0], arriving[1](), arriving[2])
-                arriving = group, self.exchange.send_back(*d_qkv), unnormed
+                arriving = group, self.exchange.start_gradients_to_tokens(*d_qkv), unnormed
             del d_qkv, unnormed  # before the next are there
         if arriving is not None:
             self.grads.add(arriving[0], arriving[1](), arriving[2])

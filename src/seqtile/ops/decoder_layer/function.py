@@ -23,8 +23,8 @@ from seqtile.ops.decoder_layer.attention import AttentionCall, AttentionFunction
 from seqtile.ops.decoder_layer.attention_graph import Attend, OutsideLeaves
 from seqtile.ops.decoder_layer.params import LayerParams, Layout, views_of
 from seqtile.ops.decoder_layer.post_attention import PostAttentionFunction, SaveEarlyFunction
-from seqtile.ops.decoder_layer.qkv import Exchange
 from seqtile.ops.tiles import resolve_chunk_tokens
+from seqtile.protocols import SequenceParallelAttention
 
 
 @torch.compiler.disable(reason="seqtile.decoder_layer saves its input in a node of its own")
@@ -36,7 +36,7 @@ def decoder_layer(
     *,
     head_dim: int,
     head_groups: int | None = None,
-    exchange: Exchange | None = None,
+    exchange: SequenceParallelAttention | None = None,
     may_repeat: bool = False,
     given: Sequence[torch.Tensor] = (),
     activation: str = "silu",

@@ -4,7 +4,7 @@ They lie side by side in one buffer [T, F], made by one product a tile.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -13,21 +13,9 @@ from seqtile.ops.decoder_layer.params import AttentionParams, Layout, Norm
 from seqtile.ops.stack import Stack
 from seqtile.ops.tiles import tiles
 from seqtile.ops.weight_grad import WeightGrad
+from seqtile.protocols import SequenceParallelAttention
 
-Arriving = Callable[[], Sequence[torch.Tensor]]
-"""Waits for tensors that other ranks send."""
 _NORM, _Q, _Q_NORM, _K, _K_NORM, _V = 0, slice(1, 5), 5, slice(6, 10), 10, slice(11, 15)  # of AttentionParams.tensors
-
-
-class Exchange(Protocol):
-    """Attention over ranks that hold parts of the sequence, in steps: queries [B, h, S, K], keys and values of this
-    rank's tokens go out, attention runs on the heads that arrive, and its output comes back."""
-
-    def send(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Arriving: ...
-    def send_back(self, *d_qkv: torch.Tensor) -> Arriving: ...
-    def core(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor: ...
-    def home(self, out: torch.Tensor) -> torch.Tensor: ...
-    def agreed(self, size: int) -> int: ...
 
 
 class Inputs(NamedTuple):
@@ -64,7 +52,7 @@ class QKVByGroup:
         self,
         inputs: Inputs,
         groups: Sequence[int],
-        exchange: Exchange | None,
+        exchange: SequenceParallelAttention | None,
         *,
         keep_normed: bool = False,
         keep_unnormed: bool = False,
@@ -88,7 +76,7 @@ class QKVByGroup:
         views = whole.split((heads, kv_heads, kv_heads), 1)
         if self._exchange is None:
             return lambda: QKV(views, (buffer,), unnormed)
-        arriving = self._exchange.send(*views)
+        arriving = self._exchange.start_to_heads(*views)
 
         def arrived() -> QKV:
             found = arriving()

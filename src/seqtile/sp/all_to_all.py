@@ -1,7 +1,7 @@
 """The two all-to-alls of a layer's attention: from sharded by tokens to sharded by heads, and back.
 
     by tokens                                 by heads
-    q [B, S, H, K], k and v [B, S, KV, K] --> q [B, rows, h, K], k and v [B, S * size, kv, K]    one all-to-all
+    q [B, H, S, K], k and v [B, KV, S, K] --> q [B, h, rows, K], k and v [B, kv, S * size, K]    one all-to-all
     out [B, S, H, K]                      <-- out [B, rows, h, K]                                another
 
 A rank is sent the kv heads that its query heads read and no others, and of the queries those that it computes; so
@@ -15,15 +15,17 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from seqtile.protocols import Arriving
 from seqtile.sp.groups import SequenceParallel
-from seqtile.sp.head_shares import HeadShare, count, head_share, within
+from seqtile.sp.head_shares import HeadShare, count, head_share, width, within
 
 Q, K, V = range(3)
 
 
 class Piece(NamedTuple):
-    """A part of one of the tensors q, k and v [B, tokens, heads, K]."""
+    """A part of q, k or v that goes from one rank to another, as it lies with one of them."""
 
     tensor: int
     tokens: slice
@@ -31,132 +33,108 @@ class Piece(NamedTuple):
 
 
 class Sharding(NamedTuple):
-    """How q, k and v lie on this rank on one side of the all-to-all."""
+    """How q, k and v [B, heads, tokens, K] lie on this rank, on one side of the all-to-all."""
 
     sizes: Sequence[tuple[int, int]]
-    """Tokens and heads of each tensor."""
+    """Tokens and heads of each."""
     pieces: Sequence[Sequence[Piece]]
     """For each rank of the group, what is sent to it, or received from it."""
     summed: tuple[int, ...] = ()
-    """The tensors of which several ranks send the same place: gradients of kv heads that they share."""
-
-    def parts(self, tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
-        return [[tensors[i][:, tokens, heads] for i, tokens, heads in pieces] for pieces in self.pieces]
+    """Those of which several ranks send the same place: gradients of kv heads that they share."""
 
     def of_queries(self) -> "Sharding":
         """Returns the same for q alone, whose way attention's output takes back."""
         return Sharding(self.sizes[:1], [[piece for piece in pieces if piece.tensor == Q] for pieces in self.pieces])
 
+    def parts(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Returns the pieces of these tensors, rank by rank, as [B, tokens, heads, K]."""
+        pieces = [piece for of_rank in self.pieces for piece in of_rank]
+        return [tensors[i].transpose(1, 2)[:, tokens, heads] for i, tokens, heads in pieces]
+
+    def counts(self, tensors: Sequence[Tensor]) -> list[int]:
+        """Returns how many elements the pieces for each rank have; of `tensors` it takes B and K."""
+        each = [len(x) * x.shape[3] for x in tensors]
+        return [sum(each[i] * width(tokens) * width(heads) for i, tokens, heads in pieces) for pieces in self.pieces]
+
 
 class AllToAll(NamedTuple):
-    """The all-to-alls of attention with so many heads, made once a forward for all layers."""
+    """One all-to-all of a group: tensors [B, heads, tokens, K] of one sharding to another."""
 
     group: dist.ProcessGroup
-    share: HeadShare
-    """This rank's."""
-    by_tokens: Sharding
-    by_heads: Sharding
+    source: Sharding
+    target: Sharding
 
-    @classmethod
-    def create(cls, q_heads: int, kv_heads: int, local: int, ctx: SequenceParallel) -> "AllToAll":
-        """Returns those of sequences of `local` tokens a rank."""
-        shares = [head_share(rank, ctx.size, q_heads, kv_heads, local * ctx.size) for rank in range(ctx.size)]
-        mine, length = shares[ctx.rank], local * ctx.size
-        kv = (length, mine.kv.stop - mine.kv.start)
-        summed = (K, V) if sum(share.kv.stop - share.kv.start for share in shares) > kv_heads else ()
-        sent = [_pieces(ctx.rank, share, local)[0] for share in shares]
-        received = [_pieces(rank, mine, local)[1] for rank in range(ctx.size)]
-        by_tokens = Sharding([(local, q_heads), (local, kv_heads), (local, kv_heads)], sent, summed)
-        return cls(ctx.group, mine, by_tokens, Sharding([(count(mine.rows), len(mine.kv_of_q)), kv, kv], received))
+    def reversed(self) -> "AllToAll":
+        return AllToAll(self.group, self.target, self.source)
 
-    def start_to_heads(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> "Pending":
-        """Sends q [B, H, S, K], k and v [B, KV, S, K]; what arrives is [B, tokens, heads, K]. Without gradients."""
-        return Pending(_as_computed(q, k, v), self.by_tokens, self.by_heads, self.group)
+    def of_queries(self) -> "AllToAll":
+        return AllToAll(self.group, self.source.of_queries(), self.target.of_queries())
 
-    def start_to_tokens(self, *d_qkv: torch.Tensor) -> "Pending":
-        """Sends gradients of q [B, h, rows, K], k and v [B, kv, length, K]; what arrives is [B, S, heads, K]."""
-        return Pending([d.transpose(1, 2) for d in d_qkv], self.by_heads, self.by_tokens, self.group)
+    def start(self, tensors: Sequence[Tensor]) -> Arriving:
+        """Starts it, and returns what waits for its results, to be called once. Those are contiguous as [B, tokens,
+        heads, K]; what several ranks send for one place is added in float32. Without gradients.
 
-    def to_heads(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> list[torch.Tensor]:
-        """Returns q [B, h, rows, K], k and v [B, kv, length, K] of this rank's share, from those of its tokens, q
-        [B, H, S, K], k and v [B, KV, S, K]; in the dtype that attention computes in."""
-        found = AllToAllFunction.apply(self.by_tokens, self.by_heads, self.group, *_as_computed(q, k, v))
-        return [x.transpose(1, 2) for x in found]
+        Allocates what is sent, then what is received, then the results; never all three.
+        """
+        parts, counts, target = self.source.parts(tensors), self.target.counts(tensors), self.target
+        shapes = [(len(x), *size, x.shape[3]) for x, size in zip(tensors, target.sizes, strict=True)]
+        sent_counts = self.source.counts(tensors)
+        sent = tensors[0].new_empty(sum(sent_counts))
+        for part, place in zip(parts, sent.split([part.numel() for part in parts]), strict=True):
+            place.view(part.shape).copy_(part)
+        received = sent.new_empty(sum(counts))
+        work = dist.all_to_all_single(received, sent, counts, sent_counts, group=self.group, async_op=True)
 
-    def to_tokens(self, out: torch.Tensor) -> torch.Tensor:
-        """Returns all heads of this rank's tokens [B, S, H, K], from out [B, rows, h, K] of each rank's share."""
-        by_heads, by_tokens = self.by_heads.of_queries(), self.by_tokens.of_queries()
-        return AllToAllFunction.apply(by_heads, by_tokens, self.group, out)[0]
+        def wait() -> list[Tensor]:
+            nonlocal sent, received
+            work.wait()
+            arrived, sent, received = received, None, None
+            results, dtype = [], torch.promote_types(arrived.dtype, torch.float32)
+            for i, shape in enumerate(shapes):
+                result = arrived.new_zeros(shape, dtype=dtype) if i in target.summed else arrived.new_empty(shape)
+                results.append(result.transpose(1, 2))
+            parts, pieces = target.parts(results), [piece for of_rank in target.pieces for piece in of_rank]
+            for piece, part, values in zip(pieces, parts, arrived.split([x.numel() for x in parts]), strict=True):
+                put = part.add_ if piece.tensor in target.summed else part.copy_
+                put(values.view(part.shape))
+            return [result.to(arrived.dtype) for result in results]
+
+        return wait
+
+
+class AllToAllFunction(torch.autograd.Function):
+    """An all-to-all, waited for; that of its gradients is the reversed one."""
+
+    @staticmethod
+    def forward(ctx, all_to_all: AllToAll, *tensors: Tensor):
+        ctx.all_to_all = all_to_all
+        return tuple(all_to_all.start(tensors)())
+
+    @staticmethod
+    def backward(ctx, *gradients: Tensor):
+        return None, *ctx.all_to_all.reversed().start(gradients)()
+
+
+def tokens_to_heads(q_heads: int, kv_heads: int, local: int, ctx: SequenceParallel) -> AllToAll:
+    """Returns the all-to-all of q, k and v from shards of `local` tokens to head shares."""
+    length = local * ctx.size
+    shares = [head_share(rank, ctx.size, q_heads, kv_heads, length) for rank in range(ctx.size)]
+    mine = shares[ctx.rank]
+    sent = [_pieces(ctx.rank, share, local)[0] for share in shares]
+    received = [_pieces(rank, mine, local)[1] for rank in range(ctx.size)]
+    by_tokens = [(local, q_heads), (local, kv_heads), (local, kv_heads)]
+    by_heads = [(count(mine.rows), width(mine.q)), (length, width(mine.kv)), (length, width(mine.kv))]
+    summed = (K, V) if sum(width(share.kv) for share in shares) > kv_heads else ()
+    return AllToAll(ctx.group, Sharding(by_tokens, sent, summed), Sharding(by_heads, received))
 
 
 def _pieces(rank: int, share: HeadShare, local: int) -> tuple[list[Piece], list[Piece]]:
     """Returns what of the tokens of `rank` goes to a share: where it lies by tokens, and where by heads."""
-    start, every = rank * local, slice(None)
+    start, kv = rank * local, slice(0, width(share.kv))
     by_tokens = [Piece(tensor, slice(0, local), share.kv) for tensor in (K, V)]
-    by_heads = [Piece(tensor, slice(start, start + local), every) for tensor in (K, V)]
+    by_heads = [Piece(tensor, slice(start, start + local), kv) for tensor in (K, V)]
     for first, last in within(share.rows, start, start + local):
         at = share.place(first)
         by_tokens.append(Piece(Q, slice(first - start, last - start), share.q))
-        by_heads.append(Piece(Q, slice(at, at + last - first), every))
+        by_heads.append(Piece(Q, slice(at, at + last - first), slice(0, width(share.q))))
     return by_tokens, by_heads
-
-
-def _as_computed(*qkv: torch.Tensor) -> list[torch.Tensor]:
-    """Returns q, k and v as [B, S, heads, K], in the one dtype that attention computes in."""
-    q, k, v = qkv
-    dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
-    if dtype == torch.float32 and torch.is_autocast_enabled(q.device.type):
-        dtype = torch.get_autocast_dtype(q.device.type)
-    return [x.to(dtype).transpose(1, 2) for x in qkv]
-
-
-class AllToAllFunction(torch.autograd.Function):
-    """Tensors of one sharding to another."""
-
-    @staticmethod
-    def forward(ctx, source: Sharding, target: Sharding, group: dist.ProcessGroup, *tensors: torch.Tensor):
-        ctx.source, ctx.target, ctx.group = source, target, group
-        return tuple(Pending(tensors, source, target, group).wait())
-
-    @staticmethod
-    def backward(ctx, *gradients: torch.Tensor):
-        return None, None, None, *Pending(gradients, ctx.target, ctx.source, ctx.group).wait()
-
-
-class Pending:
-    """One all-to-all that has been started. What several ranks send for one place is added in float32.
-
-    Allocates what is sent, then what is received, then the results; never all three.
-    """
-
-    def __init__(self, tensors: Sequence[torch.Tensor], source: Sharding, target: Sharding, group: dist.ProcessGroup):
-        self._target = target
-        self._shapes = [(len(x), *size, x.shape[3]) for x, size in zip(tensors, target.sizes, strict=True)]
-        sent = source.parts(tensors)
-        received = target.parts([torch.empty(shape, device="meta") for shape in self._shapes])
-        sent_sizes, received_sizes = ([sum(x.numel() for x in parts) for parts in side] for side in (sent, received))
-        self._sent: torch.Tensor | None = tensors[0].new_empty(sum(sent_sizes))
-        places = self._sent.split([part.numel() for parts in sent for part in parts])
-        for part, place in zip((part for parts in sent for part in parts), places, strict=True):
-            place.view(part.shape).copy_(part)
-        self._received: torch.Tensor | None = self._sent.new_empty(sum(received_sizes))
-        self._work = dist.all_to_all_single(
-            self._received, self._sent, received_sizes, sent_sizes, group=group, async_op=True
-        )
-
-    def wait(self) -> list[torch.Tensor]:
-        """Waits for what arrives, and puts it in its places. To be called once."""
-        self._work.wait()
-        received, target = self._received, self._target
-        self._sent = self._received = None
-        results = []
-        for i, shape in enumerate(self._shapes):
-            dtype = torch.promote_types(received.dtype, torch.float32) if i in target.summed else received.dtype
-            make = received.new_zeros if i in target.summed else received.new_empty
-            results.append(make(shape, dtype=dtype))
-        pieces = [piece for of_rank in target.pieces for piece in of_rank]
-        parts = [part for of_rank in target.parts(results) for part in of_rank]
-        for piece, part, values in zip(pieces, parts, received.split([x.numel() for x in parts]), strict=True):
-            put = part.add_ if piece.tensor in target.summed else part.copy_
-            put(values.view(part.shape))
-        return [result.to(received.dtype) for result in results]

@@ -18,14 +18,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from seqtile.sp.attention import NAME, ulysses_attention
 from seqtile.sp.groups import SequenceParallel
-from seqtile.sp.layout import BATCH_HASH, check_same_batch, layout_of
+from seqtile.sp.layout import BATCH_HASH, CUTTERS, check_same_batch, layout_of
 
 _APPLIED = "_seqtile_ulysses"  # on a model: what was applied to it
 _BY_KEYWORD = "under sequence parallelism pass input_ids or inputs_embeds, and the rest by keyword"
@@ -75,10 +75,7 @@ def _without_adapter(model: nn.Module) -> nn.Module:
         raise ValueError("an adapter that puts tokens before a sequence would put them before every shard")
     model = model.get_base_model() if hasattr(model, "get_base_model") else model
     if not isinstance(model, PreTrainedModel):
-        raise TypeError(
-            f"expected a Hugging Face model, got a {type(model).__name__}; pass the model itself, which is "
-            "model.module in the wrappers of DDP and DeepSpeed"
-        )
+        raise TypeError(f"expected a Hugging Face model, got a {type(model).__name__}; of a wrapper pass its .module")
     return model
 
 
@@ -87,28 +84,21 @@ def _check(model: PreTrainedModel, implementation: str) -> None:
     name, config = type(model).__name__, model.config.get_text_config()
     known = ("eager", *(name for name in ALL_ATTENTION_FUNCTIONS if not name.startswith("paged|")))
     if implementation not in known:
-        raise ValueError(
-            f"the model's attention is {implementation!r}, expected one of {', '.join(known)}; "
-            "model.set_attn_implementation(...) first"
-        )
+        expected = f"expected one of {', '.join(known)}; model.set_attn_implementation(...) first"
+        raise ValueError(f"the model's attention is {implementation!r}, {expected}")
     others = sorted(set(getattr(config, "layer_types", None) or ()) - _ATTENTIONS)
     others += ["an encoder"] if config.is_encoder_decoder else []
     others += ["a state along the sequence"] if getattr(model, "_is_stateful", False) else []
-    causal = {getattr(module, "is_causal", None) for module in model.modules()} - {None}
-    for wrong, message in (
-        (others, f"{name} has {', '.join(others)}, expected causal attention, full or with a window, in every layer"),
-        (
-            any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()),
-            f"{name} makes its own position_ids, of a shard's tokens; leave this model whole",
-        ),
-        (causal == {False}, f"the attention of {name} is not causal, which is needed"),
-        (
-            not model._can_set_attn_implementation(),
-            f"{name} does not take its attention from Hugging Face's AttentionInterface, which is needed",
-        ),
-    ):
-        if wrong:
-            raise ValueError(message)
+    modules = list(model.modules())
+    refused = {
+        f"{name} has {', '.join(others)}": others,
+        f"{name} makes its own position_ids": any(hasattr(x, "create_position_ids_from_input_ids") for x in modules),
+        f"the attention of {name} is not causal": {getattr(x, "is_causal", None) for x in modules} - {None} == {False},
+        f"{name} does not take its attention from AttentionInterface": not model._can_set_attn_implementation(),
+    }
+    if found := [what for what, is_so in refused.items() if is_so]:
+        expected = "expected causal attention, full or with a window, in every layer; leave this model whole"
+        raise ValueError(f"{found[0]}, {expected}")
 
 
 @dataclass
@@ -120,8 +110,8 @@ class Applied:
     """The attention that was there."""
     layers: int
     handles: list[RemovableHandle] = field(default_factory=list)
-    batch_hash: torch.Tensor | None = None
-    last_position: torch.Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64, device="cpu"))
+    batch_hash: Tensor | None = None
+    last_position: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64, device="cpu"))
     """Of the whole sequences; on the host, where reading it is free."""
 
     def hook(self, model: PreTrainedModel) -> None:
@@ -143,10 +133,8 @@ class Applied:
         if len(args) > 1:
             raise ValueError(_BY_KEYWORD)
         if missing and self.ctx.size > 1 and _labelled(kwargs):
-            raise ValueError(
-                f"labels came without {' and '.join(missing)}, which a shard's loss needs; cut batches by sp.shard, "
-                "sp.DataShardingCollator or sp.ShardedDataLoader, and drop none of their entries"
-            )
+            names = " and ".join(missing)
+            raise ValueError(f"labels came without {names}, which a shard's loss needs; cut batches by {CUTTERS}")
         self.batch_hash = kwargs.pop(BATCH_HASH, None)
         return args, kwargs
 
@@ -158,12 +146,11 @@ class Applied:
         if tokens is None or len(args) > 1:
             raise ValueError(_BY_KEYWORD)
         batch, local = tokens.shape[:2]
+        _check_shard(kwargs, batch, local)
         mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
         if positions is None and self.ctx.size == 1:
             positions = torch.arange(local, device=tokens.device)[None]
-        _check_arguments(kwargs, positions, mask, batch, local)
-        items = kwargs.get("num_items_in_batch")
-        last = check_same_batch(tokens, positions, mask is not None, items, batch_hash, self.ctx)
+        last = check_same_batch(tokens, positions, kwargs, batch_hash, self.ctx)
         layout = layout_of(local, positions, mask, self.ctx, self.implementation, last)
         if (lengths := kwargs.get("cu_seq_lens_q")) is not None:
             length = int(lengths[-1])  # what follows pads to a multiple of ranks
@@ -191,14 +178,13 @@ class Applied:
 
     def guard_loss(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
         """Returns the output, a dict or a tuple, with a loss that has to be reduced before its backward."""
-        key = 0 if isinstance(output, tuple) else "loss"
-        loss = output[0] if key == 0 else output.get(key)
+        loss = output[0] if isinstance(output, tuple) else output.get("loss")
         if self.ctx.size == 1 or not _labelled(kwargs) or loss is None or not loss.requires_grad:
             return output
         share = ShareFunction.apply(loss, self.ctx.size)
-        if key == 0:
+        if isinstance(output, tuple):
             return (share, *output[1:])
-        output[key] = share
+        output["loss"] = share
         return output
 
 
@@ -206,18 +192,18 @@ def _labelled(kwargs: dict[str, Any]) -> bool:
     return kwargs.get("labels") is not None or kwargs.get("shift_labels") is not None
 
 
-def _check_arguments(kwargs: dict[str, Any], positions: torch.Tensor | None, mask: Any, batch: int, local: int) -> None:
+def _check_shard(kwargs: dict[str, Any], batch: int, local: int) -> None:
     """Raises ValueError for arguments of the base model that are not of a shard [batch, local]."""
     if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
         raise ValueError("a cache is not sharded over ranks: use_cache=False, or sp.restore(model) before generating")
     if kwargs.get("output_router_logits"):
         raise ValueError("the router's balancing loss is not sharded over ranks: output_router_logits=False")
-    expected = "expected this rank's shard of it"
-    if positions is not None and positions.shape[-1] != local:
-        raise ValueError(f"position_ids is {list(positions.shape)} for {local} tokens, {expected}")
-    if mask is not None and (not isinstance(mask, torch.Tensor) or mask.shape != (batch, local)):
-        kind = list(mask.shape) if isinstance(mask, torch.Tensor) else f"a {type(mask).__name__}"
-        raise ValueError(f"attention_mask is {kind}, {expected}, {[batch, local]}")
+    for name in ("position_ids", "attention_mask"):
+        value = kwargs.get(name)
+        shape = list(value.shape) if isinstance(value, Tensor) else f"a {type(value).__name__}"
+        expected = [batch, local] if name == "attention_mask" else [*shape[:-1], local]  # positions may have other axes
+        if value is not None and shape != expected:
+            raise ValueError(f"{name} is {shape}, expected this rank's shard of it, {expected}")
 
 
 class ShareFunction(torch.autograd.Function):
@@ -225,39 +211,35 @@ class ShareFunction(torch.autograd.Function):
     `let_through` was given."""
 
     @staticmethod
-    def forward(ctx, loss: torch.Tensor, size: int) -> torch.Tensor:
+    def forward(ctx, loss: Tensor, size: int) -> Tensor:
         ctx.size, ctx.is_let_through = size, False
         return loss.clone()  # a view could not be changed in place, as Trainer does
 
     @staticmethod
-    def backward(ctx, d_loss: torch.Tensor) -> tuple[torch.Tensor, None]:
+    def backward(ctx, d_loss: Tensor) -> tuple[Tensor, None]:
         if not ctx.is_let_through:
             raise RuntimeError(
-                f"the backward of one rank's share of the loss would leave 1/{ctx.size} of the gradients once they are "
-                "averaged; expected loss = sp.reduce_loss(loss, ctx) before loss.backward(), or Hugging Face's Trainer "
-                "with sp.SequenceParallelTrainerMixin"
+                f"a share of the loss leaves 1/{ctx.size} of the gradients once ranks average them; expected "
+                "loss = sp.reduce_loss(loss, ctx) before loss.backward(), or sp.SequenceParallelTrainerMixin"
             )
         ctx.is_let_through = False  # the next backward of this graph has to come the same way
         return d_loss, None
 
 
-def let_through(loss: torch.Tensor, ctx: SequenceParallel) -> torch.Tensor:
+def let_through(loss: Tensor, ctx: SequenceParallel) -> Tensor:
     """Returns `loss`, whose gradient may go to the shares that it was computed from: it is scaled by the size of the
     group."""
     if ctx.size == 1 or not loss.requires_grad:
         return loss
-    shares, seen, nodes = [], set(), [loss.grad_fn]
+    seen, nodes = set(), [loss.grad_fn]
     while nodes:
         node = nodes.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if hasattr(node, "is_let_through"):
-            shares.append(node)
-        else:
-            nodes += [before for before, _ in node.next_functions]
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes += [] if hasattr(node, "is_let_through") else [before for before, _ in node.next_functions]
+    shares = [node for node in seen if hasattr(node, "is_let_through")]
 
-    def let(d_loss: torch.Tensor) -> None:
+    def let(d_loss: Tensor) -> None:
         for share in shares:
             share.is_let_through = True
 
@@ -269,18 +251,18 @@ class ReduceLossFunction(torch.autograd.Function):
     """The sum of the ranks' losses; its gradient is multiplied by the size of the group."""
 
     @staticmethod
-    def forward(ctx, loss: torch.Tensor, group: dist.ProcessGroup, size: int) -> torch.Tensor:
+    def forward(ctx, loss: Tensor, group: dist.ProcessGroup, size: int) -> Tensor:
         ctx.size = size
         total = loss.detach().clone()
         dist.all_reduce(total, group=group)
         return total
 
     @staticmethod
-    def backward(ctx, d_total: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+    def backward(ctx, d_total: Tensor) -> tuple[Tensor, None, None]:
         return d_total * ctx.size, None, None
 
 
-def reduce_loss(loss: torch.Tensor, ctx: SequenceParallel) -> torch.Tensor:
+def reduce_loss(loss: Tensor, ctx: SequenceParallel) -> Tensor:
     """Returns the group's loss, on every rank, from the ranks' shares of it. One all-reduce.
 
     A share is what a rank's tokens add to the loss: their sum divided by the group's number of labelled tokens, as a

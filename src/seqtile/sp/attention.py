@@ -4,17 +4,18 @@ the model's own attention, and back.
 Source: Arctic Long Sequence Training, 3.2.
 """
 
-from collections.abc import Callable
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from seqtile.protocols import Arriving, SequenceParallelAttention, SequenceParallelFunction
-from seqtile.sp.all_to_all import AllToAll, Pending
+from seqtile.sp.all_to_all import AllToAll, AllToAllFunction, tokens_to_heads
 from seqtile.sp.backends import LocalAttention, attend, check
 from seqtile.sp.groups import device_of, gather
+from seqtile.sp.head_shares import head_share
 from seqtile.sp.layout import Layout
 
 NAME = "seqtile_ulysses"
@@ -44,27 +45,33 @@ class UlyssesAttention(SequenceParallelAttention):
     @property
     def all_to_all(self) -> AllToAll:
         heads, layout = (self.q_heads, self.kv_heads), self.layout
-        return layout.once(heads, lambda: AllToAll.create(*heads, layout.local, layout.ctx))
+        return layout.once(heads, lambda: tokens_to_heads(*heads, layout.local, layout.ctx))
 
     @property
     def local(self) -> LocalAttention:
-        return LocalAttention(self.module, self.layout, self.all_to_all.share, self.window, self.options)
+        ctx, layout = self.layout.ctx, self.layout
+        share = head_share(ctx.rank, ctx.size, self.q_heads, self.kv_heads, layout.length)
+        return LocalAttention(self.module, layout, share, self.window, self.options)
 
     def in_groups(self, groups: int) -> "UlyssesAttention":
         return replace(self, q_heads=self.q_heads // groups, kv_heads=self.kv_heads // groups)
 
-    def start_to_heads(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Arriving:
-        return _by_heads(self.all_to_all.start_to_heads(q, k, v))
+    def start_to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> Arriving:
+        return self.all_to_all.start(_as_computed(q, k, v))
 
-    def start_gradients_to_tokens(self, *d_qkv: torch.Tensor) -> Arriving:
-        return _by_heads(self.all_to_all.start_to_tokens(*d_qkv))
+    def start_gradients_to_tokens(self, *d_qkv: Tensor) -> Arriving:
+        return self.all_to_all.reversed().start(d_qkv)
 
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
+        """Returns what `start_to_heads` brings. With gradients."""
+        return AllToAllFunction.apply(self.all_to_all, *_as_computed(q, k, v))
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.layout.attended.add(id(self.module))
         return attend(self.local, q, k, v)
 
-    def to_tokens(self, out: torch.Tensor) -> torch.Tensor:
-        return self.all_to_all.to_tokens(out)
+    def to_tokens(self, out: Tensor) -> Tensor:
+        return AllToAllFunction.apply(self.all_to_all.of_queries().reversed(), out.transpose(1, 2))[0].transpose(1, 2)
 
     def agree_on_max(self, size: int) -> int:
         """One collective and one wait for the device a forward, and for each window that layers have: what is asked
@@ -77,8 +84,12 @@ class UlyssesAttention(SequenceParallelAttention):
         return self.layout.once(("largest", self.window), largest)
 
 
-def _by_heads(pending: Pending) -> Callable[[], list[torch.Tensor]]:
-    return lambda: [x.transpose(1, 2) for x in pending.wait()]
+def _as_computed(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    """Returns q, k and v in the one dtype that attention computes in."""
+    dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
+    if dtype == torch.float32 and torch.is_autocast_enabled(q.device.type):
+        dtype = torch.get_autocast_dtype(q.device.type)
+    return [x.to(dtype) for x in (q, k, v)]
 
 
 class UlyssesFunction(SequenceParallelFunction):
@@ -87,56 +98,45 @@ class UlyssesFunction(SequenceParallelFunction):
     def __call__(
         self,
         module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
         **options: Any,
-    ) -> tuple[torch.Tensor, None]:
+    ) -> tuple[Tensor, None]:
         """Computes q [B, H, S, K], k and v [B, KV, S, K] to [B, S, H, K]. Two all-to-alls.
 
         Allocates on this rank its share of q, k, v and of the output, and a buffer to send each of the two from. Raises
         ValueError, alike on every rank and before any of them waits, for what is not causal attention within documents.
         """
         steps = self.steps(module, attention_mask, (query.shape[1], key.shape[1]), **options)
-        return steps.to_tokens(steps.attend(*steps.all_to_all.to_heads(query, key, value))), None
+        return steps.to_tokens(steps.attend(*steps.to_heads(query, key, value))), None
 
     def steps(
-        self,
-        module: nn.Module,
-        attention_mask: torch.Tensor | None,
-        heads: tuple[int, int],
-        *,
-        scaling: float | None = None,
-        dropout: float = 0.0,
-        sliding_window: int | None = None,
-        ulysses_layout: Layout | None = None,
-        softcap: float | None = None,
-        is_causal: bool | None = None,
-        **others: Any,
+        self, module: nn.Module, attention_mask: Tensor | None, heads: tuple[int, int], **options: Any
     ) -> UlyssesAttention:
         """Returns the steps of what Hugging Face's code asks of attention. ValueError for what is not causal attention
         within documents."""
-        if ulysses_layout is None:
+        layout, window, causal = (options.get(name) for name in ("ulysses_layout", "sliding_window", "is_causal"))
+        if layout is None:
             raise ValueError(
-                "no layout came with the tokens: call the model that sp.apply_ulysses was given, as a whole; a model "
-                "that does not pass keyword arguments on to its attention, or has an encoder of images, cannot be "
-                "sharded over ranks"
+                "no layout came with the tokens: call the model that sp.apply_ulysses was given, as a whole; leave one "
+                "whole that does not pass keyword arguments on to its attention, or has an encoder of images"
             )
-        wrong = None
-        if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
-            wrong = "that is not causal"
+        wrong = []
         if attention_mask is not None:
-            wrong = "with a mask of its layer's own"
-        for name, other in others.items():
-            if (name == "cache" and other is not None) or (isinstance(other, torch.Tensor) and name not in _HARMLESS):
-                wrong = f"with {name}"
-        if wrong is not None:
-            raise ValueError(f"attention {wrong} is not sharded over ranks; leave this model whole")
-        if sliding_window is None and (window := _window_of(module)) is not None and window < ulysses_layout.length:
-            raise ValueError(f"a window of {window} is not passed on to attention by this model; leave it whole")
-        options = {"scaling": scaling, "dropout": dropout} | ({} if softcap is None else {"softcap": softcap})
-        return UlyssesAttention(module, ulysses_layout, sliding_window, options, *heads)
+            wrong.append("with a mask of its layer's own")
+        if not (getattr(module, "is_causal", True) if causal is None else causal):
+            wrong.append("that is not causal")
+        for name, option in options.items():
+            if (name == "cache" and option is not None) or (isinstance(option, Tensor) and name not in _HARMLESS):
+                wrong.append(f"with {name}")
+        if wrong:
+            raise ValueError(f"attention {', '.join(wrong)} is not sharded over ranks; leave this model whole")
+        if window is None and (unsaid := _window_of(module)) is not None and unsaid < layout.length:
+            raise ValueError(f"a window of {unsaid} is not passed on to attention by this model; leave it whole")
+        kept = {name: options[name] for name in ("scaling", "dropout", "softcap") if options.get(name) is not None}
+        return UlyssesAttention(module, layout, window, kept, *heads)
 
 
 ulysses_attention = UlyssesFunction()

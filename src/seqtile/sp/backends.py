@@ -23,7 +23,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
 from transformers.masking_utils import (
@@ -53,9 +53,7 @@ class LocalAttention(NamedTuple):
     options: dict[str, Any]
     """scaling, dropout and, if there is one, softcap, as Hugging Face passes them."""
 
-    def compute(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any = None, **others: Any
-    ) -> torch.Tensor:
+    def compute(self, q: Tensor, k: Tensor, v: Tensor, mask: Any = None, **others: Any) -> Tensor:
         """Calls it as Hugging Face does. q [B, h, n, K], k and v [B, kv, m, K] to [B, n, h, K]."""
         name = self.layout.implementation
         eager = name == "eager"  # in no registry; Gemma 2's has all options
@@ -88,7 +86,7 @@ class Block(NamedTuple):
         """Returns whether it is a causal square, for which no mask is needed."""
         return self.q0 == self.k0 and self.q1 == self.k1 and (window is None or self.k1 - self.k0 <= window)
 
-    def mask(self, window: int | None, device: torch.device) -> torch.Tensor:
+    def mask(self, window: int | None, device: torch.device) -> Tensor:
         """Returns [q1 - q0, k1 - k0], True where a query sees a key."""
         queries, keys = (torch.arange(*ends, device=device) for ends in (self[:2], self[2:]))
         distance = queries[:, None] - keys
@@ -125,7 +123,7 @@ def blocks(rows: Rows, documents: Rows, window: int | None, squares: bool = True
             q0 = end
 
 
-def attend(attention: LocalAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def attend(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Computes the queries q [B, h, rows, K] of a share against k and v [B, kv, length, K], to [B, rows, h, K].
 
     Queries of padding get zeros.
@@ -137,51 +135,43 @@ def attend(attention: LocalAttention, q: torch.Tensor, k: torch.Tensor, v: torch
     return out
 
 
-def _joined(parts: list[torch.Tensor], dim: int) -> torch.Tensor:
+def _joined(parts: list[Tensor], dim: int) -> Tensor:
     """Returns the parts as one; one alone is not copied."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
-def _zeros(q: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def _zeros(q: Tensor, v: Tensor) -> Tensor:
     """Returns the outputs [B, n, h, K] of queries of padding q [B, h, n, K]."""
     return q.new_zeros(len(q), q.shape[2], q.shape[1], v.shape[3])
 
 
-def by_masks(
-    attention: LocalAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, additive: bool = False
-) -> torch.Tensor:
+def by_masks(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor, additive: bool = False) -> Tensor:
     """Asks for block after block, with booleans or addends; rows of the batch together if they have the same
     documents."""
-    found, documents = [], attention.layout.documents
+    found, documents, window = [], attention.layout.documents, attention.window
+
+    def of_block(block: Block, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if block.k0 == block.k1:
+            return _zeros(q, v)
+        operands = (q, k[:, :, block.k0 : block.k1], v[:, :, block.k0 : block.k1])
+        if not additive and block.is_square(window):
+            return attention.compute(*operands)
+        # A mask kept for the backward, block after block, would grow with the square of the length.
+        return checkpoint(with_mask, block, *operands, use_reentrant=False)
+
+    def with_mask(block: Block, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = block.mask(window, q.device)
+        if additive:
+            mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, torch.finfo(q.dtype).min)
+        return attention.compute(q, k, v, mask[None, None])
+
     rows = (x.split(len(q) // len(documents)) for x in (q, k, v))
-    for of_row, *operands in zip(documents, *rows, strict=True):
-        cut = list(blocks(attention.share.rows, of_row, attention.window, squares=not additive))
-        queries = operands[0].split([block.q1 - block.q0 for block in cut], 2)
-        parts = [_by_block(attention, block, x, *operands[1:], additive) for block, x in zip(cut, queries, strict=True)]
-        found.append(_joined(parts or [_zeros(*operands[::2])], 1))
+    for of_row, q_row, k_row, v_row in zip(documents, *rows, strict=True):
+        cut = list(blocks(attention.share.rows, of_row, window, squares=not additive))
+        queries = q_row.split([block.q1 - block.q0 for block in cut], 2)
+        parts = [of_block(block, part, k_row, v_row) for block, part in zip(cut, queries, strict=True)]
+        found.append(_joined(parts or [_zeros(q_row, v_row)], 1))
     return _joined(found, 0)
-
-
-def _by_block(
-    attention: LocalAttention, block: Block, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, additive: bool
-) -> torch.Tensor:
-    if block.k0 == block.k1:
-        return _zeros(q, v)
-    keys = slice(block.k0, block.k1)
-    operands = (q, k[:, :, keys], v[:, :, keys])
-    if not additive and block.is_square(attention.window):
-        return attention.compute(*operands)
-    # A mask kept for the backward, block after block, would grow with the square of the length.
-    return checkpoint(_by_mask, attention, block, *operands, additive, use_reentrant=False)
-
-
-def _by_mask(
-    attention: LocalAttention, block: Block, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, additive: bool
-) -> torch.Tensor:
-    mask = block.mask(attention.window, q.device)
-    if additive:
-        mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, torch.finfo(q.dtype).min)
-    return attention.compute(q, k, v, mask[None, None])
 
 
 def _visible(attention: LocalAttention, batch: int) -> Iterator[tuple[int, int, Block]]:
@@ -193,7 +183,7 @@ def _visible(attention: LocalAttention, batch: int) -> Iterator[tuple[int, int, 
                 yield row, attention.share.place(segment.q0), segment
 
 
-def by_lengths(attention: LocalAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def by_lengths(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Asks flash attention for all segments of all rows in one call, as sequences of their own, causal from their ends:
     documents one behind the other, told apart by their cumulative lengths."""
     batch, heads, rows, _ = q.shape
@@ -226,7 +216,7 @@ def _lengths(attention: LocalAttention, batch: int, device: torch.device) -> tup
     return *found, lengths
 
 
-def by_block_mask(attention: LocalAttention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+def by_block_mask(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Asks flex attention, with an interval of keys for each query."""
     key = ("block mask", attention.window, attention.share.rows)
     return attention.compute(q, k, v, attention.layout.once(key, lambda: block_mask(attention, len(q), q.device)))
@@ -255,7 +245,7 @@ def block_mask(attention: LocalAttention, batch: int, device: torch.device) -> B
     )
 
 
-def _listed(chosen: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
     """Returns for each row of [B, queries / 128, keys / 128] how many are chosen, and which, those first."""
     order = chosen.to(torch.int32).argsort(dim=2, descending=True, stable=True)
     return chosen.sum(2, dtype=torch.int32)[:, None], order.to(torch.int32)[:, None]
@@ -269,7 +259,7 @@ FORMS = {
 }
 
 
-def _form_of(implementation: str) -> Callable[..., torch.Tensor] | None:
+def _form_of(implementation: str) -> Callable[..., Tensor] | None:
     return FORMS.get(ALL_MASK_ATTENTION_FUNCTIONS.get(implementation))
 
 

@@ -13,14 +13,16 @@ Source: Arctic Long Sequence Training, 4.2 and 4.3.
 
 import io
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain, islice
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from torch import Tensor
 
 from seqtile.sp.groups import SequenceParallel, device_of
-from seqtile.sp.layout import BATCH_HASH, hash_of
+from seqtile.sp.layout import BATCH_HASH, CUTTERS, hash_of
 
 IGNORED = -100
 _NOTHING, _FAILED = 0, -1  # in place of a shard's size: the rank's loader is at its end; its batch could not be cut
@@ -49,7 +51,7 @@ def shard(batch: dict[str, Any], ctx: SequenceParallel) -> dict[str, Any]:
     return part_of(completed(batch), ctx.rank, ctx.size)
 
 
-def count_items(batches: list[dict[str, torch.Tensor]], ctx: SequenceParallel) -> torch.Tensor:
+def count_items(batches: list[dict[str, Tensor]], ctx: SequenceParallel) -> Tensor:
     """Returns the labelled tokens of an accumulation window, over all ranks, for each data-parallel group on average:
     what `num_items_in_batch` must be for losses that are summed over the window and averaged over the groups.
 
@@ -68,8 +70,7 @@ def completed(batch: dict[str, Any]) -> dict[str, Any]:
     batch = dict(batch)
     if BATCH_HASH in batch:
         raise ValueError(
-            "this batch is a shard already, expected a whole one: sp.shard, sp.DataShardingCollator (which Trainer's "
-            "mixin puts in by itself) and sp.ShardedDataLoader each cut it; use one of them"
+            f"this batch is a shard already, expected a whole one, cut once by {CUTTERS}, or Trainer's mixin"
         )
     rows, length = _tokens_of(batch).shape[:2]
     if "labels" in batch and "shift_labels" not in batch:
@@ -95,7 +96,7 @@ def part_of(batch: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
     return part
 
 
-def _tokens_of(batch: dict[str, Any]) -> torch.Tensor:
+def _tokens_of(batch: dict[str, Any]) -> Tensor:
     """Returns input_ids [B, S] or inputs_embeds [B, S, D]."""
     tokens = batch.get("inputs_embeds") if batch.get("input_ids") is None else batch["input_ids"]
     if tokens is None:
@@ -105,14 +106,14 @@ def _tokens_of(batch: dict[str, Any]) -> torch.Tensor:
 
 def _sequence_dim(name: str, value: Any, batch: int, length: int) -> int | None:
     """Returns the dimension along which a value has the sequence; None if it has none."""
-    if not isinstance(value, torch.Tensor) or value.ndim < 2:
+    if not isinstance(value, Tensor) or value.ndim < 2:
         return None
     if name == "position_ids":
         return value.ndim - 1  # [B, S], or [3, B, S] for multimodal rotary embeddings
     return 1 if tuple(value.shape[:2]) in ((batch, length), (1, length)) else None
 
 
-def _padded(name: str, value: torch.Tensor, missing: int) -> torch.Tensor:
+def _padded(name: str, value: Tensor, missing: int) -> Tensor:
     """Returns `value` with `missing` more tokens: of a document of their own in `position_ids`, which ends none of the
     batch's, and so seen by no token of it."""
     if name == "position_ids":
@@ -188,21 +189,18 @@ class ShardedDataLoader:
             self._start = self._random_state()
             yield from self.dataloader
             return
-        now = torch.get_rng_state()
-        torch.set_rng_state(self._start["torch"])
-        if self._generator is not None:
-            self._generator.set_state(self._start["loader"])
-        batches = iter(self.dataloader)
-        first = next(batches, None)  # samplers draw their order when they are asked for the first batch
-        torch.set_rng_state(now)
-        if first is not None:
-            yield first
-            yield from batches
+        with torch.random.fork_rng(devices=()):
+            torch.set_rng_state(self._start["torch"])
+            if self._generator is not None:
+                self._generator.set_state(self._start["loader"])
+            batches = iter(self.dataloader)
+            first = list(islice(batches, 1))  # samplers draw their order when they are asked for the first batch
+        yield from chain(first, batches)
 
 
 def rounds(
     batches: Iterator[dict[str, Any]], ctx: SequenceParallel, device: torch.device | str, skip: int = 0
-) -> Iterator[dict[str, torch.Tensor]]:
+) -> Iterator[dict[str, Tensor]]:
     """Yields this rank's shards of what the ranks of the group draw, round by round, rank by rank; the first `skip`
     left out. Raises ValueError on every rank if one of them has no batch that can be cut."""
     while True:
@@ -231,7 +229,7 @@ def rounds(
         skip = 0
 
 
-def _parcels(batches: Iterator[dict[str, Any]], ctx: SequenceParallel) -> tuple[list[torch.Tensor], Exception | None]:
+def _parcels(batches: Iterator[dict[str, Any]], ctx: SequenceParallel) -> tuple[list[Tensor], Exception | None]:
     """Returns for each rank of the group its shard of the next batch, as bytes; none at the end. Or why there are
     none."""
     parcels = []

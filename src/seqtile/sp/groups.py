@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 
@@ -42,19 +43,19 @@ def initialize(
     """
     if not dist.is_available() or not dist.is_initialized():
         raise ValueError(
-            "torch.distributed is not initialised: start the script by torchrun, and call "
-            "torch.distributed.init_process_group first (TrainingArguments of Hugging Face does)"
+            "torch.distributed is not initialised: start the script by torchrun, and call init_process_group first "
+            "(TrainingArguments of Hugging Face does)"
         )
     if sum(given is not None for given in (sequence_parallel_size, group, mesh)) != 1:
         raise ValueError("expected exactly one of sequence_parallel_size, group and mesh")
-    world = dist.get_world_size()
+    if mesh is not None and mesh.ndim != 1:
+        raise ValueError(f'expected a DeviceMesh of one dimension, got {mesh.ndim}; pass a part of it, mesh["sp"]')
+    world, size = dist.get_world_size(), sequence_parallel_size
+    if size is not None and (not isinstance(size, int) or size < 1 or world % size):
+        raise ValueError(f"sequence_parallel_size is {size!r}, expected a divisor of the {world} ranks")
     if mesh is not None:
-        if mesh.ndim != 1:
-            raise ValueError(f'expected a DeviceMesh of one dimension, got {mesh.ndim}; pass a part of it, mesh["sp"]')
         group = mesh.get_group()
-    elif (size := sequence_parallel_size) is not None:
-        if not isinstance(size, int) or size < 1 or world % size:
-            raise ValueError(f"sequence_parallel_size is {size!r}, expected a divisor of the {world} ranks")
+    elif size is not None:
         group, _ = dist.new_subgroups(size)
     first_ranks: list = [None] * world
     dist.all_gather_object(first_ranks, min(dist.get_process_group_ranks(group)))
@@ -63,7 +64,7 @@ def initialize(
     return SequenceParallel(group, dist.get_rank(group), dist.get_world_size(group), place, len(groups))
 
 
-def gather(tensor: torch.Tensor, ctx: SequenceParallel) -> list[torch.Tensor]:
+def gather(tensor: Tensor, ctx: SequenceParallel) -> list[Tensor]:
     """Returns `tensor`, of the same shape on every rank of the group, from each of them. Without gradients."""
     found = [torch.empty_like(tensor) for _ in range(ctx.size)]
     dist.all_gather(found, tensor.contiguous(), group=ctx.group)

@@ -61,6 +61,11 @@ def head_share(rank: int, size: int, q_heads: int, kv_heads: int, length: int) -
     return HeadShare(slice(first, last), kv, tuple(head // per_kv - kv.start for head in range(first, last)), rows)
 
 
+def width(heads: slice) -> int:
+    """Returns how many heads these are."""
+    return heads.stop - heads.start
+
+
 def within(rows: Rows, start: int, stop: int) -> Rows:
     """Returns what of `rows` lies in [start, stop)."""
     cut = ((max(first, start), min(last, stop)) for first, last in rows)

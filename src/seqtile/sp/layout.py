@@ -11,11 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from seqtile.sp.groups import SequenceParallel, gather
 from seqtile.sp.head_shares import Rows
 
 BATCH_HASH = "batch_hash"  # in a shard, the hash of the batch that it was cut from
+CUTTERS = "sp.shard, sp.DataShardingCollator or sp.ShardedDataLoader"
 _FACTORS = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB)  # odd, of no other meaning
 _COMPARED = "[batch, tokens, has a mask, rows of position_ids, has a batch_hash, labelled tokens]"
 
@@ -56,15 +58,11 @@ class Layout:
 
 
 def layout_of(
-    local: int,
-    position_ids: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    ctx: SequenceParallel,
-    implementation: str,
-    last_position: int = 0,
+    local: int, position_ids: Tensor, mask: Tensor | None, ctx: SequenceParallel, implementation: str, last: int = 0
 ) -> Layout:
     """Returns the layout of what the ranks of a group hold together. `position_ids` [B or 1, S], or of several axes
-    [3 or 4, B, S], and `attention_mask` [B, S] are local, and of the same shape on every rank.
+    [3 or 4, B, S], and the attention mask [B, S] are local, and of the same shape on every rank; `last` is the largest
+    position of all.
 
     As for Hugging Face, documents are told by positions that restart, where there is no mask; of several axes by the
     first of four, that of the text.
@@ -78,20 +76,19 @@ def layout_of(
         position_ids = torch.arange(ctx.rank * local, (ctx.rank + 1) * local, device=position_ids.device)[None]
     positions = torch.cat(gather(position_ids, ctx), 1)
     valid = torch.ones_like(positions, dtype=torch.bool)
-    if attention_mask is not None:
-        valid = torch.cat(gather(attention_mask.to(torch.uint8), ctx), 1).bool()
-    shape = torch.broadcast_shapes(positions.shape, valid.shape)
-    rows = tuple(map(documents_of, positions.expand(shape), valid.expand(shape)))
-    if attention_mask is not None and any(len(row) > 1 for row in rows):
+    if mask is not None:
+        valid = torch.cat(gather(mask.to(torch.uint8), ctx), 1).bool()
+    rows = tuple(map(documents_of, *torch.broadcast_tensors(positions, valid)))
+    if mask is not None and any(len(row) > 1 for row in rows):
         raise ValueError(
-            "attention_mask has a hole, or position_ids restart under it, where Hugging Face would let all tokens of a "
-            "row see each other; expected padding at the ends of rows, or packed documents without an attention_mask"
+            "attention_mask has a hole, or position_ids restart under it; expected padding at the ends of rows, or "
+            "packed documents without an attention_mask"
         )
     documents = rows if any(row != rows[0] for row in rows) else rows[:1]
-    return Layout(ctx, local, documents, implementation, last_position)
+    return Layout(ctx, local, documents, implementation, last)
 
 
-def documents_of(positions: torch.Tensor, valid: torch.Tensor) -> Rows:
+def documents_of(positions: Tensor, valid: Tensor) -> Rows:
     """Returns the runs of tokens that are no padding and whose positions follow one another."""
     follows = (positions[1:] == positions[:-1] + 1) & valid[1:] & valid[:-1]
     starts = torch.cat([valid[:1], valid[1:] & ~follows]).nonzero().flatten()
@@ -99,13 +96,13 @@ def documents_of(positions: torch.Tensor, valid: torch.Tensor) -> Rows:
     return tuple(zip(starts.tolist(), ends.tolist(), strict=True))
 
 
-def hash_of(tensors: Mapping[str, torch.Tensor]) -> torch.Tensor:
+def hash_of(tensors: Mapping[str, Tensor]) -> Tensor:
     """Returns a number [] that differs where the integers in `tensors` do, or their order; computed where they are,
     without waiting for it."""
     return _hash(torch.stack([_hash(values) for _, values in sorted(tensors.items())]))
 
 
-def _hash(values: torch.Tensor) -> torch.Tensor:
+def _hash(values: Tensor) -> Tensor:
     mixed = values.flatten().to(torch.int64)  # sums and products wrap around
     mixed = (mixed + torch.arange(1, len(mixed) + 1, device=mixed.device) * _FACTORS[0]) * _FACTORS[1]
     mixed = (mixed ^ (mixed >> 32)) * _FACTORS[2]
@@ -113,51 +110,43 @@ def _hash(values: torch.Tensor) -> torch.Tensor:
 
 
 def check_same_batch(
-    tokens: torch.Tensor,
-    position_ids: torch.Tensor | None,
-    masked: bool,
-    items: torch.Tensor | int | None,
-    batch_hash: torch.Tensor | None,
+    tokens: Tensor,
+    position_ids: Tensor | None,
+    kwargs: Mapping[str, Any],
+    batch_hash: Tensor | None,
     ctx: SequenceParallel,
 ) -> int:
-    """Returns the largest of all ranks' position_ids. `tokens` are input_ids [B, S] or inputs_embeds [B, S, D]; `items`
-    the group's labelled tokens.
+    """Returns the largest of all ranks' position_ids. `tokens` are input_ids [B, S] or inputs_embeds [B, S, D]; of the
+    model's keyword arguments it reads attention_mask and num_items_in_batch.
 
     Raises ValueError on every rank if the ranks hold batches of different shapes or shards of different batches, if
     they have no position_ids, or if nothing tells that these are shards and all ranks hold the same tokens. One small
     collective and one wait for the device.
     """
-    rows, last, own = 0, 0, batch_hash
+    rows, last, own, items = 0, 0, batch_hash, kwargs.get("num_items_in_batch")
     if position_ids is not None:
         rows, last = position_ids.shape[:-1].numel(), position_ids.max()
     if batch_hash is None:  # embeddings are not compared
         comparable = ctx.size > 1 and position_ids is not None and not tokens.is_floating_point()
         own = hash_of({"tokens": tokens, "position_ids": position_ids}) if comparable else ctx.rank
-    sizes = [*tokens.shape[:2], int(masked), rows, int(batch_hash is not None)]
+    sizes = [*tokens.shape[:2], int(kwargs.get("attention_mask") is not None), rows, int(batch_hash is not None)]
     numbers = (sizes, 0 if items is None else items, last, own)  # some on the host, some on the device: waited for once
     mine = torch.cat([torch.as_tensor(x, dtype=torch.int64, device=tokens.device).view(-1) for x in numbers])
     ranks = torch.stack(gather(mine, ctx)).tolist()
-    shapes, hashes = [rank[:-2] for rank in ranks], [rank[-1] for rank in ranks]
+    shapes, lasts, hashes = [rank[:-2] for rank in ranks], [rank[-2] for rank in ranks], [rank[-1] for rank in ranks]
+    wrong = None
     if any(shape != shapes[0] for shape in shapes):
+        wrong = f"the ranks of a group hold batches of different shapes, {_COMPARED} = {shapes}"
+    elif position_ids is None:
+        wrong = "no position_ids came with the tokens, and nothing else tells a shard from a whole sequence"
+    elif batch_hash is not None and len(set(hashes)) > 1:
+        wrong = f"the ranks of a group hold shards of different batches, batch_hash = {hashes}"
+    elif batch_hash is None and ctx.size > 1 and len(set(hashes)) == 1:
+        wrong = "every rank of the group holds the same tokens at the same positions"
+    if wrong is not None:
         raise ValueError(
-            f"the ranks of a group hold batches of different shapes, {_COMPARED} = {shapes}; expected shards of "
-            "the same batch, as sp.DataShardingCollator cuts them if the ranks of a group draw the same samples"
+            f"{wrong}; expected each rank's shard of the same batch, cut by {CUTTERS}. The ranks of a group draw the "
+            "same samples (by ctx.data_parallel_rank of ctx.data_parallel_size), but for sp.ShardedDataLoader; for "
+            "whole sequences on every rank sp.restore(model) first"
         )
-    cut = "cut batches by sp.shard, sp.DataShardingCollator or sp.ShardedDataLoader, or"
-    if position_ids is None:
-        raise ValueError(
-            "no position_ids came with the tokens, so that nothing tells whether they are a shard or a whole sequence; "
-            f"{cut} pass a shard's position_ids; for whole sequences on every rank sp.restore(model) first"
-        )
-    if batch_hash is not None and len(set(hashes)) > 1:
-        raise ValueError(
-            f"the ranks of a group hold shards of different batches, batch_hash = {hashes}; expected the same samples "
-            "on all ranks of a group: let a sampler draw by ctx.data_parallel_rank of ctx.data_parallel_size, or take "
-            "sp.ShardedDataLoader, whose ranks draw different ones"
-        )
-    if batch_hash is None and ctx.size > 1 and len(set(hashes)) == 1:
-        raise ValueError(
-            "every rank of the group holds the same tokens at the same positions, expected each rank's shard; "
-            f"{cut}, for whole sequences on every rank, sp.restore(model) first"
-        )
-    return max(rank[-2] for rank in ranks)
+    return max(lasts)

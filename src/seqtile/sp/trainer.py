@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.data import DataLoader
 
 from seqtile.sp.apply import apply_ulysses, let_through, reduce_loss
@@ -27,30 +28,16 @@ class SequenceParallelTrainerMixin:
     def __init__(self, *args: Any, sequence_parallel: SequenceParallel, **kwargs: Any):
         self.sequence_parallel = sequence_parallel
         super().__init__(*args, **kwargs)
-        for wrong, message in (
-            (
-                not self.args.average_tokens_across_devices,
-                "expected average_tokens_across_devices=True: a rank's labels are a part of its group's",
-            ),
-            (
-                self.compute_loss_func is not None or self.label_smoother is not None,
-                "compute_loss_func and label_smoothing_factor do not know of shards; use the model's loss",
-            ),
-            (
-                self.compute_metrics is not None,
-                "compute_metrics needs logits, of which a rank has its shard's; evaluate by the loss",
-            ),
-            (
-                self.args.neftune_noise_alpha is not None,
-                "neftune_noise_alpha scales its noise by the length of a shard; leave it out",
-            ),
-            (
-                self.accelerator.dispatch_batches,
-                "expected dispatch_batches=False: every rank loads its group's samples itself",
-            ),
-        ):
-            if wrong:
-                raise ValueError(message)
+        refused = {
+            "average_tokens_across_devices=False": not self.args.average_tokens_across_devices,
+            "compute_loss_func": self.compute_loss_func is not None,
+            "label_smoothing_factor": self.label_smoother is not None,
+            "compute_metrics": self.compute_metrics is not None,
+            "neftune_noise_alpha": self.args.neftune_noise_alpha is not None,
+            "dispatch_batches=True": self.accelerator.dispatch_batches,
+        }
+        if found := [name for name, is_given in refused.items() if is_given]:
+            raise ValueError(f"{', '.join(found)} would take a shard for a sequence, expected none of {[*refused]}")
         apply_ulysses(self.model, sequence_parallel)
         self.data_collator = DataShardingCollator(self.data_collator, sequence_parallel)
 
@@ -75,23 +62,17 @@ class SequenceParallelTrainerMixin:
             sampler.num_processes, sampler.process_index = ctx.data_parallel_size, ctx.data_parallel_rank
             sampler.even_batches &= ctx.data_parallel_size > 1  # one group has no other to be even with
         elif self.accelerator.num_processes > 1:
-            kind = type(sampler).__name__
-            raise ValueError(f"expected a dataset with a length and Accelerate's sampler, got a {kind}")
+            raise ValueError(f"expected a dataset with a length, of Accelerate's sampler, got {type(sampler).__name__}")
         return loader
 
     def compute_loss(
-        self,
-        model: Any,
-        inputs: dict[str, Any],
-        return_outputs: bool = False,
-        num_items_in_batch: torch.Tensor | int | None = None,
-        **kwargs: Any,
+        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None, **kwargs: Any
     ) -> Any:
         training = self.model.training
         if training and (num_items_in_batch is None or not self.model_accepts_loss_kwargs):
             raise ValueError(
-                "Trainer did not count the labels of this step, by which it scales the loss; expected batches with "
-                "labels, and a model whose forward takes keyword arguments for its loss"
+                "Trainer did not count the labels of this step; expected batches with labels, and a model whose "
+                "forward takes keyword arguments for its loss"
             )
         items = num_items_in_batch if training else None  # those of all groups; the batch has its own group's
         result = super().compute_loss(model, inputs, return_outputs, items, **kwargs)
@@ -104,7 +85,7 @@ class SequenceParallelTrainerMixin:
         self.gather_function = self._once_a_group  # Trainer puts its own back at the end
         return super().evaluation_loop(*args, **kwargs)
 
-    def _once_a_group(self, losses: torch.Tensor) -> torch.Tensor:
+    def _once_a_group(self, losses: Tensor) -> Tensor:
         """Returns the samples' losses from all groups, each from one rank of it, without those that fill up the last
         batch."""
         ranks = self.accelerator.gather(torch.full_like(losses, self.sequence_parallel.rank))
@@ -112,11 +93,7 @@ class SequenceParallelTrainerMixin:
         state = self.accelerator.gradient_state
         return losses[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else losses
 
-    def prediction_step(
-        self, model: Any, inputs: dict[str, Any], prediction_loss_only: bool, *args: Any, **kwargs: Any
-    ) -> tuple[torch.Tensor | None, None, None]:
+    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any) -> Any:
         if not prediction_loss_only:
-            raise ValueError(
-                "logits are of shards: evaluate with prediction_loss_only=True and without compute_metrics"
-            )
+            raise ValueError("logits are of shards: evaluate with prediction_loss_only=True, without compute_metrics")
         return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)

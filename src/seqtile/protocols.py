@@ -15,10 +15,9 @@ this one. It needs attention in steps, rather than as the one call of Hugging Fa
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-import torch
-from torch import nn
+from torch import Tensor, nn
 
-Arriving = Callable[[], Sequence[torch.Tensor]]
+Arriving = Callable[[], Sequence[Tensor]]
 """Waits for tensors that other ranks send, and returns them. To be called once."""
 
 
@@ -35,20 +34,20 @@ class SequenceParallelAttention(Protocol):
         """Returns the steps for one of so many groups of heads; `groups` divides the number of kv heads."""
         ...
 
-    def start_to_heads(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Arriving:
+    def start_to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> Arriving:
         """Sends q [B, H, S, K], k and v [B, KV, S, K] of this rank's S tokens; what arrives are q [B, h, rows, K], k
         and v [B, kv, length, K] of this rank's heads. Without gradients."""
         ...
 
-    def start_gradients_to_tokens(self, *d_qkv: torch.Tensor) -> Arriving:
+    def start_gradients_to_tokens(self, *d_qkv: Tensor) -> Arriving:
         """Sends the gradients of what `start_to_heads` brought to the ranks that hold the tokens."""
         ...
 
-    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Computes attention of this rank's heads, as `start_to_heads` brought them: [B, rows, h, K]."""
         ...
 
-    def to_tokens(self, out: torch.Tensor) -> torch.Tensor:
+    def to_tokens(self, out: Tensor) -> Tensor:
         """Returns all heads of this rank's tokens [B, S, H, K] from each rank's `attend`. With gradients."""
         ...
 
@@ -62,17 +61,11 @@ class SequenceParallelFunction(Protocol):
     """An attention function of Hugging Face's interface that can also be had in steps."""
 
     def __call__(
-        self,
-        module: nn.Module,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        attention_mask: torch.Tensor | None,
-        **options: Any,
-    ) -> tuple[torch.Tensor, None]: ...
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+    ) -> tuple[Tensor, None]: ...
 
     def steps(
-        self, module: nn.Module, attention_mask: torch.Tensor | None, heads: tuple[int, int], **options: Any
+        self, module: nn.Module, attention_mask: Any, heads: tuple[int, int], **options: Any
     ) -> SequenceParallelAttention:
         """Returns the steps of a call with these numbers of query heads and kv heads; `options` are those of a call."""
         ...

@@ -43,7 +43,7 @@ class Sharding(NamedTuple):
     """Those of which several ranks send the same place: gradients of kv heads that they share."""
 
     def of_queries(self) -> "Sharding":
-        """Returns the same for q alone, whose way attention's output takes back."""
+        """Returns the same for q alone."""
         return Sharding(self.sizes[:1], [[piece for piece in pieces if piece.tensor == Q] for pieces in self.pieces])
 
     def parts(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -65,9 +65,11 @@ class AllToAll(NamedTuple):
     target: Sharding
 
     def reversed(self) -> "AllToAll":
+        """Returns the way back, which gradients take."""
         return AllToAll(self.group, self.target, self.source)
 
     def of_queries(self) -> "AllToAll":
+        """Returns that of q alone, whose way attention's output takes back."""
         return AllToAll(self.group, self.source.of_queries(), self.target.of_queries())
 
     def start(self, tensors: Sequence[Tensor]) -> Arriving:

@@ -115,6 +115,7 @@ class Applied:
     """Of the whole sequences; on the host, where reading it is free."""
 
     def hook(self, model: PreTrainedModel) -> None:
+        """Registers the hooks on a model, its base model and their rotary embeddings."""
         base = model.base_model
         self.handles += [
             model.register_forward_pre_hook(self.check_batch, with_kwargs=True),
@@ -129,6 +130,7 @@ class Applied:
                 self.handles.append(module.register_forward_hook(self.drop_last_position))
 
     def check_batch(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Keeps the batch's hash for `add_layout`, and refuses labels of which a shard's loss cannot be computed."""
         missing = [name for name in ("shift_labels", "num_items_in_batch") if kwargs.get(name) is None]
         if len(args) > 1:
             raise ValueError(_BY_KEYWORD)
@@ -145,13 +147,12 @@ class Applied:
         tokens = ids if ids is not None else kwargs.get("inputs_embeds")
         if tokens is None or len(args) > 1:
             raise ValueError(_BY_KEYWORD)
-        batch, local = tokens.shape[:2]
-        _check_shard(kwargs, batch, local)
-        mask, positions = kwargs.get("attention_mask"), kwargs.get("position_ids")
+        _check_shard(kwargs, *tokens.shape[:2])
+        local, positions = tokens.shape[1], kwargs.get("position_ids")
         if positions is None and self.ctx.size == 1:
             positions = torch.arange(local, device=tokens.device)[None]
         last = check_same_batch(tokens, positions, kwargs, batch_hash, self.ctx)
-        layout = layout_of(local, positions, mask, self.ctx, self.implementation, last)
+        layout = layout_of(local, positions, kwargs.get("attention_mask"), self.ctx, self.implementation, last)
         if (lengths := kwargs.get("cu_seq_lens_q")) is not None:
             length = int(lengths[-1])  # what follows pads to a multiple of ranks
             if lengths.tolist() != [0, *(stop for start, stop in layout.of_row(0) if start < length)]:
@@ -163,18 +164,19 @@ class Applied:
         return args, kwargs | added
 
     def add_last_position(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Gives a rotary embedding the last position of the whole sequence besides this rank's."""
         positions = kwargs.get("position_ids", args[1] if len(args) > 1 else None)
         last = positions.new_full((*positions.shape[:-1], 1), int(self.last_position))
         return args[:1], kwargs | {"position_ids": torch.cat([positions, last], -1)}
 
     def drop_last_position(self, module: nn.Module, args: tuple, output: tuple) -> tuple:
+        """Returns cos and sin without that position."""
         return tuple(values[..., :-1, :] for values in output)
 
     def check_layers(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        """Raises ValueError if a layer mixed tokens in another way."""
         if (found := len(kwargs["ulysses_layout"].attended)) < self.layers:
-            raise ValueError(
-                f"{found} of {self.layers} layers attended over the whole sequence; leave this model whole"
-            )
+            raise ValueError(f"{found} of {self.layers} layers attended over the whole sequence; leave it whole")
 
     def guard_loss(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
         """Returns the output, a dict or a tuple, with a loss that has to be reduced before its backward."""
@@ -198,12 +200,16 @@ def _check_shard(kwargs: dict[str, Any], batch: int, local: int) -> None:
         raise ValueError("a cache is not sharded over ranks: use_cache=False, or sp.restore(model) before generating")
     if kwargs.get("output_router_logits"):
         raise ValueError("the router's balancing loss is not sharded over ranks: output_router_logits=False")
-    for name in ("position_ids", "attention_mask"):
-        value = kwargs.get(name)
-        shape = list(value.shape) if isinstance(value, Tensor) else f"a {type(value).__name__}"
-        expected = [batch, local] if name == "attention_mask" else [*shape[:-1], local]  # positions may have other axes
-        if value is not None and shape != expected:
-            raise ValueError(f"{name} is {shape}, expected this rank's shard of it, {expected}")
+    positions, mask, expected = (
+        kwargs.get("position_ids"),
+        kwargs.get("attention_mask"),
+        "expected this rank's shard of it",
+    )
+    if positions is not None and positions.shape[-1] != local:
+        raise ValueError(f"position_ids is {list(positions.shape)} for {local} tokens, {expected}")
+    if mask is not None and (not isinstance(mask, Tensor) or mask.shape != (batch, local)):
+        kind = list(mask.shape) if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
+        raise ValueError(f"attention_mask is {kind}, {expected}, {[batch, local]}")
 
 
 class ShareFunction(torch.autograd.Function):

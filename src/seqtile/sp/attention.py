@@ -4,7 +4,6 @@ the model's own attention, and back.
 Source: Arctic Long Sequence Training, 3.2.
 """
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -62,10 +61,6 @@ class UlyssesAttention(SequenceParallelAttention):
     def start_gradients_to_tokens(self, *d_qkv: Tensor) -> Arriving:
         return self.all_to_all.reversed().start(d_qkv)
 
-    def to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> Sequence[Tensor]:
-        """Returns what `start_to_heads` brings. With gradients."""
-        return AllToAllFunction.apply(self.all_to_all, *_as_computed(q, k, v))
-
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.layout.attended.add(id(self.module))
         return attend(self.local, q, k, v)
@@ -96,13 +91,7 @@ class UlyssesFunction(SequenceParallelFunction):
     """The attention that is registered with Hugging Face, see `ulysses_attention`."""
 
     def __call__(
-        self,
-        module: nn.Module,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        **options: Any,
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
     ) -> tuple[Tensor, None]:
         """Computes q [B, H, S, K], k and v [B, KV, S, K] to [B, S, H, K]. Two all-to-alls.
 
@@ -110,11 +99,10 @@ class UlyssesFunction(SequenceParallelFunction):
         ValueError, alike on every rank and before any of them waits, for what is not causal attention within documents.
         """
         steps = self.steps(module, attention_mask, (query.shape[1], key.shape[1]), **options)
-        return steps.to_tokens(steps.attend(*steps.to_heads(query, key, value))), None
+        q, k, v = AllToAllFunction.apply(steps.all_to_all, *_as_computed(query, key, value))
+        return steps.to_tokens(steps.attend(q, k, v)), None
 
-    def steps(
-        self, module: nn.Module, attention_mask: Tensor | None, heads: tuple[int, int], **options: Any
-    ) -> UlyssesAttention:
+    def steps(self, module: nn.Module, attention_mask: Any, heads: tuple[int, int], **options: Any) -> UlyssesAttention:
         """Returns the steps of what Hugging Face's code asks of attention. ValueError for what is not causal attention
         within documents."""
         layout, window, causal = (options.get(name) for name in ("ulysses_layout", "sliding_window", "is_causal"))

@@ -26,13 +26,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
-from transformers.masking_utils import (
-    ALL_MASK_ATTENTION_FUNCTIONS,
-    eager_mask,
-    flash_attention_mask,
-    flex_attention_mask,
-    sdpa_mask,
-)
+from transformers import masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from seqtile.arch import ARCHS
@@ -236,13 +230,12 @@ def block_mask(attention: LocalAttention, batch: int, device: torch.device) -> B
     keys = torch.arange(0, length, SIDE, device=device)
     some = (begin.amin(3) < keys + SIDE) & (end.amax(3) >= keys)
     full = (begin.amax(3) <= keys) & (end.amin(3) >= keys + SIDE - 1)
-    return BlockMask.from_kv_blocks(
-        *_listed(some & ~full),
-        *_listed(full),
-        BLOCK_SIZE=SIDE,
-        mask_mod=lambda b, h, query, key: (first[b, query] <= key) & (key <= last[b, query]),
-        seq_lengths=(queries, length),
-    )
+
+    def sees(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (first[b, query] <= key) & (key <= last[b, query])
+
+    listed = (*_listed(some & ~full), *_listed(full))
+    return BlockMask.from_kv_blocks(*listed, BLOCK_SIZE=SIDE, mask_mod=sees, seq_lengths=(queries, length))
 
 
 def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
@@ -252,15 +245,15 @@ def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
 
 
 FORMS = {
-    sdpa_mask: by_masks,
-    eager_mask: partial(by_masks, additive=True),
-    flash_attention_mask: by_lengths,
-    flex_attention_mask: by_block_mask,
+    masking_utils.sdpa_mask: by_masks,
+    masking_utils.eager_mask: partial(by_masks, additive=True),
+    masking_utils.flash_attention_mask: by_lengths,
+    masking_utils.flex_attention_mask: by_block_mask,
 }
 
 
 def _form_of(implementation: str) -> Callable[..., Tensor] | None:
-    return FORMS.get(ALL_MASK_ATTENTION_FUNCTIONS.get(implementation))
+    return FORMS.get(masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.get(implementation))
 
 
 def check(attention: LocalAttention, ranks: int, q_heads: int) -> None:
@@ -272,6 +265,6 @@ def check(attention: LocalAttention, ranks: int, q_heads: int) -> None:
     if _form_of(name) is None and (ranks > q_heads or (window is not None and window < longest)):
         what = "a sliding window" if ranks <= q_heads else f"{q_heads} heads over {ranks} ranks"
         raise ValueError(
-            f"{name!r} is registered without a mask function and can be asked for whole causal documents only, not for "
-            f'{what}; register one in AttentionMaskInterface, or model.set_attn_implementation("sdpa")'
+            f"{name!r} has no mask function and can be asked for whole causal documents only, not for {what}; register "
+            'one in AttentionMaskInterface, or model.set_attn_implementation("sdpa")'
         )

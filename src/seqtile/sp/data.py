@@ -1,5 +1,5 @@
-"""A rank's shards of batches: cut from a batch that all ranks of the group have, or exchanged between ranks that draw
-different ones.
+"""A rank's shards of batches: cut from a batch that all ranks of the group have, or sent by ranks that draw different
+ones.
 
 `shard` and `DataShardingCollator`: every rank of the group is given the same samples (sample by
 `ctx.data_parallel_rank` and `ctx.data_parallel_size`), makes the same batch of them, and keeps its own part of the
@@ -185,11 +185,8 @@ class ShardedDataLoader:
     def _batches(self) -> Iterator[dict[str, Any]]:
         """Yields the loader's, drawn from the random state that this epoch began with."""
         resume, self._resume = self._resume, False
-        if not resume:
-            self._start = self._random_state()
-            yield from self.dataloader
-            return
-        with torch.random.fork_rng(devices=()):
+        self._start = self._start if resume else self._random_state()
+        with torch.random.fork_rng(devices=(), enabled=resume):
             torch.set_rng_state(self._start["torch"])
             if self._generator is not None:
                 self._generator.set_state(self._start["loader"])
@@ -212,7 +209,7 @@ def rounds(
         received = received.tolist()
         if error is not None or _FAILED in received:
             failed = f"rank {received.index(_FAILED)} of the group has no batch that can be cut"
-            raise ValueError(f"{failed}: {error}" if error is not None else f"{failed}, see there") from error
+            raise ValueError(f"{failed}: {error or 'see there'}") from error
         found = [rank for rank, size in enumerate(received) if size != _NOTHING]
         if not found:
             return

@@ -148,11 +148,11 @@ class Applied:
         if tokens is None or len(args) > 1:
             raise ValueError(_BY_KEYWORD)
         _check_shard(kwargs, *tokens.shape[:2])
-        local, positions = tokens.shape[1], kwargs.get("position_ids")
-        if positions is None and self.ctx.size == 1:
-            positions = torch.arange(local, device=tokens.device)[None]
-        last = check_same_batch(tokens, positions, kwargs, batch_hash, self.ctx)
-        layout = layout_of(local, positions, kwargs.get("attention_mask"), self.ctx, self.implementation, last)
+        if kwargs.get("position_ids") is None and self.ctx.size == 1:
+            kwargs["position_ids"] = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        last = check_same_batch(tokens, kwargs, batch_hash, self.ctx)
+        sharded = (tokens.shape[1], kwargs["position_ids"], kwargs.get("attention_mask"))
+        layout = layout_of(*sharded, self.ctx, self.implementation, last)
         if (lengths := kwargs.get("cu_seq_lens_q")) is not None:
             length = int(lengths[-1])  # what follows pads to a multiple of ranks
             if lengths.tolist() != [0, *(stop for start, stop in layout.of_row(0) if start < length)]:
@@ -160,8 +160,7 @@ class Applied:
         self.last_position.fill_(last)
         for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"):  # of whole sequences
             kwargs.pop(name, None)
-        added = {"position_ids": positions, "attention_mask": None, "use_cache": False, "ulysses_layout": layout}
-        return args, kwargs | added
+        return args, kwargs | {"attention_mask": None, "use_cache": False, "ulysses_layout": layout}
 
     def add_last_position(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Gives a rotary embedding the last position of the whole sequence besides this rank's."""

@@ -116,6 +116,8 @@ def _sequence_dim(name: str, value: Any, batch: int, length: int) -> int | None:
 def _padded(name: str, value: Tensor, missing: int) -> Tensor:
     """Returns `value` with `missing` more tokens: of a document of their own in `position_ids`, which ends none of the
     batch's, and so seen by no token of it."""
+    if missing == 0:
+        return value
     if name == "position_ids":
         tail = torch.arange(missing, device=value.device, dtype=value.dtype).expand(*value.shape[:-1], -1)
         return torch.cat([value, tail], -1)

@@ -110,20 +110,17 @@ def _hash(values: Tensor) -> Tensor:
 
 
 def check_same_batch(
-    tokens: Tensor,
-    position_ids: Tensor | None,
-    kwargs: Mapping[str, Any],
-    batch_hash: Tensor | None,
-    ctx: SequenceParallel,
+    tokens: Tensor, kwargs: Mapping[str, Any], batch_hash: Tensor | None, ctx: SequenceParallel
 ) -> int:
     """Returns the largest of all ranks' position_ids. `tokens` are input_ids [B, S] or inputs_embeds [B, S, D]; of the
-    model's keyword arguments it reads attention_mask and num_items_in_batch.
+    model's keyword arguments it reads position_ids, attention_mask and num_items_in_batch.
 
     Raises ValueError on every rank if the ranks hold batches of different shapes or shards of different batches, if
     they have no position_ids, or if nothing tells that these are shards and all ranks hold the same tokens. One small
     collective and one wait for the device.
     """
-    rows, last, own, items = 0, 0, batch_hash, kwargs.get("num_items_in_batch")
+    position_ids, items = kwargs.get("position_ids"), kwargs.get("num_items_in_batch")
+    rows, last, own = 0, 0, batch_hash
     if position_ids is not None:
         rows, last = position_ids.shape[:-1].numel(), position_ids.max()
     if batch_hash is None:  # embeddings are not compared

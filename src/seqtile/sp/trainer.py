@@ -37,7 +37,9 @@ class SequenceParallelTrainerMixin:
             "dispatch_batches=True": self.accelerator.dispatch_batches,
         }
         if found := [name for name, is_given in refused.items() if is_given]:
-            raise ValueError(f"{', '.join(found)} would take a shard for a sequence, expected none of {[*refused]}")
+            raise ValueError(
+                f"{', '.join(found)}: takes a shard for a whole sequence, expected none of it; leave it out"
+            )
         apply_ulysses(self.model, sequence_parallel)
         self.data_collator = DataShardingCollator(self.data_collator, sequence_parallel)
 

@@ -69,9 +69,7 @@ def completed(batch: dict[str, Any]) -> dict[str, Any]:
         raise TypeError(f"expected a dict of tensors as batch, got a {type(batch).__name__}")
     batch = dict(batch)
     if BATCH_HASH in batch:
-        raise ValueError(
-            f"this batch is a shard already, expected a whole one, cut once by {CUTTERS}, or Trainer's mixin"
-        )
+        raise ValueError(f"this batch is a shard already, expected a whole one: cut it once, by one of {CUTTERS}")
     rows, length = _tokens_of(batch).shape[:2]
     if "labels" in batch and "shift_labels" not in batch:
         batch["shift_labels"] = F.pad(batch["labels"], (0, 1), value=IGNORED)[..., 1:]

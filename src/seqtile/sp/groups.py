@@ -42,10 +42,7 @@ def initialize(
     of the three is given, or if the size does not divide the number of ranks.
     """
     if not dist.is_available() or not dist.is_initialized():
-        raise ValueError(
-            "torch.distributed is not initialised: start the script by torchrun, and call init_process_group first "
-            "(TrainingArguments of Hugging Face does)"
-        )
+        raise ValueError("torch.distributed is not initialised: start the script by torchrun, init_process_group first")
     if sum(given is not None for given in (sequence_parallel_size, group, mesh)) != 1:
         raise ValueError("expected exactly one of sequence_parallel_size, group and mesh")
     if mesh is not None and mesh.ndim != 1:

@@ -73,8 +73,7 @@ class SequenceParallelTrainerMixin:
         training = self.model.training
         if training and (num_items_in_batch is None or not self.model_accepts_loss_kwargs):
             raise ValueError(
-                "Trainer did not count the labels of this step; expected batches with labels, and a model whose "
-                "forward takes keyword arguments for its loss"
+                "Trainer did not count the labels of this step; expected labels, and a model with loss kwargs"
             )
         items = num_items_in_batch if training else None  # those of all groups; the batch has its own group's
         result = super().compute_loss(model, inputs, return_outputs, items, **kwargs)

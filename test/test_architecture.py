@@ -3,19 +3,25 @@
 import ast
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+
+from seqtile.protocols import SequenceParallelAttention, SequenceParallelFunction
+from seqtile.sp.attention import UlyssesAttention, ulysses_attention
+from seqtile.sp.layout import Layout
 
 SOURCE = Path(__file__).parent.parent / "src" / "seqtile"
 
 ROOMS = {  # room -> the rooms that it may import
     "arch": set(),
+    "protocols": set(),
     "kernels": set(),
-    "ops": {"kernels"},
+    "ops": {"kernels", "protocols"},
     "modules": {"ops"},
-    "models": {"arch", "ops", "modules"},
+    "models": {"arch", "protocols", "ops", "modules"},
     "offload": set(),
-    "sp": set(),
+    "sp": {"arch", "protocols"},
     "memory": {"arch"},
     "recipes": {"arch", "ops", "modules", "models", "offload", "sp", "memory", "__init__"},
     "cli": {"recipes", "memory", "__init__"},
@@ -76,6 +82,29 @@ def test_ops_know_no_modules() -> None:
     for file in (SOURCE / "ops").glob("*.py"):
         assert not {name for name in imports_of(file) if name in ("torch.nn", "torch.distributed")}, file
         assert "nn.Module" not in file.read_text(), file
+
+
+def test_attention_over_ranks_crosses_rooms_by_its_protocols() -> None:
+    """Models and ops name what they call of sp, which implements it; none hangs an attribute on another's function."""
+    assert isinstance(ulysses_attention, SequenceParallelFunction)
+    layout = Layout(SimpleNamespace(rank=0, size=1, group=None), 8, (((0, 8),),), "sdpa")
+    steps = UlyssesAttention(None, layout, None, {}, 2, 1)
+    assert isinstance(steps, SequenceParallelAttention) and isinstance(steps.in_groups(1), SequenceParallelAttention)
+    protocols = (SequenceParallelAttention, SequenceParallelFunction)
+    crossing = {name for protocol in protocols for name in vars(protocol) if not name.startswith("_")}
+    assert crossing == {
+        "ranks", "in_groups", "start_to_heads", "start_gradients_to_tokens", "attend", "to_tokens", "agree_on_max",
+        "steps",
+    }  # fmt: skip
+    for file in FILES:
+        tree = ast.parse(file.read_text())
+        for node in tree.body:
+            targets = node.targets if isinstance(node, ast.Assign) else []
+            assert not any(isinstance(target, ast.Attribute) for target in targets), f"{file}: {ast.unparse(node)}"
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("getattr", "hasattr"):
+                asked = {argument.value for argument in node.args if isinstance(argument, ast.Constant)}
+                assert not asked & crossing, f"{file}: {ast.unparse(node)}"
 
 
 def is_empty_container(value: ast.AST | None) -> bool:

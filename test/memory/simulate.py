@@ -26,8 +26,8 @@ from seqtile.memory.setup import Setup
 from seqtile.models.placement import placement_at
 from seqtile.offload.checkpointing import Checkpoints, hand_out
 from seqtile.offload.store import Store
-from seqtile.sp.attention import Travel
-from seqtile.sp.exchange import Trade
+from seqtile.sp.attention import UlyssesAttention, UlyssesFunction
+from seqtile.sp.layout import Layout
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 OUT_OF_PLACE = ("gemma2", "gemma3_text", "glm4", "olmo2")  # where Liger's norm may not write over its gradient
@@ -154,35 +154,25 @@ def attention(setup: Setup) -> Callable:
 
     if setup.sequence_parallel == 1:
         return whole
-    ctx = seqtile.sp.initialize(setup.sequence_parallel)
-
-    def exchanged(module, q, k, v, mask, **kwargs):
-        trade = Trade.of(q.shape[1], k.shape[1], q.shape[2], ctx)
-        return trade.to_tokens(FlashFunction.apply(*trade.to_heads(q, k, v))), None
-
-    exchanged.stages = lambda module, mask, **kwargs: Stages(ctx, kwargs["position_ids"].shape[1])
-    return exchanged
+    return WithoutScores(seqtile.sp.initialize(setup.sequence_parallel))
 
 
-class Stages(NamedTuple):
-    """As `seqtile.sp.attention.Stages`, around an attention without scores."""
+class WithoutScores(UlyssesFunction):
+    """As `seqtile.sp.attention.ulysses_attention`, around an attention without scores."""
 
-    ctx: seqtile.sp.SequenceParallel
-    local: int
+    def __init__(self, ctx: seqtile.sp.SequenceParallel):
+        self.ctx = ctx
 
-    @property
-    def ranks(self) -> int:
-        return self.ctx.size
-
-    def of(self, q_heads: int, kv_heads: int) -> "Travels":
-        return Travels(None, Trade.of(q_heads, kv_heads, self.local, self.ctx))
+    def steps(self, module, mask, heads, **kwargs) -> UlyssesAttention:
+        layout = Layout(self.ctx, kwargs["position_ids"].shape[1], (), "sdpa")
+        return StepsWithoutScores(module, layout, None, {}, *heads)
 
 
-class Travels(Travel):
-    def core(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+class StepsWithoutScores(UlyssesAttention):
+    def attend(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return FlashFunction.apply(q, k, v)
 
-    def agreed(self, size: int) -> int:
+    def agree_on_max(self, size: int) -> int:
         return size
 
 

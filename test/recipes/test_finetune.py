@@ -26,7 +26,7 @@ from seqtile.recipes.pretrained import load_config
 from seqtile.recipes.ranks import group_of_one
 from seqtile.recipes.report import picture, print_table
 from seqtile.recipes.train import loaded, loss_of, train
-from seqtile.sp import blocks
+from seqtile.sp import backends
 from tiny import build, config_of
 
 TEXT = "a long document, of words and words and words; "
@@ -79,7 +79,7 @@ def test_no_mask_of_length_x_length(arch: str, tmp_path: Path, monkeypatch: pyte
     """Of models with sliding windows in one process: nothing grows with the square of the length, and loss and
     gradients are the model's."""
     save_tiny(tmp_path, arch)
-    monkeypatch.setattr(blocks, "MASK_ELEMENTS", 2**22)  # less than one of these lengths would have
+    monkeypatch.setattr(backends, "MASK_ELEMENTS", 2**22)  # less than one of these lengths would have
     largest = {}
     for length in (2300, 3450):  # of more than a tile
         job = Job(str(tmp_path), (), length, 1, False, "cpu", "float32", 1e-5, 0, tmp_path)

@@ -10,9 +10,9 @@ from torch.nn.attention import flex_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask, sdpa_mask
 
-from seqtile.sp.documents import Layout
-from seqtile.sp.heads import Rows, Share
-from seqtile.sp.wrapped import Attention
+from seqtile.sp.backends import LocalAttention
+from seqtile.sp.head_shares import HeadShare, Rows
+from seqtile.sp.layout import Layout
 
 OWN = {"of booleans": sdpa_mask, "of addends": eager_mask, "of squares": None}
 INSTALLED = ("sdpa", "eager", "flash_attention_3", "flex_attention")
@@ -91,13 +91,13 @@ def asked(
     implementation: str,
     documents: tuple[Rows, ...],
     length: int,
-    share: Share,
+    share: HeadShare,
     window: int | None,
     **options: object,
-) -> Attention:
+) -> LocalAttention:
     """An attention over one rank's sequence, asked by no model."""
     module = SimpleNamespace(
         config=SimpleNamespace(_attn_implementation="seqtile_ulysses"), training=True, is_causal=True, modules=list
     )
     layout = Layout(SimpleNamespace(size=1), length, documents, implementation)
-    return Attention(module, layout, share, window, options)
+    return LocalAttention(module, layout, share, window, options)

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch.utils.data import DataLoader, DistributedSampler
 
 from seqtile import sp
-from seqtile.sp.context import gather
-from seqtile.sp.loader import _parcels
+from seqtile.sp.data import _parcels
+from seqtile.sp.groups import gather
 
 SAMPLES = 23
 Batch = dict[str, torch.Tensor]

@@ -29,7 +29,7 @@ from assertions import relative_error
 from distributed.worker import ddp, fsdp2, full, zero
 from seqtile import sp
 from seqtile.sp.attention import ulysses_attention
-from seqtile.sp.documents import Layout
+from seqtile.sp.layout import Layout
 from sp.cases import reducer_cases
 from sp.first_rank import by_first_rank
 from tiny import batch_of, build

@@ -9,12 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from measure import LiveBytes
-from seqtile.sp import blocks as room
-from seqtile.sp.backends import attend, check
-from seqtile.sp.block_mask import _block_mask
-from seqtile.sp.blocks import blocks
-from seqtile.sp.documents import _documents, layout_of
-from seqtile.sp.heads import Rows, Share, share_of
+from seqtile.sp import backends
+from seqtile.sp.backends import attend, block_mask, blocks, check
+from seqtile.sp.head_shares import HeadShare, Rows, head_share
+from seqtile.sp.layout import documents_of, layout_of
 from sp.attentions import INSTALLED, asked, install
 
 
@@ -54,9 +52,9 @@ def test_blocks_are_the_dense_mask(
     length, found = sequence
     expected, seen = dense(length, found, window), torch.zeros(length, length, dtype=torch.bool)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(room, "MASK_ELEMENTS", mask_elements)
+        patch.setattr(backends, "MASK_ELEMENTS", mask_elements)
         for rank in range(size):
-            for block in blocks(share_of(rank, size, 1, 1, length).rows, found, window):
+            for block in blocks(head_share(rank, size, 1, 1, length).rows, found, window):
                 here = torch.ones(block.q1 - block.q0, block.k1 - block.k0, dtype=torch.bool).tril()
                 if not block.is_square(window):
                     here = block.mask(window, torch.device("cpu"))
@@ -96,10 +94,10 @@ def test_attention(
     truth = torch.where(mask.any(-1, keepdim=True), truth, 0.0).transpose(1, 2)
     out = torch.full_like(truth, torch.nan)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(room, "MASK_ELEMENTS", mask_elements)
+        patch.setattr(backends, "MASK_ELEMENTS", mask_elements)
         for rank in range(size):
-            rows = share_of(rank, size, 1, 1, length).rows
-            share = Share(slice(0, q_heads), slice(0, kv_heads), kv_of_q, rows)
+            rows = head_share(rank, size, 1, 1, length).rows
+            share = HeadShare(slice(0, q_heads), slice(0, kv_heads), kv_of_q, rows)
             index = torch.cat([torch.arange(first, last) for first, last in rows] or [torch.arange(0)])
             asking = asked(implementation, rows_of_batch, length, share, window, scaling=0.3, dropout=0.0)
             if len(index):
@@ -115,7 +113,7 @@ def test_attention(
 def test_an_attention_without_masks_is_asked_for_squares_only() -> None:
     documents, length = ((0, 30), (30, 70)), 80
     q, k, v = (torch.randn(1, 2, length, 8) for _ in range(3))
-    share = share_of(0, 1, 2, 2, length)
+    share = head_share(0, 1, 2, 2, length)
     ours, theirs = (
         attend(asked(name, (documents,), length, share, None, scaling=None, dropout=0.0), q, k, v)
         for name in ("of squares", "sdpa")
@@ -132,9 +130,9 @@ def test_an_attention_without_masks_is_asked_for_squares_only() -> None:
 def test_documents_of_positions() -> None:
     positions = torch.tensor([7, 8, 0, 1, 2, 0, 0, 1, 1, 2])
     valid = torch.tensor([1, 1, 1, 1, 1, 1, 1, 0, 1, 0], dtype=torch.bool)
-    assert _documents(positions, valid) == ((0, 2), (2, 5), (5, 6), (6, 7), (8, 9))
-    assert _documents(positions, torch.zeros(10, dtype=torch.bool)) == ()
-    assert _documents(torch.tensor([0, 1, 3, 4, 5]), torch.ones(5, dtype=torch.bool)) == ((0, 2), (2, 5))
+    assert documents_of(positions, valid) == ((0, 2), (2, 5), (5, 6), (6, 7), (8, 9))
+    assert documents_of(positions, torch.zeros(10, dtype=torch.bool)) == ()
+    assert documents_of(torch.tensor([0, 1, 3, 4, 5]), torch.ones(5, dtype=torch.bool)) == ((0, 2), (2, 5))
 
 
 def one_rank(values: torch.Tensor, ctx: object) -> list[torch.Tensor]:
@@ -143,7 +141,7 @@ def one_rank(values: torch.Tensor, ctx: object) -> list[torch.Tensor]:
 
 def test_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
     """What tells documents: positions without a mask, and of several axes the text's; a mask is of whole rows."""
-    monkeypatch.setattr("seqtile.sp.documents.gather", one_rank)
+    monkeypatch.setattr("seqtile.sp.layout.gather", one_rank)
     ctx = SimpleNamespace(rank=0, size=1)
     packed = torch.tensor([[0, 1, 2, 0, 1, 2, 3]])
     axes = torch.tensor([[0, 1, 1, 1, 2, 3, 4], [0, 1, 1, 2, 2, 3, 4], [0, 1, 2, 1, 2, 3, 9]])[:, None]
@@ -168,11 +166,11 @@ def test_memory_does_not_grow_with_the_square_of_the_length(
 ) -> None:
     """All that is alive at once, forward and backward, where a rank has a head or shares it with another."""
     length = 8192
-    share = share_of(0, size, 1, 1, length)
+    share = head_share(0, size, 1, 1, length)
     q, k, v = (torch.randn(1, 1, tokens, 4, requires_grad=True) for tokens in (length // size, length, length))
     asking = asked(implementation, (found,), length, share, window)
     with pytest.MonkeyPatch.context() as patch, LiveBytes() as memory:
-        patch.setattr(room, "MASK_ELEMENTS", 2**20)
+        patch.setattr(backends, "MASK_ELEMENTS", 2**20)
         attend(asking, q, k, v).sum().backward()
     assert 0 < memory.peak <= 2**25 < length**2
 
@@ -183,9 +181,9 @@ def test_a_block_mask(rank: int, window: int | None) -> None:
     """Its blocks cover the dense mask, those it calls full are full, and no tensor is as large as that mask."""
     length, side = 4096 + 50, 128
     documents = ((0, 1000), (1000, length - 9))
-    share = share_of(rank, 2, 1, 1, length)
+    share = head_share(rank, 2, 1, 1, length)
     with LiveBytes() as memory:
-        made = _block_mask(asked("flex_attention", (documents,), length, share, window), 1, torch.device("cpu"))
+        made = block_mask(asked("flex_attention", (documents,), length, share, window), 1, torch.device("cpu"))
     assert memory.largest <= 8 * (length + side)
     rows = torch.cat([torch.arange(first, last) for first, last in share.rows])
     seen = dense(length, documents, window)[rows]

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from assertions import assert_as_exact, relative_error
 from seqtile import sp
 from seqtile.sp.backends import attend
-from seqtile.sp.heads import Share, share_of
+from seqtile.sp.head_shares import HeadShare, head_share
 from sp.attentions import asked, dense
 from sp.cases import WRAPPED, attention_cases, batch_of_kind
 from tiny import build, loss_and_gradients
@@ -28,8 +28,8 @@ def test_attention(implementation: str, window: int | None, rank: int, size: int
     package = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}.get(implementation)
     if package:
         pytest.importorskip(package)
-    rows = share_of(rank, size, 1, 1, LENGTH).rows
-    share = Share(slice(0, 4), slice(0, 2), (0, 0, 1, 1), rows)
+    rows = head_share(rank, size, 1, 1, LENGTH).rows
+    share = HeadShare(slice(0, 4), slice(0, 2), (0, 0, 1, 1), rows)
     index = torch.cat([torch.arange(first, last) for first, last in rows])
     tokens = torch.arange(LENGTH)
     document = sum((tokens >= start).long() for start, _ in DOCUMENTS)

@@ -45,6 +45,7 @@ from seqtile.ops.decoder_layer import decoder_layer
 from seqtile.ops.decoder_layer.params import AttentionParams, LayerParams, MLPParams, Norm
 from seqtile.ops.rms_norm import rms_norm
 from seqtile.ops.tiles import resolve_chunk_tokens
+from seqtile.protocols import SequenceParallelAttention, SequenceParallelFunction
 
 logger = logging.get_logger(__name__)
 _FORWARD_CHECKPOINTS = "__init_subclass__" in vars(GradientCheckpointingLayer)  # since transformers 5.2x; else __call__
@@ -91,12 +92,12 @@ def tiled_layer_forward(arch: Arch, options: Options, original: Callable) -> Cal
         if reason is None and past_key_values is not None and torch.is_grad_enabled():
             reason = "gradients may flow through the cache"
             check_not_zero3(self, reason)
-        attend, stages, given = _attention(arch, self.self_attn, attention_mask, past_key_values, kwargs)
+        attend, over_ranks, given = _attention(arch, self.self_attn, attention_mask, past_key_values, kwargs)
         rotary = position_embeddings if getattr(self.self_attn, "use_rope", True) else None
         scale = getattr(self, arch.residual_scale) if arch.residual_scale else 1.0
         if reason is not None:
             return _fallback_layer(arch, self, hidden_states, rotary, attend, scale, options.chunk_tokens)
-        groups = groups_of(self.self_attn, grouped, 1 if stages is None else stages.ranks)
+        groups = groups_of(self.self_attn, grouped, 1 if over_ranks is None else over_ranks.ranks)
         return decoder_layer(
             hidden_states,
             _params_of(self),
@@ -104,7 +105,7 @@ def tiled_layer_forward(arch: Arch, options: Options, original: Callable) -> Cal
             attend,
             head_dim=self.self_attn.head_dim,
             head_groups=groups,
-            exchange=_exchange(self.self_attn, stages, groups),
+            over_ranks=None if over_ranks is None else over_ranks.in_groups(groups or 1),
             may_repeat=grouped != "auto",
             given=given,
             activation=activation_of(self.mlp),
@@ -150,9 +151,9 @@ def _params_of(layer: nn.Module) -> LayerParams:
 
 def _attention(
     arch: Arch, attention: nn.Module, mask: Any, cache: Any, kwargs: dict[str, Any]
-) -> tuple[Callable[..., torch.Tensor], Any, list[torch.Tensor]]:
-    """Returns the attention that the model has, asked as Hugging Face's code asks it; its steps, if it has `stages` as
-    `seqtile.sp` does; and the tensors it is given besides."""
+) -> tuple[Callable[..., torch.Tensor], SequenceParallelAttention | None, list[torch.Tensor]]:
+    """Returns the attention that the model has, asked as Hugging Face's code asks it; its steps, if ranks hold parts of
+    the sequence; and the tensors it is given besides."""
     options = {"dropout": attention.attention_dropout if attention.training else 0.0, "scaling": attention.scaling}
     if arch.windows:
         of_model = getattr(attention.config, "sliding_window", None)
@@ -165,17 +166,13 @@ def _attention(
             k, v = cache.update(k, v, attention.layer_idx)
         return function(attention, q, k, v, mask, **options, **kwargs)[0]
 
-    stages = getattr(function, "stages", None)
+    over_ranks = None
+    if isinstance(function, SequenceParallelFunction):
+        kv_heads = attention.config.num_key_value_heads
+        heads = (kv_heads * attention.num_key_value_groups, kv_heads)
+        over_ranks = function.steps(attention, mask, heads, **options, **kwargs)
     given = [tensor for tensor in (mask, *kwargs.values()) if isinstance(tensor, torch.Tensor)]
-    return attend, stages and stages(attention, mask, **options, **kwargs), given
-
-
-def _exchange(attention: nn.Module, stages: Any, groups: int | None) -> Any:
-    """Returns the steps of a group's attention over ranks; None on one rank."""
-    if stages is None:
-        return None
-    kv_heads = attention.config.num_key_value_heads // (groups or 1)
-    return stages.of(kv_heads * attention.num_key_value_groups, kv_heads)
+    return attend, over_ranks, given
 
 
 def groups_of(attention: nn.Module, head_groups: int | str | None, ranks: int = 1) -> int | None:

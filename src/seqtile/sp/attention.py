@@ -1,137 +1,137 @@
-"""Attention over a sequence whose tokens are spread over ranks: tokens are traded for heads, and back.
+"""Attention over a sequence whose tokens are sharded over ranks: from tokens to heads, attention of whole sequences by
+the model's own attention, and back.
 
 Source: Arctic Long Sequence Training, 3.2.
 """
 
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
-from seqtile.sp.backends import Attention, attend, check
-from seqtile.sp.context import SequenceParallel, device_of, gather
-from seqtile.sp.documents import Layout
-from seqtile.sp.exchange import Exchange, Trade
+from seqtile.protocols import Arriving, SequenceParallelAttention, SequenceParallelFunction
+from seqtile.sp.all_to_all import AllToAll, AllToAllFunction, tokens_to_heads
+from seqtile.sp.backends import LocalAttention, attend, check
+from seqtile.sp.groups import device_of, gather
+from seqtile.sp.head_shares import head_share
+from seqtile.sp.layout import Layout
 
 NAME = "seqtile_ulysses"
 # Tensors that come along and change no score; any other is refused.
 _HARMLESS = {"position_ids", "cache_position", "input_ids", "labels", "shift_labels", "num_items_in_batch"}
 
 
-def ulysses_attention(
-    module: nn.Module,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    attention_mask: torch.Tensor | None,
-    **options: Any,
-) -> tuple[torch.Tensor, None]:
-    """Hugging Face's attention interface: q [B, H, S, K], k and v [B, KV, S, K] to [B, S, H, K]. Two all-to-alls.
-
-    Allocates on this rank its share of q, k, v and of the output, and a buffer to send each of the two from. Raises
-    ValueError, alike on every rank and before any of them waits, for what is not causal attention within documents.
-    """
-    travel = stages(module, attention_mask, **options).of(query.shape[1], key.shape[1])
-    q, k, v = travel.trade.to_heads(query, key, value)
-    return travel.home(travel.core(q, k, v)), None
-
-
-class Stages(NamedTuple):
-    """Attention over ranks, of which heads are not yet told."""
+@dataclass(frozen=True)
+class UlyssesAttention(SequenceParallelAttention):
+    """One call of a layer's attention over ranks, in steps; for shapes see the protocol."""
 
     module: nn.Module
     layout: Layout
     window: int | None
     options: dict[str, Any]
+    """As in `LocalAttention`."""
+    q_heads: int
+    kv_heads: int
+
+    def __post_init__(self) -> None:
+        check(self.local, self.ranks, self.q_heads)
 
     @property
     def ranks(self) -> int:
         return self.layout.ctx.size
 
-    def of(self, q_heads: int, kv_heads: int) -> "Travel":
-        heads = (q_heads, kv_heads)
-        trade = self.layout.once(heads, lambda: Trade.of(*heads, self.layout.local, self.layout.ctx))
-        attention = Attention(self.module, self.layout, trade.share, self.window, self.options)
-        check(attention, self.ranks, q_heads)
-        self.layout.asked.add(id(self.module))
-        return Travel(attention, trade)
+    @property
+    def all_to_all(self) -> AllToAll:
+        heads, layout = (self.q_heads, self.kv_heads), self.layout
+        return layout.once(heads, lambda: tokens_to_heads(*heads, layout.local, layout.ctx))
+
+    @property
+    def local(self) -> LocalAttention:
+        ctx, layout = self.layout.ctx, self.layout
+        share = head_share(ctx.rank, ctx.size, self.q_heads, self.kv_heads, layout.length)
+        return LocalAttention(self.module, layout, share, self.window, self.options)
+
+    def in_groups(self, groups: int) -> "UlyssesAttention":
+        return replace(self, q_heads=self.q_heads // groups, kv_heads=self.kv_heads // groups)
+
+    def start_to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> Arriving:
+        return self.all_to_all.start(_as_computed(q, k, v))
+
+    def start_gradients_to_tokens(self, *d_qkv: Tensor) -> Arriving:
+        return self.all_to_all.reversed().start(d_qkv)
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        self.layout.attended.add(id(self.module))
+        return attend(self.local, q, k, v)
+
+    def to_tokens(self, out: Tensor) -> Tensor:
+        return AllToAllFunction.apply(self.all_to_all.of_queries().reversed(), out.transpose(1, 2))[0].transpose(1, 2)
+
+    def agree_on_max(self, size: int) -> int:
+        """One collective and one wait for the device a forward, and for each window that layers have: what is asked
+        later has the same answer."""
+        ctx = self.layout.ctx
+
+        def largest() -> int:
+            return max(int(each) for each in gather(torch.tensor(size, device=device_of(ctx)), ctx))
+
+        return self.layout.once(("largest", self.window), largest)
 
 
-class Travel(NamedTuple):
-    """The steps of attention over ranks for so many heads: there, attention itself, and back."""
-
-    attention: Attention
-    trade: Trade
-
-    def send(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Callable[[], list[torch.Tensor]]:
-        """q [B, H, S, K], k and v [B, KV, S, K] on their way; called, what returns waits for them: this rank's shares,
-        q [B, h, rows, K], k and v [B, kv, length, K]. Without gradients."""
-        return _by_heads(self.trade.send(q, k, v))
-
-    def send_back(self, *d_qkv: torch.Tensor) -> Callable[[], list[torch.Tensor]]:
-        """The gradients of these shares on their way to the ranks that have the tokens."""
-        return _by_heads(self.trade.send_back(*d_qkv))
-
-    def core(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        """The attention that is wrapped, of a share: [B, rows, h, K]."""
-        return attend(self.attention, q, k, v)
-
-    def home(self, out: torch.Tensor) -> torch.Tensor:
-        """What it returned, to all heads of this rank's tokens [B, S, H, K]."""
-        return self.trade.to_tokens(out)
-
-    def agreed(self, size: int) -> int:
-        """The largest of what the ranks come with, so that all decide alike. One collective and one wait for the device
-        a forward, and for each window that layers have: what is asked later has the same answer."""
-        layout = self.attention.layout
-        return layout.once(("agreed", self.attention.window), lambda: _largest(size, layout.ctx))
+def _as_computed(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
+    """Returns q, k and v in the one dtype that attention computes in."""
+    dtype = torch.promote_types(torch.promote_types(q.dtype, k.dtype), v.dtype)
+    if dtype == torch.float32 and torch.is_autocast_enabled(q.device.type):
+        dtype = torch.get_autocast_dtype(q.device.type)
+    return [x.to(dtype) for x in (q, k, v)]
 
 
-def _largest(size: int, ctx: SequenceParallel) -> int:
-    sizes = gather(torch.tensor(size, device=device_of(ctx)), ctx)
-    return max(int(each) for each in sizes)
+class UlyssesFunction(SequenceParallelFunction):
+    """The attention that is registered with Hugging Face, see `ulysses_attention`."""
+
+    def __call__(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+    ) -> tuple[Tensor, None]:
+        """Computes q [B, H, S, K], k and v [B, KV, S, K] to [B, S, H, K]. Two all-to-alls.
+
+        Allocates on this rank its share of q, k, v and of the output, and a buffer to send each of the two from. Raises
+        ValueError, alike on every rank and before any of them waits, for what is not causal attention within documents.
+        """
+        steps = self.steps(module, attention_mask, (query.shape[1], key.shape[1]), **options)
+        q, k, v = AllToAllFunction.apply(steps.all_to_all, *_as_computed(query, key, value))
+        return steps.to_tokens(steps.attend(q, k, v)), None
+
+    def steps(self, module: nn.Module, attention_mask: Any, heads: tuple[int, int], **options: Any) -> UlyssesAttention:
+        """Returns the steps of what Hugging Face's code asks of attention. ValueError for what is not causal attention
+        within documents."""
+        layout, window, causal = (options.get(name) for name in ("ulysses_layout", "sliding_window", "is_causal"))
+        if layout is None:
+            raise ValueError(
+                "no layout came with the tokens: call the model that sp.apply_ulysses was given, as a whole; leave one "
+                "whole that does not pass keyword arguments on to its attention, or has an encoder of images"
+            )
+        wrong = []
+        if attention_mask is not None:
+            wrong.append("with a mask of its layer's own")
+        if not (getattr(module, "is_causal", True) if causal is None else causal):
+            wrong.append("that is not causal")
+        for name, option in options.items():
+            if (name == "cache" and option is not None) or (isinstance(option, Tensor) and name not in _HARMLESS):
+                wrong.append(f"with {name}")
+        if wrong:
+            raise ValueError(f"attention {', '.join(wrong)} is not sharded over ranks; leave this model whole")
+        if window is None and (unsaid := _window_of(module)) is not None and unsaid < layout.length:
+            raise ValueError(f"a window of {unsaid} is not passed on to attention by this model; leave it whole")
+        kept = {name: options[name] for name in ("scaling", "dropout", "softcap") if options.get(name) is not None}
+        return UlyssesAttention(module, layout, window, kept, *heads)
 
 
-def _by_heads(exchange: Exchange) -> Callable[[], list[torch.Tensor]]:
-    return lambda: [x.transpose(1, 2) for x in exchange.result()]
-
-
-def stages(
-    module: nn.Module,
-    attention_mask: torch.Tensor | None,
-    scaling: float | None = None,
-    dropout: float = 0.0,
-    sliding_window: int | None = None,
-    ulysses_layout: Layout | None = None,
-    softcap: float | None = None,
-    is_causal: bool | None = None,
-    **others: Any,
-) -> Stages:
-    """What Hugging Face's code asks of attention. ValueError for what is not causal attention within documents."""
-    if ulysses_layout is None:
-        raise ValueError(
-            "no layout came with the tokens: call the model that sp.apply_ulysses was given, as a whole; a model that "
-            "does not pass keyword arguments on to its attention, or has an encoder of images, cannot be spread"
-        )
-    if not (getattr(module, "is_causal", True) if is_causal is None else is_causal):
-        raise ValueError("attention that is not causal is not spread over ranks; leave this model whole")
-    if attention_mask is not None:
-        raise ValueError("attention with a mask of its layer's own is not spread over ranks; leave this model whole")
-    for name, other in others.items():
-        if (name == "cache" and other is not None) or (isinstance(other, torch.Tensor) and name not in _HARMLESS):
-            raise ValueError(f"attention with {name} is not spread over ranks; leave this model whole")
-    if sliding_window is None and (window := _window_of(module)) is not None and window < ulysses_layout.length:
-        raise ValueError(f"a window of {window} is not passed on to attention by this model; leave it whole")
-    options = {"scaling": scaling, "dropout": dropout} | ({} if softcap is None else {"softcap": softcap})
-    return Stages(module, ulysses_layout, sliding_window, options)
-
-
-ulysses_attention.stages = stages  # for layers that compute attention by groups of heads, one on its way at a time
+ulysses_attention = UlyssesFunction()
 
 
 def _window_of(module: nn.Module) -> int | None:
-    """The window that this layer's masks would have."""
+    """Returns the window that this layer's masks would have."""
     types, layer = getattr(module.config, "layer_types", None), getattr(module, "layer_idx", None)
     slides = types is None or layer is None or types[layer] == "sliding_attention"
     return getattr(module.config, "sliding_window", None) if slides else None

@@ -4,115 +4,267 @@ An attention's form is that of the masks Hugging Face makes for it: booleans or 
 lengths of documents (flash attention), a BlockMask (flex attention). One that is registered without masks is asked for
 causal squares only. In every form a query sees its own document, up to itself, no further back than the window, and no
 padding.
+
+All forms are made from segments: the queries of one document with the keys that they may see. Of two documents and
+padding, and a rank that has the queries marked on the left:
+
+            keys   0 ---------- 9 ---- 14   padding
+    queries 0 .    |
+              q      segment 1: a mask, since some queries of the square are another rank's
+              q    |
+            9 q           segment 2: a causal square, no mask
+              q                   segment 3: no keys, zeros
+
+No mask of length x length is ever made.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
-from transformers.masking_utils import (
-    ALL_MASK_ATTENTION_FUNCTIONS,
-    eager_mask,
-    flash_attention_mask,
-    flex_attention_mask,
-    sdpa_mask,
-)
+from transformers import masking_utils
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from seqtile.sp.block_mask import by_block_mask
-from seqtile.sp.blocks import Block, blocks
-from seqtile.sp.heads import count
-from seqtile.sp.lengths import by_lengths
-from seqtile.sp.wrapped import Attention, nothing
+from seqtile.arch import ARCHS
+from seqtile.sp.head_shares import HeadShare, Rows, count
+from seqtile.sp.layout import Layout
 
-Mask = Callable[[torch.Tensor], torch.Tensor]
-"""What an attention takes for booleans that tell which key a query sees."""
+MASK_ELEMENTS = 2**24  # of the largest mask: 16 MiB of bools
+SIDE = 128  # tokens a side of a BlockMask's blocks, torch's default
 
 
-def attend(attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """The queries q [B, h, rows, K] of a share against k and v [B, kv, length, K], to [B, rows, h, K].
+class LocalAttention(NamedTuple):
+    """The attention that a model had, asked for this rank's share of heads and queries."""
+
+    module: nn.Module
+    layout: Layout
+    share: HeadShare
+    window: int | None
+    options: dict[str, Any]
+    """scaling, dropout and, if there is one, softcap, as Hugging Face passes them."""
+
+    def compute(self, q: Tensor, k: Tensor, v: Tensor, mask: Any = None, **others: Any) -> Tensor:
+        """Calls it as Hugging Face does. q [B, h, n, K], k and v [B, kv, m, K] to [B, n, h, K]."""
+        name = self.layout.implementation
+        eager = name == "eager"  # in no registry; Gemma 2's has all options
+        function = ARCHS["gemma2"].modeling.eager_attention_forward if eager else ALL_ATTENTION_FUNCTIONS[name]
+        config = _Overridden(self.module.config, _attn_implementation=name)
+        groups = q.shape[1] // k.shape[1]
+        module = _Overridden(self.module, config=config, num_key_value_groups=groups, head_dim=q.shape[3])
+        return function(module, q, k, v, mask, sliding_window=self.window, is_causal=True, **self.options, **others)[0]
+
+
+class _Overridden:
+    """An object with some of its attributes replaced."""
+
+    def __init__(self, original: object, **attributes: object):
+        vars(self).update(attributes, _original=original)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+
+class Block(NamedTuple):
+    """Queries [q0, q1) and the keys [k0, k1) that one of them may see; no keys for queries of padding."""
+
+    q0: int
+    q1: int
+    k0: int
+    k1: int
+
+    def is_square(self, window: int | None) -> bool:
+        """Returns whether it is a causal square, for which no mask is needed."""
+        return self.q0 == self.k0 and self.q1 == self.k1 and (window is None or self.k1 - self.k0 <= window)
+
+    def mask(self, window: int | None, device: torch.device) -> Tensor:
+        """Returns [q1 - q0, k1 - k0], True where a query sees a key."""
+        queries, keys = (torch.arange(*ends, device=device) for ends in (self[:2], self[2:]))
+        distance = queries[:, None] - keys
+        return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+
+
+def segments(rows: Rows, documents: Rows, window: int | None) -> Iterator[Block]:
+    """Yields all queries in `rows`, document by document, with the keys that they see."""
+    for first, last in rows:
+        for start, stop in documents:
+            q0, q1 = max(first, start), min(last, stop)
+            if q0 < q1:
+                if first < q0:
+                    yield Block(first, q0, q0, q0)
+                yield Block(q0, q1, start if window is None else max(start, q0 - window + 1), q1)
+                first = q1
+        if first < last:
+            yield Block(first, last, last, last)
+
+
+def blocks(rows: Rows, documents: Rows, window: int | None, squares: bool = True) -> Iterator[Block]:
+    """Yields the segments, cut so that a mask is small: of a window's worth of queries at most, if there is one.
+    `squares`: a causal square needs no mask, however large it is."""
+    for segment in segments(rows, documents, window):
+        q0, q1, start, stop = segment
+        if start == stop or (squares and segment.is_square(window)):
+            yield segment
+            continue
+        size = max(1, MASK_ELEMENTS // (q1 - start if window is None else 2 * window))
+        size = size if window is None else min(size, window)
+        while q0 < q1:
+            end = min(q1, q0 + size)
+            yield Block(q0, end, start if window is None else max(start, q0 - window + 1), end)
+            q0 = end
+
+
+def attend(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Computes the queries q [B, h, rows, K] of a share against k and v [B, kv, length, K], to [B, rows, h, K].
 
     Queries of padding get zeros.
     """
-    compute, groups = _form(attention.layout.implementation), attention.share.groups
-    parts = [compute(attention, q[:, queries], k[:, kv], v[:, kv]) for queries, kv in groups]
-    out = parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+    compute = _form_of(attention.layout.implementation) or by_masks
+    out = _joined([compute(attention, q[:, heads], k[:, kv], v[:, kv]) for heads, kv in attention.share.groups], 2)
     if q.requires_grad and not out.requires_grad:  # nothing but padding here; the backward's collectives must still run
         out = torch.cat([out, q.transpose(1, 2)[:, :0].expand(-1, -1, -1, v.shape[3])], 1)
     return out
 
 
-def by_masks(attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    """Booleans; none for a causal square."""
-    return _by_blocks(attention, q, k, v, lambda seen: seen, squares=True)
+def _joined(parts: list[Tensor], dim: int) -> Tensor:
+    """Returns the parts as one; one alone is not copied."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
-def by_addends(attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    hidden = q.new_tensor(torch.finfo(q.dtype).min)
-    return _by_blocks(attention, q, k, v, lambda seen: hidden.new_zeros(()).where(seen, hidden), squares=False)
+def _zeros(q: Tensor, v: Tensor) -> Tensor:
+    """Returns the outputs [B, n, h, K] of queries of padding q [B, h, n, K]."""
+    return q.new_zeros(len(q), q.shape[2], q.shape[1], v.shape[3])
 
 
-def _masked(
-    attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, block: Block, mask: Mask
-) -> torch.Tensor:
-    return attention.compute(q, k, v, mask(block.mask(attention.window, q.device))[None, None])
+def by_masks(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor, additive: bool = False) -> Tensor:
+    """Asks for block after block, with booleans or addends; rows of the batch together if they have the same
+    documents."""
+    found, documents, window = [], attention.layout.documents, attention.window
+
+    def of_block(block: Block, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if block.k0 == block.k1:
+            return _zeros(q, v)
+        operands = (q, k[:, :, block.k0 : block.k1], v[:, :, block.k0 : block.k1])
+        if not additive and block.is_square(window):
+            return attention.compute(*operands)
+        # A mask kept for the backward, block after block, would grow with the square of the length.
+        return checkpoint(with_mask, block, *operands, use_reentrant=False)
+
+    def with_mask(block: Block, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        mask = block.mask(window, q.device)
+        if additive:
+            mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, torch.finfo(q.dtype).min)
+        return attention.compute(q, k, v, mask[None, None])
+
+    rows = (x.split(len(q) // len(documents)) for x in (q, k, v))
+    for of_row, q_row, k_row, v_row in zip(documents, *rows, strict=True):
+        cut = list(blocks(attention.share.rows, of_row, window, squares=not additive))
+        queries = q_row.split([block.q1 - block.q0 for block in cut], 2)
+        parts = [of_block(block, part, k_row, v_row) for block, part in zip(cut, queries, strict=True)]
+        found.append(_joined(parts or [_zeros(q_row, v_row)], 1))
+    return _joined(found, 0)
 
 
-def by_squares(attention: Attention, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-    return _by_blocks(attention, q, k, v, None, squares=True)
+def _visible(attention: LocalAttention, batch: int) -> Iterator[tuple[int, int, Block]]:
+    """Yields every segment of every row of the batch but padding's: the row, the place of its first query among this
+    rank's, and the segment."""
+    for row in range(batch):
+        for segment in segments(attention.share.rows, attention.layout.of_row(row), attention.window):
+            if segment.k0 < segment.k1:
+                yield row, attention.share.place(segment.q0), segment
 
 
-def _by_blocks(
-    attention: Attention,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: Mask | None,
-    squares: bool,
-) -> torch.Tensor:
-    """Block by block; rows of the batch together if they have the same documents."""
-    documents = attention.layout.documents
-    if len(documents) > 1:
-        rows = [attention.of(row) for row in range(len(documents))]
-        split = zip(rows, q.split(1), k.split(1), v.split(1), strict=True)
-        return torch.cat([_by_blocks(*row, mask, squares) for row in split])
-    window, share = attention.window, attention.share
-    found, filled = [], 0
-    for block in blocks(share.rows, documents[0], window, squares):
-        at = share.place(block.q0)
-        if at > filled:
-            found.append(nothing(q, v, at - filled))
-        filled, keys = at + block.q1 - block.q0, slice(block.k0, block.k1)
-        parts = (q[:, :, at:filled], k[:, :, keys], v[:, :, keys])
-        if squares and block.is_square(window):
-            found.append(attention.compute(*parts))
-        else:  # a mask kept for the backward, block after block, would grow with the square of the length
-            found.append(checkpoint(_masked, attention, *parts, block, mask, use_reentrant=False))
-    if (missing := count(share.rows) - filled) or not found:
-        found.append(nothing(q, v, missing))
-    return found[0] if len(found) == 1 else torch.cat(found, 1)
+def by_lengths(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Asks flash attention for all segments of all rows in one call, as sequences of their own, causal from their ends:
+    documents one behind the other, told apart by their cumulative lengths."""
+    batch, heads, rows, _ = q.shape
+    key = ("lengths", attention.window, attention.share.rows)
+    queries, keys, lengths = attention.layout.once(key, lambda: _lengths(attention, batch, q.device))
+    if lengths["max_length_q"] == 0:
+        return _zeros(q, v)
+    flat = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
+    chosen = (x if index is None else x[index] for x, index in zip(flat, (queries, keys, keys), strict=True))
+    out = attention.compute(*(x.transpose(0, 1)[None] for x in chosen), **lengths)[0]
+    if queries is not None:
+        out = out.new_zeros(batch * rows, heads, out.shape[2]).index_copy(0, queries, out)
+    return out.view(batch, rows, heads, -1)
+
+
+def _lengths(attention: LocalAttention, batch: int, device: torch.device) -> tuple[Any, Any, dict[str, Any]]:
+    """Returns which of the flattened queries, and which keys, to take one behind the other, None for all in order; and
+    how Hugging Face's flash attention is told where documents begin."""
+    rows, length = count(attention.share.rows), attention.layout.length
+    queries, keys = [torch.arange(0)], [torch.arange(0)]
+    for row, at, segment in _visible(attention, batch):
+        queries.append(torch.arange(segment.q1 - segment.q0) + row * rows + at)
+        keys.append(torch.arange(row * length + segment.k0, row * length + segment.k1))
+    found, lengths = [], {}
+    for name, parts, whole in (("q", queries, batch * rows), ("k", keys, batch * length)):
+        sizes, index = torch.tensor([len(part) for part in parts]), torch.cat(parts)
+        lengths[f"cu_seq_lens_{name}"] = sizes.cumsum(0, dtype=torch.int32).to(device)
+        lengths[f"max_length_{name}"] = int(sizes.max())
+        found.append(None if index.equal(torch.arange(whole)) else index.to(device))
+    return *found, lengths
+
+
+def by_block_mask(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Asks flex attention, with an interval of keys for each query."""
+    key = ("block mask", attention.window, attention.share.rows)
+    return attention.compute(q, k, v, attention.layout.once(key, lambda: block_mask(attention, len(q), q.device)))
+
+
+def block_mask(attention: LocalAttention, batch: int, device: torch.device) -> BlockMask:
+    """Returns the BlockMask of a share, from no tensor larger than queries x keys / 128^2."""
+    queries, length, window = count(attention.share.rows), attention.layout.length, attention.window
+    shape = (batch, -(-queries // SIDE) * SIDE)
+    first, last = torch.full(shape, length), torch.full(shape, -1)  # keys [first, last]; as of one that sees nothing
+    for row, at, (q0, q1, k0, _) in _visible(attention, batch):
+        tokens, here = torch.arange(q0, q1), slice(at, at + q1 - q0)
+        first[row, here] = k0 if window is None else (tokens - window + 1).clamp(k0)
+        last[row, here] = tokens
+    first, last = first.to(device), last.to(device)
+    begin, end = (x.view(batch, -1, 1, SIDE) for x in (first, last))
+    keys = torch.arange(0, length, SIDE, device=device)
+    some = (begin.amin(3) < keys + SIDE) & (end.amax(3) >= keys)
+    full = (begin.amax(3) <= keys) & (end.amin(3) >= keys + SIDE - 1)
+
+    def sees(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        return (first[b, query] <= key) & (key <= last[b, query])
+
+    listed = (*_listed(some & ~full), *_listed(full))
+    return BlockMask.from_kv_blocks(*listed, BLOCK_SIZE=SIDE, mask_mod=sees, seq_lengths=(queries, length))
+
+
+def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns for each row of [B, queries / 128, keys / 128] how many are chosen, and which, those first."""
+    order = chosen.to(torch.int32).argsort(dim=2, descending=True, stable=True)
+    return chosen.sum(2, dtype=torch.int32)[:, None], order.to(torch.int32)[:, None]
 
 
 FORMS = {
-    sdpa_mask: by_masks,
-    eager_mask: by_addends,
-    flash_attention_mask: by_lengths,
-    flex_attention_mask: by_block_mask,
+    masking_utils.sdpa_mask: by_masks,
+    masking_utils.eager_mask: partial(by_masks, additive=True),
+    masking_utils.flash_attention_mask: by_lengths,
+    masking_utils.flex_attention_mask: by_block_mask,
 }
 
 
-def _form(implementation: str) -> Callable[..., torch.Tensor]:
-    return FORMS.get(ALL_MASK_ATTENTION_FUNCTIONS.get(implementation), by_squares)
+def _form_of(implementation: str) -> Callable[..., Tensor] | None:
+    return FORMS.get(masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.get(implementation))
 
 
-def check(attention: Attention, ranks: int, q_heads: int) -> None:
+def check(attention: LocalAttention, ranks: int, q_heads: int) -> None:
     """Raises ValueError, alike on every rank, for what the wrapped attention cannot express."""
     name, window = attention.layout.implementation, attention.window
     longest = max((stop - start for row in attention.layout.documents for start, stop in row), default=0)
     if "softcap" in attention.options and name == "sdpa":
         raise ValueError('sdpa has no soft cap of scores, which this model has; model.set_attn_implementation("eager")')
-    if _form(name) is by_squares and (ranks > q_heads or (window is not None and window < longest)):
+    if _form_of(name) is None and (ranks > q_heads or (window is not None and window < longest)):
         what = "a sliding window" if ranks <= q_heads else f"{q_heads} heads over {ranks} ranks"
         raise ValueError(
-            f"{name!r} is registered without a mask function and can be asked for whole causal documents only, not for "
-            f'{what}; register one in AttentionMaskInterface, or model.set_attn_implementation("sdpa")'
+            f"{name!r} has no mask function and can be asked for whole causal documents only, not for {what}; register "
+            'one in AttentionMaskInterface, or model.set_attn_implementation("sdpa")'
         )

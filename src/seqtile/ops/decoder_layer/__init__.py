@@ -25,10 +25,10 @@ from seqtile.ops.decoder_layer.attention import AttentionCall, attend_by_groups
 from seqtile.ops.decoder_layer.attention_graph import Attend
 from seqtile.ops.decoder_layer.params import LayerParams, Layout
 from seqtile.ops.decoder_layer.post_attention import PostAttentionFunction
-from seqtile.ops.decoder_layer.qkv import Exchange
 from seqtile.ops.linear import tensors_of, views_of
 from seqtile.ops.save_early import save_early
 from seqtile.ops.tiles import resolve_chunk_tokens
+from seqtile.protocols import SequenceParallelAttention
 
 
 @torch.compiler.disable(reason="seqtile.decoder_layer saves its input in a node of its own")
@@ -40,7 +40,7 @@ def decoder_layer(
     *,
     head_dim: int,
     head_groups: int | None = None,
-    exchange: Exchange | None = None,
+    over_ranks: SequenceParallelAttention | None = None,
     may_repeat: bool = False,
     given: Sequence[torch.Tensor] = (),
     activation: str = "silu",
@@ -57,8 +57,8 @@ def decoder_layer(
         head_groups: how many groups of kv heads attend one after the other; None: all at once, and attention keeps what
             it saves. It divides the number of kv heads. The attention must treat every head alike: it is not told which
             heads it is given.
-        exchange: with groups, where ranks hold parts of the sequence: the steps of an attention over ranks for a group,
-            taken in the place of `attend`; one group is sent while attention computes with the one before.
+        over_ranks: the steps of an attention over ranks for a group, taken in the place of `attend` where ranks hold
+            parts of the sequence; one group is sent while attention computes with the one before.
         may_repeat: an attention that saves more than what it was given, its output and small change is run once more in
             its backward; else it is refused. The first group of each forward finds out.
         given: tensors that the attention uses besides, such as masks.
@@ -90,7 +90,9 @@ def decoder_layer(
         dtype=autocast_dtype(x) or x.dtype,
     )
     cos, sin = (None, None) if rotary is None else (_by_token(angles, layout) for angles in rotary)
-    call = AttentionCall(layout, attend, exchange, head_groups is not None, may_repeat, given, torch.is_grad_enabled())
+    call = AttentionCall(
+        layout, attend, over_ranks, head_groups is not None, may_repeat, given, torch.is_grad_enabled()
+    )
     tensors = attend_by_groups(call, x.contiguous().view(-1, hidden), cos, sin, attention)
     tensors, node = save_early(tensors, tensors_of((attention.o, mlp)))
     return PostAttentionFunction.apply(node, layout, attention.o, mlp, *tensors, *views_of(mlp))

@@ -20,10 +20,11 @@ import torch
 from seqtile.ops.checks import check_first_derivative
 from seqtile.ops.decoder_layer.attention_graph import Attend, AttentionGraph, OutsideLeaves, record, too_large
 from seqtile.ops.decoder_layer.params import AttentionParams, Layout
-from seqtile.ops.decoder_layer.qkv import QKV, Exchange, Inputs, QKVByGroup, QKVGradients
+from seqtile.ops.decoder_layer.qkv import QKV, Inputs, QKVByGroup, QKVGradients
 from seqtile.ops.linear import begin_sums, main_grad_of, main_grads_of, results_of, tensors_of, views_of, with_tensors
 from seqtile.ops.state import ForwardState
 from seqtile.ops.tiles import tiles
+from seqtile.protocols import SequenceParallelAttention
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class AttentionCall:
 
     layout: Layout
     attend: Attend
-    exchange: Exchange | None
+    over_ranks: SequenceParallelAttention | None
     grouped: bool
     """Queries, keys and values are computed again in the backward rather than kept."""
     may_repeat: bool
@@ -40,11 +41,12 @@ class AttentionCall:
     differentiate: bool
 
     def core(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-        return (self.attend if self.exchange is None else self.exchange.core)(q, k, v)
+        """Runs the attention on the heads that this rank computes."""
+        return (self.attend if self.over_ranks is None else self.over_ranks.attend)(q, k, v)
 
     def by_token(self, attended: torch.Tensor) -> torch.Tensor:
         """Returns this rank's tokens [T, h K] of what attention returned."""
-        own = attended if self.exchange is None else self.exchange.home(attended)
+        own = attended if self.over_ranks is None else self.over_ranks.to_tokens(attended)
         return own.reshape(self.layout.tokens, -1)
 
 
@@ -72,7 +74,7 @@ def attend_by_groups(
         try:
             return AttentionFunction.apply(call, params, cos, sin, tuple(leaves), x, *views, *leaves)
         except OutsideLeaves as found:  # as inputs of the node they get their gradients
-            if call.exchange is not None:  # a rank of padding alone would not find them, and others would wait for it
+            if call.over_ranks is not None:  # a rank of padding alone would not find them, and others would wait for it
                 raise ValueError(
                     f"decoder_layer: attention over ranks uses a tensor {list(found.leaves[0].shape)} that requires a "
                     "gradient, expected none; leave this layer untiled (layer=False)"
@@ -96,7 +98,7 @@ class AttentionFunction(torch.autograd.Function):
         *tensors: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:
         order = range(call.layout.groups)
-        qkv_of_groups = QKVByGroup(Inputs(x, cos, sin, params, call.layout), order, call.exchange, keep_normed=True)
+        qkv_of_groups = QKVByGroup(Inputs(x, cos, sin, params, call.layout), order, call.over_ranks, keep_normed=True)
         outs, runs, saved = [], [], []
         for _ in order:
             repeats = bool(runs) and runs[-1].state is not None  # as the first group found out
@@ -104,7 +106,7 @@ class AttentionFunction(torch.autograd.Function):
             outs.append(out)
             runs.append(run)
             saved += kept
-        ctx.layout, ctx.grouped, ctx.exchange, ctx.runs = call.layout, call.grouped, call.exchange, runs
+        ctx.layout, ctx.grouped, ctx.over_ranks, ctx.runs = call.layout, call.grouped, call.over_ranks, runs
         ctx.call = None if runs[-1].state is None else call  # which holds what attention is given, such as masks
         own = tensors_of(params)
         ctx.params, ctx.leaves = with_tensors(params, [None] * len(own)), len(leaves)
@@ -130,8 +132,8 @@ def _attended(
         return call.by_token(call.core(*qkv.views)), Run(state=state), []
     run = record(call.core, call.by_token, qkv.views, qkv.bases, keep_qkv=not call.grouped, known=leaves)
     size = too_large(run.attended, run.saved, call.given) if call.grouped and first else 0
-    if call.grouped and first and call.exchange is not None:
-        size = call.exchange.agreed(size)
+    if call.grouped and first and call.over_ranks is not None:
+        size = call.over_ranks.agree_on_max(size)
     if size and not call.may_repeat:
         raise ValueError(
             f"this attention saves {size} bytes for its backward besides queries, keys, values and its output of "
@@ -147,7 +149,7 @@ class _Backward:
     """One backward of the node. Holds each large tensor no longer than it is needed."""
 
     def __init__(self, ctx, d_h: torch.Tensor):
-        self.layout, self.runs, self.exchange, self.call = ctx.layout, ctx.runs, ctx.exchange, ctx.call
+        self.layout, self.runs, self.over_ranks, self.call = ctx.layout, ctx.runs, ctx.over_ranks, ctx.call
         self.grouped, self.needs_x, self.d_h = ctx.grouped, ctx.needs_input_grad[5], d_h
         x, cos, sin, *saved = ctx.saved_tensors
         count = len(tensors_of(ctx.params))
@@ -164,16 +166,16 @@ class _Backward:
         self.sums = self.sums._replace(o=None)  # its sum is rounded; of the others, none has begun
         qkv = QKVGradients(self.inputs, self.sums, self.needs_x)
         order = range(self.layout.groups - 1, -1, -1)
-        again = QKVByGroup(self.inputs, order, self.exchange, keep_unnormed=True) if self.grouped else None
+        again = QKVByGroup(self.inputs, order, self.over_ranks, keep_unnormed=True) if self.grouped else None
         arriving = None
         for group in order:
             d_qkv, unnormed = self._through_attention(group, again)
-            if self.exchange is None:
+            if self.over_ranks is None:
                 qkv.add(group, d_qkv, unnormed)
             else:
                 if arriving is not None:  # the gradients of the group before, sent while attention ran
                     qkv.add(arriving[0], arriving[1](), arriving[2])
-                arriving = group, self.exchange.send_back(*d_qkv), unnormed
+                arriving = group, self.over_ranks.start_gradients_to_tokens(*d_qkv), unnormed
             del d_qkv, unnormed  # before the next are there
         if arriving is not None:
             qkv.add(arriving[0], arriving[1](), arriving[2])

@@ -4,7 +4,7 @@ A group's lie side by side in one buffer [T, F], made by one product a chunk.
 """
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import torch
 
@@ -12,20 +12,7 @@ from seqtile.kernels.launch import rms_norm, rms_norm_backward, rotary_
 from seqtile.ops.decoder_layer.params import AttentionParams, Layout, Norm
 from seqtile.ops.linear import Stack
 from seqtile.ops.tiles import tiles
-
-Arriving = Callable[[], Sequence[torch.Tensor]]
-"""Waits for tensors that other ranks send."""
-
-
-class Exchange(Protocol):
-    """Attention over ranks that hold parts of the sequence, in steps: queries [B, h, S, K], keys and values of this
-    rank's tokens go out, attention runs on the heads that arrive, and its output comes back."""
-
-    def send(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> Arriving: ...
-    def send_back(self, *d_qkv: torch.Tensor) -> Arriving: ...
-    def core(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor: ...
-    def home(self, out: torch.Tensor) -> torch.Tensor: ...
-    def agreed(self, size: int) -> int: ...
+from seqtile.protocols import SequenceParallelAttention
 
 
 class Inputs(NamedTuple):
@@ -75,19 +62,19 @@ class QKVByGroup:
         self,
         inputs: Inputs,
         groups: Sequence[int],
-        exchange: Exchange | None,
+        over_ranks: SequenceParallelAttention | None,
         *,
         keep_normed: bool = False,
         keep_unnormed: bool = False,
     ):
-        self._inputs, self._left, self._exchange = inputs, list(groups), exchange
+        self._inputs, self._left, self._over_ranks = inputs, list(groups), over_ranks
         self._normed = Normed(inputs, whole=keep_normed and len(self._left) > 1)
         self._keep_unnormed = keep_unnormed and inputs.params.q_norm is not None
         self._sent: Callable[[], QKV] | None = None
 
     def take(self) -> QKV:
         qkv = (self._sent or self._next())()
-        self._sent = self._next() if self._exchange is not None and self._left else None
+        self._sent = self._next() if self._over_ranks is not None and self._left else None
         return qkv
 
     def _next(self) -> Callable[[], QKV]:
@@ -97,9 +84,9 @@ class QKVByGroup:
         heads, kv_heads = layout.group_heads
         by_head = buffer.view(layout.batch, layout.length, heads + 2 * kv_heads, layout.head_dim).transpose(1, 2)
         views = by_head.split((heads, kv_heads, kv_heads), 1)
-        if self._exchange is None:
+        if self._over_ranks is None:
             return lambda: QKV(views, (buffer,), unnormed)
-        arriving = self._exchange.send(*views)
+        arriving = self._over_ranks.start_to_heads(*views)
 
         def arrived() -> QKV:
             found = arriving()

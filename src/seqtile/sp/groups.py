@@ -1,9 +1,10 @@
-"""Which ranks share a sequence, and which of them this one is."""
+"""Groups of ranks that hold the shards of the same sequences, and what their ranks tell one another."""
 
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 
@@ -21,7 +22,7 @@ class SequenceParallel:
     """How many groups there are: what a sampler calls the number of replicas."""
 
     def __deepcopy__(self, memo: dict) -> "SequenceParallel":
-        return self  # a copy of a model is spread over the same ranks
+        return self  # a copy of a model is sharded over the same ranks
 
 
 def initialize(
@@ -30,7 +31,7 @@ def initialize(
     group: dist.ProcessGroup | None = None,
     mesh: DeviceMesh | None = None,
 ) -> SequenceParallel:
-    """The groups of sequence parallelism over an initialised torch.distributed. Every rank calls it.
+    """Makes or takes the groups of sequence parallelism over an initialised torch.distributed. Every rank calls it.
 
     Args:
         sequence_parallel_size: makes groups of so many neighbouring ranks each.
@@ -41,46 +42,33 @@ def initialize(
     of the three is given, or if the size does not divide the number of ranks.
     """
     if not dist.is_available() or not dist.is_initialized():
-        raise ValueError(
-            "torch.distributed is not initialised: start the script by torchrun, and call "
-            "torch.distributed.init_process_group first (TrainingArguments of Hugging Face does)"
-        )
+        raise ValueError("torch.distributed is not initialised: start the script by torchrun, init_process_group first")
     if sum(given is not None for given in (sequence_parallel_size, group, mesh)) != 1:
         raise ValueError("expected exactly one of sequence_parallel_size, group and mesh")
-    if mesh is not None:
-        if mesh.ndim != 1:
-            raise ValueError(f'expected a DeviceMesh of one dimension, got {mesh.ndim}; pass a part of it, mesh["sp"]')
-        group = mesh.get_group()
-    if sequence_parallel_size is not None:
-        group = _neighbours(sequence_parallel_size)
-    firsts: list = [None] * dist.get_world_size()
-    dist.all_gather_object(firsts, min(dist.get_process_group_ranks(group)))
-    groups = sorted(set(firsts))
-    return SequenceParallel(
-        group=group,
-        rank=dist.get_rank(group),
-        size=dist.get_world_size(group),
-        data_parallel_rank=groups.index(firsts[dist.get_rank()]),
-        data_parallel_size=len(groups),
-    )
-
-
-def _neighbours(size: int) -> dist.ProcessGroup:
-    world = dist.get_world_size()
-    if not isinstance(size, int) or size < 1 or world % size:
+    if mesh is not None and mesh.ndim != 1:
+        raise ValueError(f'expected a DeviceMesh of one dimension, got {mesh.ndim}; pass a part of it, mesh["sp"]')
+    world, size = dist.get_world_size(), sequence_parallel_size
+    if size is not None and (not isinstance(size, int) or size < 1 or world % size):
         raise ValueError(f"sequence_parallel_size is {size!r}, expected a divisor of the {world} ranks")
-    groups = [dist.new_group(list(range(first, first + size))) for first in range(0, world, size)]
-    return groups[dist.get_rank() // size]
+    if mesh is not None:
+        group = mesh.get_group()
+    elif size is not None:
+        group, _ = dist.new_subgroups(size)
+    first_ranks: list = [None] * world
+    dist.all_gather_object(first_ranks, min(dist.get_process_group_ranks(group)))
+    groups = sorted(set(first_ranks))
+    place = groups.index(first_ranks[dist.get_rank()])
+    return SequenceParallel(group, dist.get_rank(group), dist.get_world_size(group), place, len(groups))
 
 
-def gather(tensor: torch.Tensor, ctx: SequenceParallel) -> list[torch.Tensor]:
-    """`tensor`, of the same shape on every rank of the group, from each of them. Without gradients."""
+def gather(tensor: Tensor, ctx: SequenceParallel) -> list[Tensor]:
+    """Returns `tensor`, of the same shape on every rank of the group, from each of them. Without gradients."""
     found = [torch.empty_like(tensor) for _ in range(ctx.size)]
     dist.all_gather(found, tensor.contiguous(), group=ctx.group)
     return found
 
 
 def device_of(ctx: SequenceParallel) -> torch.device:
-    """Where tensors must be for the collectives of the group: the CPU if its backend takes them there."""
+    """Returns where tensors must be for the group's collectives: the CPU if its backend takes them there."""
     on_cpu = "cpu" in dist.get_backend_config(ctx.group)
     return torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())

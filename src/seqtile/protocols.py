@@ -1,0 +1,71 @@
+"""Protocols between rooms that do not import each other: `models` and `ops` call what `sp` implements.
+
+A tiled layer that computes attention by groups of heads sends the next group between ranks while attention computes
+this one. It needs attention in steps, rather than as the one call of Hugging Face's interface:
+
+    registered function (SequenceParallelFunction)
+        .steps(module, mask, heads, ...) -> SequenceParallelAttention, of all heads of a layer
+            .in_groups(n)                -> SequenceParallelAttention, of a group of them
+
+    forward      q, k, v --start_to_heads--> q, k, v --attend--> out --to_tokens--> out
+    backward     dq, dk, dv <--start_gradients_to_tokens-- dq, dk, dv
+                 all heads, this rank's tokens    this rank's heads, all tokens
+"""
+
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, runtime_checkable
+
+from torch import Tensor, nn
+
+Arriving = Callable[[], Sequence[Tensor]]
+"""Waits for tensors that other ranks send, and returns them. To be called once."""
+
+
+@runtime_checkable
+class SequenceParallelAttention(Protocol):
+    """One call of attention whose ranks hold parts of the sequence, in steps."""
+
+    @property
+    def ranks(self) -> int:
+        """How many ranks share a sequence."""
+        ...
+
+    def in_groups(self, groups: int) -> "SequenceParallelAttention":
+        """Returns the steps for one of so many groups of heads; `groups` divides the number of kv heads."""
+        ...
+
+    def start_to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> Arriving:
+        """Sends q [B, H, S, K], k and v [B, KV, S, K] of this rank's S tokens; what arrives are q [B, h, rows, K], k
+        and v [B, kv, length, K] of this rank's heads. Without gradients."""
+        ...
+
+    def start_gradients_to_tokens(self, *d_qkv: Tensor) -> Arriving:
+        """Sends the gradients of what `start_to_heads` brought to the ranks that hold the tokens."""
+        ...
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Computes attention of this rank's heads, as `start_to_heads` brought them: [B, rows, h, K]."""
+        ...
+
+    def to_tokens(self, out: Tensor) -> Tensor:
+        """Returns all heads of this rank's tokens [B, S, H, K] from each rank's `attend`. With gradients."""
+        ...
+
+    def agree_on_max(self, size: int) -> int:
+        """Returns the largest of the ranks' sizes, so that all decide alike."""
+        ...
+
+
+@runtime_checkable
+class SequenceParallelFunction(Protocol):
+    """An attention function of Hugging Face's interface that can also be had in steps."""
+
+    def __call__(
+        self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
+    ) -> tuple[Tensor, None]: ...
+
+    def steps(
+        self, module: nn.Module, attention_mask: Any, heads: tuple[int, int], **options: Any
+    ) -> SequenceParallelAttention:
+        """Returns the steps of a call with these numbers of query heads and kv heads; `options` are those of a call."""
+        ...

@@ -1,0 +1,142 @@
+"""The two all-to-alls of a layer's attention: from sharded by tokens to sharded by heads, and back.
+
+    by tokens                                 by heads
+    q [B, H, S, K], k and v [B, KV, S, K] --> q [B, h, rows, K], k and v [B, kv, S * size, K]    one all-to-all
+    out [B, S, H, K]                      <-- out [B, rows, h, K]                                another
+
+A rank is sent the kv heads that its query heads read and no others, and of the queries those that it computes; so
+splits are as uneven as the head shares. The gradient of either goes the other way. Every element is copied once on
+either side of an all-to-all.
+Source: Arctic Long Sequence Training, 3.2.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from seqtile.protocols import Arriving
+from seqtile.sp.groups import SequenceParallel
+from seqtile.sp.head_shares import HeadShare, count, head_share, width, within
+
+Q, K, V = range(3)
+
+
+class Piece(NamedTuple):
+    """A part of q, k or v that goes from one rank to another, as it lies with one of them."""
+
+    tensor: int
+    tokens: slice
+    heads: slice
+
+
+class Sharding(NamedTuple):
+    """How q, k and v [B, heads, tokens, K] lie on this rank, on one side of the all-to-all."""
+
+    sizes: Sequence[tuple[int, int]]
+    """Tokens and heads of each."""
+    pieces: Sequence[Sequence[Piece]]
+    """For each rank of the group, what is sent to it, or received from it."""
+    summed: tuple[int, ...] = ()
+    """Those of which several ranks send the same place: gradients of kv heads that they share."""
+
+    def of_queries(self) -> "Sharding":
+        """Returns the same for q alone."""
+        return Sharding(self.sizes[:1], [[piece for piece in pieces if piece.tensor == Q] for pieces in self.pieces])
+
+    def parts(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Returns the pieces of these tensors, rank by rank, as [B, tokens, heads, K]."""
+        pieces = [piece for of_rank in self.pieces for piece in of_rank]
+        return [tensors[i].transpose(1, 2)[:, tokens, heads] for i, tokens, heads in pieces]
+
+    def counts(self, tensors: Sequence[Tensor]) -> list[int]:
+        """Returns how many elements the pieces for each rank have; of `tensors` it takes B and K."""
+        each = [len(x) * x.shape[3] for x in tensors]
+        return [sum(each[i] * width(tokens) * width(heads) for i, tokens, heads in pieces) for pieces in self.pieces]
+
+
+class AllToAll(NamedTuple):
+    """One all-to-all of a group: tensors [B, heads, tokens, K] of one sharding to another."""
+
+    group: dist.ProcessGroup
+    source: Sharding
+    target: Sharding
+
+    def reversed(self) -> "AllToAll":
+        """Returns the way back, which gradients take."""
+        return AllToAll(self.group, self.target, self.source)
+
+    def of_queries(self) -> "AllToAll":
+        """Returns that of q alone, whose way attention's output takes back."""
+        return AllToAll(self.group, self.source.of_queries(), self.target.of_queries())
+
+    def start(self, tensors: Sequence[Tensor]) -> Arriving:
+        """Starts it, and returns what waits for its results, to be called once. Those are contiguous as [B, tokens,
+        heads, K]; what several ranks send for one place is added in float32. Without gradients.
+
+        Allocates what is sent, then what is received, then the results; never all three.
+        """
+        parts, counts, target = self.source.parts(tensors), self.target.counts(tensors), self.target
+        shapes = [(len(x), *size, x.shape[3]) for x, size in zip(tensors, target.sizes, strict=True)]
+        sent_counts = self.source.counts(tensors)
+        sent = tensors[0].new_empty(sum(sent_counts))
+        for part, place in zip(parts, sent.split([part.numel() for part in parts]), strict=True):
+            place.view(part.shape).copy_(part)
+        received = sent.new_empty(sum(counts))
+        work = dist.all_to_all_single(received, sent, counts, sent_counts, group=self.group, async_op=True)
+
+        def wait() -> list[Tensor]:
+            nonlocal sent, received
+            work.wait()
+            arrived, sent, received = received, None, None
+            results, dtype = [], torch.promote_types(arrived.dtype, torch.float32)
+            for i, shape in enumerate(shapes):
+                result = arrived.new_zeros(shape, dtype=dtype) if i in target.summed else arrived.new_empty(shape)
+                results.append(result.transpose(1, 2))
+            parts, pieces = target.parts(results), [piece for of_rank in target.pieces for piece in of_rank]
+            for piece, part, values in zip(pieces, parts, arrived.split([x.numel() for x in parts]), strict=True):
+                put = part.add_ if piece.tensor in target.summed else part.copy_
+                put(values.view(part.shape))
+            return [result.to(arrived.dtype) for result in results]
+
+        return wait
+
+
+class AllToAllFunction(torch.autograd.Function):
+    """An all-to-all, waited for; that of its gradients is the reversed one."""
+
+    @staticmethod
+    def forward(ctx, all_to_all: AllToAll, *tensors: Tensor):
+        ctx.all_to_all = all_to_all
+        return tuple(all_to_all.start(tensors)())
+
+    @staticmethod
+    def backward(ctx, *gradients: Tensor):
+        return None, *ctx.all_to_all.reversed().start(gradients)()
+
+
+def tokens_to_heads(q_heads: int, kv_heads: int, local: int, ctx: SequenceParallel) -> AllToAll:
+    """Returns the all-to-all of q, k and v from shards of `local` tokens to head shares."""
+    length = local * ctx.size
+    shares = [head_share(rank, ctx.size, q_heads, kv_heads, length) for rank in range(ctx.size)]
+    mine = shares[ctx.rank]
+    sent = [_pieces(ctx.rank, share, local)[0] for share in shares]
+    received = [_pieces(rank, mine, local)[1] for rank in range(ctx.size)]
+    by_tokens = [(local, q_heads), (local, kv_heads), (local, kv_heads)]
+    by_heads = [(count(mine.rows), width(mine.q)), (length, width(mine.kv)), (length, width(mine.kv))]
+    summed = (K, V) if sum(width(share.kv) for share in shares) > kv_heads else ()
+    return AllToAll(ctx.group, Sharding(by_tokens, sent, summed), Sharding(by_heads, received))
+
+
+def _pieces(rank: int, share: HeadShare, local: int) -> tuple[list[Piece], list[Piece]]:
+    """Returns what of the tokens of `rank` goes to a share: where it lies by tokens, and where by heads."""
+    start, kv = rank * local, slice(0, width(share.kv))
+    by_tokens = [Piece(tensor, slice(0, local), share.kv) for tensor in (K, V)]
+    by_heads = [Piece(tensor, slice(start, start + local), kv) for tensor in (K, V)]
+    for first, last in within(share.rows, start, start + local):
+        at = share.place(first)
+        by_tokens.append(Piece(Q, slice(first - start, last - start), share.q))
+        by_heads.append(Piece(Q, slice(at, at + last - first), slice(0, width(share.q))))
+    return by_tokens, by_heads

@@ -1,0 +1,283 @@
+"""Sequence parallelism applied to one model, its loss over the ranks, and the model put back.
+
+`apply_ulysses` gives the model an attention by name, through Hugging Face's registry. Its hooks, in the order in which
+a forward meets them:
+
+    model      check_batch        keeps the batch's hash, which layers are not given
+      base     add_layout         the `Layout` joins the keyword arguments, which Hugging Face passes to every
+                                  attention, also in a checkpoint's replay
+        rotary add, drop_last_position    tell embeddings that depend on the length what it is
+      base     check_layers       every layer has attended
+    model      guard_loss         the loss is to be reduced over the ranks before its backward
+
+Source: Arctic Long Sequence Training, 3.2 and 4.2.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from seqtile.sp.attention import NAME, ulysses_attention
+from seqtile.sp.groups import SequenceParallel
+from seqtile.sp.layout import BATCH_HASH, CUTTERS, check_same_batch, layout_of
+
+_APPLIED = "_seqtile_ulysses"  # on a model: what was applied to it
+_BY_KEYWORD = "under sequence parallelism pass input_ids or inputs_embeds, and the rest by keyword"
+_ATTENTIONS = {"full_attention", "sliding_attention"}  # kinds of layers that mix tokens in attention alone
+
+
+def apply_ulysses(model: PreTrainedModel, ctx: SequenceParallel) -> None:
+    """Shards the sequences of this model, which may be in PEFT's wrapper, over the ranks of `ctx`. Applying twice
+    changes nothing.
+
+    Every forward then takes shards: `input_ids` [B, S / size], the shards of `position_ids` and, where rows are padded,
+    of `attention_mask`, as `DataShardingCollator` cuts them. It raises ValueError, on every rank, where the ranks of a
+    group are given other samples each, or whole sequences. The loss that it returns is this rank's share, whose
+    backward raises RuntimeError unless it went through `reduce_loss`.
+
+    Raises ValueError, and changes nothing, for a model that mixes tokens in another way than by an attention of Hugging
+    Face's interface, and TypeError for anything but a Hugging Face model.
+    """
+    model = _without_adapter(model)
+    if (applied := getattr(model, _APPLIED, None)) is not None:
+        if applied.ctx is not ctx:
+            raise ValueError("this model is sharded over other ranks already: sp.restore(model) first")
+        return
+    implementation = model.config._attn_implementation
+    _check(model, implementation)
+    AttentionInterface.register(NAME, ulysses_attention)
+    model.set_attn_implementation(NAME)
+    applied = Applied(ctx, implementation, model.config.get_text_config().num_hidden_layers)
+    applied.hook(model)
+    setattr(model, _APPLIED, applied)
+
+
+def restore(model: PreTrainedModel) -> None:
+    """Takes `apply_ulysses` back, of the model that it was given; any other model it leaves as it is. Raises TypeError
+    for anything but a Hugging Face model."""
+    model = _without_adapter(model)
+    if (applied := vars(model).pop(_APPLIED, None)) is not None:
+        for handle in applied.handles:
+            handle.remove()
+        model.set_attn_implementation(applied.implementation)
+
+
+def _without_adapter(model: nn.Module) -> nn.Module:
+    """Returns the model in PEFT's wrapper. Raises ValueError for an adapter that adds tokens, TypeError for what is no
+    model of Hugging Face's."""
+    if getattr(getattr(model, "active_peft_config", None), "is_prompt_learning", False):
+        raise ValueError("an adapter that puts tokens before a sequence would put them before every shard")
+    model = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not isinstance(model, PreTrainedModel):
+        raise TypeError(f"expected a Hugging Face model, got a {type(model).__name__}; of a wrapper pass its .module")
+    return model
+
+
+def _check(model: PreTrainedModel, implementation: str) -> None:
+    """Raises ValueError for a model that cannot be sharded over ranks."""
+    name, config = type(model).__name__, model.config.get_text_config()
+    known = ("eager", *(name for name in ALL_ATTENTION_FUNCTIONS if not name.startswith("paged|")))
+    if implementation not in known:
+        expected = f"expected one of {', '.join(known)}; model.set_attn_implementation(...) first"
+        raise ValueError(f"the model's attention is {implementation!r}, {expected}")
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - _ATTENTIONS)
+    others += ["an encoder"] if config.is_encoder_decoder else []
+    others += ["a state along the sequence"] if getattr(model, "_is_stateful", False) else []
+    modules = list(model.modules())
+    refused = {
+        f"{name} has {', '.join(others)}": others,
+        f"{name} makes its own position_ids": any(hasattr(x, "create_position_ids_from_input_ids") for x in modules),
+        f"the attention of {name} is not causal": {getattr(x, "is_causal", None) for x in modules} - {None} == {False},
+        f"{name} does not take its attention from AttentionInterface": not model._can_set_attn_implementation(),
+    }
+    if found := [what for what, is_so in refused.items() if is_so]:
+        expected = "expected causal attention, full or with a window, in every layer; leave this model whole"
+        raise ValueError(f"{found[0]}, {expected}")
+
+
+@dataclass
+class Applied:
+    """What was applied to a model: its hooks, and what they tell one another in a forward."""
+
+    ctx: SequenceParallel
+    implementation: str
+    """The attention that was there."""
+    layers: int
+    handles: list[RemovableHandle] = field(default_factory=list)
+    batch_hash: Tensor | None = None
+    last_position: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64, device="cpu"))
+    """Of the whole sequences; on the host, where reading it is free."""
+
+    def hook(self, model: PreTrainedModel) -> None:
+        """Registers the hooks on a model, its base model and their rotary embeddings."""
+        base = model.base_model
+        self.handles += [
+            model.register_forward_pre_hook(self.check_batch, with_kwargs=True),
+            model.register_forward_hook(self.guard_loss, with_kwargs=True),
+            base.register_forward_pre_hook(self.add_layout, with_kwargs=True),
+            base.register_forward_hook(self.check_layers, with_kwargs=True),
+        ]
+        for module in base.modules():
+            kinds = str(getattr(module, "rope_type", ""))  # a name, or one for each kind of layers
+            if "dynamic" in kinds or "longrope" in kinds:
+                self.handles.append(module.register_forward_pre_hook(self.add_last_position, with_kwargs=True))
+                self.handles.append(module.register_forward_hook(self.drop_last_position))
+
+    def check_batch(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Keeps the batch's hash for `add_layout`, and refuses labels of which a shard's loss cannot be computed."""
+        missing = [name for name in ("shift_labels", "num_items_in_batch") if kwargs.get(name) is None]
+        if len(args) > 1:
+            raise ValueError(_BY_KEYWORD)
+        if missing and self.ctx.size > 1 and _labelled(kwargs):
+            names = " and ".join(missing)
+            raise ValueError(f"labels came without {names}, which a shard's loss needs; cut batches by {CUTTERS}")
+        self.batch_hash = kwargs.pop(BATCH_HASH, None)
+        return args, kwargs
+
+    def add_layout(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Gives the base model the whole sequences' layout, and global position_ids."""
+        batch_hash, self.batch_hash = kwargs.pop(BATCH_HASH, self.batch_hash), None
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        tokens = ids if ids is not None else kwargs.get("inputs_embeds")
+        if tokens is None or len(args) > 1:
+            raise ValueError(_BY_KEYWORD)
+        _check_shard(kwargs, *tokens.shape[:2])
+        if kwargs.get("position_ids") is None and self.ctx.size == 1:
+            kwargs["position_ids"] = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        last = check_same_batch(tokens, kwargs, batch_hash, self.ctx)
+        sharded = (tokens.shape[1], kwargs["position_ids"], kwargs.get("attention_mask"))
+        layout = layout_of(*sharded, self.ctx, self.implementation, last)
+        if (lengths := kwargs.get("cu_seq_lens_q")) is not None:
+            length = int(lengths[-1])  # what follows pads to a multiple of ranks
+            if lengths.tolist() != [0, *(stop for start, stop in layout.of_row(0) if start < length)]:
+                raise ValueError("cu_seq_lens_q tells other documents than position_ids, which have to tell them here")
+        self.last_position.fill_(last)
+        for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"):  # of whole sequences
+            kwargs.pop(name, None)
+        return args, kwargs | {"attention_mask": None, "use_cache": False, "ulysses_layout": layout}
+
+    def add_last_position(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Gives a rotary embedding the last position of the whole sequence besides this rank's."""
+        positions = kwargs.get("position_ids", args[1] if len(args) > 1 else None)
+        last = positions.new_full((*positions.shape[:-1], 1), int(self.last_position))
+        return args[:1], kwargs | {"position_ids": torch.cat([positions, last], -1)}
+
+    def drop_last_position(self, module: nn.Module, args: tuple, output: tuple) -> tuple:
+        """Returns cos and sin without that position."""
+        return tuple(values[..., :-1, :] for values in output)
+
+    def check_layers(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        """Raises ValueError if a layer mixed tokens in another way."""
+        if (found := len(kwargs["ulysses_layout"].attended)) < self.layers:
+            raise ValueError(f"{found} of {self.layers} layers attended over the whole sequence; leave it whole")
+
+    def guard_loss(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+        """Returns the output, a dict or a tuple, with a loss that has to be reduced before its backward."""
+        loss = output[0] if isinstance(output, tuple) else output.get("loss")
+        if self.ctx.size == 1 or not _labelled(kwargs) or loss is None or not loss.requires_grad:
+            return output
+        share = ShareFunction.apply(loss, self.ctx.size)
+        if isinstance(output, tuple):
+            return (share, *output[1:])
+        output["loss"] = share
+        return output
+
+
+def _labelled(kwargs: dict[str, Any]) -> bool:
+    return kwargs.get("labels") is not None or kwargs.get("shift_labels") is not None
+
+
+def _check_shard(kwargs: dict[str, Any], batch: int, local: int) -> None:
+    """Raises ValueError for arguments of the base model that are not of a shard [batch, local]."""
+    if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
+        raise ValueError("a cache is not sharded over ranks: use_cache=False, or sp.restore(model) before generating")
+    if kwargs.get("output_router_logits"):
+        raise ValueError("the router's balancing loss is not sharded over ranks: output_router_logits=False")
+    positions, mask, expected = (
+        kwargs.get("position_ids"),
+        kwargs.get("attention_mask"),
+        "expected this rank's shard of it",
+    )
+    if positions is not None and positions.shape[-1] != local:
+        raise ValueError(f"position_ids is {list(positions.shape)} for {local} tokens, {expected}")
+    if mask is not None and (not isinstance(mask, Tensor) or mask.shape != (batch, local)):
+        kind = list(mask.shape) if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
+        raise ValueError(f"attention_mask is {kind}, {expected}, {[batch, local]}")
+
+
+class ShareFunction(torch.autograd.Function):
+    """The loss of a shard, as it is. Its backward raises RuntimeError, unless the gradient comes from a loss that
+    `let_through` was given."""
+
+    @staticmethod
+    def forward(ctx, loss: Tensor, size: int) -> Tensor:
+        ctx.size, ctx.is_let_through = size, False
+        return loss.clone()  # a view could not be changed in place, as Trainer does
+
+    @staticmethod
+    def backward(ctx, d_loss: Tensor) -> tuple[Tensor, None]:
+        if not ctx.is_let_through:
+            raise RuntimeError(
+                f"a share of the loss leaves 1/{ctx.size} of the gradients once ranks average them; expected "
+                "loss = sp.reduce_loss(loss, ctx) before loss.backward(), or sp.SequenceParallelTrainerMixin"
+            )
+        ctx.is_let_through = False  # the next backward of this graph has to come the same way
+        return d_loss, None
+
+
+def let_through(loss: Tensor, ctx: SequenceParallel) -> Tensor:
+    """Returns `loss`, whose gradient may go to the shares that it was computed from: it is scaled by the size of the
+    group."""
+    if ctx.size == 1 or not loss.requires_grad:
+        return loss
+    seen, nodes = set(), [loss.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes += [] if hasattr(node, "is_let_through") else [before for before, _ in node.next_functions]
+    shares = [node for node in seen if hasattr(node, "is_let_through")]
+
+    def let(d_loss: Tensor) -> None:
+        for share in shares:
+            share.is_let_through = True
+
+    loss.register_hook(let)
+    return loss
+
+
+class ReduceLossFunction(torch.autograd.Function):
+    """The sum of the ranks' losses; its gradient is multiplied by the size of the group."""
+
+    @staticmethod
+    def forward(ctx, loss: Tensor, group: dist.ProcessGroup, size: int) -> Tensor:
+        ctx.size = size
+        total = loss.detach().clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(ctx, d_total: Tensor) -> tuple[Tensor, None, None]:
+        return d_total * ctx.size, None, None
+
+
+def reduce_loss(loss: Tensor, ctx: SequenceParallel) -> Tensor:
+    """Returns the group's loss, on every rank, from the ranks' shares of it. One all-reduce.
+
+    A share is what a rank's tokens add to the loss: their sum divided by the group's number of labelled tokens, as a
+    model computes it that is given `num_items_in_batch` by `DataShardingCollator`. Its gradient is multiplied by the
+    size of the group, so that a reducer that averages over all ranks (DDP, FSDP2, ZeRO) ends with the gradient that
+    one process would have: the average over data-parallel groups of their groups' gradients. A DeepSpeed engine is told
+    `backward(loss, scale_wrt_gas=False)`. Hugging Face's Trainer scales by itself: with its mixin, this is not called.
+    The backward of a share that a model returned and that did not come here raises RuntimeError; of a share that is
+    computed from logits by hand nobody can tell.
+    """
+    if loss is None:
+        raise ValueError("the model returned no loss: the batch has no labels")
+    return let_through(ReduceLossFunction.apply(loss, ctx.group, ctx.size), ctx)

@@ -1,0 +1,243 @@
+"""A rank's shards of batches: cut from a batch that all ranks of the group have, or sent by ranks that draw different
+ones.
+
+`shard` and `DataShardingCollator`: every rank of the group is given the same samples (sample by
+`ctx.data_parallel_rank` and `ctx.data_parallel_size`), makes the same batch of them, and keeps its own part of the
+sequence. Labels are shifted before the cut, since the label of a shard's last token lies in the next.
+
+`ShardedDataLoader`: ranks draw different samples, as data parallelism has it. In a round every rank of the group draws
+a batch of its own, cuts it, and sends each other rank its shard: one all-to-all of sizes and one of bytes, and no rank
+ever holds another's whole batch. The group then trains on the batches of a round one after the other.
+Source: Arctic Long Sequence Training, 4.2 and 4.3.
+"""
+
+import io
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from itertools import chain, islice
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+
+from seqtile.sp.groups import SequenceParallel, device_of
+from seqtile.sp.layout import BATCH_HASH, CUTTERS, hash_of
+
+IGNORED = -100
+_NOTHING, _FAILED = 0, -1  # in place of a shard's size: the rank's loader is at its end; its batch could not be cut
+
+
+class DataShardingCollator:
+    """Wraps a collator of Hugging Face's: its batch, of which this rank's part of every sequence is kept.
+
+    Sequences are padded to a multiple of the group's size. Added are `shift_labels`, global `position_ids` if there are
+    none, `num_items_in_batch`, the group's labelled tokens, so that a model's loss is this rank's exact share of the
+    group's, and `batch_hash`, by which the model notices ranks that hold shards of different batches. `labels` stay,
+    beside `shift_labels`. What has no sequence dimension is kept whole.
+    """
+
+    def __init__(self, collator: Callable[[list[Any]], dict[str, Any]], ctx: SequenceParallel):
+        self.collator = collator
+        self.rank, self.size = ctx.rank, ctx.size  # not the group, which cannot be sent to a loader's workers
+
+    def __call__(self, samples: list[Any]) -> dict[str, Any]:
+        return part_of(completed(self.collator(samples)), self.rank, self.size)
+
+
+def shard(batch: dict[str, Any], ctx: SequenceParallel) -> dict[str, Any]:
+    """Returns this rank's part of a whole batch, see `DataShardingCollator`. Raises ValueError for one without tokens,
+    and for one that is a shard already."""
+    return part_of(completed(batch), ctx.rank, ctx.size)
+
+
+def count_items(batches: list[dict[str, Tensor]], ctx: SequenceParallel) -> Tensor:
+    """Returns the labelled tokens of an accumulation window, over all ranks, for each data-parallel group on average:
+    what `num_items_in_batch` must be for losses that are summed over the window and averaged over the groups.
+
+    `batches` are this rank's shards, with `shift_labels`. One all-reduce.
+    """
+    counts = torch.stack([(batch["shift_labels"] != IGNORED).sum() for batch in batches])
+    total = counts.sum().to(device_of(ctx))
+    dist.all_reduce(total)
+    return (total / ctx.data_parallel_size).to(counts.device)
+
+
+def completed(batch: dict[str, Any]) -> dict[str, Any]:
+    """Returns the whole batch with what every shard of it needs."""
+    if not isinstance(batch, Mapping):
+        raise TypeError(f"expected a dict of tensors as batch, got a {type(batch).__name__}")
+    batch = dict(batch)
+    if BATCH_HASH in batch:
+        raise ValueError(f"this batch is a shard already, expected a whole one: cut it once, by one of {CUTTERS}")
+    rows, length = _tokens_of(batch).shape[:2]
+    if "labels" in batch and "shift_labels" not in batch:
+        batch["shift_labels"] = F.pad(batch["labels"], (0, 1), value=IGNORED)[..., 1:]
+    if "shift_labels" in batch and "num_items_in_batch" not in batch:
+        batch["num_items_in_batch"] = (batch["shift_labels"] != IGNORED).sum()
+    if "position_ids" not in batch:
+        batch["position_ids"] = torch.arange(length, device=_tokens_of(batch).device).expand(rows, -1)
+    sequences = {name: x for name, x in batch.items() if _sequence_dim(name, x, rows, length) is not None}
+    integers = {name: x for name, x in sequences.items() if not x.is_floating_point()}  # the same on any GPU
+    return batch | {BATCH_HASH: hash_of(integers)}
+
+
+def part_of(batch: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
+    """Returns what a rank keeps of a completed batch."""
+    rows, length = _tokens_of(batch).shape[:2]
+    local = -(-length // size)
+    part = dict(batch)
+    for name, value in batch.items():
+        if (dim := _sequence_dim(name, value, rows, length)) is not None:
+            mine = _padded(name, value, local * size - length).narrow(dim, rank * local, local)
+            part[name] = mine.clone(memory_format=torch.contiguous_format)  # of its own, not a view of the whole
+    return part
+
+
+def _tokens_of(batch: dict[str, Any]) -> Tensor:
+    """Returns input_ids [B, S] or inputs_embeds [B, S, D]."""
+    tokens = batch.get("inputs_embeds") if batch.get("input_ids") is None else batch["input_ids"]
+    if tokens is None:
+        raise ValueError(f"the batch has {', '.join(batch) or 'nothing'}, expected input_ids or inputs_embeds in it")
+    return tokens
+
+
+def _sequence_dim(name: str, value: Any, batch: int, length: int) -> int | None:
+    """Returns the dimension along which a value has the sequence; None if it has none."""
+    if not isinstance(value, Tensor) or value.ndim < 2:
+        return None
+    if name == "position_ids":
+        return value.ndim - 1  # [B, S], or [3, B, S] for multimodal rotary embeddings
+    return 1 if tuple(value.shape[:2]) in ((batch, length), (1, length)) else None
+
+
+def _padded(name: str, value: Tensor, missing: int) -> Tensor:
+    """Returns `value` with `missing` more tokens: of a document of their own in `position_ids`, which ends none of the
+    batch's, and so seen by no token of it."""
+    if missing == 0:
+        return value
+    if name == "position_ids":
+        tail = torch.arange(missing, device=value.device, dtype=value.dtype).expand(*value.shape[:-1], -1)
+        return torch.cat([value, tail], -1)
+    fill = IGNORED if name in ("labels", "shift_labels") else 0
+    return F.pad(value, [0, 0] * (value.ndim - 2) + [0, missing], value=fill)
+
+
+class ShardedDataLoader:
+    """Iterates over this rank's shards of the batches of all ranks of the group, in the same order on every rank.
+
+    Args:
+        dataloader: yields batches (dicts), different ones on different ranks; ranks may have different numbers of them.
+        ctx: the group.
+        device: where its shards are put; by default where the group's collectives run.
+
+    An epoch has as many steps as the group's loaders have batches together, which data-parallel groups must have alike,
+    as a DistributedSampler with drop_last gives them where their number divides the batches. `state_dict` tells how far
+    it is; a run that loads it goes on with the step that would have come next, if the loader's order follows from
+    torch's random state at the start of the epoch, its generator's, or its sampler's epoch.
+
+    Raises ValueError on every rank, and none waits, if one of them fails to load a batch or to cut it.
+    """
+
+    def __init__(
+        self, dataloader: Iterable[dict[str, Any]], ctx: SequenceParallel, device: torch.device | str | None = None
+    ):
+        self.dataloader, self.ctx, self.device = dataloader, ctx, device or device_of(ctx)
+        self.epoch = self.steps = 0
+        """The epoch that runs or comes next, and how many of its steps are done."""
+        self._generator: torch.Generator | None = getattr(dataloader, "generator", None)
+        self._start: dict[str, Any] | None = None
+        self._resume = False
+
+    def __len__(self) -> int:
+        """Returns the steps of an epoch. A collective: every rank of the group calls it."""
+        total = torch.tensor(len(self.dataloader), device=device_of(self.ctx))
+        dist.all_reduce(total, group=self.ctx.group)
+        return int(total)
+
+    def set_epoch(self, epoch: int) -> None:
+        """Sets the epoch that comes next, from its beginning unless a state of it has been loaded."""
+        if epoch != self.epoch:
+            self.epoch, self.steps, self._resume = epoch, 0, False
+        sampler = getattr(self.dataloader, "batch_sampler", None)
+        for holder in (self.dataloader, getattr(self.dataloader, "sampler", None), getattr(sampler, "sampler", None)):
+            if hasattr(holder, "set_epoch"):
+                holder.set_epoch(epoch)
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"epoch": self.epoch, "steps": self.steps, "start": self._start or self._random_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.epoch, self.steps, self._start = state["epoch"], state["steps"], state["start"]
+        self._resume = True
+        self.set_epoch(self.epoch)
+
+    def __iter__(self) -> Iterator[dict[str, Any]]:
+        batches, self.steps = self._batches(), self.steps if self._resume else 0
+        for found in rounds(batches, self.ctx, self.device, skip=self.steps):
+            self.steps += 1
+            yield found
+        self.epoch, self.steps, self._start = self.epoch + 1, 0, None
+
+    def _random_state(self) -> dict[str, Any]:
+        return {"torch": torch.get_rng_state(), "loader": self._generator and self._generator.get_state()}
+
+    def _batches(self) -> Iterator[dict[str, Any]]:
+        """Yields the loader's, drawn from the random state that this epoch began with."""
+        resume, self._resume = self._resume, False
+        self._start = self._start if resume else self._random_state()
+        with torch.random.fork_rng(devices=(), enabled=resume):
+            torch.set_rng_state(self._start["torch"])
+            if self._generator is not None:
+                self._generator.set_state(self._start["loader"])
+            batches = iter(self.dataloader)
+            first = list(islice(batches, 1))  # samplers draw their order when they are asked for the first batch
+        yield from chain(first, batches)
+
+
+def rounds(
+    batches: Iterator[dict[str, Any]], ctx: SequenceParallel, device: torch.device | str, skip: int = 0
+) -> Iterator[dict[str, Tensor]]:
+    """Yields this rank's shards of what the ranks of the group draw, round by round, rank by rank; the first `skip`
+    left out. Raises ValueError on every rank if one of them has no batch that can be cut."""
+    while True:
+        parcels, error = _parcels(batches, ctx)
+        sizes = [_FAILED] * ctx.size if error is not None else [len(parcel) for parcel in parcels]
+        sent = torch.tensor(sizes, device=device_of(ctx))
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent, group=ctx.group)
+        received = received.tolist()
+        if error is not None or _FAILED in received:
+            failed = f"rank {received.index(_FAILED)} of the group has no batch that can be cut"
+            raise ValueError(f"{failed}: {error or 'see there'}") from error
+        found = [rank for rank, size in enumerate(received) if size != _NOTHING]
+        if not found:
+            return
+        if skip >= len(found):
+            skip -= len(found)
+            continue
+        buffer = torch.cat(parcels).to(device_of(ctx))
+        arrived = buffer.new_empty(sum(received))
+        dist.all_to_all_single(arrived, buffer, received, sizes, group=ctx.group)
+        shards = arrived.split(received)
+        for rank in found[skip:]:
+            file = io.BytesIO(shards[rank].cpu().numpy().tobytes())
+            yield torch.load(file, map_location=device, weights_only=True)
+        skip = 0
+
+
+def _parcels(batches: Iterator[dict[str, Any]], ctx: SequenceParallel) -> tuple[list[Tensor], Exception | None]:
+    """Returns for each rank of the group its shard of the next batch, as bytes; none at the end. Or why there are
+    none."""
+    parcels = []
+    try:
+        if (batch := next(batches, None)) is None:
+            return [torch.empty(0, dtype=torch.uint8)] * ctx.size, None
+        whole = completed(batch)
+        for rank in range(ctx.size):
+            parcel = io.BytesIO()
+            torch.save(part_of(whole, rank, ctx.size), parcel)
+            parcels.append(torch.frombuffer(parcel.getbuffer(), dtype=torch.uint8))
+    except Exception as error:  # raised on every rank, once all know of it
+        return [], error
+    return parcels, None

@@ -1,0 +1,149 @@
+"""The layout of a group's batch: which tokens may attend to which, told by position_ids and attention_mask alone.
+
+Known once per forward, on every rank of the group, and passed to every layer. Before that the ranks compare what they
+hold, so that none computes with the shards of another batch: where a batch is cut, a hash of all of it goes with every
+shard, and every forward compares the ranks' hashes.
+Source: Arctic Long Sequence Training, 3.4.
+"""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from seqtile.sp.groups import SequenceParallel, gather
+from seqtile.sp.head_shares import Rows
+
+BATCH_HASH = "batch_hash"  # in a shard, the hash of the batch that it was cut from
+CUTTERS = "sp.shard, sp.DataShardingCollator or sp.ShardedDataLoader"
+_FACTORS = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB)  # odd, of no other meaning
+_COMPARED = "[batch, tokens, has a mask, rows of position_ids, has a batch_hash, labelled tokens]"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The whole sequences of a group's batch, as every layer's attention is given it."""
+
+    ctx: SequenceParallel
+    local: int
+    """Tokens of a sequence on each rank."""
+    documents: tuple[Rows, ...]
+    """For each row of the batch the [start, stop) of its documents; padding is in none. One entry if all are alike."""
+    implementation: str
+    """The attention that the model had, which computes this rank's heads."""
+
+    last_position: int = 0
+    """The largest of all position_ids."""
+    attended: set[int] = field(default_factory=set, compare=False, repr=False)
+    """The modules that have attended, by id."""
+    cache: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
+    """What is made once for all layers, see `once`."""
+
+    @property
+    def length(self) -> int:
+        """Tokens of a whole sequence."""
+        return self.local * self.ctx.size
+
+    def of_row(self, row: int) -> Rows:
+        """Returns the documents of a row of the batch."""
+        return self.documents[row if len(self.documents) > 1 else 0]
+
+    def once(self, key: Any, make: Callable[[], Any]) -> Any:
+        """Returns what `make` returns, which every layer that asks by this key shares."""
+        if key not in self.cache:
+            self.cache[key] = make()
+        return self.cache[key]
+
+
+def layout_of(
+    local: int, position_ids: Tensor, mask: Tensor | None, ctx: SequenceParallel, implementation: str, last: int = 0
+) -> Layout:
+    """Returns the layout of what the ranks of a group hold together. `position_ids` [B or 1, S], or of several axes
+    [3 or 4, B, S], and the attention mask [B, S] are local, and of the same shape on every rank; `last` is the largest
+    position of all.
+
+    As for Hugging Face, documents are told by positions that restart, where there is no mask; of several axes by the
+    first of four, that of the text.
+
+    One or two small collectives and a few waits for the device, once per forward. Raises ValueError on every rank for a
+    mask with a hole or over documents.
+    """
+    if position_ids.ndim == 3 and len(position_ids) == 4:
+        position_ids = position_ids[0]
+    elif position_ids.ndim == 3:
+        position_ids = torch.arange(ctx.rank * local, (ctx.rank + 1) * local, device=position_ids.device)[None]
+    positions = torch.cat(gather(position_ids, ctx), 1)
+    valid = torch.ones_like(positions, dtype=torch.bool)
+    if mask is not None:
+        valid = torch.cat(gather(mask.to(torch.uint8), ctx), 1).bool()
+    rows = tuple(map(documents_of, *torch.broadcast_tensors(positions, valid)))
+    if mask is not None and any(len(row) > 1 for row in rows):
+        raise ValueError(
+            "attention_mask has a hole, or position_ids restart under it; expected padding at the ends of rows, or "
+            "packed documents without an attention_mask"
+        )
+    documents = rows if any(row != rows[0] for row in rows) else rows[:1]
+    return Layout(ctx, local, documents, implementation, last)
+
+
+def documents_of(positions: Tensor, valid: Tensor) -> Rows:
+    """Returns the runs of tokens that are no padding and whose positions follow one another."""
+    follows = (positions[1:] == positions[:-1] + 1) & valid[1:] & valid[:-1]
+    starts = torch.cat([valid[:1], valid[1:] & ~follows]).nonzero().flatten()
+    ends = torch.cat([valid[:-1] & ~follows, valid[-1:]]).nonzero().flatten() + 1
+    return tuple(zip(starts.tolist(), ends.tolist(), strict=True))
+
+
+def hash_of(tensors: Mapping[str, Tensor]) -> Tensor:
+    """Returns a number [] that differs where the integers in `tensors` do, or their order; computed where they are,
+    without waiting for it."""
+    return _hash(torch.stack([_hash(values) for _, values in sorted(tensors.items())]))
+
+
+def _hash(values: Tensor) -> Tensor:
+    mixed = values.flatten().to(torch.int64)  # sums and products wrap around
+    mixed = (mixed + torch.arange(1, len(mixed) + 1, device=mixed.device) * _FACTORS[0]) * _FACTORS[1]
+    mixed = (mixed ^ (mixed >> 32)) * _FACTORS[2]
+    return (mixed ^ (mixed >> 29)).sum()
+
+
+def check_same_batch(
+    tokens: Tensor, kwargs: Mapping[str, Any], batch_hash: Tensor | None, ctx: SequenceParallel
+) -> int:
+    """Returns the largest of all ranks' position_ids. `tokens` are input_ids [B, S] or inputs_embeds [B, S, D]; of the
+    model's keyword arguments it reads position_ids, attention_mask and num_items_in_batch.
+
+    Raises ValueError on every rank if the ranks hold batches of different shapes or shards of different batches, if
+    they have no position_ids, or if nothing tells that these are shards and all ranks hold the same tokens. One small
+    collective and one wait for the device.
+    """
+    position_ids, items = kwargs.get("position_ids"), kwargs.get("num_items_in_batch")
+    rows, last, own = 0, 0, batch_hash
+    if position_ids is not None:
+        rows, last = position_ids.shape[:-1].numel(), position_ids.max()
+    if batch_hash is None:  # embeddings are not compared
+        comparable = ctx.size > 1 and position_ids is not None and not tokens.is_floating_point()
+        own = hash_of({"tokens": tokens, "position_ids": position_ids}) if comparable else ctx.rank
+    sizes = [*tokens.shape[:2], int(kwargs.get("attention_mask") is not None), rows, int(batch_hash is not None)]
+    numbers = (sizes, 0 if items is None else items, last, own)  # some on the host, some on the device: waited for once
+    mine = torch.cat([torch.as_tensor(x, dtype=torch.int64, device=tokens.device).view(-1) for x in numbers])
+    ranks = torch.stack(gather(mine, ctx)).tolist()
+    shapes, lasts, hashes = [rank[:-2] for rank in ranks], [rank[-2] for rank in ranks], [rank[-1] for rank in ranks]
+    wrong = None
+    if any(shape != shapes[0] for shape in shapes):
+        wrong = f"the ranks of a group hold batches of different shapes, {_COMPARED} = {shapes}"
+    elif position_ids is None:
+        wrong = "no position_ids came with the tokens, and nothing else tells a shard from a whole sequence"
+    elif batch_hash is not None and len(set(hashes)) > 1:
+        wrong = f"the ranks of a group hold shards of different batches, batch_hash = {hashes}"
+    elif batch_hash is None and ctx.size > 1 and len(set(hashes)) == 1:
+        wrong = "every rank of the group holds the same tokens at the same positions"
+    if wrong is not None:
+        raise ValueError(
+            f"{wrong}; expected each rank's shard of the same batch, cut by {CUTTERS}. The ranks of a group draw the "
+            "same samples (by ctx.data_parallel_rank of ctx.data_parallel_size), but for sp.ShardedDataLoader; for "
+            "whole sequences on every rank sp.restore(model) first"
+        )
+    return max(lasts)

@@ -12,12 +12,12 @@ from types import ModuleType
 
 @dataclass(frozen=True)
 class Arch:
-    """What Hugging Face's classes of an architecture are called, and where their code differs from Llama's."""
+    """An architecture: the names of Hugging Face's classes, and where their code differs from Llama's."""
 
     model_type: str
     """`config.model_type`, and unless `module` says otherwise the name of the modeling module."""
     prefix: str
-    """What the names of its classes begin with."""
+    """The beginning of the names of its classes."""
     module: str | None = None
     softcap: str | None = None
     """The config's name for the soft cap of its logits."""
@@ -26,40 +26,40 @@ class Arch:
     logit_divisor: str | None = None
     """The config's name for what its logits are divided by."""
     mlps: tuple[str, ...] = ("MLP",)
-    """What follows the prefix in the names of the classes whose forwards are tiled as MLPs."""
+    """The ends, behind the prefix, of the names of the classes whose forwards are tiled as MLPs."""
 
     layer: bool = False
-    """Whether its layers have Llama's shape, norm, attention, norm, MLP one after the other, and can be tiled whole."""
+    """True if its layers have Llama's shape, norm, attention, norm, MLP one after the other, and can be tiled whole."""
     windows: bool = False
-    """Whether its layers tell attention of a sliding window."""
+    """True if its layers tell attention of a sliding window."""
     residual_scale: str | None = None
-    """Its layers' name for what is multiplied to what attention and MLP add."""
+    """Its layers' name for the factor of what attention and MLP add."""
 
     norm: str = "rms"
-    """How its norms compute: "rms", whose weight multiplies in the model's dtype, "rms_float32", whose weight
+    """The kind of its norms: "rms", whose weight multiplies in the model's dtype, "rms_float32", whose weight
     multiplies in float32, or "layer", a LayerNorm in float32."""
     norm_before: bool = True
-    """Whether a norm is before attention and before the MLP."""
+    """True if a norm is before attention and before the MLP."""
     norm_after: bool = False
-    """Whether a norm is after attention and after the MLP, before what they return is added."""
+    """True if a norm is after attention and after the MLP, before what they return is added."""
     head_norm: str | None = None
     """The weights of the norms of queries and keys: "shared" by all heads, or each head's "own"."""
     parallel: bool = False
-    """Whether attention and MLP are side by side, behind one norm."""
+    """True if attention and MLP are side by side, behind one norm."""
     fused: tuple[str, ...] = ()
-    """Of "qkv" and "gate_up" those that one projection makes."""
+    """The parts that one projection makes at once: "qkv", "gate_up"."""
     attention_bias: str = "qkvo"
     """The projections that have a bias where the config's attention_bias is true."""
     mlp_width: str = "intermediate_size"
     """The config's name for the width of its MLPs, or of its experts."""
     float32_routing: bool = False
-    """Whether the outputs of experts are weighted in float32."""
+    """True if the outputs of experts are weighted in float32."""
     embedding_scale: str | None = None
     """The config's name for what its model multiplies embeddings by, where the embedding itself does not."""
     liger: bool = True
-    """Whether Liger has a patch for it, with its norms."""
+    """True if Liger has a patch for it, with its norms."""
     defaults: dict[str, object] = field(default_factory=dict, hash=False)
-    """What its config has, or its code always does, where a config.json says nothing: what `seqtile.memory` reads."""
+    """Values of its config, or of its code, where a config.json says nothing; those that `seqtile.memory` reads."""
 
     @property
     def modeling_name(self) -> str:
@@ -93,7 +93,7 @@ class Arch:
 
     @property
     def routed(self) -> bool:
-        """Whether it is a mixture of experts, whose causal LM may add a loss that balances them."""
+        """True if it is a mixture of experts, whose causal LM may add a loss that balances them."""
         return "Experts" in self.mlps
 
     @property

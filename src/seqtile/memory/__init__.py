@@ -48,7 +48,7 @@ class Plan:
 
     @property
     def bound(self) -> str | None:
-        """What does not fit; None if all does."""
+        """The memory that is too small, and for what; None if all fits."""
         if self.gpu_bytes > self.setup.gpu_memory_gib * GIB:
             states = sum(self.peak.parts[part] for part in ("weights", "optimizer", "reserved"))
             too_much = states > self.setup.gpu_memory_gib * GIB
@@ -75,7 +75,7 @@ class Longest:
     tokens: int
     """0 if not even a token for every GPU of a sequence fits."""
     bound: str
-    """What a longer one would not fit in."""
+    """The memory that a longer one would not fit in."""
 
     def __str__(self) -> str:
         return f"{self.tokens:,} tokens, bound by {self.bound}"

@@ -1,4 +1,4 @@
-"""What is alive while a layer is computed again and differentiated, at each moment at which it may peak.
+"""The bytes alive while a layer is recomputed and differentiated, at each moment at which they may peak.
 
 The sums follow Hugging Face's code line by line, `seqtile.ops`, `seqtile.sp`, and FlashAttention-2's workspace: dq in
 float32, and dk and dv for every query head where heads share keys. What waits outside of the layer is in `step`. All in
@@ -23,7 +23,7 @@ FLOAT = 4
 
 
 class Working(NamedTuple):
-    """What is alive at a moment while something is computed, in bytes by what they are for."""
+    """A moment: what is computed then, and the bytes alive for it by what they are for."""
 
     name: str
     done: int = 0
@@ -33,7 +33,7 @@ class Working(NamedTuple):
     norms: int = 0
     loss: int = 0
     gradients: int = 0
-    """Besides those that are done."""
+    """Gradients besides those of the parameters that are done."""
 
 
 class Part(NamedTuple):
@@ -120,8 +120,8 @@ class Layer:
         arch, shape, setup, hidden = self.shape.arch, self.shape, self.setup, self.hidden
         chunked = "mlp" in setup.tiles and self.tokens > self.mlp_chunk
         norm, mlp, in_mlp = self.norm(shape.hidden), self._mlp(chunked), shape.mlp_parameters
-        # What is kept between forward and backward, in the order of the forward. The norm before attention keeps the
-        # layer's input, which is counted where it waits, or a copy of it in float32.
+        # Kept from forward to backward, in the order of the forward. The norm before attention keeps the layer's input,
+        # which is counted where it waits, or a copy of it in float32.
         before = norm.kept + hidden if arch.norm_before else 0
         copied = before - hidden if before and (setup.liger or setup.bytes == FLOAT) else before
         of_heads = self.norm(shape.q + shape.kv).kept if arch.head_norm else 0

@@ -1,4 +1,4 @@
-"""How a model is trained: everything its memory depends on but its shape and the length."""
+"""The setup of a training run: everything that its memory depends on but the model's shape and the length."""
 
 import math
 from collections.abc import Collection, Mapping
@@ -21,6 +21,7 @@ def expect(name: str, right: object, expected: str, got: object) -> None:
 
 
 def is_count(value: object, least: int = 1) -> bool:
+    """Tells whether this is an int, of at least so much."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
@@ -32,14 +33,15 @@ class Setup:
     sequence_parallel: int = 1
     """GPUs that share a sequence."""
     zero_stage: int = 3
-    """What is sharded over all GPUs: 1 the optimizer's state, 2 gradients too, 3 weights too (FSDP2); 0 nothing."""
+    """The stage of ZeRO, which shards over all GPUs: 1 the optimizer's state, 2 gradients too, 3 weights too (FSDP2);
+    0 nothing."""
     optimizer: str = "adamw"
     """adamw (in half precision with a float32 copy of the weights: 16 bytes a parameter with weights and gradients, as
     float32 weights under FSDP2's mixed precision have), adamw_8bit or sgd (without that copy)."""
     dtype: str = "bfloat16"
     """The dtype of weights, gradients and activations."""
     tiles: Collection[str] | str = ("loss", "mlp")
-    """What is computed chunk by chunk: loss, mlp, layer, which is all of a decoder layer but attention."""
+    """The parts computed chunk by chunk: loss, mlp, layer, which is all of a decoder layer but attention."""
     head_groups: int | str | None = None
     """Groups of kv heads that attend one after the other in a tiled layer; "auto" for as many as divide them, up to 8,
     and leave each GPU that shares a sequence a kv head in every group; None: all heads at once."""
@@ -48,7 +50,7 @@ class Setup:
     liger: bool = False
     """Liger's norms, RoPE and, where the MLP is not tiled, its product of gate and up: they keep less."""
     offload: Collection[str] | str = ()
-    """What is in host memory: activations (`seqtile.offload`), optimizer (with the gradients), weights."""
+    """The things in host memory: activations (`seqtile.offload`), optimizer (with the gradients), weights."""
     keep_last: int = 1
     """Layers whose inputs stay on the GPU all the same."""
     lora_rank: int | None = None
@@ -61,6 +63,7 @@ class Setup:
 
     def __post_init__(self) -> None:
         count = "a positive int"
+        groups = self.head_groups in (None, "auto") or is_count(self.head_groups)
         for name, right, expected in (
             ("liger", isinstance(self.liger, bool), "True or False"),
             ("gpus", is_count(self.gpus), count),
@@ -72,11 +75,7 @@ class Setup:
             ("optimizer", self.optimizer in tuple(OPTIMIZERS), f"one of {', '.join(OPTIMIZERS)}"),
             ("tiles", _are_some(self.tiles, TILES), f"some of {', '.join(TILES)}"),
             ("offload", _are_some(self.offload, OFFLOAD), f"some of {', '.join(OFFLOAD)}"),
-            (
-                "head_groups",
-                self.head_groups in (None, "auto") or is_count(self.head_groups),
-                f'{count}, "auto" or None',
-            ),
+            ("head_groups", groups, f'{count}, "auto" or None'),
             ("gpu_memory_gib", _is_size(self.gpu_memory_gib), "more than 0 GiB"),
             ("host_memory_gib", _is_size(self.host_memory_gib), "more than 0 GiB"),
             ("zero_stage", self.zero_stage in range(4), "0, 1, 2 or 3"),
@@ -86,13 +85,9 @@ class Setup:
         for name in ("tiles", "offload"):
             value = getattr(self, name)
             object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value))
-        self._check_together()
-
-    def _check_together(self) -> None:
-        without = "layer" not in self.tiles
-        grouped, divided = self.head_groups is not None, self.gpus % self.sequence_parallel == 0
-        expect("tiles", without or "mlp" in self.tiles, "mlp too, since it is tiled with the layer", self.tiles)
-        expect("head_groups", not (grouped and without), "None, since tiles has no layer", self.head_groups)
+        layer, divided = "layer" in self.tiles, self.gpus % self.sequence_parallel == 0
+        expect("tiles", "mlp" in self.tiles or not layer, "mlp too, since it is tiled with the layer", self.tiles)
+        expect("head_groups", layer or self.head_groups is None, "None, since tiles has no layer", self.head_groups)
         expect("sequence_parallel", divided, f"a divisor of the {self.gpus} GPUs", self.sequence_parallel)
         if "optimizer" in self.offload and self.optimizer == "adamw_8bit":
             raise ValueError("offload of the optimizer: expected adamw or sgd, got adamw_8bit, which computes on a GPU")
@@ -106,7 +101,7 @@ class Setup:
 
     @property
     def full(self) -> bool:
-        """Whether every parameter is trained."""
+        """True if every parameter is trained, False if adapters are."""
         return self.lora_rank is None
 
     def ranks(self, stage: int) -> int:

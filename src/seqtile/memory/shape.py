@@ -11,7 +11,7 @@ from seqtile.arch import ARCHS, Arch
 from seqtile.memory.setup import expect, is_count
 
 ASSUMED = replace(ARCHS["llama"], layer=False, liger=False)
-"""What a model type that is not in the table is taken for: a Llama that neither seqtile nor Liger knows."""
+"""The entry of a model type that is not in the table: a Llama that neither seqtile nor Liger knows."""
 OTHER_KINDS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_intermediate_size", "kv_lora_rank")
 """The names in a config that tell of experts or of latent attention."""
 
@@ -29,17 +29,17 @@ class Shape:
     vocab: int
     model_type: str = "llama"
     tied: bool = False
-    """Whether embedding and head are one."""
+    """True if embedding and head are one."""
     attention_biases: int = 0
-    """Elements, of a layer."""
+    """Elements of a layer."""
     mlp_biases: int = 0
     softcap: bool = False
-    """Whether logits have a soft cap."""
+    """True if logits have a soft cap."""
     experts: int = 0
     """Experts of a layer; 0 if it is no mixture."""
     experts_per_token: int = 1
     positions: int | None = None
-    """What the model is configured for, at most."""
+    """The most tokens that the model is configured for."""
     inside: str | None = None
     """The model type that it is the text model of."""
     quantised: bool = False
@@ -50,17 +50,17 @@ class Shape:
 
     @property
     def assumed(self) -> bool:
-        """Whether its layers are taken for Llama's because its type is not known."""
+        """True if its layers are taken for Llama's because its type is not known."""
         return self.model_type not in ARCHS
 
     @property
     def tiles_whole(self) -> bool:
-        """Whether seqtile tiles its layers as a whole."""
+        """True if seqtile tiles its layers as a whole."""
         return self.arch.layer and self.inside is None
 
     @property
     def notes(self) -> list[str]:
-        """What is in its configuration and not planned."""
+        """Sentences on what is in its configuration and not planned."""
         notes = {
             f"only the text model of {self.inside} is planned": self.inside is not None,
             f"model type {self.model_type} is not known; planned as a Llama, which may be far off": self.assumed,

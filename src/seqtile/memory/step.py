@@ -28,7 +28,7 @@ class Moment:
 
 
 class Step:
-    """Forward and backward of `tokens` on this GPU; ZeRO-3 as FSDP2 does it, layer by layer."""
+    """A training step with `tokens` on this GPU, forward and backward; ZeRO-3 as FSDP2 does it, layer by layer."""
 
     def __init__(self, shape: Shape, setup: Setup, tokens: int):
         self.shape, self.setup, self.tokens = shape, setup, tokens
@@ -104,7 +104,8 @@ class Step:
         return Moment(working.name, parts)
 
     def _communication(self, whole: int, gathered: int, outer: int) -> int:
-        """FSDP2 keeps what is outside of the layers gathered, and its gradients whole until the end."""
+        """Returns the bytes of communication. FSDP2 keeps what is outside of the layers gathered, and its gradients
+        whole until the end."""
         setup, shape, away = self.setup, self.shape, "optimizer" in self.setup.offload
         if setup.ranks(3) == 1 and "weights" not in setup.offload:
             return min(BUCKET, self.trained) * setup.bytes if setup.gpus > 1 or away else 0

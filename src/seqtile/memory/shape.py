@@ -143,7 +143,7 @@ def shape_of(config: Any) -> Shape:
         by_lower_case = {name.lower(): shape for name, shape in KNOWN.items()}
         if (known := by_lower_case.get(str(config).lower().removesuffix("-instruct"))) is not None:
             return known
-        named, config = f"{config}: ", _read(Path(config))
+        named, config = f"{config}: ", _read(config)
     elif hasattr(config, "to_dict"):
         config = config.to_dict()
     fields = config.get("text_config") or config if isinstance(config, Mapping) else None
@@ -157,14 +157,15 @@ def shape_of(config: Any) -> Shape:
     return replace(shape, inside=inside, quantised=bool(config.get("quantization_config")))
 
 
-def _read(file: Path) -> Any:
+def _read(path: str | Path) -> Any:
+    file = Path(path)
     expected = f"expected a directory with a config.json, such a file, or one of {', '.join(KNOWN)}"
     try:
         return json.loads((file / "config.json" if file.is_dir() else file).read_text())
     except OSError as error:
-        close = get_close_matches(str(file), KNOWN, n=1, cutoff=0.5)
+        close = get_close_matches(str(path), KNOWN, n=1, cutoff=0.5)
         remedy = f"did you mean {close[0]}?" if close else "download its config.json"
-        raise ValueError(f"model {str(file)!r}: {expected} ({error.strerror}); {remedy}") from error
+        raise ValueError(f"model {str(path)!r}: {expected} ({error.strerror}); {remedy}") from error
     except ValueError as error:
         raise ValueError(f"{file} is no JSON: {error}") from error
 

@@ -22,7 +22,7 @@ def model_of(arch: Arch, **changes: object) -> nn.Module:
 
 @every_architecture
 def test_defaults(arch: Arch) -> None:
-    """They are what its config class has, and a config.json may leave out; Qwen2's has no attention_bias, always true."""
+    """Its config class has them, and a config.json may leave them out; Qwen2's has no attention_bias: always true."""
     config = arch.causal_lm.config_class()
     assert arch.defaults == {name: getattr(config, name, True) for name in arch.defaults}
 

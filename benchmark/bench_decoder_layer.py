@@ -160,7 +160,7 @@ LENGTHS_HERE = {
     size: {
         name: tuple(tokens for tokens in lengths if tokens <= 512 * K)
         for name, lengths in of_size.items()
-        if SHAPES[name].model_type != "gemma2"
+        if SHAPES[name].tiles_whole
     }
     for size, of_size in LENGTHS.items()
 }

@@ -1,19 +1,23 @@
-"""The table of architectures. One entry each; a field is added only when a real architecture needs it."""
+"""The table of architectures. One entry each; a field is added only when a real architecture needs it.
+
+Everything that seqtile knows of an architecture by its name is here: to add one is to add its entry, and the tests,
+which run over the table, say whether the entry is true. Reading it imports neither torch nor transformers.
+"""
 
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib import import_module
 from types import ModuleType
 
 
 @dataclass(frozen=True)
 class Arch:
-    """Where Hugging Face keeps the classes of an architecture."""
+    """An architecture: the names of Hugging Face's classes, and where their code differs from Llama's."""
 
     model_type: str
     """`config.model_type`, and unless `module` says otherwise the name of the modeling module."""
     prefix: str
-    """What the names of its classes begin with."""
+    """The beginning of the names of its classes."""
     module: str | None = None
     softcap: str | None = None
     """The config's name for the soft cap of its logits."""
@@ -22,14 +26,40 @@ class Arch:
     logit_divisor: str | None = None
     """The config's name for what its logits are divided by."""
     mlps: tuple[str, ...] = ("MLP",)
-    """What follows the prefix in the names of the classes whose forwards are tiled as MLPs."""
+    """The ends, behind the prefix, of the names of the classes whose forwards are tiled as MLPs."""
 
     layer: bool = False
-    """Whether its layers have Llama's shape, norm, attention, norm, MLP one after the other, and can be tiled whole."""
+    """True if its layers have Llama's shape, norm, attention, norm, MLP one after the other, and can be tiled whole."""
     windows: bool = False
-    """Whether its layers tell attention of a sliding window."""
+    """True if its layers tell attention of a sliding window."""
     residual_scale: str | None = None
-    """Its layers' name for what is multiplied to what attention and MLP add."""
+    """Its layers' name for the factor of what attention and MLP add."""
+
+    norm: str = "rms"
+    """The kind of its norms: "rms", whose weight multiplies in the model's dtype, "rms_float32", whose weight
+    multiplies in float32, or "layer", a LayerNorm in float32."""
+    norm_before: bool = True
+    """True if a norm is before attention and before the MLP."""
+    norm_after: bool = False
+    """True if a norm is after attention and after the MLP, before what they return is added."""
+    head_norm: str | None = None
+    """The weights of the norms of queries and keys: "shared" by all heads, or each head's "own"."""
+    parallel: bool = False
+    """True if attention and MLP are side by side, behind one norm."""
+    fused: tuple[str, ...] = ()
+    """The parts that one projection makes at once: "qkv", "gate_up"."""
+    attention_bias: str = "qkvo"
+    """The projections that have a bias where the config's attention_bias is true."""
+    mlp_width: str = "intermediate_size"
+    """The config's name for the width of its MLPs, or of its experts."""
+    float32_routing: bool = False
+    """True if the outputs of experts are weighted in float32."""
+    embedding_scale: str | None = None
+    """The config's name for what its model multiplies embeddings by, where the embedding itself does not."""
+    liger: bool = True
+    """True if Liger has a patch for it, with its norms."""
+    defaults: dict[str, object] = field(default_factory=dict, hash=False)
+    """Values of its config, or of its code, where a config.json says nothing; those that `seqtile.memory` reads."""
 
     @property
     def modeling_name(self) -> str:
@@ -63,7 +93,7 @@ class Arch:
 
     @property
     def routed(self) -> bool:
-        """Whether it is a mixture of experts, whose causal LM may add a loss that balances them."""
+        """True if it is a mixture of experts, whose causal LM may add a loss that balances them."""
         return "Experts" in self.mlps
 
     @property
@@ -71,29 +101,58 @@ class Arch:
         return getattr(self.modeling, self.causal_lm_name)
 
 
-ARCHS = {
-    arch.model_type: arch
-    for arch in (
-        Arch("cohere", "Cohere", logit_scale="logit_scale"),
-        Arch("gemma2", "Gemma2", softcap="final_logit_softcapping"),
-        Arch("gemma3_text", "Gemma3", module="gemma3", softcap="final_logit_softcapping"),
-        Arch("glm4", "Glm4"),
-        Arch("granite", "Granite", logit_divisor="logits_scaling", layer=True, residual_scale="residual_multiplier"),
-        Arch("llama", "Llama", layer=True),
-        Arch("mistral", "Mistral", layer=True, windows=True),
-        Arch("mixtral", "Mixtral", mlps=("Experts",)),
-        Arch("olmo2", "Olmo2"),
-        Arch("phi3", "Phi3"),
-        Arch("qwen2", "Qwen2", layer=True, windows=True),
-        Arch("qwen3", "Qwen3", layer=True, windows=True),
-        Arch("qwen3_moe", "Qwen3Moe", mlps=("MLP", "Experts")),
-        Arch("smollm3", "SmolLM3", layer=True, windows=True),
-    )
-}
+TIED = {"tie_word_embeddings": True}
+GEMMA = {"softcap": "final_logit_softcapping", "norm": "rms_float32", "norm_after": True}
+GEMMA_SIZES = TIED | {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
+_TABLE = (
+    Arch("cohere", "Cohere", logit_scale="logit_scale", norm="layer", parallel=True, liger=False, defaults=TIED),
+    Arch("gemma2", "Gemma2", **GEMMA, defaults=GEMMA_SIZES | {"vocab_size": 256000, "final_logit_softcapping": 30.0}),
+    Arch("gemma3_text", "Gemma3", "gemma3", **GEMMA, head_norm="shared", defaults=GEMMA_SIZES | {"vocab_size": 262208}),
+    Arch(
+        "glm4",
+        "Glm4",
+        norm_after=True,
+        fused=("gate_up",),
+        attention_bias="qkv",
+        defaults={"num_key_value_heads": 2, "head_dim": 128, "attention_bias": True},
+    ),
+    Arch(
+        "granite",
+        "Granite",
+        logit_divisor="logits_scaling",
+        layer=True,
+        residual_scale="residual_multiplier",
+        embedding_scale="embedding_multiplier",
+    ),
+    Arch("llama", "Llama", layer=True),
+    Arch("mistral", "Mistral", layer=True, windows=True, attention_bias="", defaults={"num_key_value_heads": 8}),
+    Arch(
+        "mixtral",
+        "Mixtral",
+        mlps=("Experts",),
+        attention_bias="",
+        float32_routing=True,
+        defaults={"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
+    ),
+    Arch("olmo2", "Olmo2", norm="rms_float32", norm_before=False, norm_after=True, head_norm="own"),
+    Arch("phi3", "Phi3", fused=("qkv", "gate_up"), attention_bias=""),
+    Arch("qwen2", "Qwen2", layer=True, windows=True, attention_bias="qkv", defaults={"attention_bias": True}),
+    Arch("qwen3", "Qwen3", layer=True, windows=True, head_norm="shared", defaults={"head_dim": 128}),
+    Arch(
+        "qwen3_moe",
+        "Qwen3Moe",
+        mlps=("MLP", "Experts"),
+        head_norm="shared",
+        mlp_width="moe_intermediate_size",
+        defaults={"num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
+    ),
+    Arch("smollm3", "SmolLM3", layer=True, windows=True, defaults=TIED | {"num_key_value_heads": 4}),
+)
+ARCHS = {arch.model_type: arch for arch in _TABLE}
 
 
 def find_arch(model_type: str) -> Arch:
-    """The entry of `model_type`; a ValueError that lists the supported ones if there is none."""
+    """Returns the entry of `model_type`; a ValueError lists the supported ones if there is none."""
     if model_type not in ARCHS:
         raise ValueError(f"model type {model_type!r} is not supported; seqtile supports {', '.join(ARCHS)}")
     return ARCHS[model_type]

@@ -58,7 +58,7 @@ def excluded(a: str, b: str) -> str | None:
     """Why two values never meet; None if they must."""
     if {a, b} == {"zero3", "generic"}:
         return "refused: what is called tile by tile would be gathered tile by tile"
-    if "cohere" in (a, b) and {a, b} & set(LIGER[1:]):
+    if any(name in ARCHS and not ARCHS[name].liger for name in (a, b)) and {a, b} & set(LIGER[1:]):
         return "Liger does not know it"
     return None
 

@@ -22,6 +22,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedCon
 
 import seqtile
 from measure import LiveBytes
+from seqtile.arch import ARCHS
 from seqtile.memory.setup import Setup
 from seqtile.models.placement import placement_at
 from seqtile.offload.checkpointing import Checkpoints, hand_out
@@ -30,7 +31,6 @@ from seqtile.sp.attention import UlyssesAttention, UlyssesFunction
 from seqtile.sp.layout import Layout
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-OUT_OF_PLACE = ("gemma2", "gemma3_text", "glm4", "olmo2")  # where Liger's norm may not write over its gradient
 
 
 class FlashFunction(torch.autograd.Function):
@@ -178,7 +178,7 @@ class StepsWithoutScores(UlyssesAttention):
 
 def apply_liger(model: nn.Module, modes: ExitStack) -> None:
     """To what is not tiled: Liger's own forwards of norms and RoPE, which seqtile knows, with other kernels in them."""
-    in_place = model.config.model_type not in OUT_OF_PLACE
+    in_place = not ARCHS[model.config.model_type].norm_after  # else Liger's norm may not write over its gradient
     modes.enter_context(patch.object(ligers_norm, "LigerRMSNormFunction", NormFunction))
     modes.enter_context(patch.object(ligers_rope, "dispatch", lambda _, *tensors: RopeFunction.apply(*tensors[:4])))
     modeling = sys.modules[type(model).__module__]

@@ -7,7 +7,6 @@ from measure import eager_memory
 from memory.simulate import simulate
 from seqtile import memory
 from seqtile.arch import ARCHS
-from seqtile.memory.shape import TILED_WHOLE
 from seqtile.memory.step import BUCKET
 
 pytestmark = eager_memory
@@ -30,6 +29,14 @@ WIDTHS = {  # where an architecture's own differ from Llama-8B's
 }
 SMOLLM2 = {"hidden_size": 576, "intermediate_size": 1536, "num_hidden_layers": 30, "num_attention_heads": 9}
 SMOLLM2 |= {"num_key_value_heads": 3, "vocab_size": 49152, "tie_word_embeddings": True}
+
+
+LAYERS = ("norm", "norm_before", "norm_after", "head_norm", "parallel", "fused", "routed", "float32_routing")
+OTHERS = [  # whose layers are not Llama's
+    name
+    for name, arch in ARCHS.items()
+    if any(getattr(arch, field) != getattr(ARCHS["llama"], field) for field in LAYERS)
+]
 
 
 def error(arch: str, seq_len: int, widths: dict, batch_size: int = 1, uneven: bool = False, **setup) -> float:
@@ -95,7 +102,7 @@ SMALL = {"vocab_size": 8192}  # so that a layer, not the loss, has the peak
 
 
 @pytest.mark.parametrize("setup", [LAYER, GROUPS], ids=["layer", "groups"])
-@pytest.mark.parametrize("arch", TILED_WHOLE)
+@pytest.mark.parametrize("arch", [name for name, arch in ARCHS.items() if arch.layer])
 def test_layers_tiled_as_a_whole(arch: str, setup: dict) -> None:
     assert error(arch, 40 * K, SMALL | {"num_hidden_layers": 2}, **setup) <= LIMIT
 
@@ -157,7 +164,7 @@ def test_heads_wider_than_the_model(setup: dict) -> None:
     assert error("qwen3", 64 * K, widths, chunk_tokens=16 * K, **setup) <= LIMIT
 
 
-@pytest.mark.parametrize("arch", ["cohere", "gemma2", "glm4", "olmo2", "phi3", "qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("arch", OTHERS)
 def test_over_gpus(arch: str) -> None:
     """Sequence parallelism, FSDP2 and offloaded inputs together, in other architectures than Llama."""
     setup = {"gpus": 4, "sequence_parallel": 4, "offload": ("activations",), "liger": arch in ("gemma2", "phi3")}

@@ -12,11 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from seqtile import memory
 from seqtile.arch import ARCHS
-from seqtile.memory.config import DEFAULTS
-from seqtile.memory.layer import mlp_chunk_tokens
-from seqtile.memory.plan import LIGER
-from seqtile.memory.shape import TILED_WHOLE
-from seqtile.memory.tiled_layer import AUTO_GROUPS
+from seqtile.memory.layer import AUTO_GROUPS, chunk_tokens
 from seqtile.models.layer import AUTO
 from seqtile.ops.tiles import resolve_chunk_tokens
 from tiny import config_of
@@ -35,7 +31,7 @@ PARAMETERS = {  # as their model cards have them, in millions
 
 
 def tiny_config(arch: str, **changes: object) -> PreTrainedConfig:
-    return config_of(arch, **({"mlp_only_layers": []} if arch == "qwen3_moe" else {}) | changes)
+    return config_of(arch, **({"mlp_only_layers": []} if ARCHS[arch].routed else {}) | changes)
 
 
 @pytest.mark.parametrize("name", memory.KNOWN)
@@ -69,7 +65,7 @@ def test_fields_that_a_config_json_leaves_out(arch: str) -> None:
     fields = tiny_config(arch, hidden_size=384, num_attention_heads=32).to_dict()
     required = {"hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size"}
     experts = {"num_experts", "num_local_experts"}
-    for name in {name for defaults in DEFAULTS.values() for name in defaults} - required:
+    for name in {name for other in ARCHS.values() for name in other.defaults} - required:
         without = experts if name in experts else {name}
         rest = {key: value for key, value in fields.items() if key not in without}
         assert memory.shape_of(rest) == memory.shape_of(AutoConfig.for_model(**rest)), name
@@ -86,7 +82,7 @@ def test_a_text_model_in_another() -> None:
 def test_another_type_is_taken_for_a_llama() -> None:
     fields = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     shape = memory.shape_of(fields | {"model_type": "new", "vocab_size": 100})
-    assert shape.assumed and shape.norms == memory.KNOWN[LLAMA].norms
+    assert shape.assumed and shape.arch == replace(ARCHS["llama"], layer=False, liger=False)
     assert shape.notes == ["model type new is not known; planned as a Llama, which may be far off"]
     assert memory.shape_of(fields | {"vocab_size": 100}).assumed, "no type at all"
     quantised = memory.shape_of(fields | {"vocab_size": 100, "model_type": "llama", "quantization_config": {"bits": 4}})
@@ -99,7 +95,7 @@ def test_another_type_is_taken_for_a_llama() -> None:
 def test_the_rule_of_tiles_is_that_of_ops(arch: str) -> None:
     shape = memory.shape_of(tiny_config(arch))
     spread = shape.experts / shape.experts_per_token if shape.experts else 1
-    assert mlp_chunk_tokens(shape, memory.Setup()) == resolve_chunk_tokens(None, shape.hidden, spread)
+    assert chunk_tokens(shape, memory.Setup(), mlp=True) == resolve_chunk_tokens(None, shape.hidden, spread)
 
 
 @pytest.mark.parametrize(
@@ -246,7 +242,7 @@ def test_wrong_setups(arguments: dict, message: str) -> None:
 
 def test_layers_that_are_tiled_as_a_whole() -> None:
     """Of the model types that seqtile knows to tile so, and of no other; by as many groups of heads as it makes."""
-    assert TILED_WHOLE == tuple(name for name, arch in ARCHS.items() if arch.layer)
+    assert all(memory.shape_of(tiny_config(name)).tiles_whole == arch.layer for name, arch in ARCHS.items())
     assert AUTO_GROUPS == AUTO
     fields = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     fields |= {"num_key_value_heads": 4, "vocab_size": 100}
@@ -355,4 +351,4 @@ def test_liger_has_norms_for_them() -> None:
     from liger_kernel import transformers as liger
 
     of_liger = {name.removeprefix("apply_liger_kernel_to_") for name in liger.__all__}
-    assert of_liger & set(ARCHS) == set(LIGER)
+    assert of_liger & set(ARCHS) == {name for name, arch in ARCHS.items() if arch.liger}

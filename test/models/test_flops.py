@@ -10,7 +10,6 @@ from seqtile.arch import ARCHS
 from tiny import CHUNK, CLASSES, VOCAB, batch_of, build, checkpointing, loss_and_gradients
 
 TOKENS = 190
-NORM_BEHIND = ("gemma2", "gemma3_text", "glm4", "olmo2")
 IGNORED = 3 * 2 * 5 * 48 * VOCAB  # FLOP that the tiled loss spares: three products of the 5 tokens of a masked prompt
 
 
@@ -34,7 +33,7 @@ def test_tiled_mlp(arch: str) -> None:
     for model in (untiled, tiled):
         checkpointing(model, reentrant=False)
     checkpointed = flops_of(untiled)
-    more = biases + (2 * unit if arch in NORM_BEHIND else 0)
+    more = biases + (2 * unit if ARCHS[arch].norm_after else 0)
     assert flops_of(tiled) == checkpointed + layers * more
     del untiled.model.layers[1:], tiled.model.layers[1:]
     for model in (untiled, tiled):

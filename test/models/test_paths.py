@@ -11,6 +11,7 @@ from torch.nn.utils import prune
 import seqtile
 from assertions import relative_error
 from measure import FlopCount, LiveBytes, eager_memory
+from seqtile.arch import ARCHS
 from tiny import CHUNK, batch_of, build, checkpointing, loss_and_gradients
 
 PROJECTIONS = ["gate_proj", "up_proj", "down_proj"]
@@ -166,10 +167,12 @@ def test_path(name: str, when: str) -> None:
         assert trained > 0
 
 
+HEADS = {"logit_scale": 2.5, "softcap": 0.5, "logit_divisor": 0.2}
 CALLED_HEADS = {
-    "cohere": {"logit_scale": 2.5},
-    "gemma2": {"final_logit_softcapping": 0.5},
-    "granite": {"logits_scaling": 0.2},
+    name: {getattr(arch, field): HEADS[field]}
+    for name, arch in ARCHS.items()
+    for field in HEADS
+    if getattr(arch, field) is not None
 }
 
 
@@ -190,7 +193,7 @@ def test_called_heads_scale_and_cap_their_logits(arch: str) -> None:
 
 @pytest.mark.parametrize("arch", ["phi3", "gemma2", "glm4"])
 def test_lora_of_other_architectures(arch: str) -> None:
-    fused = arch in ("phi3", "glm4")
+    fused = "gate_up" in ARCHS[arch].fused
     untiled, tiled = pair(lora(*(["gate_up_proj", "down_proj"] if fused else PROJECTIONS)), arch, "after")
     assert seqtile.status(tiled).mlp.fallback is None
     batch = batch_of(3, 101)
@@ -205,7 +208,7 @@ def test_lora_of_other_architectures(arch: str) -> None:
 @pytest.mark.parametrize("experts", ["eager", "grouped_mm"])
 @pytest.mark.parametrize("reentrant", [None, False, True])
 @pytest.mark.parametrize("when", ["before", "after"])
-@pytest.mark.parametrize("arch", ["mixtral", "qwen3_moe"])
+@pytest.mark.parametrize("arch", [name for name, arch in ARCHS.items() if arch.routed])
 def test_lora_of_experts(arch: str, when: str, reentrant: bool | None, experts: str) -> None:
     """PEFT computes the weights of all experts for every forward; here once for all tiles."""
     add = lora("q_proj", target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])

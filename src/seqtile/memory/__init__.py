@@ -1,24 +1,154 @@
 """The memory model: what a training step will need, and how long a sequence may be, before it runs.
 
+    plan, longest, ladder  >  Step (step.py)  >  Layer (layer.py)  >  Shape (shape.py) and Setup (setup.py)
+
 No torch and no transformers in this room: it answers at once.
 """
 
-from seqtile.memory.config import shape_of
-from seqtile.memory.plan import Longest, Plan, ladder, longest, plan
-from seqtile.memory.setup import OFFLOAD, OPTIMIZERS, TILES, Setup
-from seqtile.memory.shape import KNOWN, Shape
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
 
-__all__ = [
-    "KNOWN",
-    "OFFLOAD",
-    "OPTIMIZERS",
-    "TILES",
-    "Longest",
-    "Plan",
-    "Setup",
-    "Shape",
-    "ladder",
-    "longest",
-    "plan",
-    "shape_of",
-]
+from seqtile.arch import ARCHS
+from seqtile.memory.layer import groups_of
+from seqtile.memory.setup import GIB, OFFLOAD, OPTIMIZERS, TILES, Setup, expect, is_count, setup_of
+from seqtile.memory.shape import KNOWN, Shape, shape_of
+from seqtile.memory.step import Moment, Parts, Step
+
+__all__ = ["KNOWN", "OFFLOAD", "OPTIMIZERS", "TILES", "Longest", "Plan", "Setup", "Shape"]
+__all__ += ["ladder", "longest", "plan", "shape_of"]
+LIMIT = 2**40  # tokens: nobody's length
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A step's memory: on one GPU at every moment at which it may peak, and in the host memory of a node."""
+
+    shape: Shape
+    setup: Setup
+    seq_len: int
+    batch_size: int
+    moments: tuple[Moment, ...]
+    """In the order of a step."""
+    host: Parts
+    """Bytes by what they are for: inputs, optimizer, weights."""
+
+    @property
+    def peak(self) -> Moment:
+        """The moment with most bytes; its `parts` are the breakdown."""
+        return max(self.moments, key=lambda moment: moment.bytes)
+
+    @property
+    def gpu_bytes(self) -> int:
+        return self.peak.bytes
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(self.host.values())
+
+    @property
+    def bound(self) -> str | None:
+        """The memory that is too small, and for what; None if all fits."""
+        if self.gpu_bytes > self.setup.gpu_memory_gib * GIB:
+            states = sum(self.peak.parts[part] for part in ("weights", "optimizer", "reserved"))
+            too_much = states > self.setup.gpu_memory_gib * GIB
+            return f"GPU memory: {'weights and optimizer' if too_much else self.peak.name.split(', ')[0]}"
+        return "host memory" if self.host_bytes > self.setup.host_memory_gib * GIB else None
+
+    @property
+    def fits(self) -> bool:
+        return self.bound is None
+
+    def __str__(self) -> str:
+        lines = [f"{part:<14}{size / GIB:>9.2f} GiB" for part, size in self.peak.parts.items() if size]
+        verdict = "fits" if self.fits else f"does not fit in {self.bound}"
+        lines.append(f"{'on a GPU':<14}{self.gpu_bytes / GIB:>9.2f} of {self.setup.gpu_memory_gib:g} GiB: {verdict}")
+        lines.append(f"most at: {self.peak.name}")
+        lines += [f"{f'{part}, host':<18}{size / GIB:>9.2f} GiB a node" for part, size in self.host.items()]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Longest:
+    """The longest sequence that fits."""
+
+    tokens: int
+    """0 if not even a token for every GPU of a sequence fits."""
+    bound: str
+    """The memory that a longer one would not fit in."""
+
+    def __str__(self) -> str:
+        return f"{self.tokens:,} tokens, bound by {self.bound}"
+
+
+def plan(config: Any, *, seq_len: int, batch_size: int = 1, **setup: Any) -> Plan:
+    """Predicts the memory of a training step, from a model's configuration alone.
+
+    Args:
+        config: a Hugging Face config, a dict of one, the path of a config.json, or a name in `memory.KNOWN`.
+        seq_len: tokens of a sequence, over all the GPUs that share it.
+        batch_size: sequences at a time.
+        setup: the fields of `memory.Setup`: gpus, sequence_parallel, zero_stage, tiles, offload, ...
+
+    Counted are tensors, as torch allocates them, with 1 GiB for CUDA and 1 GiB for NCCL; not what the allocator loses
+    to fragmentation, nor temporaries of an optimizer that is not fused, nor (up to a tenth) what FSDP2 pads on GPUs
+    whose number does not divide the widths. Every layer is checkpointed and attention is FlashAttention-2. Source:
+    Arctic Long Sequence Training, 2.1 and 2.2, and simulations of every allocation, test/memory.
+
+    Raises ValueError for lengths, sizes and names that cannot be; TypeError for a name that is no field of Setup.
+    """
+    shape, chosen = shape_of(config), setup_of(setup)
+    if chosen.lora_rank is not None and shape.experts:
+        raise ValueError("lora_rank: adapters of a mixture of experts are not planned; expected None")
+    if "layer" in chosen.tiles and not shape.tiles_whole:
+        kind = shape.model_type if shape.inside is None else f"{shape.model_type} in {shape.inside}"
+        known = ", ".join(name for name, arch in ARCHS.items() if arch.layer)
+        raise ValueError(
+            f"model type {kind}: its layers are not tiled as a whole; expected one of {known}, or tiles without layer"
+        )
+    expect("seq_len", is_count(seq_len), "a positive int", seq_len)
+    expect("batch_size", is_count(batch_size), "a positive int", batch_size)
+    tokens = -(-seq_len // chosen.sequence_parallel) * batch_size
+    step = Step(shape, chosen, tokens)
+    return Plan(shape, chosen, seq_len, batch_size, tuple(step.moments()), step.host())
+
+
+def longest(config: Any, *, batch_size: int = 1, **setup: Any) -> Longest:
+    """Returns the longest sequence that fits, from `plan`'s arguments without `seq_len`; a multiple of the GPUs that
+    share it."""
+    shape, size = shape_of(config), setup_of(setup).sequence_parallel
+    fits, too_long = 0, LIMIT // size  # tokens of a GPU
+    while too_long - fits > 1:
+        tokens = (fits + too_long) // 2
+        if plan(shape, seq_len=tokens * size, batch_size=batch_size, **setup).fits:
+            fits = tokens
+        else:
+            too_long = tokens
+    bound = plan(shape, seq_len=too_long * size, batch_size=batch_size, **setup).bound
+    return Longest(fits * size, bound or "nothing")
+
+
+def ladder(config: Any, *, batch_size: int = 1, **setup: Any) -> Iterator[tuple[Setup, Longest]]:
+    """Yields the longest sequence with more and more on: nothing but checkpointing, then the tiled loss, sequence
+    parallelism, the tiled MLP, offloaded activations, both; the last two with the MLP also with Liger's norms.
+    Source of this order: Arctic Long Sequence Training, table 1.
+    Then all of these, but Liger, with the layer tiled, if seqtile tiles such layers; with groups of heads besides,
+    unless the sequence is shared.
+
+    `setup` is what all have: neither tiles nor liger nor offloaded activations, for which it raises ValueError; its
+    head_groups are those of the last rung, "auto" by default."""
+    groups = setup.pop("head_groups", None) or "auto"
+    shape, given = shape_of(config), setup_of(setup)
+    if {"tiles", "liger"} & setup.keys() or "activations" in given.offload:
+        raise ValueError("tiles, liger and offload of activations: expected neither, since all are tried; use longest")
+    alone, loss, mlp = {"sequence_parallel": 1}, {"tiles": ("loss",)}, {"tiles": ("loss", "mlp")}
+    liger, host = {"liger": True}, {"offload": ("activations", *given.offload)}
+    rungs = [alone, alone | loss, loss, mlp, mlp | liger, loss | host, mlp | host, mlp | host | liger]
+    steps = [replace(given, **{"tiles": ()} | rung) for rung in rungs if shape.arch.liger or "liger" not in rung]
+    if shape.tiles_whole:
+        steps.append(replace(given, tiles=TILES, **host))
+        grouped = replace(steps[-1], head_groups=groups)
+        if groups_of(shape, grouped) is not None:
+            steps.append(grouped)
+    for step in dict.fromkeys(steps):
+        yield step, longest(shape, batch_size=batch_size, **vars(step))

@@ -1,201 +1,226 @@
-"""What is alive while a layer is computed again and differentiated: a list for each moment at which it may peak.
+"""The bytes alive while a layer is recomputed and differentiated, at each moment at which they may peak.
 
-The lists follow Hugging Face's code line by line, `seqtile.ops`, `seqtile.sp`, and FlashAttention-2's workspace: dq in
+The sums follow Hugging Face's code line by line, `seqtile.ops`, `seqtile.sp`, and FlashAttention-2's workspace: dq in
 float32, and dk and dv for every query head where heads share keys. What waits outside of the layer is in `step`. All in
-bytes of one GPU, for its `tokens`.
+bytes of one GPU, for its tokens.
+
+A layer is run in one of two ways, and each has moments of its own, in the order of its backward:
+
+    its MLP tiled, or nothing    MLP > norm after > norm before MLP > attention > norm before attention
+    tiled as a whole             MLP, norms included > attention, group by group > projections > norm before attention
 """
 
-from dataclasses import dataclass
+from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
-from seqtile.memory.setup import Setup
+from seqtile.memory.setup import Setup, expect
 from seqtile.memory.shape import Shape
 
 MIN_CHUNK_TOKENS = 2048  # as in seqtile.ops.tiles, which needs torch
+AUTO_GROUPS = 8  # as in seqtile.models.layer, which needs torch
 FLOAT = 4
-
-Parts = dict[str, int]
-"""Bytes by what they are for."""
 
 
 class Working(NamedTuple):
-    """A moment of a layer's backward."""
+    """A moment: what is computed then, and the bytes alive for it by what they are for."""
 
     name: str
-    parts: Parts
-    done: int
-    """Parameters of the layer that have their gradients."""
+    done: int = 0
+    """Parameters that have their gradients: of the layer, in its moments."""
+    attention: int = 0
+    mlp: int = 0
+    norms: int = 0
+    loss: int = 0
+    gradients: int = 0
+    """Gradients besides those of the parameters that are done."""
 
 
-@dataclass(frozen=True)
-class Norm:
-    """A norm over `width` elements a token, in bytes a token."""
+class Part(NamedTuple):
+    """The bytes of a norm or an MLP."""
 
-    kind: str
-    """As in `shape.Norms`, or "light", which is Liger's: it keeps its input and no float32."""
-    width: int
-    element: int
-    trained: bool
-    in_place: bool
-    """Whether Liger's writes over its gradient."""
+    kept: int
+    """From its forward to its backward, besides its output (and its input, if it is Liger's norm)."""
+    backward: int
+    """At the peak of its backward, gradients and what was kept included."""
 
-    @property
-    def kept(self) -> int:
-        """From its forward to its backward, besides its output (and its input, if that is light's)."""
-        if self.kind == "light":
-            return self.width * self.element
-        if self.kind == "rms":  # the input in float32; what the weight multiplies
-            return self.width * (FLOAT + self.element * self.trained)
-        return self.width * FLOAT * ({"olmo": 1, "gemma": 1, "layer": 2}[self.kind] + self.trained)
 
-    @property
-    def backward(self) -> int:
-        """At the peak of its backward, gradient and what was kept included."""
-        if self.kind == "light":
-            return self.width * self.element * (2 if self.in_place else 3)
-        return self.width * FLOAT * (7 if self.kind == "layer" else 6)  # its input, gradients of it, of its square
+def chunk_tokens(shape: Shape, setup: Setup, mlp: bool = False) -> int:
+    """Returns the tokens of a chunk, of more in the MLP of a mixture: the rule of seqtile.ops.tiles."""
+    sparsity = shape.experts / shape.experts_per_token if mlp and shape.experts else 1
+    return setup.chunk_tokens or max(shape.hidden, int(MIN_CHUNK_TOKENS * sparsity))
+
+
+def groups_of(shape: Shape, setup: Setup) -> int | None:
+    """Returns the number of groups of kv heads; None if all attend at once. ValueError if it does not divide them."""
+    groups, heads, ranks = setup.head_groups, shape.kv_heads, setup.sequence_parallel
+    if groups == "auto":
+        many = [count for count in range(2, AUTO_GROUPS + 1) if heads % count == 0 and heads // count >= ranks]
+        return max(many, default=None)
+    if groups is not None:
+        expect("head_groups", heads % groups == 0, f"a divisor of the {heads} kv heads", groups)
+        each = f"so that each of the {ranks} GPUs that share a sequence has a kv head of its own in every group"
+        expect(
+            "head_groups", ranks == 1 or heads // groups >= ranks, f"at most {heads // ranks} groups, {each}", groups
+        )
+    return groups
+
+
+def head_shares(shape: Shape, setup: Setup, tokens: int) -> tuple[int, int, bool]:
+    """Returns the bytes of the queries and of the keys that attention reads on the GPU with most of them, and whether
+    heads share keys there."""
+    size = setup.sequence_parallel
+    a_head = tokens * size * shape.head_dim * setup.bytes
+    if size > shape.heads:  # GPUs share the queries of a head
+        return a_head // (size // shape.heads), a_head, False
+    group = shape.heads // shape.kv_heads
+    spans = pairwise(rank * shape.heads // size for rank in range(size + 1))
+    heads, kv_heads = max((last - first, (last - 1) // group + 1 - first // group) for first, last in spans)
+    return a_head * heads, a_head * kv_heads, heads > kv_heads
 
 
 class Layer:
-    """A decoder layer, `tokens` of it on this GPU."""
+    """A decoder layer, `tokens` of it on this GPU, tiled as `setup` says where they are more than a chunk."""
 
     def __init__(self, shape: Shape, setup: Setup, tokens: int):
         self.shape, self.setup, self.tokens = shape, setup, tokens
-        self.trained = setup.lora_rank is None
-        self.tiled = "mlp" in setup.tiles and tokens > mlp_chunk_tokens(shape, setup)
+        self.chunk, self.mlp_chunk = chunk_tokens(shape, setup), chunk_tokens(shape, setup, mlp=True)
         self.hidden = tokens * shape.hidden * setup.bytes
         """Bytes of a tensor of hidden states."""
-        self.kind = "light" if setup.liger else shape.norms.kind
-        self.light_mlp = setup.liger and "mlp" not in setup.tiles
-        """Whether Liger's product of gate and up runs: not where the MLP is tiled, however short the sequence."""
-        self.norm = self.norm_over(shape.hidden)
-        tiled = Norm("light", shape.hidden, setup.bytes, self.trained, in_place=False)
-        self.final_norm = tiled if "layer" in setup.tiles else self.norm
-        """Behind the last layer; tiled with the layers, whatever the length."""
+        self.q, self.kv, grouped = head_shares(shape, setup, tokens)
+        self.qkv = self.q + 2 * self.kv
+        self.lse = tokens * shape.heads * FLOAT
+        """Bytes of attention's log-sum-exp."""
+        workspace = self.q * FLOAT // setup.bytes + (2 * self.q if grouped else 0) + self.lse
+        self.attention = self.q + self.qkv + workspace
+        """Bytes that attention's backward adds: gradients of the output and of q, k, v; the workspace."""
+        self.output = tokens * shape.q * setup.bytes if setup.sequence_parallel > 1 else 0
+        """Bytes of attention's output for this GPU's tokens, where that is not what attention itself returned."""
+        self.groups = groups_of(shape, setup)
+        self.final_norm = self.norm(shape.hidden, chunked="layer" in setup.tiles)
 
-    def norm_over(self, width: int) -> Norm:
-        return Norm(self.kind, width, self.setup.bytes, self.trained, in_place=not self.shape.norms.after)
+    def moments(self) -> Iterator[Working]:
+        """Yields the moments in the order of the backward."""
+        return self._tiled() if "layer" in self.setup.tiles and self.tokens > self.chunk else self._untiled()
 
-    def moments(self) -> list[Working]:
-        """In the order of the backward. The gradient of what a branch is added to is alive throughout."""
-        norms, shape = self.shape.norms, self.shape
-        gradient, norm = self.hidden, self.tokens * self.norm.backward
-        inside = self._into_attention() + self._attended()
-        after = self.tokens * self.norm.kept if norms.after else 0
-        attention = inside + self._into_output() + after
-        into_mlp = 0 if norms.parallel else self._before() or self.hidden
-        down = 0 if self.tiled or shape.experts else shape.mlp_parameters // 3
-        moments = []
-        if not self.trained:  # what it adds, twice in float32, before that is added
-            added = self.tokens * shape.hidden * (self.setup.bytes + 2 * FLOAT)
-            parts = {"attention": inside + self._into_output() + added, "norms": gradient}
-            moments.append(Working("adapter after attention", parts, 0))
-        mlp = shape.mlp_parameters
-        moments.append(Working("MLP", {"mlp": self._mlp(), "attention": attention, "norms": into_mlp + gradient}, down))
-        if norms.after:
-            kept = {"mlp": 0 if self.tiled else self._kept_by_mlp(), "attention": attention}
-            moments.append(Working("norm after the MLP", {**kept, "norms": into_mlp + gradient + norm}, 0))
-            parts = {"attention": attention - after, "norms": gradient + norm}
-            moments.append(Working("norm after attention", parts, mlp))
-        if norms.before and not norms.parallel:
-            moments.append(Working("norm before the MLP", {"attention": attention, "norms": gradient + norm}, mlp))
-        gradients = gradient * (2 if norms.parallel else 1)
-        moments.append(Working("attention", {"attention": inside + self._attention(), "norms": gradients}, mlp))
-        if norms.before:
-            moments.append(Working("norm before attention", {"norms": gradient + norm}, shape.layer_parameters))
-        return moments
+    def norm(self, width: int, chunked: bool = False) -> Part:
+        """Returns the bytes of a norm over `width` elements a token; computed `chunked` it keeps what Liger's does."""
+        arch, size, elements = self.shape.arch, self.setup.bytes, self.tokens * width
+        if chunked or self.setup.liger:
+            in_place = not chunked and not arch.norm_after  # Liger's then writes over its gradient
+            return Part(elements * size, elements * size * (2 if in_place else 3))
+        centred = arch.norm == "layer"
+        weighted = size if arch.norm == "rms" else FLOAT  # an element of what the weight multiplies
+        kept = FLOAT * (1 + centred) + weighted * self.setup.full  # the input in float32, centred too
+        return Part(elements * kept, elements * FLOAT * (6 + centred))  # its input, gradients of it, of its square
 
-    # What is kept between forward and backward.
+    def _untiled(self) -> Iterator[Working]:
+        """Yields the moments of a layer whose MLP may be tiled. The gradient of what a branch is added to is alive
+        throughout."""
+        arch, shape, setup, hidden = self.shape.arch, self.shape, self.setup, self.hidden
+        chunked = "mlp" in setup.tiles and self.tokens > self.mlp_chunk
+        norm, mlp, in_mlp = self.norm(shape.hidden), self._mlp(chunked), shape.mlp_parameters
+        # Kept from forward to backward, in the order of the forward. The norm before attention keeps the layer's input,
+        # which is counted where it waits, or a copy of it in float32.
+        before = norm.kept + hidden if arch.norm_before else 0
+        copied = before - hidden if before and (setup.liger or setup.bytes == FLOAT) else before
+        of_heads = self.norm(shape.q + shape.kv).kept if arch.head_norm else 0
+        adapters = (1 if "qkv" in arch.fused else 3) * self._adapter(shape.hidden)
+        fused = self.q + self.kv if "qkv" in arch.fused and not setup.liger else 0  # what the values are a slice of
+        inside = copied + of_heads + adapters + 2 * self.q + 2 * self.kv + fused + self.lse
+        projected = inside + self.output + self._adapter(shape.q)
+        after = norm.kept if arch.norm_after else 0
+        attention = projected + after
+        norms = hidden + (0 if arch.parallel else before or hidden)
+        if not setup.full:  # what an adapter adds, twice in float32, before that is added
+            added = self.tokens * shape.hidden * (setup.bytes + 2 * FLOAT)
+            yield Working("adapter after attention", attention=projected + added, norms=hidden)
+        down = 0 if chunked or shape.experts else in_mlp // 3
+        yield Working("MLP", down, attention, mlp.backward, norms)
+        if arch.norm_after:
+            yield Working("norm after the MLP", 0, attention, mlp.kept, norms + norm.backward)
+            yield Working("norm after attention", in_mlp, attention - after, norms=hidden + norm.backward)
+        if arch.norm_before and not arch.parallel:
+            yield Working("norm before the MLP", in_mlp, attention, norms=hidden + norm.backward)
+        yield Working("attention", in_mlp, inside + self.attention, norms=hidden * (1 + arch.parallel))
+        if arch.norm_before:
+            yield Working("norm before attention", shape.layer_parameters, norms=hidden + norm.backward)
 
-    def _before(self) -> int:
-        """By a norm before a branch, and its output."""
-        return self.tokens * self.norm.kept + self.hidden if self.shape.norms.before else 0
+    def _tiled(self) -> Iterator[Working]:
+        """Yields the moments of a layer that is tiled as a whole: only attention has the length of the sequence.
 
-    def _into_attention(self) -> int:
-        """By the norms before it and of its heads. The layer's input is counted where it waits."""
-        before = self._before()
-        if before and (self.kind == "light" or self.setup.bytes == FLOAT):  # else the norm keeps a copy in float32
-            before -= self.hidden
-        of_heads = self.norm_over(self.shape.q + self.shape.kv).kept if self.shape.norms.of_heads else 0
-        projections = 1 if self.shape.fused_qkv else 3
-        return before + self.tokens * of_heads + projections * self._for_adapters(self.shape.hidden)
+        With groups of heads, queries, keys, values, their gradients and workspace exist for one group at a time;
+        attention's output is kept of all, and let go of group by group. The gradient of what the MLP's part begins with
+        is alive throughout, from the first group on also that of what is projected.
+        """
+        shape, size, hidden = self.shape, self.setup.bytes, self.hidden
+        count = self.groups or 1
+        kept = self.q + self.lse  # of attention's output, by all groups
+        # MLP: attention's output by groups is gathered for a chunk; when all chunks are done the sums are rounded.
+        chunks = self.chunk * (3 * (shape.mlp + shape.hidden) + (shape.q if count > 1 else 0)) * size
+        sums = self._sums(shape.mlp_parameters)
+        waiting = self.output + (self.qkv if self.groups is None else 0)  # groups compute them again
+        yield Working("MLP", 0, kept + waiting, sums + max(chunks, self._rounded(sums)), 2 * hidden)
+        # Attention. Where GPUs share a sequence, a group is sent and arriving while another is computed.
+        after, before = shape.mlp_parameters + shape.hidden * shape.q, shape.hidden * (shape.q + 2 * shape.kv)
+        sums = self._sums(before)
+        raw = self.q + self.kv if self.groups is not None and shape.arch.head_norm else 0  # before the norms of heads
+        projected = self.qkv + raw
+        group = (projected + self.attention) // count
+        local = self.output if self.groups is not None else 0
+        sent = (self.qkv + projected) // count if local else 0
+        for past in range(min(count, 3)):  # groups that are through; the last ones are like the third
+            alive = kept - self.q * past // count + group + local * (count - 1 - past) // count
+            alive += sent * ((past > 0) + (past < count - 1))
+            begun = past > (sent > 0)  # gradients are on their way for one group longer
+            name = f"attention, {past + 1} of {count} groups" if count > 1 else "attention"
+            yield Working(name, after, alive + sums * begun, norms=hidden * (1 + begun))
+        # Projections of a group: their weights side by side, sums of their gradients, chunks.
+        width = (shape.q + 2 * shape.kv) // count
+        weights = shape.hidden * width
+        projecting = weights * size + self._sums(weights) + self.chunk * (shape.hidden + width) * size
+        alive = kept * (count - 1) // count + projected // count + sums + projecting
+        yield Working("projections", after, alive, norms=2 * hidden)
+        yield Working("norm before attention", after, sums + self._rounded(sums), norms=2 * hidden)
 
-    def _attended(self) -> int:
-        """Queries, keys, values, output and log-sum-exp of attention."""
-        q, kv, _ = self._shares()
-        whole = q + kv if self.shape.fused_qkv and not self.setup.liger else 0  # which the values are a slice of
-        return 2 * q + 2 * kv + whole + self._lse()
-
-    def _into_output(self) -> int:
-        """By the output projection, where that is not attention's own output."""
-        here = self.tokens * self.shape.q * self.setup.bytes if self.setup.sequence_parallel > 1 else 0
-        return here + self._for_adapters(self.shape.q)
-
-    def _for_adapters(self, width: int) -> int:
-        """By the adapter of a projection of so wide an input: a copy of it in float32."""
-        return 0 if self.trained or self.setup.bytes == FLOAT else self.tokens * width * FLOAT
-
-    def _lse(self) -> int:
-        return self.tokens * self.shape.heads * FLOAT
-
-    def _shares(self) -> tuple[int, int, bool]:
-        """Bytes of the queries and of the keys that attention reads on the GPU with most of them; whether heads share
-        keys there."""
-        shape, size = self.shape, self.setup.sequence_parallel
-        a_head = self.tokens * size * shape.head_dim * self.setup.bytes
-        if size > shape.heads:  # GPUs share the queries of a head
-            return a_head // (size // shape.heads), a_head, False
-        group = shape.heads // shape.kv_heads
-        spans = pairwise(rank * shape.heads // size for rank in range(size + 1))
-        heads, kv_heads = max((last - first, (last - 1) // group + 1 - first // group) for first, last in spans)
-        return a_head * heads, a_head * kv_heads, heads > kv_heads
-
-    def _kept_by_mlp(self) -> int:
-        """Untiled: gate, up, their product, and the activation unless Liger computes it again."""
-        shape, setup = self.shape, self.setup
-        adapters = (1 if shape.fused_gate_up else 2) * self._for_adapters(shape.hidden) + self._for_adapters(shape.mlp)
-        return self.tokens * shape.mlp * setup.bytes * (3 if self.light_mlp else 4) + adapters
-
-    # What their backwards need.
-
-    def _attention(self) -> int:
-        """Gradients of the output and of q, k and v; the workspace."""
-        q, kv, grouped = self._shares()
-        expanded = 2 * q if grouped else 0
-        return q + (q + 2 * kv) + q * FLOAT // self.setup.bytes + expanded + self._lse()
-
-    def _mlp(self) -> int:
-        """Tiled: with the sums of weight gradients in float32, their roundings, the gradients of input and output."""
-        shape, setup = self.shape, self.setup
-        rows = min(self.tokens, mlp_chunk_tokens(shape, setup)) if self.tiled else self.tokens
-        weights = 3 * shape.hidden * shape.mlp * max(shape.experts, 1) if self.trained else 0
-        sums = weights * FLOAT if self.tiled else 0
+    def _mlp(self, chunked: bool) -> Part:
+        """Returns the bytes of the MLP: gate, up, their product, and the activation unless Liger computes it again.
+        Chunk by chunk: sums of weight gradients in float32, their roundings, the gradients of input and output."""
+        arch, shape, setup = self.shape.arch, self.shape, self.setup
+        rows = self.mlp_chunk if chunked else self.tokens
+        inner = rows * shape.mlp * setup.bytes
+        sums = self._sums(3 * shape.hidden * shape.mlp * max(shape.experts, 1)) if chunked else 0
         if shape.experts:
-            return sums + self._experts(rows * shape.experts_per_token, weights) + self.hidden
-        if not self.tiled:
-            gradients = 1 if self.light_mlp and self.trained else 2  # Liger's are written over what was kept
-            return self._kept_by_mlp() + rows * shape.mlp * setup.bytes * gradients
-        rounded = weights * setup.bytes if setup.bytes < FLOAT else 0
-        d_output = self.hidden if shape.norms.after else 0
-        return 3 * rows * shape.mlp * setup.bytes + sums + rounded + self.hidden + d_output
+            return Part(0, sums + self._experts(rows * shape.experts_per_token) + self.hidden)
+        if chunked:
+            outer = self.hidden * (2 if arch.norm_after else 1)
+            return Part(0, 3 * inner + sums + self._rounded(sums) + outer)
+        light = setup.liger and "mlp" not in setup.tiles  # however short the sequence
+        inputs = 1 if "gate_up" in arch.fused else 2
+        adapters = inputs * self._adapter(shape.hidden) + self._adapter(shape.mlp)
+        kept = inner * (3 if light else 4) + adapters
+        return Part(kept, kept + inner * (1 if light and setup.full else 2))  # Liger's are written over what was kept
 
-    def _experts(self, rows: int, weights: int) -> int:
-        """Of so many pairs of a token and an expert: the most of three moments of Hugging Face's grouped products."""
-        d, m, size = self.shape.hidden, self.shape.mlp, self.setup.bytes
-        weighted = size if self.shape.model_type == "qwen3_moe" else FLOAT  # the dtype in which outputs are weighted
+    def _experts(self, pairs: int) -> int:
+        """Returns the bytes of so many pairs of a token and an expert: the most of three moments of Hugging Face's
+        grouped products."""
+        shape, d, m, size = self.shape, self.shape.hidden, self.shape.mlp, self.setup.bytes
+        weighted = FLOAT if shape.arch.float32_routing else size
+        weights = 3 * d * m * shape.experts * size if self.setup.full else 0
         return max(
-            rows * (4 * m * size + d * (2 * size + 3 * weighted)),
-            rows * (5 * m + 3 * d) * size + weights // 3 * size,
-            rows * (2 * m + 2 * d) * size + weights * size,
+            pairs * (4 * m * size + d * (2 * size + 3 * weighted)),
+            pairs * (5 * m + 3 * d) * size + weights // 3,
+            pairs * (2 * m + 2 * d) * size + weights,
         )
 
+    def _adapter(self, width: int) -> int:
+        """Returns the bytes that the adapter of a projection keeps of so wide an input: a copy of it in float32."""
+        return 0 if self.setup.full or self.setup.bytes == FLOAT else self.tokens * width * FLOAT
 
-def mlp_chunk_tokens(shape: Shape, setup: Setup) -> int:
-    """Tokens of a tile of the MLP."""
-    return chunk_tokens(shape, setup, shape.experts / shape.experts_per_token if shape.experts else 1)
+    def _sums(self, parameters: int) -> int:
+        """Returns the bytes of the sums of their gradients over chunks, in float32."""
+        return parameters * FLOAT if self.setup.full else 0
 
-
-def chunk_tokens(shape: Shape, setup: Setup, spread: float = 1) -> int:
-    """Tokens of a tile: the rule of seqtile.ops.tiles."""
-    return setup.chunk_tokens or max(shape.hidden, int(MIN_CHUNK_TOKENS * spread))
+    def _rounded(self, sums: int) -> int:
+        """Returns the bytes of what such sums are rounded to, where that is a copy."""
+        return sums // FLOAT * self.setup.bytes if self.setup.bytes < FLOAT else 0

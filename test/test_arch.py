@@ -1,0 +1,74 @@
+"""The table of architectures against Hugging Face's code: what each entry says of its architecture is so."""
+
+import inspect
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from seqtile.arch import ARCHS, Arch
+from tiny import config_of
+
+README = " ".join((Path(__file__).parents[1] / "README.md").read_text().split())
+every_architecture = pytest.mark.parametrize("arch", ARCHS.values(), ids=ARCHS)
+
+
+def model_of(arch: Arch, **changes: object) -> nn.Module:
+    """A tiny model without data; of a mixture the second layer has no experts, where its config knows of such."""
+    with torch.device("meta"):
+        return arch.causal_lm(config_of(arch.model_type, **changes))
+
+
+@every_architecture
+def test_defaults(arch: Arch) -> None:
+    """Its config class has them, and a config.json may leave them out; Qwen2's has no attention_bias: always true."""
+    config = arch.causal_lm.config_class()
+    assert arch.defaults == {name: getattr(config, name, True) for name in arch.defaults}
+
+
+@every_architecture
+def test_projections(arch: Arch) -> None:
+    """Those that are one, and those that have a bias where the config asks for it."""
+    layer = model_of(arch, attention_bias=True).model.layers[-1]
+    projections = {name: child for name, child in layer.self_attn.named_children() if name.endswith("_proj")}
+    assert projections.keys() == ({"qkv_proj", "o_proj"} if "qkv" in arch.fused else {f"{x}_proj" for x in "qkvo"})
+    assert {name[0] for name, child in projections.items() if child.bias is not None} == set(arch.attention_bias)
+    if "MLP" in arch.mlps:
+        assert hasattr(layer.mlp, "gate_up_proj") == ("gate_up" in arch.fused)
+
+
+@every_architecture
+def test_norms(arch: Arch) -> None:
+    """How many there are in a layer, and of what width those of queries and keys are."""
+    layer = model_of(arch).model.layers[0]
+    norms = [child for child in layer.children() if type(child).__name__.endswith("Norm")]
+    assert len(norms) == (1 if arch.parallel else 2 * (arch.norm_before + arch.norm_after))
+    assert all(type(norm).__name__.endswith("LayerNorm") == (arch.norm == "layer") for norm in norms)
+    q, attention = layer.self_attn.config.num_attention_heads, layer.self_attn
+    widths = {None: None, "shared": attention.head_dim, "own": attention.head_dim * q}
+    norm = getattr(attention, "q_norm", None)
+    assert (None if norm is None else norm.weight.numel()) == widths[arch.head_norm]
+
+
+@every_architecture
+def test_dtype_of_what_a_norm_multiplies_by(arch: Arch) -> None:
+    """A float32 weight makes the output float32 where a norm multiplies in the dtype of its input, and only there."""
+    norm = model_of(arch).model.norm
+    output = norm.to_empty(device="cpu").float()(torch.ones(1, 2, norm.weight.numel(), dtype=torch.bfloat16))
+    assert (output.dtype == torch.float32) == (arch.norm == "rms")
+
+
+@every_architecture
+def test_scaled_embeddings(arch: Arch) -> None:
+    source = inspect.getsource(arch.base_class.forward)
+    assert ("inputs_embeds = inputs_embeds *" in source) == (arch.embedding_scale is not None)
+    assert arch.embedding_scale is None or f"inputs_embeds * self.{arch.embedding_scale}" in source
+
+
+def test_the_readme() -> None:
+    """Its lists of architectures are those of the table."""
+    *names, last = ARCHS
+    assert f"The types are {', '.join(names)} and {last}; " in README
+    assert f"norm behind the MLP ({', '.join(name for name, arch in ARCHS.items() if arch.norm_after)})" in README
+    assert f"in {' and '.join(name for name, arch in ARCHS.items() if arch.routed)}, the experts" in README

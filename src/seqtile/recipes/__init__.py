@@ -57,7 +57,9 @@ class Job:
     def check(self) -> None:
         """Raises ValueError for what cannot work anywhere, or not with the files that are here."""
         absent = [path for path in self.data or () if not path.exists()]
-        alone = self.local_rank is None
+        alone, groups = self.local_rank is None, number_or_name(self.head_groups)
+        rate, shared_by = self.learning_rate, self.sequence_parallel
+        start = f"start one on each GPU: torchrun --nproc-per-node {max(2, shared_by)} -m seqtile.cli finetune ..."
         for is_wrong, message in (
             (
                 self.seq_len < 2,
@@ -66,25 +68,14 @@ class Job:
             (self.steps < 1, f"--steps is {self.steps}, expected at least 1"),
             (self.dtype not in DTYPES, f"--dtype is {self.dtype!r}, expected one of {', '.join(DTYPES)}"),
             (
-                not 0 < self.learning_rate <= 1,
-                f"--learning-rate is {self.learning_rate}, expected more than 0 and at most 1: AdamW moves a weight by "
-                "about that much at a step",
+                not 0 < rate <= 1,
+                f"--learning-rate is {rate}, expected more than 0 and at most 1, AdamW's step of a weight",
             ),
             (self.device not in (None, "cpu", "cuda"), f"--device is {self.device!r}, expected cpu or cuda"),
-            (
-                isinstance(number_or_name(self.head_groups), str) and self.head_groups != "auto",
-                f"--head-groups is {self.head_groups!r}, expected a number or auto",
-            ),
-            (
-                self.head_groups is not None and not self.layer,
-                "--head-groups is for layers tiled as a whole; pass --layer too",
-            ),
+            (groups != "auto" and isinstance(groups, str), f"--head-groups is {groups!r}, expected a number or auto"),
+            (groups is not None and not self.layer, "--head-groups is for layers tiled as a whole; pass --layer too"),
             (self.shard not in SHARDS, f"--shard is {self.shard!r}, expected one of {', '.join(SHARDS)}"),
-            (
-                self.sequence_parallel != 1 and alone,
-                f"--sequence-parallel is {self.sequence_parallel}, but this is one process; start one on each GPU: "
-                f"torchrun --nproc-per-node {max(2, self.sequence_parallel)} -m seqtile.cli finetune ...",
-            ),
+            (alone and shared_by != 1, f"--sequence-parallel is {shared_by}, but this is one process; {start}"),
             (self.compare and not alone, "--compare is for one process: leave it out, or torchrun"),
             (absent, f"--data: {absent and absent[0]} does not exist; pass text files or directories of them"),
         ):
@@ -111,8 +102,8 @@ def check_output(directory: Path, size: int) -> None:
         tempfile.TemporaryFile(dir=first_existing(directory)).close()
         if (free := shutil.disk_usage(first_existing(parent)).free) < size:
             raise ValueError(
-                f"--output: saving the model needs {gigabytes(size)} in {parent}, but {gigabytes(free)} are free "
-                "there; make room, or choose another directory"
+                f"--output: saving the model needs {size / 1e9:,.2f} GB in {parent}, but {free / 1e9:,.2f} GB are "
+                "free there; make room, or choose another directory"
             )
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -124,10 +115,6 @@ def check_output(directory: Path, size: int) -> None:
 def first_existing(path: Path) -> Path:
     path = path.absolute()
     return next(place for place in (path, *path.parents) if place.exists())
-
-
-def gigabytes(size: int) -> str:
-    return f"{size / 1e9:,.2f} GB" if size >= 1e7 else f"{size / 1e6:,.2f} MB"
 
 
 def source(model: str) -> tuple[str, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""What a job is made of: a pretrained model, all of it or an error, and long documents as sequences of its tokens."""
+"""A pretrained model, all of it or an error, and long documents as sequences of its tokens."""
 
 import os
 from array import array
@@ -11,15 +11,8 @@ from textwrap import shorten
 
 import torch
 from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    GgufConfig,
-    PreTrainedConfig,
-    PreTrainedModel,
-    PreTrainedTokenizerBase,
-)
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedConfig, PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
 from seqtile.recipes import source, what_is_here
 

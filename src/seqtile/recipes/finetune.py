@@ -88,8 +88,8 @@ def prepared(job: Job, console: Console, groups: int, tokenizer_files: Path) -> 
     check_output(job.output, in_float32)
     console.print(str(data), soft_wrap=True, highlight=False)
     if job.seq_len > config.max_position_embeddings:
-        text = f"note: {job.model} is configured for {config.max_position_embeddings:,} positions at most"
-        console.print(text, soft_wrap=True)
+        most = f"{config.max_position_embeddings:,} positions at most"
+        console.print(f"note: {job.model} is configured for {most}", soft_wrap=True)
     rows = data.rows.view(job.steps, groups, job.seq_len)
     return Run(job, config, rows, tiled=True, save_to=job.output / "model", tokenizer=tokenizer_files)
 

@@ -1,5 +1,6 @@
-"""What a fine-tuning job leaves behind: the model, and a table, report.json and a picture of what was measured. Nothing
-half-written stays, what was there is kept until it is replaced, and nothing trained is lost."""
+"""The files that a fine-tuning job leaves behind: the model, and report.json and a picture of what was measured, which
+is printed as a table too. Nothing half-written stays, what was there is kept until it is replaced, and nothing trained
+is lost."""
 
 import json
 import shutil
@@ -25,7 +26,7 @@ SHOWN = 10  # steps: of more, the table shows this many, evenly spaced, and the 
 
 @contextmanager
 def written_beside(path: Path) -> Iterator[Path]:
-    """Where to write a file or a directory that then takes the place of `path`, unless an exception is raised.
+    """Yields where to write a file or a directory, which then takes the place of `path`, unless an exception is raised.
 
     Files of a directory that is replaced stay, where the new one lacks them, but for weights.
     """
@@ -114,17 +115,11 @@ def report_of(job: Job, baseline: RunResult | None, tiled: RunResult, ranks: int
     """Returns the contents of report.json, of the steps that were done. `baseline` and `max_loss_difference` are None
     without a comparison."""
     pairs = [] if baseline is None else zip(baseline.losses, tiled.losses, strict=True)
-    return {
-        "model": job.model,
-        "seq_len": job.seq_len,
+    options = ("model", "seq_len", "device", "sequence_parallel", "dtype", "learning_rate", "seed")
+    return {name: getattr(job, name) for name in options} | {
         "steps": len(tiled.losses),
-        "device": job.device,
         "ranks": ranks,
-        "sequence_parallel": job.sequence_parallel,
         "shard": job.shard if ranks > 1 else None,
-        "dtype": job.dtype,
-        "learning_rate": job.learning_rate,
-        "seed": job.seed,
         "baseline": None if baseline is None else asdict(baseline),
         "seqtile": asdict(tiled),
         "max_loss_difference": max((abs(before - after) for before, after in pairs), default=None),

@@ -4,7 +4,7 @@ from dataclasses import asdict, dataclass, fields
 from typing import Annotated, Any
 
 from rich.console import Console
-from rich.table import Table
+from rich.table import Column, Table
 from typer import Argument, Option
 
 from seqtile.memory import KNOWN, OFFLOAD, TILES, Longest, Plan, Setup, ladder, longest, plan, shape_of
@@ -134,9 +134,8 @@ def to_turn_on(plan: Plan) -> list[str]:
     setup, shape, lines = plan.setup, plan.shape, []
     moved = [part for part in setup.offload if part != "activations"]
     if setup.liger:
-        lines.append(
-            f"apply_liger_kernel_to_{shape.model_type}()  # of liger_kernel.transformers, before the model is built"
-        )
+        before = "of liger_kernel.transformers, before the model is built"
+        lines.append(f"apply_liger_kernel_to_{shape.model_type}()  # {before}")
     lines.append('model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="flash_attention_2")')
     if setup.lora_rank is not None:
         lines.append(f'model = get_peft_model(model, LoraConfig(r={setup.lora_rank}, target_modules="all-linear"))')
@@ -223,13 +222,11 @@ def print_forecast(forecast: Forecast, console: Console) -> None:
 
 
 def rungs_table(rungs: list[tuple[Setup, Longest]]) -> Table:
-    table = Table(title="Longest sequence, every layer checkpointed")
+    columns = [Column(name, justify="center") for name in ("loss", "share", "MLP", "host", "Liger", "layer", "groups")]
+    columns += [Column("tokens", justify="right"), Column("bound by")]
+    table = Table(*columns, title="Longest sequence, every layer checkpointed")
     table.caption = "loss, MLP, layer: tiled; groups: of heads. share: GPUs that share it. host: layer inputs there."
     table.caption += " Liger: its norms."
-    for column in ("loss", "share", "MLP", "host", "Liger", "layer", "groups"):
-        table.add_column(column, justify="center")
-    table.add_column("tokens", justify="right")
-    table.add_column("bound by")
     for setup, found in rungs:
         cells = ["x" if value is True else f"{value or ''}" for value in features(setup).values()]
         table.add_row(*cells, f"{found.tokens:,}", found.bound.removeprefix("GPU memory: "))

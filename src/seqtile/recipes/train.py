@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass, replace
 from pathlib import Path
-from threading import Event
 
 import torch
 import torch.distributed as dist
@@ -49,7 +48,7 @@ class Run:
 
 
 def train(run: Run, ctx: sp.SequenceParallel | None = None) -> RunResult:
-    """Full-parameter AdamW over a run's sequences under activation checkpointing.
+    """Trains all parameters with AdamW over a run's sequences, under activation checkpointing.
 
     In one process there is one group; with `ctx` each data-parallel group of ranks trains on its sequence of a step and
     each rank on its part of that, and weights, gradients and optimizer state are sharded over all ranks. Losses are
@@ -72,10 +71,10 @@ def train(run: Run, ctx: sp.SequenceParallel | None = None) -> RunResult:
     with sequence_group(run.job) if by_blocks else nullcontext(ctx) as group:
         with console.status(f"{'seqtile' if run.tiled else 'untiled'}: loading"):
             training = loaded(run, group)
-        stop = Event()
-        before = signal.signal(signal.SIGINT, lambda *_: stop.set())  # whoever started this process may still kill it
+        interrupts = []  # whoever started this process may still kill it
+        before = signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
         try:
-            result = take_steps(training, run, group, stop, console)
+            result = take_steps(training, run, group, interrupts, console)
             if run.save_to is None or not (weights := training.weights()):  # the main process has them
                 return result
             with redirect_stderr(io.StringIO()):  # Hugging Face has bars of its own
@@ -97,17 +96,16 @@ def has_square_mask(config: PreTrainedConfig, seq_len: int) -> bool:
 
 @contextmanager
 def sequence_group(job: Job) -> Iterator[sp.SequenceParallel]:
-    """The ranks that share a sequence with this one, of those that torchrun started; without it this process alone.
+    """Yields the ranks that share a sequence with this one, of those that torchrun started; without it this process
+    alone.
 
     Raises ValueError if they cannot be so many.
     """
     backend = "nccl" if job.device == "cuda" else "gloo"
-    if job.local_rank is None:
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
-    else:
-        if job.device == "cuda":
-            torch.cuda.set_device(job.local_rank)
-        dist.init_process_group(backend)
+    if job.device == "cuda":
+        torch.cuda.set_device(job.local_rank or 0)
+    alone = job.local_rank is None
+    dist.init_process_group(backend, **({"store": dist.HashStore(), "rank": 0, "world_size": 1} if alone else {}))
     try:
         ctx = sp.initialize(job.sequence_parallel)
     except ValueError as error:
@@ -208,9 +206,9 @@ def adamw(model: PreTrainedModel, job: Job) -> torch.optim.AdamW:
 
 
 def take_steps(
-    training: Training, run: Run, ctx: sp.SequenceParallel | None, stop: Event, console: Console
+    training: Training, run: Run, ctx: sp.SequenceParallel | None, interrupts: list[int], console: Console
 ) -> RunResult:
-    """Trains on a sequence after the other until none is left or any rank is to stop; prints a line a step, or a bar
+    """Trains on a sequence after the other until none is left or a rank was interrupted; prints a line a step, or a bar
     where `console` is a terminal."""
     job, name = run.job, "seqtile" if run.tiled else "untiled"
     columns = (TextColumn("{task.description:<17}"), BarColumn(bar_width=12), MofNCompleteColumn())
@@ -222,7 +220,7 @@ def take_steps(
             start = time.perf_counter()
             loss = loss_of(training.model, batch, job, ctx)
             training.update(loss)
-            ranks = over_ranks([loss.item(), stop.is_set(), peak_mib(job.device)], job.device)
+            ranks = over_ranks([loss.item(), bool(interrupts), peak_mib(job.device)], job.device)
             losses.append(ranks[:, 0].mean().item())  # alike on every rank of a group
             peak = ranks[:, 2].max().item()
             seconds.append(time.perf_counter() - start)
@@ -260,11 +258,11 @@ def loss_of(model: torch.nn.Module, batch: torch.Tensor, job: Job, ctx: sp.Seque
 def over_ranks(values: list[float], device: str) -> torch.Tensor:
     """Returns [ranks, len(values)]: these of every rank."""
     mine = torch.tensor(values, dtype=torch.float64, device=device)
-    if not dist.is_initialized():
-        return mine[None]
-    found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-    dist.all_gather(found, mine)
-    return torch.stack(found)
+    found = [mine]
+    if dist.is_initialized():
+        found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
+        dist.all_gather(found, mine)
+    return torch.stack(found).cpu()
 
 
 def no_layer_tiled(model: PreTrainedModel, job: Job, ctx: sp.SequenceParallel | None) -> str | None:
@@ -275,10 +273,8 @@ def no_layer_tiled(model: PreTrainedModel, job: Job, ctx: sp.SequenceParallel | 
     tokens = math.ceil(job.seq_len / (1 if ctx is None else ctx.size))
     if not sizes or tokens > min(sizes):
         return None
-    return (
-        f"no layer was tiled, since {tokens:,} tokens are no more than a tile of {min(sizes):,}; "
-        "pass a longer --seq-len"
-    )
+    tokens_are = f"{tokens:,} tokens are no more than a tile of {min(sizes):,}"
+    return f"no layer was tiled, since {tokens_are}; pass a longer --seq-len"
 
 
 def return_freed_memory() -> None:

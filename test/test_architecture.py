@@ -35,7 +35,7 @@ FOREIGN = {  # package -> the rooms that may import it; a package that is not he
     "huggingface_hub": {"recipes"},
     "matplotlib": {"recipes"},
     "rich": {"recipes", "cli"},
-    "typer": {"cli"},
+    "typer": {"recipes", "cli"},
 }
 FILES = sorted(SOURCE.rglob("*.py"))
 

@@ -11,9 +11,15 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from recipes.tiny_pretrained import save_tiny
-from seqtile.recipes.documents import NotText, file_tokens, files_of, sequences, standard_library
-from seqtile.recipes.pretrained import load_tokenizer
-from seqtile.recipes.tokens import tokens_of
+from seqtile.recipes.data import (
+    NotText,
+    file_tokens,
+    files_of,
+    load_tokenizer,
+    sequences,
+    standard_library,
+    tokens_of,
+)
 
 
 @cache
@@ -122,6 +128,8 @@ def test_documents_are_read_in_order_and_binaries_skipped(tmp_path: Path) -> Non
     assert str(read) == f"data: {text}: 5 steps go over it 1.7 times"
     enough = sequences((data,), tokenizer, seq_len=4, count=1)
     assert str(enough) == "data: 1 file read, 5 tokens; enough for 1 sequence, one a step"
+    more = sequences((data,), tokenizer, seq_len=2, count=1)
+    assert str(more) == "data: 1 file read, 5 tokens; enough for 2 sequences, one a step", "all that fit are counted"
 
 
 def test_the_default_document_is_long() -> None:

@@ -20,12 +20,10 @@ from launch import interruptible
 from measure import LiveBytes
 from recipes.tiny_pretrained import save_tiny
 from seqtile.cli import app
-from seqtile.recipes.job import Job
-from seqtile.recipes.out_of_memory import is_out_of_memory
-from seqtile.recipes.pretrained import load_config
-from seqtile.recipes.ranks import group_of_one
-from seqtile.recipes.report import picture, print_table
-from seqtile.recipes.train import loaded, loss_of, train
+from seqtile.recipes import Job
+from seqtile.recipes.data import is_out_of_memory, load_config
+from seqtile.recipes.output import picture, print_table
+from seqtile.recipes.train import Run, has_square_mask, loaded, loss_of, sequence_group, train
 from seqtile.sp import backends
 from tiny import build, config_of
 
@@ -84,15 +82,17 @@ def test_no_mask_of_length_x_length(arch: str, tmp_path: Path, monkeypatch: pyte
     for length in (2300, 3450):  # of more than a tile
         job = Job(str(tmp_path), (), length, 1, False, "cpu", "float32", 1e-5, 0, tmp_path)
         batch = torch.randint(3, 90, (1, length))
-        with group_of_one(job, load_config(job.model)) as ctx:
-            model = loaded(job, True, ctx).model
+        run = Run(job, load_config(job.model), batch[None], tiled=True)
+        assert has_square_mask(run.config, length)
+        with sequence_group(job) as ctx:
+            model = loaded(run, ctx).model
             with LiveBytes() as memory:
                 loss = loss_of(model, batch, job, ctx)
                 loss.backward()
         largest[length] = memory.largest
     assert not dist.is_initialized()
     assert largest[3450] <= 1.6 * largest[2300], "the square would be 2.25"
-    expected = loaded(job, False, None).model
+    expected = loaded(replace(run, tiled=False), None).model
     true = loss_of(expected, batch, job, None)
     true.backward()
     assert abs(loss.item() - true.item()) < 1e-5
@@ -104,19 +104,17 @@ def test_no_mask_of_length_x_length(arch: str, tmp_path: Path, monkeypatch: pyte
     ("arch", "changes"),
     [("llama", {}), ("mistral", {"sliding_window": 9000}), ("gemma3_text", {"layer_types": ["full_attention"] * 2})],
 )
-def test_a_group_of_one_only_where_masks_would_be_made(arch: str, changes: dict, tmp_path: Path) -> None:
-    job = Job("", (), 9000, 1, False, "cpu", "float32", 1e-5, 0, tmp_path)
-    with group_of_one(job, config_of(arch, **changes)) as ctx:
-        assert ctx is None
+def test_a_group_of_one_only_where_masks_would_be_made(arch: str, changes: dict) -> None:
+    assert not has_square_mask(config_of(arch, **changes), 9000)
 
 
 def test_layers_tiled_as_a_whole(pretrained: Path, tmp_path: Path) -> None:
     job = Job(str(pretrained), (), 2500, 2, False, "cpu", "float32", 1e-4, 0, tmp_path, layer=True, head_groups="auto")
     rows = torch.randint(3, 90, (2, 1, 2500))
-    run = train(job, rows, tiled=True, save_to=None)
-    untiled = train(job, rows, tiled=False, save_to=None)
-    assert "layer seqtile, 2048 tokens a tile, 2 of 2 layers, attention by 2 groups" in run.status
-    assert run.losses == pytest.approx(untiled.losses, rel=1e-5)
+    run = Run(job, load_config(job.model), rows, tiled=True)
+    tiled, untiled = train(run), train(replace(run, tiled=False))
+    assert "layer seqtile, 2048 tokens a tile, 2 of 2 layers, attention by 2 groups" in tiled.status
+    assert tiled.losses == pytest.approx(untiled.losses, rel=1e-5)
 
 
 @pytest.mark.parametrize("tiled", [False, True], ids=["untiled", "tiled"])
@@ -127,8 +125,9 @@ def test_bfloat16_trains_float32_weights(
     monkeypatch.setattr("seqtile.recipes.train.return_freed_memory", lambda: None)  # it is for good
     job = Job(str(pretrained), (), 300, 3, False, "cpu", "bfloat16", 1e-5, 0, tmp_path)
     rows = torch.randint(3, 90, (3, 1, 300))
-    losses = train(job, rows, tiled=tiled, save_to=tmp_path).losses
-    in_float32 = train(replace(job, dtype="float32"), rows, tiled=tiled, save_to=None).losses
+    run = Run(job, load_config(job.model), rows, tiled, save_to=tmp_path)
+    losses = train(run).losses
+    in_float32 = train(replace(run, job=replace(job, dtype="float32"), save_to=None)).losses
     assert losses != in_float32 and losses == pytest.approx(in_float32, rel=0.02), "computed in bfloat16"
     before = AutoModelForCausalLM.from_pretrained(pretrained)
     after = AutoModelForCausalLM.from_pretrained(tmp_path)

@@ -128,7 +128,7 @@ def test_json() -> None:
             [LLAMA, "--gpus", "4", "--head-groups", "4"],
             "--head-groups: expected at most 2 groups, so that each of",
         ),
-        ([LLAMA, "--offload", "nothing"], "--offload: expected some of"),
+        ([LLAMA, "--offload", "nothing"], "--offload: expected some of optimizer, weights, got nothing"),
         (["/proc/1/root"], "Permission denied") if Path("/proc/1").exists() else (["x" * 5000], "File name too long"),
     ],
 )

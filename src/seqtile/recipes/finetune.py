@@ -1,30 +1,33 @@
-"""The main job: full-parameter fine-tuning of a causal LM on long documents, and how it compares with not tiling."""
+"""The job of `seqtile finetune`, from its options to its report: full-parameter fine-tuning of a causal LM on long
+documents, and how it compares with not tiling."""
 
 import io
-from contextlib import redirect_stderr
+import os
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import replace
+from multiprocessing import active_children, get_context, parent_process
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from threading import Thread
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
+from transformers import AutoModelForCausalLM
 
 import seqtile
-from seqtile import sp
-from seqtile.recipes.alone import run_alone
-from seqtile.recipes.documents import sequences, standard_library
-from seqtile.recipes.job import Job, check_space, check_writable
-from seqtile.recipes.out_of_memory import RunOutOfMemory
-from seqtile.recipes.pretrained import load_config, load_tokenizer, skeleton
-from seqtile.recipes.ranks import groups_of, on_this_machine
-from seqtile.recipes.report import figures, print_table, write_report
-from seqtile.recipes.train import RunResult, train
+from seqtile.recipes import Job, check_output, number_or_name
+from seqtile.recipes.data import is_out_of_memory, load_config, load_tokenizer, sequences, standard_library
+from seqtile.recipes.output import RunResult, print_table, remove_incomplete, report_of, write_report
+from seqtile.recipes.train import Run, sequence_group, train
 
 
 def finetune(job: Job, console: Console) -> dict[str, Any]:
-    """Runs `job` and returns what it wrote to report.json.
+    """Runs a job that was checked and returns what it wrote to report.json.
 
     With `compare`, the untiled model runs first, on the same sequences from the same seed. On ranks that torchrun
     started, all of them call this. Leaves in `job.output`: report.json, report.png, and model/, the tiled run's model
@@ -34,21 +37,26 @@ def finetune(job: Job, console: Console) -> dict[str, Any]:
     the tiled run does not fit; OSError, last, if the model had to be saved elsewhere; and KeyboardInterrupt, last, if
     Ctrl-C ended it early.
     """
-    job = on_this_machine(job)
-    with groups_of(job) as ctx, TemporaryDirectory() as files:
-        tokenizer = Path(files)
-        batches = prepared(job, console, 1 if ctx is None else ctx.data_parallel_size, tokenizer)
-        if ctx is None:
-            baseline, tiled = runs_alone(job, batches, tokenizer, console)
+    job = replace(job, device=job.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if job.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device is cuda, but torch sees no GPU; use --device cpu")
+    if job.offload and job.device == "cpu":
+        raise ValueError("--offload moves what checkpointing keeps off a GPU, but --device is cpu; leave it out")
+    alone = job.local_rank is None
+    with nullcontext() if alone else sequence_group(job) as ctx, TemporaryDirectory() as files:
+        run = prepared(job, console, 1 if alone else ctx.data_parallel_size, Path(files))
+        if alone:
+            baseline, tiled = runs_alone(run, console)
         else:
-            baseline, tiled = None, run_on_ranks(job, batches, tokenizer, ctx)
-        report = figures(job, baseline, tiled, ranks=1 if ctx is None else dist.get_world_size())
-        if tiled.saved is not None:  # on the first rank
+            with memory_errors(f"rank {dist.get_rank()}"):
+                baseline, tiled = None, train(run, ctx)
+        report = report_of(job, baseline, tiled, ranks=1 if alone else dist.get_world_size())
+        if tiled.saved is not None:  # in the main process
             place = Path(tiled.saved).parent
             print_table(report, console)
             if tiled.note is not None:
                 console.print(f"note: {tiled.note}", soft_wrap=True)
-            write(report, place)
+            write_report(report, place)
             console.print(f"model, report.json and report.png are in {place}", soft_wrap=True)
     if tiled.saved is not None and place != job.output:
         raise OSError(f"the model could not be saved in {job.output}; it is in {place}")
@@ -57,23 +65,17 @@ def finetune(job: Job, console: Console) -> dict[str, Any]:
     return report
 
 
-def write(report: dict[str, Any], place: Path) -> None:
-    try:
-        write_report(report, place)
-    except OSError as error:
-        raise OSError(f"the model is in {place}, but its report could not be written there ({error})") from error
-
-
-def prepared(job: Job, console: Console, groups: int, tokenizer_files: Path) -> torch.Tensor:
-    """What to train on, [steps, groups, seq_len], once all is known to work that can be known before training.
+def prepared(job: Job, console: Console, groups: int, tokenizer_files: Path) -> Run:
+    """Returns the tiled run, once all is known to work that can be known before training.
 
     The tokenizer is written to `tokenizer_files`, to be saved with the model: by then its own may be gone.
     """
     with redirect_stderr(io.StringIO()), console.status("reading documents"):  # Hugging Face has bars of its own
         config = load_config(job.model)
-        model = skeleton(config)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
         # What it cannot tile it refuses here, before anything is trained.
-        seqtile.apply_seqtile(model, layer=job.layer, head_groups=job.head_groups)
+        seqtile.apply_seqtile(model, layer=job.layer, head_groups=number_or_name(job.head_groups))
         tokenizer = load_tokenizer(job.model)
         tokenizer.save_pretrained(tokenizer_files)
         data = sequences(job.data or standard_library(), tokenizer, job.seq_len, job.steps * groups)
@@ -83,35 +85,99 @@ def prepared(job: Job, console: Console, groups: int, tokenizer_files: Path) -> 
             "pass a model with its own tokenizer"
         )
     in_float32 = 4 * sum(parameter.numel() for parameter in model.parameters())
-    check_space(job.output / "model", in_float32)
-    check_writable(job.output)
+    check_output(job.output, in_float32)
     console.print(str(data), soft_wrap=True, highlight=False)
     if job.seq_len > config.max_position_embeddings:
-        text = f"note: {job.model} is configured for {config.max_position_embeddings:,} positions at most"
-        console.print(text, soft_wrap=True)
-    return data.rows.view(job.steps, groups, job.seq_len)
+        most = f"{config.max_position_embeddings:,} positions at most"
+        console.print(f"note: {job.model} is configured for {most}", soft_wrap=True)
+    rows = data.rows.view(job.steps, groups, job.seq_len)
+    return Run(job, config, rows, tiled=True, save_to=job.output / "model", tokenizer=tokenizer_files)
 
 
-def runs_alone(
-    job: Job, batches: torch.Tensor, tokenizer: Path, console: Console
-) -> tuple[RunResult | None, RunResult]:
-    """The untiled run, if asked for and if it fits, with as many steps as the tiled one, and the tiled one."""
+def runs_alone(run: Run, console: Console) -> tuple[RunResult | None, RunResult]:
+    """Returns what the untiled run measured, if asked for and if it fits, over as many steps as the tiled one, and what
+    the tiled one did."""
     baseline = None
-    if job.compare:
+    if run.job.compare:
         try:
-            baseline = run_alone(job, batches, tiled=False, save_to=None)
+            baseline = run_alone(replace(run, tiled=False, save_to=None))
         except RunOutOfMemory as error:  # that the untiled model does not fit is a result
             console.print(f"note: {error}")
-    tiled = run_alone(job, batches, tiled=True, save_to=job.output / "model", tokenizer=tokenizer)
+    tiled = run_alone(run)
     if baseline is not None:
         done = len(tiled.losses)
         baseline = replace(baseline, losses=baseline.losses[:done], step_seconds=baseline.step_seconds[:done])
     return baseline, tiled
 
 
-def run_on_ranks(job: Job, batches: torch.Tensor, tokenizer: Path, ctx: sp.SequenceParallel) -> RunResult:
-    """The tiled run, of which this process is one rank."""
+def run_alone(run: Run) -> RunResult:
+    """Calls `train` in a process of its own, so that its peak memory is its own; it ends when this process ends.
+
+    At the first Ctrl-C a run that is to be saved finishes its step and is saved; at a second one, or if nothing is to
+    be saved, it ends at once and KeyboardInterrupt is raised.
+    """
+    console = Console(soft_wrap=True)
+    others = set(active_children())
+    pool = ProcessPoolExecutor(1, get_context("spawn"), initializer=end_with_parent)
+    with memory_errors(f"the {'tiled' if run.tiled else 'untiled'} run"), pool:
+        let_interrupts_through(False)  # also in the process that starts here, until it trains
+        running = pool.submit(train_interruptibly, run)
+        [worker] = set(active_children()) - others
+        try:
+            let_interrupts_through(True)
+            try:
+                return running.result()
+            except KeyboardInterrupt:
+                if run.save_to is None:
+                    raise
+                newline = "\n" if console.is_terminal else ""  # there a bar ends without one
+                console.print(f"{newline}interrupted: after this step the model is saved; Ctrl-C again ends it at once")
+                os.kill(worker.pid, signal.SIGINT)  # a terminal has told it too, `kill` has not
+                return running.result()
+        except KeyboardInterrupt:
+            worker.kill()
+            worker.join()
+            raise
+        finally:
+            if run.save_to is not None:
+                remove_incomplete(run.save_to)
+            console.show_cursor()  # a killed process leaves it hidden
+
+
+def train_interruptibly(run: Run) -> RunResult:
+    let_interrupts_through(True)
     try:
-        return train(job, batches, tiled=True, save_to=job.output / "model", tokenizer=tokenizer, ctx=ctx)
-    except torch.OutOfMemoryError as error:
-        raise RunOutOfMemory(f"rank {dist.get_rank()} had too little memory; a shorter --seq-len needs less") from error
+        return train(run)
+    finally:
+        let_interrupts_through(False)
+
+
+def let_interrupts_through(through: bool) -> None:
+    """Lets Ctrl-C through to this process and those that it starts from now on, or has it wait."""
+    if hasattr(signal, "pthread_sigmask"):  # not on Windows
+        signal.pthread_sigmask(signal.SIG_UNBLOCK if through else signal.SIG_BLOCK, {signal.SIGINT})
+
+
+def end_with_parent() -> None:
+    """Ends this process at once when the one that started it has ended, however that came about."""
+
+    def wait() -> None:
+        parent_process().join()
+        os._exit(1)
+
+    Thread(target=wait, daemon=True).start()
+
+
+class RunOutOfMemory(MemoryError):
+    """A run had too little memory, or its process was killed, which is what too little host memory looks like."""
+
+
+@contextmanager
+def memory_errors(who: str) -> Iterator[None]:
+    """Raises RunOutOfMemory, which names `who` needed it, where memory was short inside."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        raise RunOutOfMemory(f"{who} had too little memory; a shorter --seq-len needs less") from error

@@ -1,0 +1,241 @@
+"""A pretrained model, all of it or an error, and long documents as sequences of its tokens."""
+
+import os
+from array import array
+from collections.abc import Callable, Iterator
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import shorten
+
+import torch
+from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedConfig, PreTrainedModel
+from transformers.tokenization_utils_base import PreTrainedTokenizerBase
+
+from seqtile.recipes import source, what_is_here
+
+NAMED = 3  # weights that an error names, of those that are missing
+PIECE = 2**16  # characters of a text that are tokenized at once
+OVERLAP = 2**12
+
+Token = tuple[int, int, int]
+"""Its id, and where in the text it starts and ends."""
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Returns whether memory was short: torch's exception for a GPU, its message for the host, or a killed process."""
+    if isinstance(error, BrokenProcessPool | torch.OutOfMemoryError | MemoryError):
+        return True
+    return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
+
+
+@contextmanager
+def read_of(model: str, what: str) -> Iterator[None]:
+    """Turns what is raised inside, where files of `model` are read, to a ValueError that names them."""
+    try:
+        yield
+    except Exception as error:  # safetensors, tokenizers, pickle, json: each has classes of its own, or none
+        if is_out_of_memory(error):
+            raise
+        raise ValueError(
+            f"--model: the {what} of {model} cannot be loaded ({in_brief(error)}); get its files again"
+        ) from error
+
+
+def in_brief(error: Exception) -> str:
+    return shorten(str(error) or type(error).__name__, 200, placeholder=" ...").rstrip(".")
+
+
+def load_config(model: str) -> PreTrainedConfig:
+    """Returns the configuration of `model`. Raises ValueError if neither a path nor the hub has it.
+
+    The hub is asked once: `from_pretrained` itself tries for half a minute where there is no network.
+    """
+    name, options = source(model)
+    try:
+        if not Path(name).exists() and not isinstance(try_to_load_from_cache(name, "config.json"), str):
+            get_hf_file_metadata(hf_hub_url(name, "config.json"))
+    except Exception as error:  # of whichever HTTP library huggingface_hub is built on, and its own
+        raise ValueError(
+            f"--model: there is no directory {name} here{what_is_here(Path(name))}; and as a hub name it was not found "
+            f"or the hub could not be reached ({in_brief(error)})"
+        ) from error
+    with read_of(model, "configuration"):
+        return AutoConfig.from_pretrained(name, **options)
+
+
+def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
+    """Returns the tokenizer of `model`. Raises ValueError if its files cannot be read."""
+    name, options = source(model)
+    with read_of(model, "tokenizer"):
+        return AutoTokenizer.from_pretrained(name, **options)
+
+
+def load_model(model: str, config: PreTrainedConfig) -> PreTrainedModel:
+    """Returns the model of `source(model)`, its weights in float32, ready to be trained and saved.
+
+    Raises ValueError unless the files hold all of them in the shapes that its configuration asks for: transformers
+    draws the others at random.
+    """
+    name, options = source(model)
+    if "gguf_file" in options:
+        options["quantization_config"] = GgufConfig(dequantize=True)
+    options |= {"config": config, "dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    with read_of(model, "weights"):
+        loaded, found = AutoModelForCausalLM.from_pretrained(name, **options)
+    if found["mismatched_keys"]:
+        weight, here, expected = min(found["mismatched_keys"])
+        raise ValueError(
+            f"--model: {weight} of {model} has shape {list(here)}, but its config.json asks for {list(expected)}; "
+            "pass a model whose weights and config.json belong together"
+        )
+    if missing := sorted(found["missing_keys"]):
+        named = ", ".join(missing[:NAMED]) + (f" and {len(missing) - NAMED} more" if len(missing) > NAMED else "")
+        raise ValueError(
+            f"--model: the weights of {model} lack {named}; get its files again, or pass a model whose weights and "
+            "config.json belong together"
+        )
+    return loaded
+
+
+def standard_library() -> list[Path]:
+    """Returns the source of the running Python's standard library: a long real document that every machine has."""
+    return sorted(Path(os.__file__).parent.glob("*.py"))
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """Sequences to train on, and how much text they were cut from; prints as one line."""
+
+    rows: torch.Tensor
+    """[count, seq_len] int64 token ids."""
+    files: int
+    skipped: int
+    """Files that are not UTF-8 text, as far as they were read."""
+    tokens: int
+    """All that were read."""
+
+    def __str__(self) -> str:
+        count, seq_len = self.rows.shape
+        full = self.tokens // seq_len
+        read = f"data: {counted(self.files, 'file')} read, {self.tokens:,} tokens"
+        if self.skipped:
+            read += f" ({counted(self.skipped, 'file')} skipped as not UTF-8 text)"
+        if full >= count:
+            return f"{read}; enough for {counted(full, 'sequence')}, one a step"
+        return (
+            f"{read}; the text fills {counted(full, 'sequence')}: {count:,} steps go over it {count / full:.1f} times"
+        )
+
+
+def counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def sequences(paths: list[Path], tokenizer: PreTrainedTokenizerBase, seq_len: int, count: int) -> Sequences:
+    """Returns `count` sequences of `seq_len` tokens: documents joined by the end-of-text token, read no further than
+    needed.
+
+    If the text ends before `count` sequences are full, the full ones are repeated. Raises ValueError if not one is.
+    """
+    ids = array("q")
+    files = skipped = 0
+    for file in files_of(paths):
+        before = len(ids)
+        try:
+            for more in file_tokens(file, tokenizer):
+                ids.extend(more)
+                if len(ids) >= count * seq_len:
+                    break
+            files += 1
+        except (UnicodeDecodeError, NotText):
+            del ids[before:]
+            skipped += 1
+        if len(ids) >= count * seq_len:
+            break
+    if skipped and not files:
+        raise ValueError(f"--data holds no UTF-8 text: {counted(skipped, 'file')} skipped; pass text files")
+    full = min(count, len(ids) // seq_len)
+    if full == 0:
+        raise ValueError(
+            f"--data holds {len(ids)} tokens, expected at least {seq_len}, one sequence; pass more text, or a shorter "
+            "--seq-len"
+        )
+    rows = torch.frombuffer(ids, dtype=torch.int64)[: full * seq_len].view(full, seq_len)
+    return Sequences(rows[torch.arange(count) % full], files, skipped, len(ids))
+
+
+def files_of(paths: list[Path]) -> Iterator[Path]:
+    """Yields the files, and those under the directories, in sorted order."""
+    for path in paths:
+        yield from sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
+
+
+class NotText(ValueError):
+    """A file holds zero bytes: it is binary, though it may be UTF-8."""
+
+
+def file_tokens(file: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
+    """Yields the token ids of a text file, some at a time, then the end-of-text token if there were any; the file is
+    read no further than they need. Raises UnicodeDecodeError or NotText once it turns out to be no text."""
+
+    def read(characters: int) -> str:
+        text = opened.read(characters)
+        if "\0" in text:
+            raise NotText
+        return text
+
+    found = False
+    with file.open(encoding="utf-8") as opened:
+        for ids in tokens_of(read, tokenizer):
+            found = found or bool(ids)
+            yield ids
+    if found and tokenizer.eos_token_id is not None:
+        yield [tokenizer.eos_token_id]
+
+
+def tokens_of(
+    read: Callable[[int], str], tokenizer: PreTrainedTokenizerBase, piece: int = PIECE, overlap: int = OVERLAP
+) -> Iterator[list[int]]:
+    """Yields the token ids of the text that `read(characters)` goes through, some at a time: those that the whole text
+    would give, in memory for a piece; at most two pieces more are read.
+
+    What a tokenizer makes of a place depends on the text around it, so pieces overlap. A piece and the next are joined
+    in the middle of what they share if they have the same tokens in the middle half of it; else the piece is made
+    longer, in the end as long as the text. A tokenizer that does not tell where its tokens are gets the whole text.
+
+        piece     |---------------------------|
+        next                    |---------------------------|
+        the same                   |--------|
+        joined                         ^
+    """
+    if not tokenizer.is_fast:
+        yield tokenizer(read(-1), add_special_tokens=False, verbose=False)["input_ids"]
+        return
+    start = joined = 0  # of the piece, and of its tokens that were not given out yet, in the text
+    text = read(piece)
+    tokens = tokens_at(start, text, tokenizer)
+    step = piece - overlap
+    while more := read(step):
+        next_start = start + len(text) - overlap
+        next_text = text[-overlap:] + more
+        next_tokens = tokens_at(next_start, next_text, tokenizer)
+        middle = range(next_start + overlap // 4, next_start + 3 * overlap // 4)
+        ends, begins = ([token for token in some if token[1] in middle] for some in (tokens, next_tokens))
+        if ends == begins != []:
+            end = next_start + overlap // 2
+            yield [token for token, begin, _ in tokens if joined <= begin < end]
+            start, joined, text, tokens, step = next_start, end, next_text, next_tokens, piece - overlap
+        else:
+            text += more
+            tokens, step = tokens_at(start, text, tokenizer), len(text)
+    yield [token for token, begin, _ in tokens if begin >= joined]
+
+
+def tokens_at(start: int, text: str, tokenizer: PreTrainedTokenizerBase) -> list[Token]:
+    """Returns the tokens of a piece of text that starts at `start`."""
+    found = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    pairs = zip(found["input_ids"], found["offset_mapping"], strict=True)
+    return [(token, start + begin, start + end) for token, (begin, end) in pairs]

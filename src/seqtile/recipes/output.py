@@ -1,0 +1,199 @@
+"""The files that a fine-tuning job leaves behind: the model, and report.json and a picture of what was measured, which
+is printed as a table too. Nothing half-written stays, what was there is kept until it is replaced, and nothing trained
+is lost."""
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import PreTrainedModel
+
+from seqtile.recipes import Job
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+SHOWN = 10  # steps: of more, the table shows this many, evenly spaced, and the picture no markers
+
+
+@contextmanager
+def written_beside(path: Path) -> Iterator[Path]:
+    """Yields where to write a file or a directory, which then takes the place of `path`, unless an exception is raised.
+
+    Files of a directory that is replaced stay, where the new one lacks them, but for weights.
+    """
+    path, new, old = places(path)
+    remove(new)
+    try:
+        yield new
+        if not path.is_dir():
+            new.replace(path)
+            return
+        remove(old)  # a directory is not replaced in one step
+        path.rename(old)
+        new.rename(path)
+        for entry in list(old.iterdir()):
+            if ".safetensors" not in entry.name and not (path / entry.name).exists():
+                entry.rename(path / entry.name)
+        remove(old)
+    finally:
+        remove(new)
+
+
+def places(path: Path) -> tuple[Path, Path, Path]:
+    """Returns `path` itself, or what it links to; what is written first, beside it and so on the same disk; and where
+    the one that was there waits."""
+    path = path.resolve()
+    return path, path.with_name(f"{path.name}.incomplete"), path.with_name(f"{path.name}.replaced")
+
+
+def remove_incomplete(path: Path) -> None:
+    """Removes what a process left that was killed in `written_beside`."""
+    path, new, old = places(path)
+    if path.exists() or not old.exists():  # else it was killed between two renames, and `new` is complete
+        remove(new)
+
+
+def remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def save_model(
+    model: PreTrainedModel, weights: dict[str, torch.Tensor], tokenizer: Path | None, directory: Path
+) -> Path:
+    """Saves as `save_pretrained` does, with the files of the directory `tokenizer`, and returns where: `directory`, or
+    a new temporary one if that cannot be.
+
+    Raises OSError if neither can be.
+    """
+    failed = []
+    for attempt in range(2):
+        place = Path(tempfile.mkdtemp(prefix="seqtile-")) / directory.name if attempt else directory
+        try:
+            with written_beside(place) as new:
+                model.save_pretrained(new, state_dict=dict(weights))
+                if tokenizer is not None:
+                    shutil.copytree(tokenizer, new, dirs_exist_ok=True)
+            return place
+        except Exception as error:  # safetensors has its own; whatever it is, the weights are not to be lost
+            failed.append(f"in {place} ({error})")
+    remove(place.parent)
+    raise OSError(
+        f"the trained model is lost: it could be saved neither {' nor '.join(failed)}; make room before the next run"
+    )
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """The measurements of a training run; lists have one entry a step."""
+
+    losses: list[float]
+    step_seconds: list[float]
+    tokens_per_second: float
+    peak_mib: float
+    status: str
+    again: float | None = None
+    """The first step's loss once more at the end, where runs are compared; one number, of the same sequences."""
+    saved: str | None = None
+    """Where the model is, of a run that saved it."""
+    note: str | None = None
+    """What else there is to say."""
+
+
+def report_of(job: Job, baseline: RunResult | None, tiled: RunResult, ranks: int = 1) -> dict[str, Any]:
+    """Returns the contents of report.json, of the steps that were done. `baseline` and `max_loss_difference` are None
+    without a comparison."""
+    pairs = [] if baseline is None else zip(baseline.losses, tiled.losses, strict=True)
+    options = ("model", "seq_len", "device", "sequence_parallel", "dtype", "learning_rate", "seed")
+    return {name: getattr(job, name) for name in options} | {
+        "steps": len(tiled.losses),
+        "ranks": ranks,
+        "shard": job.shard if ranks > 1 else None,
+        "baseline": None if baseline is None else asdict(baseline),
+        "seqtile": asdict(tiled),
+        "max_loss_difference": max((abs(before - after) for before, after in pairs), default=None),
+    }
+
+
+def write_report(report: dict[str, Any], directory: Path) -> None:
+    """Writes report.json and report.png to `directory`. Raises OSError, which says that the model is there."""
+    try:
+        with written_beside(directory / "report.json") as new:
+            new.write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+        with written_beside(directory / "report.png") as new:
+            picture(report).savefig(new, dpi=150, format="png")
+    except OSError as error:
+        raise OSError(f"the model is in {directory}, but its report could not be written there ({error})") from error
+
+
+def runs_of(report: dict[str, Any]) -> dict[str, dict[str, Any]]:
+    """Returns the runs of a report by the name that they are shown under."""
+    runs = {"untiled": report["baseline"], "seqtile": report["seqtile"]}
+    return {name: run for name, run in runs.items() if run is not None}
+
+
+def title_of(report: dict[str, Any]) -> str:
+    title = f"{report['model']}, {report['seq_len']:,} tokens, {report['dtype']} on {report['device']}"
+    if report.get("ranks", 1) > 1:
+        title += f", {report['ranks']} ranks, {report['sequence_parallel']} to a sequence, the largest peak of a rank"
+    return title
+
+
+def print_table(report: dict[str, Any], console: Console) -> None:
+    """Prints the figures of report.json as a table; of many losses some, the first and the last among them."""
+    runs = runs_of(report)
+    table = Table("", title=title_of(report))
+    for name in runs:
+        table.add_column(name, justify="right")
+    for step in sorted({round(row * (report["steps"] - 1) / (SHOWN - 1)) for row in range(SHOWN)}):
+        table.add_row(f"loss, step {step + 1}", *(f"{run['losses'][step]:.6f}" for run in runs.values()))
+    if "untiled" in runs:
+        table.add_row("step 1's document again", "", f"{report['seqtile']['again']:.6f}")
+    table.add_section()
+    table.add_row("peak memory, MiB", *(f"{run['peak_mib']:,.0f}" for run in runs.values()))
+    table.add_row("time, s", *(f"{sum(run['step_seconds']):.1f}" for run in runs.values()))
+    table.add_row("tokens/s", *(f"{run['tokens_per_second']:,.0f}" for run in runs.values()))
+    console.print(table)
+    if "untiled" in runs:
+        console.print(
+            f"largest loss difference {report['max_loss_difference']:.1e}; "
+            f"peak memory {runs['seqtile']['peak_mib'] / runs['untiled']['peak_mib']:.0%} of the untiled model's"
+        )
+
+
+def picture(report: dict[str, Any]) -> "Figure":
+    """Returns two panels: the losses by step, and the peak memory as bars."""
+    from matplotlib.figure import Figure  # not in the process that trains, whose memory is measured
+    from matplotlib.ticker import MaxNLocator
+
+    runs = runs_of(report)
+    styles = {
+        "untiled": {"marker": "o", "color": "darkgrey", "linewidth": 3},
+        "seqtile": {"marker": "x", "color": "black", "linestyle": "--"},
+    }
+    figure = Figure(figsize=(9, 3.6), layout="constrained")
+    losses, memory = figure.subplots(1, 2)
+    for name, run in runs.items():
+        style = styles[name] | ({} if report["steps"] <= SHOWN else {"marker": None})
+        losses.plot(range(1, report["steps"] + 1), run["losses"], label=name, markersize=7, **style)
+    losses.set(title="loss", xlabel="step")
+    losses.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    losses.legend()
+    peaks, hatches = [run["peak_mib"] for run in runs.values()], {"untiled": "", "seqtile": "//"}
+    bars = memory.bar(list(runs), peaks, color="lightgrey", edgecolor="black", hatch=[hatches[name] for name in runs])
+    memory.bar_label(bars, fmt="{:,.0f}")
+    memory.margins(y=0.12)
+    memory.set(title="peak memory, MiB")
+    figure.suptitle(title_of(report))
+    return figure

@@ -1,0 +1,246 @@
+"""The forecast of `seqtile plan`: the longest sequence with each feature on, what to turn on, and what a step holds."""
+
+from dataclasses import asdict, dataclass, fields
+from typing import Annotated, Any
+
+from rich.console import Console
+from rich.table import Column, Table
+from typer import Argument, Option
+
+from seqtile.memory import KNOWN, OFFLOAD, TILES, Longest, Plan, Setup, ladder, longest, plan, shape_of
+from seqtile.recipes import number_or_name
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Question:
+    """What is asked of `seqtile plan`. Each field is an option of that command; those of a name that `memory.Setup` has
+    are its fields."""
+
+    model: Annotated[str, Argument(help=f"A config.json, its directory, or {', '.join(KNOWN)}.")]
+    seq_len: Annotated[int | None, Option(help="Tokens a sequence (default: the longest that fits).")] = None
+    batch_size: Annotated[int, Option(help="Sequences at a time.")] = 1
+    gpus: Annotated[int, Option(help="GPUs in all.")] = 1
+    sequence_parallel: Annotated[int | None, Option(help="GPUs that share a sequence (default: all).")] = None
+    gpu_memory_gib: Annotated[float, Option("--gpu-memory", help="GiB of a GPU.")] = 80
+    host_memory_gib: Annotated[float, Option("--host-memory", help="GiB of a node.")] = 1900
+    gpus_per_node: Annotated[int, Option(help="GPUs of a node.")] = 8
+    zero_stage: Annotated[int, Option(help="Spread over all GPUs: 1 optimizer, 2 gradients, 3 weights too.")] = 3
+    optimizer: Annotated[
+        str, Option(help="adamw (16 bytes a parameter, with a float32 copy of the weights), adamw_8bit, sgd.")
+    ] = "adamw"
+    dtype: Annotated[str, Option(help="Of weights and activations: bfloat16, float16 or float32.")] = "bfloat16"
+    lora_rank: Annotated[int | None, Option(help="Of adapters over every projection; all else is frozen.")] = None
+    offload: Annotated[
+        list[str] | None, Option(help="To host memory in any case: optimizer, weights; repeat it for more.")
+    ] = None
+    layer: Annotated[bool, Option("--layer", help="Plan with layers tiled as a whole, also where less is needed.")] = (
+        False
+    )
+    head_groups: Annotated[
+        str | None, Option(help="Plan with so many groups of kv heads in such layers: a number, or auto.")
+    ] = None
+    as_json: Annotated[bool, Option("--json", help="The same as JSON.")] = False
+
+    def setup(self) -> dict[str, Any]:
+        """Returns the fields of `memory.Setup` that the options give. Raises ValueError for parts that are not
+        offloaded."""
+        setup = {field.name: getattr(self, field.name) for field in fields(Setup) if hasattr(self, field.name)}
+        offload = tuple(self.offload or ())
+        if unknown := [part for part in offload if part not in OFFLOAD]:
+            raise ValueError(f"offload: expected some of optimizer, weights, got {', '.join(unknown)}")
+        shared_by = self.gpus if self.sequence_parallel is None else self.sequence_parallel
+        groups = number_or_name(self.head_groups)
+        return setup | {"sequence_parallel": shared_by, "offload": offload, "head_groups": groups}
+
+
+@dataclass(frozen=True)
+class Forecast:
+    """The answer: what fits on the machines that were asked for."""
+
+    model: str
+    rungs: list[tuple[Setup, Longest]]
+    """With more and more turned on."""
+    plan: Plan
+    """A step of the length that was asked for, with the least that it needs, or of the longest that fits."""
+    turn_on: list[str]
+    """What the plan needs, as lines of Python in their order; nothing if it does not fit."""
+    remedies: dict[str, int]
+    """Where the plan does not fit: options, and the longest sequence with them."""
+    notes: list[str]
+
+
+def forecast(asked: Question) -> Forecast:
+    """Answers a question; with `layer` or `head_groups` the plan has them, even where less would do. Raises ValueError
+    as `seqtile.memory` does, with the names of options in the place of its own."""
+    try:
+        return _forecast(asked)
+    except ValueError as error:
+        name, found, rest = str(error).partition(": ")
+        if not found or not hasattr(asked, name):
+            raise
+        raise ValueError(f"--{name.removesuffix('_gib').replace('_', '-')}: {rest}") from error
+
+
+def _forecast(asked: Question) -> Forecast:
+    shape, setup, sizes = shape_of(asked.model), asked.setup(), {"batch_size": asked.batch_size}
+    in_groups = setup["head_groups"] is not None
+    if asked.layer or in_groups:  # what cannot be is said, rather than left out
+        plan(shape, seq_len=1, tiles=TILES, **sizes, **setup)
+    rungs = list(ladder(shape, **sizes, **setup))
+    wanted = [rung for rung in rungs if "layer" in rung[0].tiles or not asked.layer]
+    wanted = [rung for rung in wanted if rung[0].head_groups is not None or not in_groups]
+    if (seq_len := asked.seq_len) is None:
+        chosen, found = max(wanted, key=lambda rung: rung[1].tokens)
+        seq_len = max(found.tokens, chosen.sequence_parallel)
+    else:
+        chosen = next((rung for rung, found in wanted if found.tokens >= seq_len), wanted[-1][0])
+    step = plan(shape, seq_len=seq_len, **sizes, **asdict(chosen))
+    notes = list(shape.notes)
+    if shape.positions is not None and seq_len > shape.positions:
+        notes.append(f"it is configured for {shape.positions:,} positions at most")
+    fitting = (to_turn_on(step), {}) if step.fits else ([], remedies(rungs, step))
+    return Forecast(asked.model, rungs, step, *fitting, notes)
+
+
+def remedies(rungs: list[tuple[Setup, Longest]], plan: Plan) -> dict[str, int]:
+    """Returns the longest sequence with more on the host, and with so many GPUs that `plan` fits, as far as each is
+    longer."""
+    setup, best = rungs[-1][0], max(found.tokens for _, found in rungs)
+    tried = []
+    for more in (("optimizer",), ("optimizer", "weights")):
+        offload = tuple(dict.fromkeys((*setup.offload, *more)))
+        said = " ".join(f"--offload {part}" for part in offload if part != "activations")
+        tried.append((said, {"offload": offload}))
+    for times in (2, 4, 8, 16, 32, 64, 128):
+        changes = {"gpus": setup.gpus * times, "sequence_parallel": setup.sequence_parallel * times}
+        tried.append((f"--gpus {changes['gpus']}", changes))
+    found = {}
+    for option, changes in tried:
+        try:
+            tokens = longest(plan.shape, batch_size=plan.batch_size, **asdict(setup) | changes).tokens
+        except ValueError:  # which this setup cannot have
+            continue
+        if tokens > best and ("gpus" not in changes or tokens >= plan.seq_len):
+            best = found[option] = tokens
+        if "gpus" in changes and best >= plan.seq_len:
+            break
+    return found
+
+
+def to_turn_on(plan: Plan) -> list[str]:
+    """Returns lines of Python in their order."""
+    setup, shape, lines = plan.setup, plan.shape, []
+    moved = [part for part in setup.offload if part != "activations"]
+    if setup.liger:
+        before = "of liger_kernel.transformers, before the model is built"
+        lines.append(f"apply_liger_kernel_to_{shape.model_type}()  # {before}")
+    lines.append('model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="flash_attention_2")')
+    if setup.lora_rank is not None:
+        lines.append(f'model = get_peft_model(model, LoraConfig(r={setup.lora_rank}, target_modules="all-linear"))')
+    if setup.tiles and (shape.assumed or shape.inside is not None):
+        lines.append("seqtile.linear_cross_entropy and seqtile.tiled by hand: see the notes")
+    elif setup.tiles:
+        options = "" if "mlp" in setup.tiles else ", mlp=False"
+        options += ", layer=True" if "layer" in setup.tiles else ""
+        groups = f'"{setup.head_groups}"' if setup.head_groups == "auto" else setup.head_groups
+        lines.append(f"seqtile.apply_seqtile(model{options}{f', head_groups={groups}' if groups else ''})")
+    if setup.sequence_parallel > 1:
+        lines.append(f"sp.apply_ulysses(model, sp.initialize({setup.sequence_parallel}))  # and sp's loader and loss")
+    if moved:
+        lines.append(f"DeepSpeed's ZeRO-{max(setup.zero_stage, 1)} with {' and '.join(moved)} offloaded to the CPU")
+    elif setup.gpus > 1:
+        others = ["DistributedDataParallel(model)", "DeepSpeed's ZeRO-1", "DeepSpeed's ZeRO-2"]
+        lines.append((*others, "fully_shard(layer, mp_policy=...) of every layer, then of the model")[setup.zero_stage])
+    if "activations" in setup.offload:
+        lines.append('offload.enable(model, device="cuda")' if "weights" in moved else "offload.enable(model)")
+    else:
+        older = "in older transformers gradient_checkpointing_enable"
+        lines.append(f'model.activation_checkpointing_enable({{"use_reentrant": False}})  # {older}')
+    return lines
+
+
+def figures(forecast: Forecast) -> dict[str, Any]:
+    """Returns all of it, for `--json`; sizes in GiB."""
+    plan = forecast.plan
+    return {
+        "model": forecast.model,
+        "parameters": plan.shape.parameters,
+        "notes": forecast.notes,
+        "longest": [features(setup) | asdict(found) for setup, found in forecast.rungs],
+        "plan": {
+            "seq_len": plan.seq_len,
+            "batch_size": plan.batch_size,
+            "setup": asdict(plan.setup),
+            "fits": plan.fits,
+            "bound": plan.bound,
+            "gpu_gib": in_gib(plan.peak.parts),
+            "peak": plan.peak.name,
+            "host_gib": in_gib(plan.host),
+            "moments_gib": in_gib({moment.name: moment.bytes for moment in plan.moments}),
+        },
+        "turn_on": forecast.turn_on,
+        "remedies": forecast.remedies,
+    }
+
+
+def features(setup: Setup) -> dict[str, Any]:
+    """Returns what is turned on."""
+    return {
+        "tiled_loss": "loss" in setup.tiles,
+        "sequence_parallel": setup.sequence_parallel,
+        "tiled_mlp": "mlp" in setup.tiles,
+        "offloaded_activations": "activations" in setup.offload,
+        "liger": setup.liger,
+        "tiled_layer": "layer" in setup.tiles,
+        "head_groups": setup.head_groups,
+    }
+
+
+def in_gib(parts: dict[str, int]) -> dict[str, float]:
+    return {part: round(size / GIB, 3) for part, size in parts.items()}
+
+
+def print_forecast(forecast: Forecast, console: Console) -> None:
+    """Prints it as tables, and what to turn on, or what does not fit."""
+    plan, shape, setup = forecast.plan, forecast.plan.shape, forecast.plan.setup
+    gpus = f"{setup.gpus} GPUs, ZeRO-{setup.zero_stage}, each" if setup.gpus > 1 else "1 GPU"
+    count = shape.parameters
+    size = f"{count / 1e9:,.2f} billion" if count >= 1e9 else f"{count / 1e6:.0f} million"
+    lines = [f"{forecast.model}: {size} parameters, {shape.layers} layers; {gpus} of {setup.gpu_memory_gib:g} GiB"]
+    lines += [f"note: {note}" for note in forecast.notes]
+    console.print("\n".join(lines), highlight=False)
+    console.print(rungs_table(forecast.rungs))
+    console.print(parts_table(plan))
+    if plan.fits:
+        lines = ["Turn on:", *(f"  {line}" for line in forecast.turn_on)]
+    else:
+        lines = [f"This does not fit in {plan.bound}."]
+        lines += [f"With {option}: {tokens:,} tokens at most." for option, tokens in forecast.remedies.items()]
+    console.print("\n".join(lines), highlight=False)
+
+
+def rungs_table(rungs: list[tuple[Setup, Longest]]) -> Table:
+    columns = [Column(name, justify="center") for name in ("loss", "share", "MLP", "host", "Liger", "layer", "groups")]
+    columns += [Column("tokens", justify="right"), Column("bound by")]
+    table = Table(*columns, title="Longest sequence, every layer checkpointed")
+    table.caption = "loss, MLP, layer: tiled; groups: of heads. share: GPUs that share it. host: layer inputs there."
+    table.caption += " Liger: its norms."
+    for setup, found in rungs:
+        cells = ["x" if value is True else f"{value or ''}" for value in features(setup).values()]
+        table.add_row(*cells, f"{found.tokens:,}", found.bound.removeprefix("GPU memory: "))
+    return table
+
+
+def parts_table(plan: Plan) -> Table:
+    table = Table("", title=f"A step of {plan.batch_size} x {plan.seq_len:,} tokens at its peak: {plan.peak.name}")
+    table.add_column("GiB a GPU", justify="right")
+    table.add_column("GiB a node, on the host", justify="right")
+    for part, size in plan.peak.parts.items():
+        held = plan.host.get(part, 0)
+        if size + held >= GIB / 200:
+            table.add_row(part, f"{size / GIB:.2f}", f"{held / GIB:.2f}" if held else "")
+    total = f"{plan.host_bytes / GIB:.2f}" if plan.host else ""
+    table.add_row("all", f"{plan.gpu_bytes / GIB:.2f}", total, style="bold")
+    return table

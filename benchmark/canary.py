@@ -22,7 +22,7 @@ from benchmark.rows import append
 
 from assertions import FLOOR, relative_error
 from seqtile import apply_seqtile
-from seqtile.kernels.launch import (
+from seqtile.kernels.dispatch import (
     cross_entropy_,
     gated_activation_,
     gated_activation_backward_,
@@ -30,7 +30,7 @@ from seqtile.kernels.launch import (
     rms_norm_backward,
     rotary_,
 )
-from seqtile.kernels.loss_options import LossOptions
+from seqtile.kernels.vectors import LossOptions
 from seqtile.offload.checkpointing import enable_checkpointing
 from seqtile.ops.linear import WeightGrad
 

@@ -19,7 +19,7 @@ from benchmark.one_tile import Tile, tile_at_hand
 from benchmark.rates import Rates
 from benchmark.rows import append
 
-from seqtile.kernels.launch import (
+from seqtile.kernels.dispatch import (
     cross_entropy_,
     gated_activation_,
     gated_activation_backward_,
@@ -27,7 +27,7 @@ from seqtile.kernels.launch import (
     rms_norm_backward,
     rotary_,
 )
-from seqtile.kernels.loss_options import LossOptions
+from seqtile.kernels.vectors import LossOptions
 from seqtile.ops.linear import WeightGrad
 
 WARM, TURNS = 3, (30 if DEVICE == "cuda" else 3)

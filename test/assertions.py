@@ -6,7 +6,7 @@ value: that is the floor for bfloat16 there, and there alone.
 
 import torch
 
-from seqtile.kernels.launch import triton
+from seqtile.kernels.dispatch import triton
 
 FLOOR = 1e-6
 INTERPRETER_BFLOAT16_FLOOR = 2**-7

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from seqtile.kernels.launch import triton
+from seqtile.kernels.dispatch import triton
 
 eager_memory = pytest.mark.skipif(
     triton is not None and triton.knobs.runtime.interpret, reason="the interpreter has tensors of its own"

@@ -7,7 +7,7 @@ PROGRAM = """
 import sys
 sys.modules["triton"] = None  # importing it raises ModuleNotFoundError
 import torch, seqtile
-from seqtile.kernels.launch import triton_serves
+from seqtile.kernels.dispatch import triton_serves
 assert not triton_serves(torch.zeros(1))
 hidden, weight = torch.randn(63, 8, requires_grad=True), torch.randn(50, 8, requires_grad=True)
 target = torch.randint(0, 50, (63,))

@@ -11,7 +11,7 @@ from packaging.version import Version
 from torch import nn
 
 from seqtile.arch import ARCHS
-from seqtile.kernels.launch import triton
+from seqtile.kernels.dispatch import triton
 
 VOCAB = 211
 CHUNK = 50  # tokens a tile in these tests

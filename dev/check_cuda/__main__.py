@@ -24,7 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM  # noqa: E402
 
 import seqtile  # noqa: E402
 from kernels.ahead import launches  # noqa: E402
-from seqtile.kernels import launch  # noqa: E402
+from seqtile.kernels import dispatch  # noqa: E402
 from seqtile.ops.linear import LowRank  # noqa: E402
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -70,7 +70,7 @@ def pretended() -> ExitStack:
         (FakeTensorMode, "avoid_device_init", True),
         (torch.nn.functional, "scaled_dot_product_attention", attention),
         (torch.autograd, "grad", grad),
-        (launch, "FakeTensor", ()),  # a simulation would not launch them
+        (dispatch, "FakeTensor", ()),  # a simulation would not launch them
     ):
         stack.enter_context(patch.object(target, name, value, create=True))
     return stack

@@ -11,7 +11,7 @@ pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="the inte
 
 from kernels.ahead import TARGETS, Compiled, compiled  # noqa: E402
 from seqtile.kernels import cross_entropy, gated_activation, rms_norm, rotary  # noqa: E402
-from seqtile.kernels.loss_options import LossOptions  # noqa: E402
+from seqtile.kernels.vectors import LossOptions, RowVectors  # noqa: E402
 
 MODULES = (cross_entropy, gated_activation, rms_norm, rotary)
 ROWS = 4096
@@ -33,7 +33,9 @@ def loss(vocab: int, *given: str, write_grad: bool = True, **options: float) -> 
         logits = empty(ROWS, -(-vocab // 16) * 16, dtype=dtype)[:, :vocab]
         arguments = {name: vector if name in given else None for name, vector in vectors.items()}
         target, losses = empty(ROWS, dtype=torch.int64), empty(ROWS)
-        cross_entropy.cross_entropy_(logits, target, losses, LossOptions(**options), write_grad=write_grad, **arguments)
+        cross_entropy.cross_entropy_(
+            logits, target, losses, LossOptions(**options), RowVectors(**arguments), write_grad
+        )
 
     return launch
 

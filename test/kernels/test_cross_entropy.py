@@ -3,8 +3,8 @@ import torch
 
 from assertions import assert_as_exact, poisoned, relative_error
 from head_reference import entropies_of, logits_of, losses_of
-from seqtile.kernels.launch import cross_entropy_
-from seqtile.kernels.loss_options import LossOptions
+from seqtile.kernels.dispatch import cross_entropy_
+from seqtile.kernels.vectors import LossOptions
 
 PLAIN = LossOptions()
 VECTORS = ("bias", "class_weight", "row_scale", "lse_scale", "entropy_scale")
@@ -194,5 +194,5 @@ def test_the_custom_op_is_sound(which: str, device: str) -> None:
     losses, lse, entropy = torch.empty(3, 5, device=device).unbind()
     outputs = (lse, entropy, torch.empty_like(target)) if which == "everything" else (None, None, None)
     bias = torch.randn(100, device=device)
-    arguments = (products, target, losses, bias, None, *outputs, None, None, None, True, 1.0, 0.0, 1.0, 0.0, 0.0)
+    arguments = (products, target, losses, True, 1.0, 0.0, 1.0, 0.0, 0.0, bias, None, *outputs, None, None, None)
     torch.library.opcheck(torch.ops.seqtile.cross_entropy_, arguments)

@@ -19,7 +19,7 @@ from torch import nn
 import seqtile
 from assertions import relative_error
 from seqtile.arch import ARCHS
-from seqtile.kernels.launch import triton
+from seqtile.kernels.dispatch import triton
 from seqtile.models import loss, mlp
 from tiny import InterpretedFloat, batch_of, build, interpreted, loss_and_gradients
 

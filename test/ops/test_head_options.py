@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from assertions import floor_of, relative_error
 from head_reference import IGNORE, cross_entropy_reference, entropies_of, logits_of, losses_of, values_and_gradients
 from seqtile import linear_cross_entropy, linear_log_probs
-from seqtile.kernels.launch import triton
+from seqtile.kernels.dispatch import triton
 
 INTERPRETED = triton is not None and triton.knobs.runtime.interpret
 drawn = settings(

@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from seqtile.kernels.loss_options import LossOptions
+from seqtile.kernels.vectors import LossOptions, RowVectors
 
 NUM_WARPS = 8
 THREADS = 32 * NUM_WARPS  # on AMD, whose warps have 64, two threads share a maximum
@@ -171,9 +171,9 @@ def _cross_entropy_kernel(
     logits_ptr,
     logits_row_stride,
     target_ptr,
+    loss_ptr,
     bias_ptr,
     class_weight_ptr,
-    loss_ptr,
     lse_ptr,
     entropy_ptr,
     predicted_ptr,
@@ -268,53 +268,34 @@ def cross_entropy_(
     target: torch.Tensor,
     losses: torch.Tensor,
     options: LossOptions,
-    *,
-    bias: torch.Tensor | None,
-    class_weight: torch.Tensor | None,
-    lse: torch.Tensor | None,
-    entropy: torch.Tensor | None,
-    predicted: torch.Tensor | None,
+    vectors: RowVectors,
     write_grad: bool,
-    row_scale: torch.Tensor | None,
-    lse_scale: torch.Tensor | None,
-    entropy_scale: torch.Tensor | None,
 ) -> None:
-    """See `launch.cross_entropy_`."""
-    vectors = (target, losses, bias, class_weight, lse, entropy, predicted, row_scale, lse_scale, entropy_scale)
-    assert logits.stride(1) == 1 and all(vector is None or vector.is_contiguous() for vector in vectors)
+    """Launches the kernel, see `dispatch.cross_entropy_`."""
+    given = [vector for vector in (target, losses, *vectors) if vector is not None]
+    assert logits.stride(1) == 1 and all(vector.is_contiguous() for vector in given)
     rows, vocab = logits.shape
     _cross_entropy_kernel[(rows,)](
         logits,
         logits.stride(0),
         target,
-        bias,
-        class_weight,
         losses,
-        lse,
-        entropy,
-        predicted,
-        row_scale,
-        lse_scale,
-        entropy_scale,
+        *vectors,
         vocab,
-        options.logit_scale,
-        options.softcap,
-        options.temperature,
-        options.label_smoothing,
-        options.z_loss,
-        HAS_BIAS=bias is not None,
+        *options,
+        HAS_BIAS=vectors.bias is not None,
         SCALED=options.logit_scale != 1,
         CAPPED=options.softcap > 0,
         TEMPERED=options.temperature != 1,
-        HAS_CLASS_WEIGHT=class_weight is not None,
+        HAS_CLASS_WEIGHT=vectors.class_weight is not None,
         SMOOTHED=options.label_smoothing > 0,
-        STORE_LSE=lse is not None,
-        STORE_ENTROPY=entropy is not None,
-        STORE_PREDICTED=predicted is not None,
+        STORE_LSE=vectors.lse is not None,
+        STORE_ENTROPY=vectors.entropy is not None,
+        STORE_PREDICTED=vectors.predicted is not None,
         WRITE_GRAD=write_grad,
-        SCALE_ROWS=row_scale is not None,
-        LSE_GRAD=lse_scale is not None,
-        ENTROPY_GRAD=entropy_scale is not None,
+        SCALE_ROWS=vectors.row_scale is not None,
+        LSE_GRAD=vectors.lse_scale is not None,
+        ENTROPY_GRAD=vectors.entropy_scale is not None,
         THREADS=THREADS,
         COLUMNS=COLUMNS,
         num_warps=NUM_WARPS,

@@ -1,6 +1,6 @@
 """The kernels in plain PyTorch: what runs on a CPU, and wherever Triton is not installed.
 
-Each function does what the one of the same name in `launch.py` documents.
+Each function does what the one of the same name in `dispatch.py` documents.
 """
 
 import math
@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from seqtile.kernels.loss_options import LossOptions
+from seqtile.kernels.vectors import LossOptions, RowVectors
 
 BLOCK_BYTES = 2**20  # a float32 copy of some rows, so that its passes stay in a core's cache
 
@@ -18,17 +18,10 @@ def cross_entropy_(
     target: torch.Tensor,
     losses: torch.Tensor,
     options: LossOptions,
-    *,
-    bias: torch.Tensor | None,
-    class_weight: torch.Tensor | None,
-    lse: torch.Tensor | None,
-    entropy: torch.Tensor | None,
-    predicted: torch.Tensor | None,
+    vectors: RowVectors,
     write_grad: bool,
-    row_scale: torch.Tensor | None,
-    lse_scale: torch.Tensor | None,
-    entropy_scale: torch.Tensor | None,
 ) -> None:
+    bias, class_weight, lse, entropy, predicted, row_scale, lse_scale, entropy_scale = vectors
     vocab = logits.shape[1]
     weights = torch.ones((), device=logits.device) if class_weight is None else class_weight
     of_class = options.label_smoothing / vocab

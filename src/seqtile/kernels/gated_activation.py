@@ -76,7 +76,7 @@ def _gated_activation_backward_kernel(
 
 
 def gated_activation_(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
-    """See `launch.gated_activation_`."""
+    """Launches the kernel, see `dispatch.gated_activation_`."""
     assert gate.stride(1) == up.stride(1) == 1
     rows, width = gate.shape
     _gated_activation_kernel[(rows, triton.cdiv(width, BLOCK))](
@@ -93,7 +93,7 @@ def gated_activation_(gate: torch.Tensor, up: torch.Tensor, activation: str) -> 
 
 
 def gated_activation_backward_(gate: torch.Tensor, up: torch.Tensor, d_product: torch.Tensor, activation: str) -> None:
-    """See `launch.gated_activation_backward_`."""
+    """Launches the kernel, see `dispatch.gated_activation_backward_`."""
     assert gate.stride(1) == up.stride(1) == d_product.stride(1) == 1
     rows, width = gate.shape
     _gated_activation_backward_kernel[(rows, triton.cdiv(width, BLOCK))](

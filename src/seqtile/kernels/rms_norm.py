@@ -107,7 +107,7 @@ def _rms_norm_backward_kernel(
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> torch.Tensor:
-    """See `launch.rms_norm`."""
+    """Launches the kernel, see `dispatch.rms_norm`."""
     assert x.stride(2) == out.stride(2) == 1 and weight.is_contiguous()
     rows, heads, width = x.shape
     block = _block(width)
@@ -126,7 +126,7 @@ def rms_norm_backward(
     add: torch.Tensor | None,
     d_weight: torch.Tensor | None,
 ) -> torch.Tensor:
-    """See `launch.rms_norm_backward`."""
+    """Launches the kernel, see `dispatch.rms_norm_backward`."""
     assert x.stride(2) == d_y.stride(2) == out.stride(2) == 1 and weight.is_contiguous()
     assert add is None or add.stride(1) == 1
     tokens, heads, width = x.shape

@@ -55,7 +55,7 @@ def _rotary_kernel(
 
 
 def rotary_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, backward: bool) -> torch.Tensor:
-    """See `launch.rotary_`."""
+    """Launches the kernel, see `dispatch.rotary_`."""
     assert x.stride(2) == cos.stride(1) == sin.stride(1) == 1
     tokens, heads, width = x.shape
     rows, block = tokens * heads, _block(width)

@@ -12,7 +12,8 @@ from seqtile.ops.linear_log_probs import linear_log_probs
 
 
 class LinearCrossEntropyLoss(nn.Module):
-    """nn.CrossEntropyLoss()(hidden @ weight.T + bias, target) without the logits; see `seqtile.linear_cross_entropy`.
+    """Computes nn.CrossEntropyLoss()(hidden @ weight.T + bias, target) without the logits; for the options see
+    `seqtile.linear_cross_entropy`.
 
     `class_weight` is a buffer: it moves with the module and is in its state_dict. With it a "mean" divides `z_loss` too
     by the sum of the labels' weights, where Liger divides it by their number. `return_metrics`: a call returns
@@ -35,19 +36,10 @@ class LinearCrossEntropyLoss(nn.Module):
         chunk_tokens: int | None = None,
         return_metrics: bool = False,
     ) -> None:
+        options = dict(locals())
         super().__init__()
-        self.register_buffer("class_weight", class_weight)
-        self.options = {
-            "ignore_index": ignore_index,
-            "reduction": reduction,
-            "label_smoothing": label_smoothing,
-            "z_loss": z_loss,
-            "softcap": softcap,
-            "logit_scale": logit_scale,
-            "accumulate_dtype": accumulate_dtype,
-            "chunk_tokens": chunk_tokens,
-            "return_metrics": return_metrics,
-        }
+        self.register_buffer("class_weight", options.pop("class_weight"))
+        self.options = {name: value for name, value in options.items() if name not in ("self", "__class__")}
 
     def forward(
         self,
@@ -69,7 +61,7 @@ class LinearCrossEntropyLoss(nn.Module):
 
 
 class LinearLogProbs(nn.Module):
-    """log softmax((hidden @ weight.T + bias) / temperature)[target] without the logits; see
+    """Computes log softmax((hidden @ weight.T + bias) / temperature)[target] without the logits; for the options see
     `seqtile.linear_log_probs`."""
 
     def __init__(
@@ -83,16 +75,9 @@ class LinearLogProbs(nn.Module):
         accumulate_dtype: torch.dtype | None = torch.float32,
         chunk_tokens: int | None = None,
     ) -> None:
+        options = dict(locals())
         super().__init__()
-        self.options = {
-            "temperature": temperature,
-            "return_entropy": return_entropy,
-            "ignore_index": ignore_index,
-            "softcap": softcap,
-            "logit_scale": logit_scale,
-            "accumulate_dtype": accumulate_dtype,
-            "chunk_tokens": chunk_tokens,
-        }
+        self.options = {name: value for name, value in options.items() if name not in ("self", "__class__")}
 
     def forward(
         self, hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, *, bias: torch.Tensor | None = None

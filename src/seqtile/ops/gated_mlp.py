@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch.autograd.graph import Node
 
-from seqtile.kernels.launch import ACTIVATIONS, gated_activation_, gated_activation_backward_
+from seqtile.kernels.dispatch import ACTIVATIONS, gated_activation_, gated_activation_backward_
 from seqtile.ops.checks import (
     DTYPES,
     autocast_dtype,

@@ -1,20 +1,37 @@
-"""Linear projection and cross-entropy, with the logits of one tile alive at a time; see `logit_tiles.py`."""
+"""Linear projection and cross-entropy, with the logits of one chunk alive at a time; see `logit_chunks.py`.
+
+    linear_cross_entropy ─ check, count the labelled tokens (`run_head`) ─ autograd Function over chunks ─ reduce
+
+`prepare_head`, `run_head` and `by_token` serve `linear_log_probs` as well.
+"""
 
 import math
-from typing import NamedTuple
+from collections.abc import Callable
+from numbers import Integral, Real
+from typing import Any, NamedTuple
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
-from seqtile.ops.head import prepare_head, run_head, spread
-from seqtile.ops.head_checks import check_reduction
-from seqtile.ops.logit_functions import TokenLossFunction, TotalLossFunction
-from seqtile.ops.logit_tiles import Operands, Settings, Values
+from seqtile.kernels.vectors import LossOptions
+from seqtile.ops.checks import (
+    autocast_dtype,
+    check_dense,
+    check_device,
+    check_no_transform,
+    check_operands,
+    check_shape,
+)
+from seqtile.ops.logit_chunks import Operands, Settings, TokenLossFunction, TotalLossFunction, Values
+from seqtile.ops.tiles import resolve_chunk_tokens
 
 _OP = "linear_cross_entropy"
+_LABELS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32)
+"""The dtypes of a target: int64, and what becomes int64 exactly."""
 
 
 class LossMetrics(NamedTuple):
-    """What the tiles know besides the loss.
+    """Values that the chunks know besides the loss.
 
     token_accuracy: share of the labelled tokens that are predicted right; a float32 scalar, NaN if none is labelled.
     predicted_tokens: the token of the largest logit; int64, target's shape, -1 for ignored tokens.
@@ -49,7 +66,7 @@ def linear_cross_entropy(
     chunk_tokens: int | None = None,
     return_metrics: bool = False,
 ) -> torch.Tensor | tuple[torch.Tensor, LossMetrics]:
-    """cross_entropy(logits, target) without the logits, which are logit_scale * hidden @ weight.T + bias, soft-capped.
+    """Computes cross_entropy(logits, target) without the logits: logit_scale * hidden @ weight.T + bias, soft-capped.
 
     Args:
         hidden: [..., D], as [T, D] or [B, S, D]; float32, bfloat16 or float16.
@@ -133,7 +150,7 @@ def _loss(
 ) -> tuple[torch.Tensor, LossMetrics | None]:
     if reduction == "none":
         values = Values(*TokenLossFunction.apply(settings, return_metrics, return_metrics, *operands))
-        loss = spread(values.losses, operands.rows, shape)
+        loss = by_token(values.losses, operands.rows, shape)
     else:
         values = Values(*TotalLossFunction.apply(settings, return_metrics, torch.is_grad_enabled(), *operands))
         loss = values.losses
@@ -145,7 +162,7 @@ def _loss(
 
 
 def _divisor(operands: Operands, num_items: int | float | torch.Tensor | None) -> float | torch.Tensor:
-    """What the sum of the losses is divided by for their mean."""
+    """Returns what the sum of the losses is divided by for their mean."""
     if isinstance(num_items, torch.Tensor):
         num_items = num_items.reshape(()).float()  # a CPU's scalar divides a GPU's without being copied there
         return num_items.to(operands.hidden.device) if num_items.is_cuda else num_items
@@ -162,7 +179,180 @@ def _metrics(operands: Operands, values: Values, shape: torch.Size) -> LossMetri
     labels = operands.target if operands.rows is None else operands.target[operands.rows]
     return LossMetrics(
         token_accuracy=(values.predicted == labels).float().mean(),
-        predicted_tokens=spread(values.predicted, operands.rows, shape, fill=-1),
+        predicted_tokens=by_token(values.predicted, operands.rows, shape, fill=-1),
         mean_entropy=values.entropy.mean(),
-        logsumexp=spread(values.lse, operands.rows, shape),
+        logsumexp=by_token(values.lse, operands.rows, shape),
     )
+
+
+def prepare_head(
+    op: str,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    *,
+    bias: torch.Tensor | None,
+    ignore_index: int | None,
+    class_weight: torch.Tensor | None = None,
+    accumulate_dtype: torch.dtype | None,
+    chunk_tokens: int | None,
+    softcap: float | None,
+    logit_scale: float,
+    temperature: float = 1.0,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+) -> tuple[Operands, Settings]:
+    """Checks every argument, for TypeError or ValueError, and makes them what the loop over chunks takes.
+
+    They are made flat, and searched for labelled tokens, by `run_head`.
+    """
+    check_head(op, hidden, weight, target, bias, ignore_index, accumulate_dtype)
+    if class_weight is not None:
+        check_class_weight(op, class_weight, hidden, weight.shape[0])
+    options = LossOptions(
+        logit_scale=check_number(op, "logit_scale", logit_scale, -math.inf),
+        softcap=0.0 if softcap is None else check_number(op, "softcap", softcap, 0, above=True),
+        temperature=check_number(op, "temperature", temperature, 0, above=True),
+        label_smoothing=check_number(op, "label_smoothing", label_smoothing, 0, 1),
+        z_loss=check_number(op, "z_loss", z_loss, 0),
+    )
+    dtype = autocast_dtype(hidden) or hidden.dtype
+    own_dtype = dtype if dtype == weight.dtype else torch.float32  # autocast's weights are usually float32
+    settings = Settings(
+        options, resolve_chunk_tokens(chunk_tokens, hidden.shape[-1]), dtype, accumulate_dtype or own_dtype
+    )
+    return Operands(hidden, weight, bias, target, None, class_weight), settings
+
+
+def run_head(op: str, run: Callable, operands: Operands, ignore_index: int | None, *args: Any) -> Any:
+    """Returns run(operands, *args), the operands made flat and knowing which tokens are labelled.
+
+    Under torch.compile, `run` is compiled only if `ignore_index` is None: otherwise the number of tiles follows from
+    the labels, and compiling it anew for every batch would cost more than it brings.
+    """
+    run_operands = _run_operands if ignore_index is None else _run_labelled_operands
+    return run_operands(op, run, operands, ignore_index, *args)
+
+
+def _run_operands(op: str, run: Callable, operands: Operands, ignore_index: int | None, *args: Any) -> Any:
+    check_no_transform(op)  # here, since asking would put a node into a graph that breaks before it has another
+    hidden, weight, bias, target, _, class_weight = operands
+    hidden, target = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1).long().contiguous()
+    check_labels(op, target, weight.shape[0], ignore_index)
+    rows = None if ignore_index is None else labelled_rows(target, ignore_index)
+    bias = None if bias is None else bias.contiguous()
+    class_weight = None if class_weight is None else class_weight.float().contiguous()
+    return run(Operands(hidden, weight, bias, target, rows, class_weight), *args)
+
+
+@torch.compiler.disable(reason="seqtile counts the labelled tokens; with ignore_index=None it need not")
+def _run_labelled_operands(*args: Any) -> Any:
+    return _run_operands(*args)
+
+
+def labelled_rows(target: torch.Tensor, ignore_index: int) -> torch.Tensor | None:
+    """Returns where `target` [T] is not `ignore_index`: [n] int64, or None if that is everywhere.
+
+    The one wait for the device in a call: the loop over chunks must know n. A simulation, where n is not known, takes
+    all tokens down the path that some would take.
+    """
+    if isinstance(target, FakeTensor) or target.is_meta:
+        return torch.arange(target.shape[0], device=target.device)
+    rows = (target != ignore_index).nonzero().squeeze(1)
+    return None if rows.shape[0] == target.shape[0] else rows
+
+
+def by_token(values: torch.Tensor, rows: torch.Tensor | None, shape: torch.Size, fill: float = 0) -> torch.Tensor:
+    """Returns `values` [n] of the labelled tokens as `shape`, a target's; `fill` for the ignored. Differentiable."""
+    if rows is not None:
+        values = values.new_full((shape.numel(),), fill).index_copy(0, rows, values)
+    return values.view(shape)
+
+
+def check_head(
+    op: str,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    target: torch.Tensor,
+    bias: torch.Tensor | None,
+    ignore_index: int | None,
+    accumulate_dtype: torch.dtype | None,
+) -> None:
+    """Raises TypeError or ValueError for tensors that do not fit each other."""
+    operands = {"hidden": hidden, "weight": weight} | ({} if bias is None else {"bias": bias})
+    check_operands(op, "hidden", operands)
+    if hidden.dim() == 0:
+        raise ValueError(f"{op}: hidden has shape [], expected [..., D]")
+    if hidden.numel() == 0:
+        raise ValueError(f"{op}: hidden has shape {list(hidden.shape)}, an empty sequence; pass at least one token")
+    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
+        raise ValueError(f"{op}: weight has shape {list(weight.shape)}, expected [V, D] with D = {hidden.shape[-1]}")
+    if bias is not None:
+        check_shape(op, "bias", bias, (weight.shape[0],), "[V]")
+    check_dense(op, "target", target)
+    check_shape(op, "target", target, tuple(hidden.shape[:-1]), "hidden's shape without D")
+    if target.dtype not in _LABELS:
+        raise TypeError(f"{op}: target is {target.dtype}, expected torch.int64 or a smaller integer; use target.long()")
+    check_device(op, "target", target, "hidden", hidden)
+    if ignore_index is not None and (not isinstance(ignore_index, Integral) or isinstance(ignore_index, bool)):
+        raise TypeError(f"{op}: ignore_index is {ignore_index!r}, expected an int, or None if nothing is ignored")
+    if accumulate_dtype not in (None, torch.float32, weight.dtype):
+        raise ValueError(
+            f"{op}: accumulate_dtype is {accumulate_dtype}, expected torch.float32, or None for the weight's dtype"
+        )
+
+
+def check_class_weight(op: str, class_weight: torch.Tensor, hidden: torch.Tensor, vocab: int) -> None:
+    check_dense(op, "class_weight", class_weight)
+    if not class_weight.is_floating_point():
+        raise TypeError(
+            f"{op}: class_weight is {class_weight.dtype}, expected a floating-point tensor of one weight a token id"
+        )
+    check_shape(op, "class_weight", class_weight, (vocab,), "[V]")
+    check_device(op, "class_weight", class_weight, "hidden", hidden)
+    if class_weight.requires_grad:
+        raise ValueError(f"{op}: class_weight requires a gradient, which it does not get; pass class_weight.detach()")
+
+
+def check_reduction(op: str, reduction: str, num_items: int | float | torch.Tensor | None) -> None:
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f'{op}: reduction is {reduction!r}, expected "mean", "sum" or "none"')
+    if num_items is None:
+        return
+    if reduction != "mean":
+        raise ValueError(f'{op}: num_items divides the sum, so it goes with reduction="mean", not with "{reduction}"')
+    if isinstance(num_items, torch.Tensor):  # its value is not known without waiting for its device
+        if num_items.numel() != 1:
+            raise ValueError(f"{op}: num_items has shape {list(num_items.shape)}, expected one number of tokens")
+    elif isinstance(num_items, bool) or not isinstance(num_items, Real):
+        raise TypeError(f"{op}: num_items is {num_items!r}, expected a number of tokens or a tensor of one")
+    elif not 0 < num_items < math.inf:
+        raise ValueError(f"{op}: num_items is {num_items}, expected a positive number of tokens")
+
+
+def check_number(op: str, name: str, value: float, low: float, high: float = math.inf, *, above: bool = False) -> float:
+    """Returns `value` as a float, if it is finite, at most `high` and at least `low` (more than `low` if `above`)."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{op}: {name} is {value!r}, expected a Python number")
+    if not (-math.inf < value < math.inf and (low < value if above else low <= value) and value <= high):
+        bound = f"{'more than' if above else 'at least'} {low:g}" if low > -math.inf else "finite"
+        bound += f" and at most {high:g}" if high < math.inf else ""
+        raise ValueError(f"{op}: {name} is {value}, expected {bound}")
+    return float(value)
+
+
+def check_labels(op: str, target: torch.Tensor, vocab: int, ignore_index: int | None) -> None:
+    """Raises ValueError for a label outside the vocabulary, on a CPU; on a GPU this would wait for the device."""
+    if target.device.type != "cpu" or not values_known(target):
+        return
+    outside = (target < 0) | (target >= vocab)
+    if ignore_index is not None:
+        outside &= target != ignore_index
+    if outside.any():
+        remedy = "pass ignore_index" if ignore_index is None else f"or ignore_index ({ignore_index}); mask such tokens"
+        raise ValueError(f"{op}: target holds {target[outside][0].item()}, expected 0 <= target < {vocab}; {remedy}")
+
+
+def values_known(tensor: torch.Tensor) -> bool:
+    """Tells if a tensor holds numbers: not in a simulation, nor while torch.compile traces."""
+    return not torch.compiler.is_compiling() and not isinstance(tensor, FakeTensor)

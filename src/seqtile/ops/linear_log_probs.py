@@ -2,9 +2,8 @@
 
 import torch
 
-from seqtile.ops.head import prepare_head, run_head, spread
-from seqtile.ops.logit_functions import TokenLossFunction
-from seqtile.ops.logit_tiles import Operands, Settings, Values
+from seqtile.ops.linear_cross_entropy import by_token, prepare_head, run_head
+from seqtile.ops.logit_chunks import Operands, Settings, TokenLossFunction, Values
 
 _OP = "linear_log_probs"
 
@@ -23,7 +22,7 @@ def linear_log_probs(
     accumulate_dtype: torch.dtype | None = torch.float32,
     chunk_tokens: int | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """log softmax(logits / temperature)[target] for every token, without the logits: for RL and distillation.
+    """Computes log softmax(logits / temperature)[target] of every token without the logits: for RL and distillation.
 
     The logits are logit_scale * hidden @ weight.T + bias, soft-capped. Arguments, dtypes, errors, autocast and
     torch.compile as in `linear_cross_entropy`, and:
@@ -65,5 +64,5 @@ def _log_probs(
     operands: Operands, shape: torch.Size, settings: Settings, return_entropy: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
     values = Values(*TokenLossFunction.apply(settings, return_entropy, False, *operands))
-    entropies = spread(values.entropy, operands.rows, shape) if return_entropy else None
-    return spread(-values.losses, operands.rows, shape), entropies
+    entropies = by_token(values.entropy, operands.rows, shape) if return_entropy else None
+    return by_token(-values.losses, operands.rows, shape), entropies

@@ -2,8 +2,8 @@
 
 import torch
 
-from seqtile.kernels.launch import rms_norm as write_rms_norm
-from seqtile.kernels.launch import rms_norm_backward
+from seqtile.kernels.dispatch import rms_norm as write_rms_norm
+from seqtile.kernels.dispatch import rms_norm_backward
 from seqtile.ops.checks import check_first_derivative
 from seqtile.ops.linear import WeightGrad, main_grad_of
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch.autograd.graph import Node
 
-from seqtile.kernels.launch import rms_norm, rms_norm_backward
+from seqtile.kernels.dispatch import rms_norm, rms_norm_backward
 from seqtile.ops.checks import check_first_derivative
 from seqtile.ops.decoder_layer.params import Layout, MLPParams
 from seqtile.ops.gated_mlp import MLPChunk

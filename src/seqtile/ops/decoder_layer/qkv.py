@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from seqtile.kernels.launch import rms_norm, rms_norm_backward, rotary_
+from seqtile.kernels.dispatch import rms_norm, rms_norm_backward, rotary_
 from seqtile.ops.decoder_layer.params import AttentionParams, Layout, Norm
 from seqtile.ops.linear import Stack
 from seqtile.ops.tiles import tiles

@@ -1,1 +1,0 @@
-from seqtile.ops.linear import LowRank, Projection  # noqa: F401

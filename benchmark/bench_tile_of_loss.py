@@ -1,4 +1,4 @@
-"""Tiles of the loss of a quarter to four times the tokens that the rule of `seqtile.ops.tiles` gives."""
+"""Tiles of the loss of a quarter to four times the tokens that the rule of `seqtile.ops.chunks` gives."""
 
 from functools import partial
 

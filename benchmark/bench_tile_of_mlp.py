@@ -1,4 +1,4 @@
-"""Tiles of the MLP of a quarter to four times the tokens that the rule of `seqtile.ops.tiles` gives."""
+"""Tiles of the MLP of a quarter to four times the tokens that the rule of `seqtile.ops.chunks` gives."""
 
 from functools import partial
 
@@ -6,7 +6,7 @@ from benchmark.bench_gated_mlp import Work, flops, huggingface, operands, seqtil
 from benchmark.shapes import Case, K, Lengths
 from benchmark.subject import Forward, Subject
 
-from seqtile.ops.tiles import resolve_chunk_tokens
+from seqtile.ops.chunks import resolve_chunk_tokens
 
 FACTORS = {"x 1/4": 0.25, "x 1/2": 0.5, "x 1": 1, "x 2": 2, "x 4": 4}
 LENGTHS: Lengths = {

@@ -6,7 +6,7 @@ import torch
 from benchmark.device import DEVICE, DTYPE
 from benchmark.shapes import SHAPES, Shape
 
-from seqtile.ops.tiles import resolve_chunk_tokens
+from seqtile.ops.chunks import resolve_chunk_tokens
 
 
 @dataclass(frozen=True)

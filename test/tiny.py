@@ -14,7 +14,7 @@ from seqtile.arch import ARCHS
 from seqtile.kernels.dispatch import triton
 
 VOCAB = 211
-CHUNK = 50  # tokens a tile in these tests
+CHUNK = 50  # tokens a chunk in these tests
 _SHAPE = {
     "vocab_size": VOCAB,
     "hidden_size": 48,

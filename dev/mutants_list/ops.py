@@ -127,10 +127,10 @@ MUTANTS = (
     ),
     Mutant(
         "tiles: a last tile of one token is lost",
-        "ops/tiles.py",
+        "ops/chunks.py",
         "for start in range(0, tokens, chunk_tokens):",
         "for start in range(0, tokens - 1 if tokens > 1 else 1, chunk_tokens):",
-        ("ops/test_tiles.py",),
+        ("ops/test_chunks.py",),
     ),
     Mutant(
         "MLP: gradients arrive in the forward's order",

@@ -26,7 +26,7 @@ class Case(NamedTuple):
     strategy: str
     adapter: str
     """full: all parameters; lora: PEFT's, over a frozen base, read directly; generic: an activation that gated_mlp does
-    not know, so that the MLP is called tile by tile."""
+    not know, so that the MLP is called chunk by chunk."""
     checkpointing: str
     liger: str
     """class: Liger and then seqtile on the classes; model: the same on the model; again: seqtile on the model, then
@@ -57,7 +57,7 @@ class Case(NamedTuple):
 def excluded(a: str, b: str) -> str | None:
     """Why two values never meet; None if they must."""
     if {a, b} == {"zero3", "generic"}:
-        return "refused: what is called tile by tile would be gathered tile by tile"
+        return "refused: what is called chunk by chunk would be gathered chunk by chunk"
     if any(name in ARCHS and not ARCHS[name].liger for name in (a, b)) and {a, b} & set(LIGER[1:]):
         return "Liger does not know it"
     return None

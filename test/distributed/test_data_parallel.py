@@ -1,5 +1,5 @@
 """The same training under every data parallelism, on two real processes with sequences of unequal lengths, some shorter
-than a tile; README's table of what is trained."""
+than a chunk; README's table of what is trained."""
 
 from pathlib import Path
 

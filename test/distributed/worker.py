@@ -24,7 +24,7 @@ from tiny import (
     modeling_restored,
 )
 
-# Tokens of each rank's sequences, and of a tile: both ranks tiled, one of them, the other. The interpreter is slow.
+# Tokens of each rank's sequences, and of a chunk: both ranks tiled, one of them, the other. The interpreter is slow.
 LENGTHS, CHUNK = (((17, 9), (9, 17)), 10) if interpreted() else (((101, 9, 63), (60, 160, 30)), 50)
 LAYERS = 1 if interpreted() else 2
 TIME_LIMIT = 120  # seconds a case: ranks that wait for each other end with a traceback of where

@@ -24,7 +24,7 @@ def empty(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def loss(vocab: int, *given: str, write_grad: bool = True, **options: float) -> Launch:
-    """The cross-entropy of a tile with what is `given`; its rows lie at multiples of 16 elements, as the loss's do."""
+    """The cross-entropy of a chunk with what is `given`; its rows lie at multiples of 16 elements, as the loss's do."""
 
     def launch(dtype: torch.dtype) -> None:
         vectors = {name: empty(ROWS) for name in ("lse", "entropy", "row_scale", "lse_scale", "entropy_scale")}

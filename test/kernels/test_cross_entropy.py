@@ -20,7 +20,7 @@ OPTIONS = {
 
 
 def inputs(rows: int, vocab: int, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """A tile of products, the slab around it, whose rows are further apart than they are long, and targets."""
+    """A chunk of products, the slab around it, whose rows are further apart than they are long, and targets."""
     slab = poisoned(rows, vocab + 5, dtype=dtype, device=device)
     products = slab[:, :vocab].copy_(torch.randn(rows, vocab, device=device) * 5)
     target = torch.randint(0, vocab, (rows,), device=device)

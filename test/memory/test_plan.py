@@ -14,7 +14,7 @@ from seqtile import memory
 from seqtile.arch import ARCHS
 from seqtile.memory.layer import AUTO_GROUPS, chunk_tokens
 from seqtile.models.layer import AUTO
-from seqtile.ops.tiles import resolve_chunk_tokens
+from seqtile.ops.chunks import resolve_chunk_tokens
 from tiny import config_of
 
 LLAMA = "meta-llama/Llama-3.1-8B"

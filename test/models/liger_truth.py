@@ -24,8 +24,8 @@ from seqtile.models import loss, mlp
 from tiny import InterpretedFloat, batch_of, build, interpreted, loss_and_gradients
 
 SEQTILE, LIGER, HF = "seqtile", "liger_kernel", "transformers"
-CHUNK = 10  # tokens a tile: the interpreter is slow
-LENGTHS = LONG, SHORT = 11, 7  # more tokens than a tile, and fewer
+CHUNK = 10  # tokens a chunk: the interpreter is slow
+LENGTHS = LONG, SHORT = 11, 7  # more tokens than a chunk, and fewer
 LCE_FORWARDS = {"llama": llama.lce_forward, "mistral": mistral.lce_forward, "qwen3": qwen3.lce_forward}
 CALLS: Counter[tuple[str, str]] = Counter()  # (part, package): how often it computed that part
 
@@ -84,7 +84,7 @@ def check_status(model: nn.Module, ran: list[str], text: str | None) -> None:
     for part, package in zip((status.loss, status.mlp), ran, strict=False):
         ours = package == SEQTILE
         assert (part.tiled, part.others) == ((part.total, ()) if ours else (0, (package,))), str(status)
-        assert str(part).startswith(f"seqtile, {CHUNK} tokens a tile" if ours else f"not tiled: {package}")
+        assert str(part).startswith(f"seqtile, {CHUNK} tokens a chunk" if ours else f"not tiled: {package}")
         assert (part.fallback, part.problem) == (None, None), str(status)
         if ours or text is None:
             assert "apply seqtile" not in str(part) and "took" not in str(part), str(status)

@@ -87,7 +87,7 @@ def test_logits_in_training_when_asked_for(pair, device: str) -> None:
 
 def test_generate_with_a_cache(pair, device: str) -> None:
     untiled, tiled = (model.eval() for model in pair)
-    prompt = torch.randint(3, VOCAB, (2, 60), device=device)  # longer than a tile
+    prompt = torch.randint(3, VOCAB, (2, 60), device=device)  # longer than a chunk
     options = {"max_new_tokens": 9, "do_sample": False, "attention_mask": torch.ones_like(prompt)}
     assert tiled.generate(prompt, **options).equal(untiled.generate(prompt, **options))
 

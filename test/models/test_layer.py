@@ -111,7 +111,7 @@ def test_packed_samples(head_groups: int | None, device: str) -> None:
 
 @pytest.mark.parametrize("head_groups", [None, 2])
 def test_accumulation_and_main_grad(head_groups: int | None, device: str) -> None:
-    """Two micro-batches, one that fits in a tile; then the same into float32 `main_grad`s of a bfloat16 model."""
+    """Two micro-batches, one that fits in a chunk; then the same into float32 `main_grad`s of a bfloat16 model."""
     untiled = build("qwen2", device)
     tiled = tiled_copy(untiled, head_groups)
     batches = [whole(101, device), whole(40, device)]
@@ -287,7 +287,7 @@ def test_an_attention_that_saves_much_is_refused_or_repeated(device: str) -> Non
 @pytest.mark.parametrize("head_groups", [None, 2])
 @pytest.mark.parametrize("arch", LAYERED)
 def test_caches_and_outputs(arch: str, head_groups: int | None, device: str) -> None:
-    """Training with a cache, generation from a prompt longer than a tile, hidden states and attentions."""
+    """Training with a cache, generation from a prompt longer than a chunk, hidden states and attentions."""
     untiled = build(arch, device)
     tiled = tiled_copy(untiled, head_groups)
     batch = whole(101, device) | {"use_cache": True}

@@ -286,7 +286,7 @@ def test_gradients_through_a_cache(head_groups: int | None) -> None:
 
 @pytest.mark.parametrize("arch", ["llama", "qwen3"])
 def test_short_sequences_and_evaluation_run_the_original_norms(arch: str) -> None:
-    """One graph where a sequence fits in a tile; in evaluation the logits are Hugging Face's to the bit."""
+    """One graph where a sequence fits in a chunk; in evaluation the logits are Hugging Face's to the bit."""
     untiled = build(arch).bfloat16()
     getattr(seqtile, f"apply_seqtile_to_{arch}")(layer=True, chunk_tokens=CHUNK)
     tiled = build(arch).bfloat16()

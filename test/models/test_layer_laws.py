@@ -121,7 +121,7 @@ def test_tensors_alive(head_groups: str | None, limit: float) -> None:
 
 @pytest.mark.parametrize(("head_groups", "limit"), [(None, 8.5), ("auto", 6.5)])
 def test_tensors_alive_at_a_million_tokens(head_groups: str | None, limit: float) -> None:
-    """With longer tiles than usual, and so with larger ones, since a simulation takes its time tile by tile."""
+    """With longer chunks than usual, and so with larger ones, since a simulation takes its time chunk by chunk."""
     alive, _ = measured("llama", 1024 * K, layer=True, head_groups=head_groups, chunk_tokens=16 * K)
     print(f"{alive:.2f} tensors of 1M x 4096")
     assert alive <= limit

@@ -95,11 +95,11 @@ def test_status_text() -> None:
     assert seqtile.status(model).layer is None
     seqtile.apply_seqtile(model, layer=True, head_groups=2, chunk_tokens=CHUNK)
     assert str(seqtile.status(model)).splitlines()[1:] == [
-        "  loss  seqtile, 50 tokens a tile",
-        "  mlp   seqtile, 50 tokens a tile, 2 of 2 layers",
-        "  layer seqtile, 50 tokens a tile, 2 of 2 layers, attention by 2 groups of heads",
+        "  loss  seqtile, 50 tokens a chunk",
+        "  mlp   seqtile, 50 tokens a chunk, 2 of 2 layers",
+        "  layer seqtile, 50 tokens a chunk, 2 of 2 layers, attention by 2 groups of heads",
         "  note: in training the loss is computed without logits, which are None; skip_logits=False asks for them",
-        "  note: a sequence of at most 50 tokens fits in a tile: its MLPs and layers run untiled",
+        "  note: a sequence of at most 50 tokens fits in a chunk: its MLPs and layers run untiled",
         "  note: the config asks for a cache: in training none is made; one that is given is filled, heads not in "
         "groups",
         "  note: activation checkpointing is off, so every layer keeps what its attention saves as well as its input",

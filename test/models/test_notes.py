@@ -9,7 +9,7 @@ from seqtile.models import layer as layers
 from seqtile.models import mlp
 from tiny import CHUNK, build, checkpointing
 
-FITS, KEPT = f"a sequence fits in one tile of {CHUNK} tokens", "activation checkpointing is off"
+FITS, KEPT = f"a sequence fits in one chunk of {CHUNK} tokens", "activation checkpointing is off"
 
 
 @pytest.mark.parametrize("head_groups", [None, 2])

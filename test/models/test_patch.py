@@ -247,9 +247,9 @@ def test_status_text() -> None:
     )
     seqtile.apply_seqtile(model)
     assert str(seqtile.status(model)) == (
-        "Qwen3ForCausalLM\n  loss  seqtile, 2048 tokens a tile\n  mlp   seqtile, 2048 tokens a tile, 2 of 2 layers\n"
+        "Qwen3ForCausalLM\n  loss  seqtile, 2048 tokens a chunk\n  mlp   seqtile, 2048 tokens a chunk, 2 of 2 layers\n"
         "  note: in training the loss is computed without logits, which are None; skip_logits=False asks for them\n"
-        "  note: a sequence of at most 2048 tokens fits in a tile: its MLPs run untiled"
+        "  note: a sequence of at most 2048 tokens fits in a chunk: its MLPs run untiled"
     )
 
 
@@ -284,7 +284,9 @@ def test_classes_behind_a_wrapper_on_the_model() -> None:
     with pytest.warns(UserWarning, match="stays tiled by its classes"):
         seqtile.restore(model)
     assert snapshot(model) == wrapped
-    assert str(seqtile.status(model)).count("seqtile, 50 tokens a tile") == 2, "autocast's wrapper passes everything on"
+    assert str(seqtile.status(model)).count("seqtile, 50 tokens a chunk") == 2, (
+        "autocast's wrapper passes everything on"
+    )
     assert "around it" not in str(seqtile.status(model))
 
 
@@ -338,7 +340,7 @@ def test_a_copy_that_peft_saves() -> None:
 
 
 def test_tiles_of_a_mixture_are_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each expert is to meet 2048 tokens of a tile; dense layers keep their own tile."""
+    """Each expert is to meet 2048 tokens of a chunk; dense layers keep their own chunk."""
     original, lengths = seqtile.models.fallback.tiled, set()
 
     def recorded(*args: object, **options: object) -> object:
@@ -348,12 +350,12 @@ def test_tiles_of_a_mixture_are_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(seqtile.models.fallback, "tiled", recorded)
     model = build("qwen3_moe")
     seqtile.apply_seqtile(model)
-    assert "seqtile, 2048 or 5461 tokens a tile, 2 of 2 layers" in str(seqtile.status(model))
+    assert "seqtile, 2048 or 5461 tokens a chunk, 2 of 2 layers" in str(seqtile.status(model))
     untiled = build("mixtral", max_position_embeddings=4200)
     tiled = copy.deepcopy(untiled)
     seqtile.apply_seqtile(tiled)
     assert seqtile.status(tiled).mlp.chunk_tokens == (4096,)
-    batch = batch_of(1, 4150)  # a tile of 4 experts, 2 of them a token, and a remainder
+    batch = batch_of(1, 4150)  # a chunk of 4 experts, 2 of them a token, and a remainder
     (loss, theirs), (tiled_loss, ours) = loss_and_gradients(untiled, **batch), loss_and_gradients(tiled, **batch)
     assert abs(tiled_loss / loss - 1) <= 1e-6
     assert all((ours[name] - theirs[name]).norm() <= 1e-5 * theirs[name].norm() for name in theirs)

@@ -1,4 +1,4 @@
-"""Which way each part runs, read or called tile by tile, is chosen at every forward, told by `status`, and right."""
+"""Which way each part runs, read or called chunk by chunk, is chosen at every forward, told by `status`, and right."""
 
 import copy
 from collections.abc import Callable
@@ -102,7 +102,7 @@ def of_the_mlp(change: Callable[[nn.Module], None]) -> Callable[[nn.Module], nn.
     return apply
 
 
-# what is done to the model -> why its MLP and its loss are called tile by tile, None where they are read
+# what is done to the model -> why its MLP and its loss are called chunk by chunk, None where they are read
 PATHS: dict[str, tuple[Callable[[nn.Module], nn.Module], str | None, str | None]] = {
     "lora of all": (lora(*PROJECTIONS), None, None),
     "lora of one": (lora("up_proj"), None, None),
@@ -152,7 +152,7 @@ def test_path(name: str, when: str) -> None:
     status = seqtile.status(tiled)
     assert (status.mlp.fallback, status.loss.fallback) == (mlp_reason, loss_reason)
     assert (status.mlp.tiled, status.loss.tiled) == (2, 1)
-    assert str(status).count("called tile by tile, because") == sum(r is not None for r in (mlp_reason, loss_reason))
+    assert str(status).count("called chunk by chunk, because") == sum(r is not None for r in (mlp_reason, loss_reason))
     for batch in (batch_of(3, 101), batch_of(1, 30) | {"num_items_in_batch": torch.tensor(41)}):
         loss, gradients = loss_and_gradients(untiled, **batch)
         tiled_loss, tiled_gradients = loss_and_gradients(tiled, **batch)
@@ -210,7 +210,7 @@ def test_lora_of_other_architectures(arch: str) -> None:
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("arch", [name for name, arch in ARCHS.items() if arch.routed])
 def test_lora_of_experts(arch: str, when: str, reentrant: bool | None, experts: str) -> None:
-    """PEFT computes the weights of all experts for every forward; here once for all tiles."""
+    """PEFT computes the weights of all experts for every forward; here once for all chunks."""
     add = lora("q_proj", target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
     models = pair(add, arch, when)
     assert seqtile.status(models[1]).mlp.tiled == 2
@@ -246,7 +246,7 @@ def test_computed_weights_of_experts_do_not_outlive_their_layer() -> None:
 
 def test_dropout_takes_the_other_way_while_training_only() -> None:
     _, tiled = pair(lora(*PROJECTIONS, lora_dropout=0.1), "llama", "after")
-    assert "called tile by tile, because gate_proj has a LoRA adapter with dropout 0.1" in str(seqtile.status(tiled))
+    assert "called chunk by chunk, because gate_proj has a LoRA adapter with dropout 0.1" in str(seqtile.status(tiled))
     loss, gradients = loss_and_gradients(tiled, **batch_of(1, 101))
     assert loss.isfinite() and any(gradient is not None and gradient.norm() > 0 for gradient in gradients.values())
     assert seqtile.status(tiled.eval()).mlp.fallback is None
@@ -274,10 +274,10 @@ REFUSED = [
 
 @pytest.mark.parametrize(("arch", "change", "part"), REFUSED, ids=[part for *_, part in REFUSED])
 def test_refused_under_zero3(arch: str, change: Callable[[nn.Module], nn.Module], part: str) -> None:
-    """A module called once per tile would gather once per tile; ranks with other numbers of tiles would hang."""
+    """A module called once per chunk would gather once per chunk; ranks with other numbers of chunks would hang."""
     model = change(build(arch, tie_word_embeddings=False))
     for parameter in model.parameters():
         parameter.ds_id = 0  # ZeRO-3's mark
-    with pytest.raises(ValueError, match=rf"{part}.*once per tile; under ZeRO-3"):
+    with pytest.raises(ValueError, match=rf"{part}.*once per chunk; under ZeRO-3"):
         seqtile.apply_seqtile(model, chunk_tokens=CHUNK)
     assert "seqtile" not in str(seqtile.status(model))

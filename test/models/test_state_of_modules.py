@@ -1,4 +1,4 @@
-"""Modules that keep state would keep another tile by tile: refused by name, with their buffers as they were."""
+"""Modules that keep state would keep another chunk by chunk: refused by name, with their buffers as they were."""
 
 from collections.abc import Callable
 

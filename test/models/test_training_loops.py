@@ -42,7 +42,7 @@ def autocast(model: nn.Module, dtype: torch.dtype) -> torch.autocast | nullconte
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("arch", ["llama", "gemma2", "phi3"])
 def test_micro_batches_under_autocast(arch: str, dtype: torch.dtype, reentrant: bool | None, device: str) -> None:
-    """Micro-batches longer and shorter than a tile, counted together; float16 with its loss scaled."""
+    """Micro-batches longer and shorter than a chunk, counted together; float16 with its loss scaled."""
     models = three(arch, device, reentrant)
     batches = [batch_of(1, 31, device), batch_of(3, 101, device), batch_of(1, CHUNK, device), batch_of(2, 77, device)]
     items = sum((batch["labels"][:, 1:] != -100).sum() for batch in batches)
@@ -58,7 +58,7 @@ def test_micro_batches_under_autocast(arch: str, dtype: torch.dtype, reentrant: 
 
 
 def poison_last_token(module: nn.Module, inputs: object, output: torch.Tensor) -> None:
-    """A forward hook that makes one number of its output's gradient infinite, in the last tile."""
+    """A forward hook that makes one number of its output's gradient infinite, in the last chunk."""
 
     def poisoned(gradient: torch.Tensor) -> torch.Tensor:
         gradient = gradient.clone()
@@ -171,7 +171,7 @@ BREAK = "seqtile.gated_mlp saves its input in a node of its own"
 
 @pytest.mark.parametrize("arch", ["llama", "gemma2", "phi3"])
 def test_compiled_layers(arch: str, fresh_compiler: None, device: str) -> None:
-    """A layer is cut at the MLP, there alone, and not at all where a sequence fits in a tile."""
+    """A layer is cut at the MLP, there alone, and not at all where a sequence fits in a chunk."""
     eager, _, _ = three(arch, device)
     for length, breaks in ((101, 1), (CHUNK, 0)):
         torch._dynamo.reset()
@@ -194,7 +194,8 @@ def test_compiled_layers(arch: str, fresh_compiler: None, device: str) -> None:
     [("torch.compile", None), ("layer.compile", None), ("layer.compile", False), ("layer.compile", True)],
 )
 def test_compiled_layers_of_any_length(how: str, reentrant: bool | None, fresh_compiler: None, device: str) -> None:
-    """Sequences of new lengths, longer and shorter than a tile, compile anew or not, and are right under checkpointing.
+    """Sequences of new lengths, longer and shorter than a chunk, compile anew or not, and are right under
+    checkpointing.
 
     What Hugging Face checkpoints inside the compiled layer then runs eagerly where the MLP cuts it.
     """

@@ -22,7 +22,7 @@ from tiny import CHUNK, VOCAB, build, modeling_restored
 datasets = pytest.importorskip("datasets")
 trl = pytest.importorskip("trl")
 
-LENGTHS = (61, 130, 19, 23, 101, 77, 44, 95)  # two of them a batch: some batches fit in a tile
+LENGTHS = (61, 130, 19, 23, 101, 77, 44, 95)  # two of them a batch: some batches fit in a chunk
 TEMPLATE = (
     "{% for message in messages %}{% if message['role'] == 'assistant' %}"
     "{% generation %}{{ message['content'] + ' </s>' }}{% endgeneration %}"

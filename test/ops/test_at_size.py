@@ -15,7 +15,7 @@ def operand(*shape: int, scale: float) -> torch.Tensor:
 
 
 def test_mlp_tile_beyond_int32() -> None:
-    """163,840 tokens of Llama-8B's MLP in one tile: 2.3e9 elements. The last rows are as right as in a small run."""
+    """163,840 tokens of Llama-8B's MLP in one chunk: 2.3e9 elements. The last rows are as right as in a small run."""
     tokens, hidden, width = 163_840, 512, 14_336
     x = operand(tokens + 1, hidden, scale=1.0)
     weights = [operand(width, hidden, scale=hidden**-0.5) for _ in range(2)] + [operand(hidden, width, scale=0.01)]
@@ -36,7 +36,7 @@ def test_mlp_tile_beyond_int32() -> None:
 
 
 def test_loss_tile_beyond_int32() -> None:
-    """17,000 tokens of Llama-8B's vocabulary in one tile: 2.2e9 logits. The last rows are right too."""
+    """17,000 tokens of Llama-8B's vocabulary in one chunk: 2.2e9 logits. The last rows are right too."""
     tokens, hidden_size, vocab = 17_000, 256, 128_256
     hidden = operand(tokens + 1, hidden_size, scale=1.0)
     weight = operand(vocab, hidden_size, scale=hidden_size**-0.5)
@@ -57,7 +57,7 @@ def test_loss_tile_beyond_int32() -> None:
 
 @pytest.mark.parametrize("ignored", [0.0, 0.75])
 def test_loss_allocates_what_it_says(ignored: float) -> None:
-    """A tile of logits, d_hidden, d_weight in float32 and its rounding, and 5 % of the tile besides."""
+    """A chunk of logits, d_hidden, d_weight in float32 and its rounding, and 5 % of the chunk besides."""
     tokens, hidden_size, vocab = 16_384, 4096, 128_256
     hidden = operand(tokens, hidden_size, scale=1.0)
     weight = operand(vocab, hidden_size, scale=0.02)

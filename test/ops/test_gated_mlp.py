@@ -106,7 +106,7 @@ def test_a_weight_changed_before_the_backward_raises(device: str) -> None:
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_gradients_arrive_in_the_order_of_the_untiled_mlp(checkpointed: bool, device: str) -> None:
-    """ZeRO-1 and -2 reduce gradients as they arrive: a rank with tiles and one without must agree on the order."""
+    """ZeRO-1 and -2 reduce gradients as they arrive: a rank with chunks and one without must agree on the order."""
     orders = []
     for chunk_tokens in (16, 63, 190):
         arrived = []
@@ -147,7 +147,7 @@ def test_weights_reach_autograd_once(device: str) -> None:
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_flops(checkpointed: bool) -> None:
-    """11 u tiled, with and without checkpointing; 9 u for a sequence no longer than a tile."""
+    """11 u tiled, with and without checkpointing; 9 u for a sequence no longer than a chunk."""
     operands, d_y = make(190), torch.randn(190, D)
     unit = 2 * 190 * D * M
 

@@ -111,7 +111,7 @@ def test_adapters_of_another_dtype(adapters: torch.dtype, device: str) -> None:
 
 @pytest.mark.parametrize("fused", [False, True])
 def test_gradients_arrive_in_one_order_at_every_length(fused: bool, device: str) -> None:
-    """ZeRO-1 and -2 reduce gradients as they arrive: ranks with and without tiles must agree on the order."""
+    """ZeRO-1 and -2 reduce gradients as they arrive: ranks with and without chunks must agree on the order."""
     orders = []
     for chunk_tokens in (16, 63, 190):
         p = make(fused, ("bias", "lora"), device)

@@ -11,7 +11,7 @@ from assertions import relative_error
 from head_reference import IGNORE, cross_entropy_reference, values_and_gradients
 from measure import FlopCount, LiveBytes, eager_memory
 from seqtile import linear_cross_entropy
-from seqtile.ops.tiles import resolve_chunk_tokens
+from seqtile.ops.chunks import resolve_chunk_tokens
 
 K = 1024
 pytestmark = eager_memory
@@ -30,7 +30,7 @@ def counted(*operands: torch.Tensor, **options: object) -> tuple[int, int, int]:
 @pytest.mark.parametrize(("reduction", "ignore_index"), [("mean", IGNORE), ("mean", None), ("none", None)])
 @pytest.mark.parametrize(("size", "vocab"), [(4096, 128256), (5120, 151936)], ids=["llama3_8b", "qwen3_32b"])
 def test_memory_does_not_grow_with_length(size: int, vocab: int, reduction: str, ignore_index: int | None) -> None:
-    """Simulated at full size on fake tensors: beyond inputs, d_hidden, d_weight in float32 and its rounding, one tile
+    """Simulated at full size on fake tensors: beyond inputs, d_hidden, d_weight in float32 and its rounding, one chunk
     of logits and 5 %, the same at 8 thousand tokens and at a million."""
     tile = resolve_chunk_tokens(None, size) * vocab * 2
     for tokens in (8 * K, 128 * K, 1024 * K):
@@ -70,7 +70,8 @@ def test_memory_of_the_eager_twin(dtype: torch.dtype, reduction: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_error_of_the_weight_gradient_does_not_grow_with_tiles(dtype: torch.dtype) -> None:
-    """2 to 256 tiles: at most 1.05 times the error of one tile, and 1.1 times that of torch, untiled, in this dtype."""
+    """2 to 256 chunks: at most 1.05 times the error of one chunk, and 1.1 times that of torch, untiled, in this
+    dtype."""
     tokens, size, vocab = 2048, 96, 1000
     hidden = torch.randn(tokens, size).to(dtype)
     weight = (torch.randn(vocab, size) * 0.2).to(dtype)
@@ -88,7 +89,7 @@ def test_error_of_the_weight_gradient_does_not_grow_with_tiles(dtype: torch.dtyp
 
 
 def test_accumulating_in_the_weights_dtype_is_worse_and_available() -> None:
-    """What `accumulate_dtype` is for: bfloat16 sums over 256 tiles lose what float32 keeps."""
+    """What `accumulate_dtype` is for: bfloat16 sums over 256 chunks lose what float32 keeps."""
     hidden, weight = torch.randn(1024, 64).bfloat16(), (torch.randn(500, 64) * 0.2).bfloat16()
     target = torch.randint(0, 500, (1024,))
     *_, truth = values_and_gradients(cross_entropy_reference, hidden, weight, target, dtype=torch.float64)
@@ -116,7 +117,7 @@ def test_loss_is_exact_to_float32() -> None:
 
 @pytest.mark.parametrize("share", [0.25, 1.0])
 def test_ignored_tokens_are_not_multiplied(share: float) -> None:
-    """25 % valid labels: at most 0.26 of the products, and of the tiles."""
+    """25 % valid labels: at most 0.26 of the products, and of the chunks."""
     tokens, size, vocab = 4000, 64, 500
     hidden, weight = (torch.randn(rows, size, requires_grad=True) for rows in (tokens, vocab))
     target = torch.randint(0, vocab, (tokens,))

@@ -208,7 +208,8 @@ def test_backward_again_and_again(hooks: bool, reduction: str, device: str) -> N
 
 @pytest.mark.parametrize("chunk_tokens", [20, None])
 def test_weight_changed_before_a_backward(chunk_tokens: int | None, device: str) -> None:
-    """Of several tiles the first backward has its gradients already; what recomputes or multiplies raises, as torch."""
+    """Of several chunks the first backward has its gradients already; what recomputes or multiplies raises, as
+    torch."""
     hidden, weight, target = make(63, device=device)
     loss = linear_cross_entropy(hidden, weight, target, chunk_tokens=chunk_tokens)
     with torch.no_grad():

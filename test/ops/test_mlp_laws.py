@@ -40,7 +40,8 @@ def plain(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Ten
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_error_of_the_weight_gradients_does_not_grow_with_tiles(dtype: torch.dtype) -> None:
-    """2 to 256 tiles: at most 1.05 times the error of one tile, and 1.1 times that of torch, untiled, in this dtype."""
+    """2 to 256 chunks: at most 1.05 times the error of one chunk, and 1.1 times that of torch, untiled, in this
+    dtype."""
     tokens, size, width = 2048, 96, 260
     shapes = [(tokens, size), (width, size), (width, size), (size, width)]
     operands = [(torch.randn(shape) * (1 if i == 0 else shape[1] ** -0.5)).to(dtype) for i, shape in enumerate(shapes)]
@@ -52,7 +53,7 @@ def test_error_of_the_weight_gradients_does_not_grow_with_tiles(dtype: torch.dty
 
     truth, untiled = gradients(plain, torch.float64), gradients(plain, dtype)
     ours = {n: gradients(gated_mlp, dtype, chunk_tokens=-(-tokens // n)) for n in (2, 16, 64, 256)}
-    # One tile is what the tiled path makes of a sequence one token longer than a tile: the plain path is torch's own.
+    # One tile is what the tiled path makes of a sequence one token longer than a chunk: the plain path is torch's own.
     ours[1] = gradients(gated_mlp, dtype, chunk_tokens=tokens - 1)
     for i, true in enumerate(truth):
         errors = {n: relative_error(gradient[i], true) for n, gradient in ours.items()}

@@ -113,7 +113,7 @@ def test_autocast_is_replayed(device: str) -> None:
 
 
 def test_gradients_of_parameters_do_not_lose_digits_over_tiles(device: str) -> None:
-    """Autograd rounds each tile's gradient, but their sum is float32: 200 tiles are little worse than one."""
+    """Autograd rounds each chunk's gradient, but their sum is float32: 200 tiles are little worse than one."""
     module = nn.Linear(D, M, bias=False).to(device, torch.bfloat16)
     x, d_y = (torch.randn(2000, width, device=device).bfloat16() for width in (D, M))
     truth = d_y.double().T @ x.double()
@@ -251,7 +251,7 @@ X = torch.zeros(95, D)
             (X,),
             {},
             ValueError,
-            r"output 0 of fn is \[1, 96\] for a tile of 20",
+            r"output 0 of fn is \[1, 96\] for a chunk of 20",
         ),
         (lambda x: (x, None), (X,), {}, TypeError, "output 1 of fn is a NoneType"),
         (torch.sin, (X,), {"chunk_tokens": 0}, ValueError, "chunk_tokens"),

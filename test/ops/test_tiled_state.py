@@ -1,4 +1,4 @@
-"""What a tiled function must not do, as it runs once a tile and again in the backward: it is refused, and undone."""
+"""What a tiled function must not do, as it runs once a chunk and again in the backward: it is refused, and undone."""
 
 import random
 from collections.abc import Callable

@@ -95,7 +95,7 @@ def test_found(name: str, chunk_tokens: int, device: str) -> None:
     x = torch.randn(2, 95, D, device=device)
     before, copy = state_of(fn), x.clone()
     params = list(fn.parameters()) if isinstance(fn, nn.Module) else []
-    with pytest.raises(ValueError, match=f"fn is not the same tile by tile: .*{message}"):
+    with pytest.raises(ValueError, match=f"fn is not the same chunk by chunk: .*{message}"):
         tiled(fn, x, params=params, chunk_tokens=chunk_tokens, check=True)
     assert state_of(fn) == before and x.equal(copy)
 

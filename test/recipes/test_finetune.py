@@ -46,7 +46,7 @@ def document(tmp_path: Path) -> Path:
 
 
 def test_compare(pretrained: Path, document: Path, tmp_path: Path) -> None:
-    """The whole job: sequences of more than a tile, both runs in processes of their own, report, picture and model."""
+    """The whole job: sequences of more than a chunk, both runs in processes of their own, report, picture and model."""
     output = tmp_path / "new" / "run"
     command = [sys.executable, "-m", "seqtile.cli", "finetune", "--model", str(pretrained), "--data", str(document)]
     command += ["--seq-len", "2500", "--steps", "3", "--learning-rate", "1e-4", "--compare", "--device", "cpu"]
@@ -57,7 +57,7 @@ def test_compare(pretrained: Path, document: Path, tmp_path: Path) -> None:
     for run in ("baseline", "seqtile"):
         assert len(report[run]["losses"]) == 3 and report[run]["peak_mib"] > 100
         assert report[run]["losses"][0] > report[run]["losses"][2], "it learns"
-    assert "seqtile, 2048 tokens a tile, 2 of 2 layers" in report["seqtile"]["status"]
+    assert "seqtile, 2048 tokens a chunk, 2 of 2 layers" in report["seqtile"]["status"]
     differences = [abs(a - b) for a, b in zip(report["baseline"]["losses"], report["seqtile"]["losses"], strict=True)]
     assert report["max_loss_difference"] == max(differences) <= 1e-4
     for name in ("untiled", "seqtile"):
@@ -79,7 +79,7 @@ def test_no_mask_of_length_x_length(arch: str, tmp_path: Path, monkeypatch: pyte
     save_tiny(tmp_path, arch)
     monkeypatch.setattr(backends, "MASK_ELEMENTS", 2**22)  # less than one of these lengths would have
     largest = {}
-    for length in (2300, 3450):  # of more than a tile
+    for length in (2300, 3450):  # of more than a chunk
         job = Job(str(tmp_path), (), length, 1, False, "cpu", "float32", 1e-5, 0, tmp_path)
         batch = torch.randint(3, 90, (1, length))
         run = Run(job, load_config(job.model), batch[None], tiled=True)
@@ -113,7 +113,7 @@ def test_layers_tiled_as_a_whole(pretrained: Path, tmp_path: Path) -> None:
     rows = torch.randint(3, 90, (2, 1, 2500))
     run = Run(job, load_config(job.model), rows, tiled=True)
     tiled, untiled = train(run), train(replace(run, tiled=False))
-    assert "layer seqtile, 2048 tokens a tile, 2 of 2 layers, attention by 2 groups" in tiled.status
+    assert "layer seqtile, 2048 tokens a chunk, 2 of 2 layers, attention by 2 groups" in tiled.status
     assert tiled.losses == pytest.approx(untiled.losses, rel=1e-5)
 
 
@@ -179,7 +179,7 @@ def test_ended_early(pretrained: Path, document: Path, tmp_path: Path, signum: i
         done = report["steps"]
         assert 1 <= done < 20_000 and len(report["seqtile"]["losses"]) == done
         assert f"model, report.json and report.png are in {output}\ninterrupted after step {done} of 20000; " in rest
-        assert "note: no layer was tiled, since 50 tokens are no more than a tile of 2,048;" in rest
+        assert "note: no layer was tiled, since 50 tokens are no more than a chunk of 2,048;" in rest
         trained = AutoModelForCausalLM.from_pretrained(output / "model")
         before = AutoModelForCausalLM.from_pretrained(pretrained)
         assert all(relative_error(b, a) > 0 for a, b in zip(before.parameters(), trained.parameters(), strict=True))

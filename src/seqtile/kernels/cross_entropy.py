@@ -202,7 +202,7 @@ def _cross_entropy_kernel(
     THREADS: tl.constexpr,
     COLUMNS: tl.constexpr,
 ):
-    row = tl.program_id(0).to(tl.int64)  # int64: row * stride passes 2**31 within one tile
+    row = tl.program_id(0).to(tl.int64)  # int64: row * stride passes 2**31 within one chunk
     row_ptr = logits_ptr + row * logits_row_stride
     target = tl.load(target_ptr + row)
     in_range = (target >= 0) & (target < vocab)

@@ -67,9 +67,9 @@ def cross_entropy_(
         logits[rows] = gradient if slope is None else gradient.mul_(slope)
 
 
-def _row_blocks(tile: torch.Tensor) -> Iterator[slice]:
-    rows = max(1, BLOCK_BYTES // (4 * tile.shape[1:].numel()))
-    for start in range(0, tile.shape[0], rows):
+def _row_blocks(rows_of: torch.Tensor) -> Iterator[slice]:
+    rows = max(1, BLOCK_BYTES // (4 * rows_of.shape[1:].numel()))
+    for start in range(0, len(rows_of), rows):
         yield slice(start, start + rows)
 
 

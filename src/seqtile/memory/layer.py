@@ -17,7 +17,7 @@ from typing import NamedTuple
 from seqtile.memory.setup import Setup, expect
 from seqtile.memory.shape import Shape
 
-MIN_CHUNK_TOKENS = 2048  # as in seqtile.ops.tiles, which needs torch
+MIN_CHUNK_TOKENS = 2048  # as in seqtile.ops.chunks, which needs torch
 AUTO_GROUPS = 8  # as in seqtile.models.layer, which needs torch
 FLOAT = 4
 
@@ -46,7 +46,7 @@ class Part(NamedTuple):
 
 
 def chunk_tokens(shape: Shape, setup: Setup, mlp: bool = False) -> int:
-    """Returns the tokens of a chunk, of more in the MLP of a mixture: the rule of seqtile.ops.tiles."""
+    """Returns the tokens of a chunk, of more in the MLP of a mixture: the rule of seqtile.ops.chunks."""
     sparsity = shape.experts / shape.experts_per_token if mlp and shape.experts else 1
     return setup.chunk_tokens or max(shape.hidden, int(MIN_CHUNK_TOKENS * sparsity))
 

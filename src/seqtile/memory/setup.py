@@ -46,7 +46,7 @@ class Setup:
     """Groups of kv heads that attend one after the other in a tiled layer; "auto" for as many as divide them, up to 8,
     and leave each GPU that shares a sequence a kv head in every group; None: all heads at once."""
     chunk_tokens: int | None = None
-    """Tokens of a chunk; None for the rule of `seqtile.ops.tiles`."""
+    """Tokens of a chunk; None for the rule of `seqtile.ops.chunks`."""
     liger: bool = False
     """Liger's norms, RoPE and, where the MLP is not tiled, its product of gate and up: they keep less."""
     offload: Collection[str] | str = ()

@@ -66,14 +66,14 @@ def _entry(arch: Arch) -> Callable[..., None]:
             and values exist for one group at a time, and are not kept; "auto": as many as divide the kv heads, up to
             8. An attention that keeps other large tensors is refused, or, given a number, computed once more. It must
             treat every head alike (no slopes or biases by head), since it is not told which heads it is given.
-        chunk_tokens: tokens a tile; None for the rule of `seqtile.ops.tiles`.
+        chunk_tokens: tokens a chunk; None for the rule of `seqtile.ops.chunks`.
 
     Applying twice changes nothing. Apply after Liger, whose RMSNorm and RoPE stay. `seqtile.restore` undoes it,
     `seqtile.status` tells what is tiled.
 
     Plain nn.Linear layers and plain LoRA over them are read directly. What cannot be (experts, quantised layers, other
-    adapters, dropout, unusual activations, hooks) is called as it is, tile by tile, which costs one product more of the
-    loss; `seqtile.status` tells which.
+    adapters, dropout, unusual activations, hooks) is called as it is, chunk by chunk, which costs one product more of
+    the loss; `seqtile.status` tells which.
 
     Raises ValueError, and changes nothing, for what it cannot honour, such as another loss function.
     """

@@ -45,7 +45,7 @@ def _repeatable(function: Callable, modules: Sequence[nn.Module]) -> Callable:
         active = _modes()
         if (active and active != modes) or list(_surroundings(modules)) != surroundings:
             raise RuntimeError(
-                "a module is called tile by tile, in the forward and again in the backward, and what it computes has "
+                "a module is called chunk by chunk, in the forward and again in the backward, and what it computes has "
                 "changed in between: expected the same hooks, forwards, torch functions and training mode; call "
                 "backward() before they are changed back"
             )

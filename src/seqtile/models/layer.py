@@ -41,10 +41,10 @@ from seqtile.models.weights import (
     why_changed,
     why_none_is_plain,
 )
+from seqtile.ops.chunks import resolve_chunk_tokens
 from seqtile.ops.decoder_layer import decoder_layer
 from seqtile.ops.decoder_layer.params import AttentionParams, LayerParams, MLPParams, Norm
 from seqtile.ops.rms_norm import rms_norm
-from seqtile.ops.tiles import resolve_chunk_tokens
 from seqtile.protocols import SequenceParallelAttention, SequenceParallelFunction
 
 logger = logging.get_logger(__name__)
@@ -87,7 +87,7 @@ def tiled_layer_forward(arch: Arch, options: Options, original: Callable) -> Cal
         past_key_values = None if hasattr(past_key_values, _UNFILLED) else past_key_values
         grouped = None if past_key_values is not None else options.head_groups
         reason = check_layer(arch, self, replace(options, head_groups=grouped))
-        if reason is not None and why_calls_matter() is not None:  # that of the attention, too, which no tile can make
+        if reason is not None and why_calls_matter() is not None:  # that of the attention, too, which no chunk can make
             return untiled()
         if reason is None and past_key_values is not None and torch.is_grad_enabled():
             reason = "gradients may flow through the cache"

@@ -31,8 +31,8 @@ from seqtile.models.weights import (
     unreadable,
     why_none_is_plain,
 )
+from seqtile.ops.chunks import resolve_chunk_tokens
 from seqtile.ops.linear_cross_entropy import linear_cross_entropy
-from seqtile.ops.tiles import resolve_chunk_tokens
 
 _CROSS_ENTROPIES = (  # where one of these was written
     "torch.nn.functional.cross_entropy",

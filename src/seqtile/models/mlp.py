@@ -30,9 +30,9 @@ from seqtile.models.weights import (
     why_no_activation,
     why_none_is_plain,
 )
+from seqtile.ops.chunks import resolve_chunk_tokens
 from seqtile.ops.gated_mlp import gated_mlp
 from seqtile.ops.linear import Projection
-from seqtile.ops.tiles import resolve_chunk_tokens
 
 logger = logging.get_logger(__name__)
 _GIVEN = "given"  # the activation is the module that the MLP holds
@@ -61,8 +61,8 @@ def tiled_mlp_forward(arch: Arch, options: Options, original: Callable) -> Calla
             check_untransformed()
         elif self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
             logger.warning_once(
-                f"a sequence fits in one tile of {chunk} tokens: its MLPs, and its layers with layer=True, run untiled "
-                "and keep what they keep untiled; for less memory train on longer sequences, or pass a smaller "
+                f"a sequence fits in one chunk of {chunk} tokens: its MLPs, and its layers with layer=True, run "
+                "untiled and keep what they keep untiled; for less memory train on longer sequences, or pass a smaller "
                 "chunk_tokens"
             )
         if (reason := mlp_fallback_reason(self, original)) is not None:

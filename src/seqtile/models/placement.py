@@ -26,7 +26,7 @@ from typing import Any
 from torch import nn
 
 from seqtile.models.weights import origin
-from seqtile.ops.tiles import resolve_chunk_tokens
+from seqtile.ops.chunks import resolve_chunk_tokens
 
 Owner = type | nn.Module
 Wrap = Callable[[Callable], Callable]

@@ -10,7 +10,7 @@ from seqtile.models.layer import groups_of, is_checkpointed
 from seqtile.models.mlp import sparsity_of
 from seqtile.models.patch import EXPERTS, LAYER, LOSS, MLP, Part, asked_of, model_type_of, unwrapped
 from seqtile.models.placement import Options, current_forward, package_of, placement_at, wrappers_at
-from seqtile.ops.tiles import resolve_chunk_tokens
+from seqtile.ops.chunks import resolve_chunk_tokens
 
 _PASS_ON = ("accelerate", "torch")  # whose wrappers call what they wrap whatever they are given
 
@@ -28,7 +28,7 @@ class PartStatus:
     others: tuple[str, ...]
     """The packages whose forwards run on the rest, such as "transformers" or "liger_kernel"."""
     chunk_tokens: tuple[int, ...]
-    """Tokens a tile, of each kind of module; empty if nothing is tiled."""
+    """Tokens a chunk, of each kind of module; empty if nothing is tiled."""
     fallback: str | None
     """Why some are called chunk by chunk (`seqtile.tiled`) instead of having their weights read, if some are."""
     problem: str | None
@@ -40,7 +40,7 @@ class PartStatus:
 
     def __str__(self) -> str:
         if self.tiled:
-            text = f"seqtile, {' or '.join(map(str, self.chunk_tokens))} tokens a tile"
+            text = f"seqtile, {' or '.join(map(str, self.chunk_tokens))} tokens a chunk"
             if self.total > 1:
                 text += f", {self.tiled} of {self.total} layers"
             if self.head_groups:
@@ -57,7 +57,7 @@ class PartStatus:
                 reason = "liger_kernel took it back" if liger else f"the forward that runs is from {takers[0]}"
             text += f"; {reason}: apply seqtile to this model, last"
         if self.fallback and not self.problem:
-            text += f"; called tile by tile, because {self.fallback}"
+            text += f"; called chunk by chunk, because {self.fallback}"
         if self.problem:
             text += f"; REFUSES: {self.problem}"
         return text
@@ -72,7 +72,7 @@ class ModelStatus:
     """None for a model without a language-model head."""
     mlp: PartStatus
     layer: PartStatus | None = None
-    """Everything of a layer but attention; None where that was not asked for. Its tiles take the MLP along."""
+    """Everything of a layer but attention; None where that was not asked for. Its chunks take the MLP along."""
     notes: tuple[str, ...] = ()
     """Where what is tiled does nothing, or is not what one may expect."""
 
@@ -104,7 +104,7 @@ def notes_on(model: nn.Module, loss: PartStatus | None, mlp: PartStatus, layer: 
     if mlp.tiled:
         tiles = " or ".join(map(str, mlp.chunk_tokens))
         parts = "MLPs and layers" if layer else "MLPs"
-        yield f"a sequence of at most {tiles} tokens fits in a tile: its {parts} run untiled"
+        yield f"a sequence of at most {tiles} tokens fits in a chunk: its {parts} run untiled"
     if layer is not None and layer.tiled and model.config.use_cache:
         yield "the config asks for a cache: in training none is made; one that is given is filled, heads not in groups"
     if layer is not None and layer.tiled and not is_checkpointed(model):

@@ -329,16 +329,16 @@ def check_untransformed() -> None:
     """Raises ValueError inside a transform of torch.func."""
     if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():  # a node in a compiled graph
         raise ValueError(
-            "expected no transform of torch.func (grad, vmap, jvp, ...) around a tiled model, whose tiles they cannot "
+            "expected no transform of torch.func (grad, vmap, jvp, ...) around a tiled model, whose chunks they cannot "
             "follow: use torch.autograd, or take seqtile off first with seqtile.restore(model)"
         )
 
 
 def check_not_zero3(module: nn.Module, reason: str) -> None:
-    """Raises ValueError for a module that would be called once per tile under ZeRO-3."""
+    """Raises ValueError for a module that would be called once per chunk under ZeRO-3."""
     if any(hasattr(parameter, "ds_id") for parameter in module.parameters()):
         raise ValueError(
-            f"{reason}, so it is called once per tile; under ZeRO-3 each call gathers its parameters, and ranks with "
-            "different numbers of tiles would wait for each other for ever: leave this part untiled (mlp=False or "
+            f"{reason}, so it is called once per chunk; under ZeRO-3 each call gathers its parameters, and ranks with "
+            "different numbers of chunks would wait for each other for ever: leave this part untiled (mlp=False or "
             "loss=False; seqtile.restore(model) first), or use ZeRO-2 or FSDP2"
         )

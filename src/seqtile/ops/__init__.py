@@ -1,1 +1,1 @@
-"""Differentiable operations on plain tensors, computed tile by tile along the tokens."""
+"""Differentiable operations on plain tensors, computed chunk by chunk along the tokens."""

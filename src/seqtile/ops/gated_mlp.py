@@ -25,6 +25,7 @@ from seqtile.ops.checks import (
     check_operands,
     check_shape,
 )
+from seqtile.ops.chunks import chunks, resolve_chunk_tokens
 from seqtile.ops.linear import (
     LowRank,
     Projection,
@@ -36,7 +37,6 @@ from seqtile.ops.linear import (
     with_tensors,
 )
 from seqtile.ops.save_early import save_early, saved_for
-from seqtile.ops.tiles import resolve_chunk_tokens, tiles
 
 _OP = "gated_mlp"
 Projections = tuple[Projection, ...]
@@ -145,7 +145,7 @@ class GatedMLPFunction(torch.autograd.Function):
             ctx.save_for_backward(x, *tensors_of(params))
         y = torch.empty_like(x)
         mlp = MLPChunk(x, min(len(x), chunk_tokens), params, activation)
-        for chunk in tiles(len(x), chunk_tokens):
+        for chunk in chunks(len(x), chunk_tokens):
             mlp.forward(x[chunk], out=y[chunk])
         return y
 
@@ -157,7 +157,7 @@ class GatedMLPFunction(torch.autograd.Function):
         sums = begin_sums(params, ctx.needs_input_grad[5:], ctx.main_grads)
         d_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
         mlp = MLPChunk(x, min(len(x), ctx.chunk_tokens), params, ctx.activation)
-        for chunk in tiles(len(x), ctx.chunk_tokens):
+        for chunk in chunks(len(x), ctx.chunk_tokens):
             mlp.backward(x[chunk], d_y[chunk], sums, None if d_x is None else d_x[chunk])
         return d_x, None, None, None, None, *results_of(sums)
 

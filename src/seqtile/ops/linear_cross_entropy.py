@@ -22,8 +22,8 @@ from seqtile.ops.checks import (
     check_operands,
     check_shape,
 )
+from seqtile.ops.chunks import resolve_chunk_tokens
 from seqtile.ops.logit_chunks import Operands, Settings, TokenLossFunction, TotalLossFunction, Values
-from seqtile.ops.tiles import resolve_chunk_tokens
 
 _OP = "linear_cross_entropy"
 _LABELS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32)
@@ -84,32 +84,32 @@ def linear_cross_entropy(
             leave it 0 and add z_loss * metrics.logsumexp.square().sum() / n.
         logit_scale: multiplies hidden @ weight.T, before the bias.
         softcap: logits become softcap * tanh(logits / softcap); None for no cap.
-        accumulate_dtype: of the gradients of weight and bias while they add up over tiles; None for their own dtype.
-        chunk_tokens: labelled tokens a tile, see `ops/tiles.py`; None for its rule.
+        accumulate_dtype: of the gradients of weight and bias while they add up over chunks; None for their own dtype.
+        chunk_tokens: labelled tokens a chunk, see `ops/chunks.py`; None for its rule.
         return_metrics: return (loss, LossMetrics), from the same pass over the logits.
 
     Returns:
         The loss in float32: a scalar, or with "none" target's shape, 0 for ignored tokens. All tokens ignored: 0 with
         zero gradients for "sum" and for `num_items`; NaN with zero gradients for a plain "mean", as in torch.
 
-    Gradients: of `hidden` in its dtype, of `weight` and `bias` summed over tiles in float32 and rounded once. The
-    upstream gradient is applied in the backward, once, in float32; where all labelled tokens fit in one tile (not in
+    Gradients: of `hidden` in its dtype, of `weight` and `bias` summed over chunks in float32 and rounded once. The
+    upstream gradient is applied in the backward, once, in float32; where all labelled tokens fit in one chunk (not in
     float16), to d_weight as the product of bfloat16 operands rounds it. With "none" it differs from token to token, so
-    the backward recomputes the tiles; so does a second backward (`retain_graph=True`), and one in which metrics have a
+    the backward recomputes the chunks; so does a second backward (`retain_graph=True`), and one in which metrics have a
     gradient.
 
     FLOPs: n labelled tokens cost 3 u, where u = 2 n D V; 4 u with "none"; 1 u less for a frozen hidden or weight;
     1 u without gradients. Metrics cost none, but a backward in which they have a gradient costs 3 u more (with "none"
     no more). A compiled graph cannot know whether they will: `return_metrics` makes it 4 u there in any case.
 
-    Memory: one tile of logits [chunk_tokens, V], d_hidden (the size of `hidden`), d_weight in float32 and its rounding.
-    Where all labelled tokens fit in one tile, that tile is kept for the backward instead of a float32 d_weight. If some
-    tokens are ignored also a tile [chunk_tokens, D]; under autocast the cast weight. Nothing else grows with T
-    but 12 bytes a token. Without gradients only the tile. Until its backward has run, the operands are kept. (ROCm has
-    no product of half precision with a float32 sum: there a tile is copied to float32 besides.)
+    Memory: one chunk of logits [chunk_tokens, V], d_hidden (the size of `hidden`), d_weight in float32 and its
+    rounding. Where all labelled tokens fit in one chunk, that chunk is kept for the backward instead of a float32
+    d_weight. If some tokens are ignored also a chunk [chunk_tokens, D]; under autocast the cast weight. Nothing else
+    grows with T but 12 bytes a token. Without gradients only the chunk. Until its backward has run, the operands are
+    kept. (ROCm has no product of half precision with a float32 sum: there a chunk is copied to float32 besides.)
 
-    Under autocast the operands are cast, hidden tile by tile. Under torch.compile all of it is compiled, anew for each
-    number of tokens (torch's limit is 8) and with one more sum of d_weight alive, if `ignore_index` is None; else
+    Under autocast the operands are cast, hidden chunk by chunk. Under torch.compile all of it is compiled, anew for
+    each number of tokens (torch's limit is 8) and with one more sum of d_weight alive, if `ignore_index` is None; else
     counting the labelled tokens breaks the graph and the op runs eagerly.
 
     Raises:
@@ -227,7 +227,7 @@ def prepare_head(
 def run_head(op: str, run: Callable, operands: Operands, ignore_index: int | None, *args: Any) -> Any:
     """Returns run(operands, *args), the operands made flat and knowing which tokens are labelled.
 
-    Under torch.compile, `run` is compiled only if `ignore_index` is None: otherwise the number of tiles follows from
+    Under torch.compile, `run` is compiled only if `ignore_index` is None: otherwise the number of chunks follows from
     the labels, and compiling it anew for every batch would cost more than it brings.
     """
     run_operands = _run_operands if ignore_index is None else _run_labelled_operands

@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens under a linear head, with the logits of one tile alive at a time."""
+"""Log-probabilities of given tokens under a linear head, with the logits of one chunk alive at a time."""
 
 import torch
 
@@ -35,11 +35,11 @@ def linear_log_probs(
         float32 of target's shape, 0 for ignored tokens.
 
     FLOPs: 4 u, where u = 2 n D V for n labelled tokens: 1 in the forward, 3 in the backward, which recomputes the
-    tiles since only there each token's upstream gradient is known.
+    chunks since only there each token's upstream gradient is known.
 
-    Memory: forward one tile of logits [chunk_tokens, V]; backward the tile, d_hidden (the size of `hidden`), d_weight
-    in float32 and its rounding; if some tokens are ignored also a tile [chunk_tokens, D]. Nothing else grows with T but
-    a few numbers a token. Until the backward has run, the operands are kept.
+    Memory: forward one chunk of logits [chunk_tokens, V]; backward the chunk, d_hidden (the size of `hidden`), d_weight
+    in float32 and its rounding; if some tokens are ignored also a chunk [chunk_tokens, D]. Nothing else grows with T
+    but a few numbers a token. Until the backward has run, the operands are kept.
 
     Raises TypeError, ValueError as `linear_cross_entropy`; RuntimeError in a backward with `create_graph=True`.
     """

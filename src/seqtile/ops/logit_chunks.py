@@ -22,8 +22,8 @@ import torch
 from seqtile.kernels.dispatch import cross_entropy_
 from seqtile.kernels.vectors import LossOptions
 from seqtile.ops.checks import check_first_derivative
+from seqtile.ops.chunks import chunks
 from seqtile.ops.linear import WeightGrad, main_grad_of, scale_
-from seqtile.ops.tiles import tiles
 
 
 @dataclass(frozen=True)
@@ -143,7 +143,7 @@ def sweep(
         else:
             torch.mm(d_logits, matrix, out=gradients.hidden[chunk])
 
-    for chunk in tiles(count, settings.chunk_tokens):
+    for chunk in chunks(count, settings.chunk_tokens):
         add(chunk)
     return gradients
 

@@ -19,10 +19,10 @@ from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from seqtile.ops.checks import check_dense, check_first_derivative, check_no_transform
+from seqtile.ops.chunks import chunks, resolve_chunk_tokens
 from seqtile.ops.linear import WeightGrad, main_grad_of
 from seqtile.ops.save_early import save_early, saved_for
 from seqtile.ops.state import ForwardState, Held, Tensors, default_generators, equal, nodes_behind
-from seqtile.ops.tiles import resolve_chunk_tokens, tiles
 
 Outputs = torch.Tensor | tuple[torch.Tensor, ...]
 TRIED_TOKENS = 8
@@ -48,8 +48,8 @@ def tiled(
             parameters. Each gets one gradient, summed over chunks in float32 and rounded once (or its `main_grad`
             does).
         shared: tensors that every chunk is given whole, with gradients, summed likewise.
-        chunk_tokens: tokens of a chunk (all dimensions but `dim` and the last counted in), see `ops/tiles.py`; None for
-            its rule.
+        chunk_tokens: tokens of a chunk (all dimensions but `dim` and the last counted in), see `ops/chunks.py`; None
+            for its rule.
         dim: the dimension that is cut.
         check: compute 8 tokens whole, once more and cut in two first, and raise ValueError if fn mixes tokens, keeps
             state or draws random numbers; what it changed is put back. For trying a function out: it waits for the
@@ -157,7 +157,7 @@ class TiledFunction(torch.autograd.Function):
             ctx.save_for_backward(*given, *call.params)
         held, length = call.held(given, ValueError), given[0].shape[call.dim]
         outputs: list[torch.Tensor] = []
-        for chunk in tiles(length, call.step):
+        for chunk in chunks(length, call.step):
             is_first = not outputs  # most functions use the same leaves in every chunk, so the graph of the first tells
             hidden = saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach)  # from a checkpoint around
             with torch.set_grad_enabled(is_first and call.differentiate), hidden:
@@ -201,7 +201,7 @@ class TiledFunction(torch.autograd.Function):
                     total.add_whole(gradient)
 
         with call.state.random_as_then():
-            for chunk in tiles(given[0].shape[call.dim], call.step):
+            for chunk in chunks(given[0].shape[call.dim], call.step):
                 add(chunk)
         return None, *d_inputs, *(None if total is None else total.result() for total in sums)
 
@@ -247,7 +247,7 @@ def _checked_outputs(outputs: Any, length: int, dim: int) -> tuple[torch.Tensor,
             raise TypeError(f"tiled: output {i} of fn is a {type(result).__name__}, expected a tensor")
         if not -result.dim() <= dim < result.dim() or result.shape[dim] != length:
             raise ValueError(
-                f"tiled: output {i} of fn is {list(result.shape)} for a tile of {length}, expected {length} along "
+                f"tiled: output {i} of fn is {list(result.shape)} for a chunk of {length}, expected {length} along "
                 f"dimension {dim}: fn must make one output a token"
             )
     return results
@@ -304,4 +304,6 @@ def _check_trial(fn: Callable, inputs: Tensors, shared: Tensors, dim: int) -> No
     elif not all(equal(torch.cat(cut, dim), result, rounded=True) for result, *cut in zip(whole, *parts, strict=True)):
         found.append("it mixes tokens: cut in two they give something else than whole")
     if found:
-        raise ValueError(f"tiled: fn is not the same tile by tile: {'; '.join(found)}; leave it untiled, or mend that")
+        raise ValueError(
+            f"tiled: fn is not the same chunk by chunk: {'; '.join(found)}; leave it untiled, or mend that"
+        )

@@ -273,7 +273,7 @@ def no_layer_tiled(model: PreTrainedModel, job: Job, ctx: sp.SequenceParallel | 
     tokens = math.ceil(job.seq_len / (1 if ctx is None else ctx.size))
     if not sizes or tokens > min(sizes):
         return None
-    tokens_are = f"{tokens:,} tokens are no more than a tile of {min(sizes):,}"
+    tokens_are = f"{tokens:,} tokens are no more than a chunk of {min(sizes):,}"
     return f"no layer was tiled, since {tokens_are}; pass a longer --seq-len"
 
 

@@ -21,13 +21,13 @@ from collections.abc import Sequence
 import torch
 
 from seqtile.ops.checks import autocast_dtype, check_operands
+from seqtile.ops.chunks import resolve_chunk_tokens
 from seqtile.ops.decoder_layer.attention import AttentionCall, attend_by_groups
 from seqtile.ops.decoder_layer.attention_graph import Attend
 from seqtile.ops.decoder_layer.params import LayerParams, Layout
 from seqtile.ops.decoder_layer.post_attention import PostAttentionFunction
 from seqtile.ops.linear import tensors_of, views_of
 from seqtile.ops.save_early import save_early
-from seqtile.ops.tiles import resolve_chunk_tokens
 from seqtile.protocols import SequenceParallelAttention
 
 

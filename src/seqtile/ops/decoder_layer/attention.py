@@ -18,12 +18,12 @@ from typing import NamedTuple
 import torch
 
 from seqtile.ops.checks import check_first_derivative
+from seqtile.ops.chunks import chunks
 from seqtile.ops.decoder_layer.attention_graph import Attend, AttentionGraph, OutsideLeaves, record, too_large
 from seqtile.ops.decoder_layer.params import AttentionParams, Layout
 from seqtile.ops.decoder_layer.qkv import QKV, Inputs, QKVByGroup, QKVGradients
 from seqtile.ops.linear import begin_sums, main_grad_of, main_grads_of, results_of, tensors_of, views_of, with_tensors
 from seqtile.ops.state import ForwardState
-from seqtile.ops.tiles import tiles
 from seqtile.protocols import SequenceParallelAttention
 
 
@@ -187,7 +187,7 @@ class _Backward:
         """Returns the gradients of the output projection."""
         layout, o, sums = self.layout, self.params.o.to(self.layout.dtype), self.sums.o
         if any(total is not None for total in sums):
-            for chunk in tiles(len(self.d_h), layout.chunk_tokens):
+            for chunk in chunks(len(self.d_h), layout.chunk_tokens):
                 o.add_gradients(sums, layout.scaled(self.d_h[chunk]), layout.joined(self.outs, chunk))
         return results_of(sums)
 
@@ -217,7 +217,7 @@ class _Backward:
         self.outs[group] = None
         projection = self.params.o.columns(layout.columns(group)[0]).to(layout.dtype)
         d_out = torch.empty_like(out, dtype=layout.dtype)
-        for chunk in tiles(len(out), layout.chunk_tokens):
+        for chunk in chunks(len(out), layout.chunk_tokens):
             projection.backward(self.d_h[chunk].to(layout.dtype), out=d_out[chunk])
         if layout.scale != 1:
             d_out.mul_(layout.scale)

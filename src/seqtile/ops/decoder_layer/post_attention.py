@@ -18,11 +18,11 @@ from torch.autograd.graph import Node
 
 from seqtile.kernels.dispatch import rms_norm, rms_norm_backward
 from seqtile.ops.checks import check_first_derivative
+from seqtile.ops.chunks import chunks
 from seqtile.ops.decoder_layer.params import Layout, MLPParams
 from seqtile.ops.gated_mlp import MLPChunk
 from seqtile.ops.linear import Projection, begin_sums, main_grads_of, results_of, tensors_of, with_tensors
 from seqtile.ops.save_early import saved_for
-from seqtile.ops.tiles import tiles
 
 
 class PostAttentionFunction(torch.autograd.Function):
@@ -94,7 +94,7 @@ class _Chunks:
         """Yields every chunk with h [C, D], written to `out` [T, D] if given, and norm(h) [C, D] in `rows`."""
         layout, x = self._layout, self._x
         buffer = torch.empty_like(x[: len(self.rows)]) if out is None else None
-        for chunk in tiles(len(x), layout.chunk_tokens):
+        for chunk in chunks(len(x), layout.chunk_tokens):
             rows = self.rows[: chunk.stop - chunk.start]
             h = out[chunk] if buffer is None else buffer[: len(rows)]
             projected = self._o.forward(layout.joined(self._attended, chunk), out=rows)

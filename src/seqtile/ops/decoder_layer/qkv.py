@@ -9,9 +9,9 @@ from typing import NamedTuple
 import torch
 
 from seqtile.kernels.dispatch import rms_norm, rms_norm_backward, rotary_
+from seqtile.ops.chunks import chunks
 from seqtile.ops.decoder_layer.params import AttentionParams, Layout, Norm
 from seqtile.ops.linear import Stack
-from seqtile.ops.tiles import tiles
 from seqtile.protocols import SequenceParallelAttention
 
 
@@ -129,7 +129,7 @@ def project(
     projection, rotated = inputs.stack(group).projection, _rotated(layout)
     buffer = x.new_empty(len(x), len(projection.weight), dtype=layout.dtype)
     unnormed = buffer.new_empty(len(x), rotated) if keep_unnormed else None
-    for chunk in tiles(len(x), normed.chunk_tokens):
+    for chunk in chunks(len(x), normed.chunk_tokens):
         made = projection.forward(normed.chunk(chunk), out=buffer[chunk])[:, :rotated]  # queries and keys [C, ...]
         if unnormed is not None:
             unnormed[chunk] = made
@@ -165,7 +165,7 @@ class QKVGradients:
         normed = Normed(self._inputs)
         d_rows = x.new_empty(count, len(stack.projection.weight), dtype=layout.dtype)
         recomputed = d_rows.new_empty(count, rotated) if unnormed is None and self._inputs.head_norms else None
-        for chunk in tiles(len(x), layout.chunk_tokens):
+        for chunk in chunks(len(x), layout.chunk_tokens):
             d_chunk, normed_chunk = d_rows[: chunk.stop - chunk.start], normed.chunk(chunk)
             torch.cat([d[chunk].flatten(1).to(layout.dtype) for d in d_qkv], 1, out=d_chunk)
             d_heads = d_chunk[:, :rotated].unflatten(1, (-1, layout.head_dim))
@@ -195,7 +195,7 @@ class QKVGradients:
         if d_normed is None:
             return
         d_weight = None if self._sums.norm.weight is None else self._sums.norm.weight.begun()
-        for chunk in tiles(len(x), layout.chunk_tokens):
+        for chunk in chunks(len(x), layout.chunk_tokens):
             rows = d_x[chunk]
             rms_norm_backward(x[chunk], *norm, d_normed[chunk], rows, add=rows, d_weight=d_weight)
 

@@ -1,15 +1,15 @@
-"""How many tokens a tile holds: one rule, for the loss and the MLP alike.
+"""The rule for how many tokens a chunk holds, for the loss and the MLP alike.
 
     chunk_tokens = max(2048, D), in a mixture of experts max(2048 * experts / experts a token, D)
 
 It depends on the model alone: constant in the number of tokens, the same on every rank, never read from free memory.
 
-- C >= D keeps the traffic of the weights below that of the activations (Mini-Sequence Transformer, 3.4): a tile of C
+- C >= D keeps the traffic of the weights below that of the activations (Mini-Sequence Transformer, 3.4): a chunk of C
   tokens reads D * M weights and C * (D + M) activations.
-- C >= 2048 keeps small models busy: a tile also reads and writes its fp32 weight gradient once, 8 bytes for 2 * C
+- C >= 2048 keeps small models busy: a chunk also reads and writes its fp32 weight gradient once, 8 bytes for 2 * C
   FLOP, which at 2048 tokens is 512 FLOP a byte, about three times what an H200 needs to stay compute-bound.
 
-At Llama-8B's shape (D 4096, M 14336, V 128256) a tile is 4096 tokens: 112 MiB a tensor in the MLP, 1.0 GiB of logits.
+At Llama-8B's shape (D 4096, M 14336, V 128256) a chunk is 4096 tokens: 112 MiB a tensor in the MLP, 1.0 GiB of logits.
 """
 
 from collections.abc import Iterator
@@ -18,16 +18,16 @@ from numbers import Integral
 MIN_CHUNK_TOKENS = 2048
 
 
-def resolve_chunk_tokens(chunk_tokens: int | None, hidden_size: int, spread: float = 1) -> int:
-    """The tokens of a tile: `chunk_tokens` if given, else the rule above.
+def resolve_chunk_tokens(chunk_tokens: int | None, hidden_size: int, sparsity: float = 1) -> int:
+    """Returns the tokens of a chunk: `chunk_tokens` if given, else the rule above.
 
-    `spread` is experts / experts a token in a mixture, 1 elsewhere. A tile's tokens are spread over all experts, so it
-    has at least 2048 * spread of them: each expert then meets 2048, on average.
+    `sparsity` is experts / experts a token in a mixture, 1 elsewhere. A chunk's tokens are shared out over all experts,
+    so it has at least 2048 * sparsity of them: each expert then meets 2048, on average.
 
     Raises TypeError or ValueError if `chunk_tokens` is not a positive int.
     """
     if chunk_tokens is None:
-        return max(hidden_size, int(MIN_CHUNK_TOKENS * spread))
+        return max(hidden_size, int(MIN_CHUNK_TOKENS * sparsity))
     if not isinstance(chunk_tokens, Integral) or isinstance(chunk_tokens, bool):
         raise TypeError(f"chunk_tokens: expected an int or None, got {chunk_tokens!r}; pass a number of tokens")
     if chunk_tokens < 1:
@@ -35,7 +35,7 @@ def resolve_chunk_tokens(chunk_tokens: int | None, hidden_size: int, spread: flo
     return int(chunk_tokens)
 
 
-def tiles(tokens: int, chunk_tokens: int) -> Iterator[slice]:
-    """Slices of at most `chunk_tokens` rows that cover `tokens` rows in order."""
+def chunks(tokens: int, chunk_tokens: int) -> Iterator[slice]:
+    """Yields slices of at most `chunk_tokens` rows that cover `tokens` rows in order."""
     for start in range(0, tokens, chunk_tokens):
         yield slice(start, min(start + chunk_tokens, tokens))

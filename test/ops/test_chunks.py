@@ -2,12 +2,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqtile.ops.tiles import MIN_CHUNK_TOKENS, resolve_chunk_tokens, tiles
+from seqtile.ops.chunks import MIN_CHUNK_TOKENS, chunks, resolve_chunk_tokens
 
 
 @given(tokens=st.integers(1, 10_000), chunk_tokens=st.integers(1, 12_000))
 def test_tiles_cover_every_row_once_in_order(tokens: int, chunk_tokens: int) -> None:
-    slices = list(tiles(tokens, chunk_tokens))
+    slices = list(chunks(tokens, chunk_tokens))
     assert [row for tile in slices for row in range(tile.start, tile.stop)] == list(range(tokens))
     assert all(tile.stop - tile.start == chunk_tokens for tile in slices[:-1])
 

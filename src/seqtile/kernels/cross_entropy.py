@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from seqtile.kernels.vectors import LossOptions, RowVectors
+from seqtile.kernels import LossOptions, RowVectors
 
 NUM_WARPS = 8
 THREADS = 32 * NUM_WARPS  # on AMD, whose warps have 64, two threads share a maximum

@@ -22,6 +22,7 @@ from benchmark.rows import append
 
 from assertions import FLOOR, relative_error
 from seqtile import apply_seqtile
+from seqtile.kernels import LossOptions
 from seqtile.kernels.dispatch import (
     cross_entropy_,
     gated_activation_,
@@ -30,7 +31,6 @@ from seqtile.kernels.dispatch import (
     rms_norm_backward,
     rotary_,
 )
-from seqtile.kernels.vectors import LossOptions
 from seqtile.offload.checkpointing import enable_checkpointing
 from seqtile.ops.linear import WeightGrad
 

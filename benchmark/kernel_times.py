@@ -19,6 +19,7 @@ from benchmark.one_tile import Tile, tile_at_hand
 from benchmark.rates import Rates
 from benchmark.rows import append
 
+from seqtile.kernels import LossOptions
 from seqtile.kernels.dispatch import (
     cross_entropy_,
     gated_activation_,
@@ -27,7 +28,6 @@ from seqtile.kernels.dispatch import (
     rms_norm_backward,
     rotary_,
 )
-from seqtile.kernels.vectors import LossOptions
 from seqtile.ops.linear import WeightGrad
 
 WARM, TURNS = 3, (30 if DEVICE == "cuda" else 3)

@@ -221,7 +221,7 @@ MUTANTS = (
     ),
     Mutant(
         "modules: class weights are not passed on",
-        "modules/loss.py",
+        "modules/__init__.py",
         "class_weight=self.class_weight, **self.options",
         "**self.options",
         ("modules/test_loss.py",),

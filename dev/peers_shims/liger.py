@@ -16,8 +16,8 @@ from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 import seqtile
 from seqtile.arch import ARCHS
+from seqtile.kernels import LossOptions
 from seqtile.kernels.dispatch import cross_entropy_, gated_activation_, gated_activation_backward_
-from seqtile.kernels.vectors import LossOptions
 from seqtile.models.mlp import tiled_experts_forward
 from seqtile.models.placement import Options
 

@@ -78,7 +78,7 @@ def finetune(job: Job) -> None:
 
 @command
 def plan(asked: Question) -> None:
-    """What fits, before it runs: the longest sequence with each feature turned on, and what a step then holds.
+    """Tells what fits, before it runs: the longest sequence with each feature turned on, and what a step then holds.
 
     Exits with 1 if a sequence of --seq-len does not fit.
     """

@@ -10,8 +10,7 @@ triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="the interpreter replaces the compiler")
 
 from kernels.ahead import TARGETS, Compiled, compiled  # noqa: E402
-from seqtile.kernels import cross_entropy, gated_activation, rms_norm, rotary  # noqa: E402
-from seqtile.kernels.vectors import LossOptions, RowVectors  # noqa: E402
+from seqtile.kernels import LossOptions, RowVectors, cross_entropy, gated_activation, rms_norm, rotary  # noqa: E402  # noqa: E402
 
 MODULES = (cross_entropy, gated_activation, rms_norm, rotary)
 ROWS = 4096

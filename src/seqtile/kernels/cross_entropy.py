@@ -10,7 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
-from seqtile.kernels.vectors import LossOptions, RowVectors
+from seqtile.kernels import LossOptions, RowVectors
 
 NUM_WARPS = 8
 THREADS = 32 * NUM_WARPS  # on AMD, whose warps have 64, two threads share a maximum
@@ -22,7 +22,8 @@ SMALLEST = tl.constexpr(-1e38)  # finite, so that a first step of -inf alone doe
 
 @triton.jit
 def _tanh(x):
-    """tanh in float32, to 3e-7 relative: near 0, where 1 - exp would cancel, its Taylor polynomial up to x**9."""
+    """Computes tanh in float32, to 3e-7 relative: near 0, where 1 - exp would cancel, its Taylor polynomial up to
+    x**9."""
     magnitude = tl.abs(x)
     decay = tl.exp2(magnitude * (-2.0 * LOG2E))
     far = (1.0 - decay) / (1.0 + decay)
@@ -37,7 +38,7 @@ def _logits(
     row_ptr, bias_ptr, columns, vocab, logit_scale, softcap, temperature,
     MASKED: tl.constexpr, HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, TEMPERED: tl.constexpr,
 ):  # fmt: skip
-    """The logits of `columns`, if MASKED -inf beyond the row's end, and their slope: that of the cap alone."""
+    """Returns the logits of `columns`, if MASKED -inf beyond the row's end, and their slope: that of the cap alone."""
     mask = columns < vocab if MASKED else None
     x = tl.load(row_ptr + columns, mask=mask).to(tl.float32)
     if SCALED:
@@ -64,7 +65,7 @@ def _add_step(
     HAS_CLASS_WEIGHT: tl.constexpr, SMOOTHED: tl.constexpr, ENTROPY: tl.constexpr, PREDICTED: tl.constexpr,
     THREADS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Every thread's statistics [THREADS] with what the step at `start` adds to them."""
+    """Returns every thread's statistics [THREADS] with what the step at `start` adds to them."""
     columns = start + tl.arange(0, THREADS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     x, _ = _logits(
         row_ptr, bias_ptr, columns, vocab, logit_scale, softcap, temperature, MASKED, HAS_BIAS, SCALED, CAPPED, TEMPERED
@@ -100,8 +101,8 @@ def _statistics(
     HAS_CLASS_WEIGHT: tl.constexpr, SMOOTHED: tl.constexpr, ENTROPY: tl.constexpr, PREDICTED: tl.constexpr,
     THREADS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Of one row's logits x: the largest, sum(exp(x - largest)), entropy, the index of the largest, and sums of
-    class_weight and of class_weight * x. What is not asked for is meaningless."""
+    """Returns, of one row's logits x, the largest, sum(exp(x - largest)), entropy, the index of the largest, and sums
+    of class_weight and of class_weight * x. What is not asked for is meaningless."""
     largest = tl.full([THREADS], SMALLEST, tl.float32)
     nothing = tl.full([THREADS], 0.0, tl.float32)
     total, centred = nothing, nothing  # of exp(x - largest), of exp(x - largest) (x - largest)
@@ -145,7 +146,7 @@ def _write_gradient(
     HAS_CLASS_WEIGHT: tl.constexpr, SMOOTHED: tl.constexpr, ENTROPY_GRAD: tl.constexpr,
     THREADS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Over one step of a row; `of_all` is what exp(x - row_max) is multiplied by."""
+    """Writes the gradient of one step of a row; `of_all` is what exp(x - row_max) is multiplied by."""
     first, in_thread = tl.arange(0, THREADS) * COLUMNS, tl.arange(0, COLUMNS)
     columns = start + first[:, None] + in_thread[None, :]
     mask = columns < vocab if MASKED else None

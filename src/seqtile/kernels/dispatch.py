@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from seqtile.kernels import eager
-from seqtile.kernels.vectors import LossOptions, RowVectors
+from seqtile.kernels import LossOptions, RowVectors, eager
 
 try:
     import triton

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from seqtile.kernels.vectors import LossOptions, RowVectors
+from seqtile.kernels import LossOptions, RowVectors
 
 BLOCK_BYTES = 2**20  # a float32 copy of some rows, so that its passes stay in a core's cache
 

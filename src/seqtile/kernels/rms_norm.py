@@ -16,13 +16,14 @@ RESIDENT = {8: 3, 16: 1}
 
 @triton.jit
 def token_and_head(row, heads):
-    """Of a row (int32, which divides faster), in int64: times a stride either may pass 2**31."""
+    """Returns both of a row (int32, which divides faster) in int64: times a stride either may pass 2**31."""
     return (row // heads).to(tl.int64), (row % heads).to(tl.int64)
 
 
 @triton.jit
 def _scale(x, is_row, width, eps):
-    """1 / rms of rows; 1 of those past the last, all zero, as 0 * inf would reach the sum of d_weight with eps 0."""
+    """Returns 1 / rms of rows; 1 of those past the last, all zero, as 0 * inf would reach the sum of d_weight with eps
+    0."""
     return tl.rsqrt(tl.where(is_row, tl.sum(x * x, 1) / width + eps, 1.0))[:, None]
 
 
@@ -163,5 +164,5 @@ def _block(width: int) -> dict[str, int]:
 
 
 def _multiprocessors(device: torch.device) -> int:
-    """Of a GPU; Triton's interpreter runs one program after the other."""
+    """Returns a GPU's number of them; Triton's interpreter runs one program after the other."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

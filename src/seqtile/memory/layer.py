@@ -190,8 +190,9 @@ class Layer:
         rows = self.mlp_chunk if chunked else self.tokens
         inner = rows * shape.mlp * setup.bytes
         sums = self._sums(3 * shape.hidden * shape.mlp * max(shape.experts, 1)) if chunked else 0
-        if shape.experts:
-            return Part(0, sums + self._experts(rows * shape.experts_per_token) + self.hidden)
+        if shape.experts:  # the sums begin when the first chunk is differentiated
+            later = sums + self._experts(min(rows, self.tokens - rows) * shape.experts_per_token) if chunked else 0
+            return Part(0, max(self._experts(rows * shape.experts_per_token), later) + self.hidden)
         if chunked:
             outer = self.hidden * (2 if arch.norm_after else 1)
             return Part(0, 3 * inner + sums + self._rounded(sums) + outer)

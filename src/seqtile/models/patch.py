@@ -83,7 +83,7 @@ PARTS = (LOSS, MLP, EXPERTS, LAYER, NORM, BASE)
 
 @dataclass
 class ClassPatch:
-    """What was applied to the classes of one architecture."""
+    """A record of what was applied to the classes of one architecture."""
 
     asked: set[str] = field(default_factory=set)
     owners: dict[type, None] = field(default_factory=dict)

@@ -37,7 +37,7 @@ HELD = "_seqtile_placement"  # what a module holds, None on its own class
 
 @dataclass(frozen=True)
 class Options:
-    """What is to be tiled and how, as `apply_seqtile_to_llama` is asked for it."""
+    """The options of a call: what is to be tiled and how, as `apply_seqtile_to_llama` is asked for it."""
 
     mlp: bool = True
     loss: bool = True

@@ -1,4 +1,4 @@
-"""What is tiled, by whom, and what another library took back."""
+"""The status of a model: what is tiled, by whom, and what another library took back."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -17,7 +17,7 @@ _PASS_ON = ("accelerate", "torch")  # whose wrappers call what they wrap whateve
 
 @dataclass(frozen=True)
 class PartStatus:
-    """Who computes one part of a model."""
+    """The status of one part of a model: who computes it."""
 
     name: str
     applied: bool
@@ -98,7 +98,7 @@ def status(model: nn.Module) -> ModelStatus:
 
 
 def notes_on(model: nn.Module, loss: PartStatus | None, mlp: PartStatus, layer: PartStatus | None) -> Iterator[str]:
-    """What a reader of `status` may not expect."""
+    """Yields what a reader of `status` may not expect."""
     if loss is not None and loss.tiled:
         yield "in training the loss is computed without logits, which are None; skip_logits=False asks for them"
     if mlp.tiled:

@@ -1,9 +1,93 @@
-"""nn.Modules over the ops, for models that are not Hugging Face's: options once, tensors at every call.
+"""The loss and the log-probabilities of a linear head as nn.Modules: options once, tensors at every call.
 
 They hold no weight: the head's is passed at every call, so that it may be tied to an embedding, or belong to a module
 that something else shards.
 """
 
-from seqtile.modules.loss import LinearCrossEntropyLoss, LinearLogProbs
+import torch
+from torch import nn
 
-__all__ = ["LinearCrossEntropyLoss", "LinearLogProbs"]
+from seqtile.ops.linear_cross_entropy import LossMetrics, linear_cross_entropy
+from seqtile.ops.linear_log_probs import linear_log_probs
+
+
+class LinearCrossEntropyLoss(nn.Module):
+    """Computes nn.CrossEntropyLoss()(hidden @ weight.T + bias, target) without the logits; for the options see
+    `seqtile.linear_cross_entropy`.
+
+    `class_weight` is a buffer: it moves with the module and is in its state_dict. With it a "mean" divides `z_loss` too
+    by the sum of the labels' weights, where Liger divides it by their number. `return_metrics`: a call returns
+    (loss, LossMetrics), of which `logsumexp` and `mean_entropy` have gradients.
+    """
+
+    class_weight: torch.Tensor | None
+
+    def __init__(
+        self,
+        *,
+        ignore_index: int | None = -100,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+        class_weight: torch.Tensor | None = None,
+        z_loss: float = 0.0,
+        softcap: float | None = None,
+        logit_scale: float = 1.0,
+        accumulate_dtype: torch.dtype | None = torch.float32,
+        chunk_tokens: int | None = None,
+        return_metrics: bool = False,
+    ) -> None:
+        options = dict(locals())
+        super().__init__()
+        self.register_buffer("class_weight", options.pop("class_weight"))
+        self.options = {name: value for name, value in options.items() if name not in ("self", "__class__")}
+
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        target: torch.Tensor,
+        *,
+        bias: torch.Tensor | None = None,
+        num_items: int | float | torch.Tensor | None = None,
+    ) -> torch.Tensor | tuple[torch.Tensor, LossMetrics]:
+        """hidden [..., D], weight [V, D], target [...], bias [V], num_items as in
+        `seqtile.linear_cross_entropy`."""
+        return linear_cross_entropy(
+            hidden, weight, target, bias=bias, num_items=num_items, class_weight=self.class_weight, **self.options
+        )
+
+    def extra_repr(self) -> str:
+        return _options_repr(self.options)
+
+
+class LinearLogProbs(nn.Module):
+    """Computes log softmax((hidden @ weight.T + bias) / temperature)[target] without the logits; for the options see
+    `seqtile.linear_log_probs`."""
+
+    def __init__(
+        self,
+        *,
+        temperature: float = 1.0,
+        return_entropy: bool = False,
+        ignore_index: int | None = -100,
+        softcap: float | None = None,
+        logit_scale: float = 1.0,
+        accumulate_dtype: torch.dtype | None = torch.float32,
+        chunk_tokens: int | None = None,
+    ) -> None:
+        options = dict(locals())
+        super().__init__()
+        self.options = {name: value for name, value in options.items() if name not in ("self", "__class__")}
+
+    def forward(
+        self, hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, *, bias: torch.Tensor | None = None
+    ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+        """hidden [..., D], weight [V, D], target [...], bias [V]."""
+        return linear_log_probs(hidden, weight, target, bias=bias, **self.options)
+
+    def extra_repr(self) -> str:
+        return _options_repr(self.options)
+
+
+def _options_repr(options: dict[str, object]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in options.items())

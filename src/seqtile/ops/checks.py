@@ -1,4 +1,4 @@
-"""What every op requires of its tensors, checked before anything is computed."""
+"""Checks of what every op requires of its tensors, made before anything is computed."""
 
 import torch
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
@@ -7,7 +7,7 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
-    """The dtype that autocast would give a matrix product on x's device, None outside autocast."""
+    """Returns the dtype that autocast would give a matrix product on x's device, None outside autocast."""
     device = x.device.type
     if device != "meta" and torch.is_autocast_enabled(device):
         return torch.get_autocast_dtype(device)
@@ -15,7 +15,8 @@ def autocast_dtype(x: torch.Tensor) -> torch.dtype | None:
 
 
 def check_operands(op: str, reference: str, operands: dict[str, torch.Tensor]) -> None:
-    """All of `operands` (name -> tensor) plain, on one device and, outside autocast, of one dtype: that of `reference`.
+    """Checks that all of `operands` (name -> tensor) are plain, on one device and, outside autocast, of one dtype:
+    that of `reference`.
 
     Raises TypeError for a type, layout or dtype, ValueError for a device.
     """

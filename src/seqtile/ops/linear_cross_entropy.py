@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from seqtile.kernels.vectors import LossOptions
+from seqtile.kernels import LossOptions
 from seqtile.ops.checks import (
     autocast_dtype,
     check_dense,

@@ -19,8 +19,8 @@ from typing import NamedTuple
 
 import torch
 
+from seqtile.kernels import LossOptions
 from seqtile.kernels.dispatch import cross_entropy_
-from seqtile.kernels.vectors import LossOptions
 from seqtile.ops.checks import check_first_derivative
 from seqtile.ops.chunks import chunks
 from seqtile.ops.linear import WeightGrad, main_grad_of, scale_

@@ -1,4 +1,5 @@
-"""What a function that runs again must find and leave as it was: random numbers, autocast, tensors, generators.
+"""The state that a function which runs again must find and leave as it was: random numbers, autocast, tensors,
+generators.
 
 A tiled function runs once a chunk, and once more in the backward.
 
@@ -187,8 +188,8 @@ class Held:
 
 
 def _found_in(roots: list[tuple[str, Any]]) -> Iterator[tuple[str, Any, Any]]:
-    """Every tensor and generator among the named roots or held by one, each once, of a module's parameters none: its
-    name, itself, and the module whose attribute it is, or None."""
+    """Yields every tensor and generator among the named roots or held by one, each once, of a module's parameters
+    none: its name, itself, and the module whose attribute it is, or None."""
     seen: dict[int, Any] = {}  # holds what it has seen, so that no other object gets its id
     pending = [(name, thing, None) for name, thing in reversed(roots)]
     while pending:
@@ -214,8 +215,8 @@ def _is_module(thing: Any) -> bool:
 
 
 def _inside(name: str, thing: Any) -> Iterable[tuple[str, Any]]:
-    """What a function, a bound one, a container or a module is made of; of any other object those attributes that are
-    tensors, generators or modules."""
+    """Returns what a function, a bound one, a container or a module is made of; of any other object those attributes
+    that are tensors, generators or modules."""
     if isinstance(thing, partial):
         return (name, thing.func), ("args", thing.args), ("keywords", thing.keywords)
     if isinstance(thing, MethodType | BuiltinMethodType):
@@ -238,8 +239,8 @@ def _inside(name: str, thing: Any) -> Iterable[tuple[str, Any]]:
 
 
 def _named_by(function: FunctionType) -> dict[str, Any]:
-    """What a function's closure and defaults hold, and the globals that its code names, but for functions of other
-    files, such as torch's: they keep nothing of its author's."""
+    """Returns what a function's closure and defaults hold, and the globals that its code names, but for functions of
+    other files, such as torch's: they keep nothing of its author's."""
     code, shared, defaults = function.__code__, function.__globals__, function.__defaults__ or ()
     found = dict(zip(code.co_varnames[code.co_argcount - len(defaults) :], defaults, strict=False))
     found |= function.__kwdefaults__ or {}
@@ -252,13 +253,13 @@ def _named_by(function: FunctionType) -> dict[str, Any]:
 
 
 def _names_in(code: CodeType) -> set[str]:
-    """The names that code uses, that of functions and comprehensions within it included."""
+    """Returns the names that code uses, that of functions and comprehensions within it included."""
     inner = (_names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType))
     return set(code.co_names).union(*inner)
 
 
 def nodes_behind(ends: Iterable[Node | None], start: Node | None = None) -> Iterator[Node]:
-    """Every node that a backward from `ends` reaches, once each; without `start` and what only it leads to."""
+    """Yields every node that a backward from `ends` reaches, once each; without `start` and what only it leads to."""
     seen: set[Node | None] = {start, None}
     pending = list(ends)
     while pending:

@@ -15,7 +15,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Question:
-    """What is asked of `seqtile plan`. Each field is an option of that command; those of a name that `memory.Setup` has
+    """A question to `seqtile plan`. Each field is an option of that command; those of a name that `memory.Setup` has
     are its fields."""
 
     model: Annotated[str, Argument(help=f"A config.json, its directory, or {', '.join(KNOWN)}.")]

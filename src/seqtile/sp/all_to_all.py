@@ -33,7 +33,7 @@ class Piece(NamedTuple):
 
 
 class Sharding(NamedTuple):
-    """How q, k and v [B, heads, tokens, K] lie on this rank, on one side of the all-to-all."""
+    """The layout of q, k and v [B, heads, tokens, K] lie on this rank, on one side of the all-to-all."""
 
     sizes: Sequence[tuple[int, int]]
     """Tokens and heads of each."""

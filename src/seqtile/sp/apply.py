@@ -103,7 +103,7 @@ def _check(model: PreTrainedModel, implementation: str) -> None:
 
 @dataclass
 class Applied:
-    """What was applied to a model: its hooks, and what they tell one another in a forward."""
+    """The hooks that were applied to a model, and what they tell one another in a forward."""
 
     ctx: SequenceParallel
     implementation: str

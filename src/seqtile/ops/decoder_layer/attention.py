@@ -29,7 +29,7 @@ from seqtile.protocols import SequenceParallelAttention
 
 @dataclass(frozen=True)
 class AttentionCall:
-    """How attention is to be computed; see `decoder_layer`."""
+    """One call of attention: everything about it but its tensors; see `decoder_layer`."""
 
     layout: Layout
     attend: Attend

@@ -20,7 +20,7 @@ Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 """Queries [B, h, S, K], keys and values [B, kv, S, K] to what attention makes of them."""
 
 LARGE = 4
-"""What is saved besides the output may have this fraction of its bytes: a log-sum-exp, the lengths of documents."""
+"""Tensors saved besides the output may have this fraction of its bytes: a log-sum-exp, the lengths of documents."""
 
 
 class QKVFunction(torch.autograd.Function):

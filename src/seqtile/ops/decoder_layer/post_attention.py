@@ -60,18 +60,31 @@ class PostAttentionFunction(torch.autograd.Function):
         layout: Layout = ctx.layout
         x, *saved = saved_for(ctx)
         attended, params = saved[: layout.groups], with_tensors(ctx.params, saved[layout.groups :])
-        norm = params[1].norm
         sums = begin_sums(params[1], ctx.needs_input_grad[5 + layout.groups :], ctx.main_grads)
-        d_norm = None if sums.norm.weight is None else sums.norm.weight.begun()
-        d_y, d_h = d_y.contiguous().view(x.shape), torch.empty_like(x)
-        compute = _Chunks(layout, params, x, attended)
-        d_rows = compute.rows.new_empty(compute.rows.shape)
-        for chunk, h, normed in compute.residuals():
-            d_normed = d_rows[: len(h)]
-            compute.mlp.backward(normed, layout.scaled(d_y[chunk]), sums[1:], d_normed)
-            rms_norm_backward(h, *norm, d_normed, d_h[chunk], add=d_y[chunk], d_weight=d_norm)
+        d_h = _backward(layout, params, sums, x, attended, d_y.contiguous().view(x.shape))
         placeholders = [out.new_zeros(()).expand(out.shape) for out in attended]
         return None, None, None, None, d_h, *placeholders, *results_of(sums)
+
+
+def _backward(
+    layout: Layout,
+    params: tuple[Projection, MLPParams],
+    sums: MLPParams,
+    x: torch.Tensor,
+    attended: Sequence[torch.Tensor],
+    d_y: torch.Tensor,
+) -> torch.Tensor:
+    """Returns the gradient of h [T, D], and adds those of the parameters to `sums`. Its chunks are gone when the sums
+    are rounded."""
+    d_h, norm = torch.empty_like(x), params[1].norm
+    d_norm = None if sums.norm.weight is None else sums.norm.weight.begun()
+    compute = _Chunks(layout, params, x, attended)
+    d_rows = torch.empty_like(compute.rows)
+    for chunk, h, normed in compute.residuals():
+        d_normed = d_rows[: len(h)]
+        compute.mlp.backward(normed, layout.scaled(d_y[chunk]), sums[1:], d_normed)
+        rms_norm_backward(h, *norm, d_normed, d_h[chunk], add=d_y[chunk], d_weight=d_norm)
+    return d_h
 
 
 class _Chunks:

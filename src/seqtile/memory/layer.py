@@ -14,8 +14,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
-from seqtile.memory.setup import Setup, expect
-from seqtile.memory.shape import Shape
+from seqtile.memory.setup import Setup, Shape, expect
 
 MIN_CHUNK_TOKENS = 2048  # as in seqtile.ops.chunks, which needs torch
 AUTO_GROUPS = 8  # as in seqtile.models.layer, which needs torch

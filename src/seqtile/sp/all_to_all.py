@@ -106,7 +106,7 @@ class Piece(NamedTuple):
 
 
 class Sharding(NamedTuple):
-    """The layout of q, k and v [B, heads, tokens, K] lie on this rank, on one side of the all-to-all."""
+    """The pieces of q, k and v [B, heads, tokens, K] on this rank, on one side of the all-to-all."""
 
     sizes: Sequence[tuple[int, int]]
     """Tokens and heads of each."""

@@ -7,8 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from seqtile import offload
 from seqtile.offload.checkpointing import Checkpoints, enable_checkpointing, hand_out
-from seqtile.offload.pinned import Pool
-from seqtile.offload.store import Copies, Store
+from seqtile.offload.store import Copies, Pool, Store
 
 
 def build(

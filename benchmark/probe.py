@@ -15,7 +15,7 @@ import torch
 from benchmark.device import CLOCKS, DEVICE, Watch, description, output, synchronize
 from benchmark.rows import append
 
-from seqtile.offload.pinned import Pool, available
+from seqtile.offload.store import Pool, available
 
 GIB = 2**30
 

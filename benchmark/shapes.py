@@ -3,7 +3,7 @@
 from dataclasses import replace
 from typing import NamedTuple
 
-from seqtile.memory.shape import KNOWN, Shape
+from seqtile.memory.setup import KNOWN, Shape
 
 SHAPES = {
     "tiny": Shape(64, 128, 2, 4, 2, 16, 1000),

@@ -36,14 +36,14 @@ MUTANTS = (
     ),
     Mutant(
         "pool: what is returned still counts",
-        "offload/pinned.py",
+        "offload/store.py",
         "self.total -= len(block)",
         "self.total -= 0",
         STORE,
     ),
     Mutant(
         "host memory: nothing is left to the machine",
-        "offload/pinned.py",
+        "offload/store.py",
         "max(0, min(rooms) - KEPT_FREE)",
         "max(0, min(rooms))",
         STORE,

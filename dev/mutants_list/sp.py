@@ -82,14 +82,14 @@ MUTANTS = (
     ),
     Mutant(
         "heads: ranks that share a head have unequal work",
-        "sp/head_shares.py",
+        "sp/all_to_all.py",
         "low, high = (ends[part], ends[part + 1]), (ends[-part - 2], ends[-part - 1])",
         "low, high = (ends[2 * part], ends[2 * part + 1]), (ends[2 * part + 1], ends[2 * part + 2])",
         HEADS,
     ),
     Mutant(
         "heads: kv heads that are read unequally are computed together",
-        "sp/head_shares.py",
+        "sp/all_to_all.py",
         "if len(set(read)) == 1:",
         "if len(set(read)) > 0:",
         DOCUMENTS,

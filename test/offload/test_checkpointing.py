@@ -12,8 +12,7 @@ from measure import LiveBytes
 from seqtile import apply_seqtile, offload
 from seqtile.arch import ARCHS
 from seqtile.offload.checkpointing import Checkpoints, hand_out
-from seqtile.offload.pinned import HostMemoryFull, Pool
-from seqtile.offload.store import Copies, Store
+from seqtile.offload.store import Copies, HostMemoryFull, Pool, Store
 from tiny import batch_of, build, checkpointing, loss_and_gradients
 
 CPU = torch.device("cpu")

@@ -10,8 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seqtile.offload.pinned import KEPT_FREE, HostMemoryFull, Pool, available
-from seqtile.offload.store import Copies, Store
+from seqtile.offload.store import KEPT_FREE, Copies, HostMemoryFull, Pool, Store, available
 
 CPU = torch.device("cpu")
 

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from measure import LiveBytes
 from seqtile.sp import backends
+from seqtile.sp.all_to_all import HeadShare, Rows, head_share
 from seqtile.sp.backends import attend, block_mask, blocks, check
-from seqtile.sp.head_shares import HeadShare, Rows, head_share
 from seqtile.sp.layout import documents_of, layout_of
 from sp.attentions import INSTALLED, asked, install
 

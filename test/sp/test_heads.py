@@ -3,7 +3,7 @@
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seqtile.sp.head_shares import count, head_share, within
+from seqtile.sp.all_to_all import count, head_share, within
 
 
 @st.composite

@@ -8,8 +8,8 @@ import torch.distributed as dist
 
 from assertions import assert_as_exact, relative_error
 from seqtile import sp
+from seqtile.sp.all_to_all import HeadShare, head_share
 from seqtile.sp.backends import attend
-from seqtile.sp.head_shares import HeadShare, head_share
 from sp.attentions import asked, dense
 from sp.cases import WRAPPED, attention_cases, batch_of_kind
 from tiny import build, loss_and_gradients

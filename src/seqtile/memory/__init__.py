@@ -11,8 +11,19 @@ from typing import Any
 
 from seqtile.arch import ARCHS
 from seqtile.memory.layer import groups_of
-from seqtile.memory.setup import GIB, OFFLOAD, OPTIMIZERS, TILES, Setup, expect, is_count, setup_of
-from seqtile.memory.shape import KNOWN, Shape, shape_of
+from seqtile.memory.setup import (
+    GIB,
+    KNOWN,
+    OFFLOAD,
+    OPTIMIZERS,
+    TILES,
+    Setup,
+    Shape,
+    expect,
+    is_count,
+    setup_of,
+    shape_of,
+)
 from seqtile.memory.step import Moment, Parts, Step
 
 __all__ = ["KNOWN", "OFFLOAD", "OPTIMIZERS", "TILES", "Longest", "Plan", "Setup", "Shape"]

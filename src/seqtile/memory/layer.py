@@ -1,6 +1,7 @@
 """The bytes alive while a layer is recomputed and differentiated, at each moment at which they may peak.
 
-The sums follow Hugging Face's code line by line, `seqtile.ops`, `seqtile.sp`, and FlashAttention-2's workspace: dq in
+`test/memory/test_against_simulation.py` holds them against every allocation of simulated steps, to 5 %. The sums follow
+Hugging Face's code line by line, `seqtile.ops`, `seqtile.sp`, and FlashAttention-2's workspace: dq in
 float32, and dk and dv for every query head where heads share keys. What waits outside of the layer is in `step`. All in
 bytes of one GPU, for its tokens.
 
@@ -14,8 +15,7 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
-from seqtile.memory.setup import Setup, expect
-from seqtile.memory.shape import Shape
+from seqtile.memory.setup import Setup, Shape, expect
 
 MIN_CHUNK_TOKENS = 2048  # as in seqtile.ops.chunks, which needs torch
 AUTO_GROUPS = 8  # as in seqtile.models.layer, which needs torch

@@ -4,8 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from seqtile.memory.layer import FLOAT, Layer, Working
-from seqtile.memory.setup import GIB, OPTIMIZERS, Setup
-from seqtile.memory.shape import Shape
+from seqtile.memory.setup import GIB, OPTIMIZERS, Setup, Shape
 
 BUCKET = 500_000_000  # elements that are reduced at a time: DeepSpeed's default
 

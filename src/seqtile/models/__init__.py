@@ -1,13 +1,18 @@
-"""The public faces: one line that tiles a Hugging Face model."""
+"""The public faces: one line that tiles a Hugging Face model, and `status`, which tells what of it is tiled, by whom,
+and what another library took back.
+"""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
 
 from torch import nn
 
 from seqtile.arch import ARCHS, Arch, find_arch
-from seqtile.models.patch import apply, model_type_of, restore, unwrapped
-from seqtile.models.placement import Options
-from seqtile.models.status import status
+from seqtile.models.layer import groups_of, is_checkpointed
+from seqtile.models.mlp import sparsity_of
+from seqtile.models.patch import EXPERTS, LAYER, LOSS, MLP, Part, apply, asked_of, model_type_of, restore, unwrapped
+from seqtile.models.placement import Options, current_forward, package_of, placement_at, wrappers_at
+from seqtile.ops.chunks import resolve_chunk_tokens
 
 __all__ = [
     "ENTRIES",
@@ -81,3 +86,144 @@ def _entry(arch: Arch) -> Callable[..., None]:
 
 
 ENTRIES = {f"apply_seqtile_to_{model_type}": _entry(arch) for model_type, arch in ARCHS.items()}
+
+
+_PASS_ON = ("accelerate", "torch")  # whose wrappers call what they wrap whatever they are given
+
+
+@dataclass(frozen=True)
+class PartStatus:
+    """The status of one part of a model: who computes it."""
+
+    name: str
+    applied: bool
+    """Whether seqtile was applied to this part, of this model or of its classes."""
+    tiled: int
+    total: int
+    """How many of its modules run seqtile's forward, of how many."""
+    others: tuple[str, ...]
+    """The packages whose forwards run on the rest, such as "transformers" or "liger_kernel"."""
+    chunk_tokens: tuple[int, ...]
+    """Tokens a chunk, of each kind of module; empty if nothing is tiled."""
+    fallback: str | None
+    """Why some are called chunk by chunk (`seqtile.tiled`) instead of having their weights read, if some are."""
+    problem: str | None
+    """Why the tiled forward will refuse to run, if it will."""
+    head_groups: int | None = None
+    """How many groups of heads attend one after the other; None if all do at once."""
+    wrappers: tuple[str, ...] = ()
+    """The packages whose forwards stand around seqtile's and decide at every call whether to call it."""
+
+    def __str__(self) -> str:
+        if self.tiled:
+            text = f"seqtile, {' or '.join(map(str, self.chunk_tokens))} tokens a chunk"
+            if self.total > 1:
+                text += f", {self.tiled} of {self.total} layers"
+            if self.head_groups:
+                text += f", attention by {self.head_groups} groups of heads"
+            if self.wrappers:
+                text += f", where the forward from {', '.join(self.wrappers)} around it calls it"
+        else:
+            text = f"not tiled: {', '.join(self.others)}"
+        if self.applied and self.tiled < self.total:
+            takers = [package for package in self.others if package != "transformers"]
+            reason = "it was not built of the tiled classes"
+            if takers:  # Liger takes a forward back; that of another package is a subclass's own
+                liger = takers == ["liger_kernel"]
+                reason = "liger_kernel took it back" if liger else f"the forward that runs is from {takers[0]}"
+            text += f"; {reason}: apply seqtile to this model, last"
+        if self.fallback and not self.problem:
+            text += f"; called chunk by chunk, because {self.fallback}"
+        if self.problem:
+            text += f"; REFUSES: {self.problem}"
+        return text
+
+
+@dataclass(frozen=True)
+class ModelStatus:
+    """The answer of `seqtile.status`; print it."""
+
+    model: str
+    loss: PartStatus | None
+    """None for a model without a language-model head."""
+    mlp: PartStatus
+    layer: PartStatus | None = None
+    """Everything of a layer but attention; None where that was not asked for. Its chunks take the MLP along."""
+    notes: tuple[str, ...] = ()
+    """Where what is tiled does nothing, or is not what one may expect."""
+
+    def __str__(self) -> str:
+        lines = [self.model]
+        parts = (self.loss, self.mlp, self.layer)
+        lines += [f"  {part.name:<5} {part}" for part in parts if part is not None]
+        lines += [f"  note: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+
+def status(model: nn.Module) -> ModelStatus:
+    """Tells what of `model` is tiled, by whom, and what another library took back.
+
+    Raises ValueError for an unsupported model type, TypeError for something that is no Hugging Face model.
+    """
+    model = unwrapped(model)
+    arch = find_arch(model_type_of(model))
+    loss = part_status(arch, model, LOSS) if isinstance(model, arch.causal_lm) else None
+    mlp = part_status(arch, model, MLP, EXPERTS)
+    layer = part_status(arch, model, LAYER) if "layer" in asked_of(model) else None
+    return ModelStatus(type(model).__name__, loss, mlp, layer, tuple(notes_on(model, loss, mlp, layer)))
+
+
+def notes_on(model: nn.Module, loss: PartStatus | None, mlp: PartStatus, layer: PartStatus | None) -> Iterator[str]:
+    """Yields what a reader of `status` may not expect."""
+    if loss is not None and loss.tiled:
+        yield "in training the loss is computed without logits, which are None; skip_logits=False asks for them"
+    if mlp.tiled:
+        tiles = " or ".join(map(str, mlp.chunk_tokens))
+        parts = "MLPs and layers" if layer else "MLPs"
+        yield f"a sequence of at most {tiles} tokens fits in a chunk: its {parts} run untiled"
+    if layer is not None and layer.tiled and model.config.use_cache:
+        yield "the config asks for a cache: in training none is made; one that is given is filled, heads not in groups"
+    if layer is not None and layer.tiled and not is_checkpointed(model):
+        yield "activation checkpointing is off, so every layer keeps what its attention saves as well as its input"
+
+
+def part_status(arch: Arch, model: nn.Module, *parts: Part) -> PartStatus:
+    """Tells who computes the modules of parts that are asked for together."""
+    name, part_of = parts[0].asked, {module: part for part in parts for module in part.modules(model)}
+    placements = {module: placement for module in part_of if (placement := placement_at(module))}
+    others = dict.fromkeys(package_of(current_forward(module)) for module in part_of if module not in placements)
+    around = dict.fromkeys(package_of(wrapper) for module in part_of for wrapper in wrappers_at(module))
+    fallback = problem = None
+    if placements:
+        untiled, reasons = Options(), []
+        for module, part in part_of.items():
+            options = placements[module].options if module in placements else untiled
+            try:
+                reasons.append(part.check(arch, module, replace(options, head_groups=None)))
+                part.check(arch, module, options)
+            except ValueError as error:
+                problem = problem or str(error)
+        fallback = next((reason for reason in reasons if reason is not None), None)
+    groups = {
+        groups_of(layer.self_attn, placement.options.head_groups)
+        for layer, placement in placements.items()
+        if placement.options.head_groups
+    }
+    chunk_tokens = {
+        resolve_chunk_tokens(
+            placement.options.chunk_tokens, model.config.hidden_size, sparsity_of(module, model.config)
+        )
+        for module, placement in placements.items()
+    }
+    return PartStatus(
+        name=name,
+        applied=name in asked_of(model),
+        tiled=len(placements),
+        total=len(part_of),
+        others=tuple(others),
+        chunk_tokens=tuple(sorted(chunk_tokens)),
+        fallback=fallback,
+        problem=problem,
+        head_groups=max(groups, default=None),
+        wrappers=tuple(package for package in around if package not in _PASS_ON),
+    )

@@ -1,6 +1,6 @@
 """Activation checkpointing whose saved inputs wait in host memory, copied while the GPU computes."""
 
 from seqtile.offload.checkpointing import checkpoint, disable, enable
-from seqtile.offload.pinned import HostMemoryFull
+from seqtile.offload.store import HostMemoryFull
 
 __all__ = ["HostMemoryFull", "checkpoint", "disable", "enable"]

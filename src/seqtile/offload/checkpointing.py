@@ -19,8 +19,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from seqtile.offload.pinned import HostMemoryFull, Pool
-from seqtile.offload.store import Copies, Saved, Store
+from seqtile.offload.store import Copies, HostMemoryFull, Pool, Saved, Store
 
 _ENABLED = "_seqtile_offload"  # on a model: its Checkpoints
 

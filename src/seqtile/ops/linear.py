@@ -4,8 +4,9 @@ A parameter's gradient adds up in one float32 buffer that reaches autograd once.
 node, DDP, FSDP2 and ZeRO need no special code. Because it is float32, its error does not grow with the number of chunks
 (bfloat16 sums over 256 chunks are 9 times worse than one rounding).
 
-A parameter that carries a `main_grad` (float32, of its shape: Megatron's convention) takes its gradient there instead:
-chunks and micro-batches add up in it, unrounded, and autograd is given nothing.
+A parameter that carries a `main_grad` (float32, of its shape: Megatron's convention) takes its gradient there instead,
+unrounded, and autograd is given nothing: chunk by chunk, or, of the loss's head, whose sum is first to be multiplied by
+the upstream gradient, at the end.
 
 Parameters travel as trees: NamedTuples of `Projection` and other NamedTuples, whose leaves are tensors, numbers and
 None. The sums of their gradients are a tree of the same form, with a `WeightGrad` in the place of a tensor.

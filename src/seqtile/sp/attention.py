@@ -11,10 +11,9 @@ import torch
 from torch import Tensor, nn
 
 from seqtile.protocols import Arriving, SequenceParallelAttention, SequenceParallelFunction
-from seqtile.sp.all_to_all import AllToAll, AllToAllFunction, tokens_to_heads
+from seqtile.sp.all_to_all import AllToAll, AllToAllFunction, head_share, tokens_to_heads
 from seqtile.sp.backends import LocalAttention, attend, check
 from seqtile.sp.groups import device_of, gather
-from seqtile.sp.head_shares import head_share
 from seqtile.sp.layout import Layout
 
 NAME = "seqtile_ulysses"

@@ -30,7 +30,7 @@ from transformers import masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from seqtile.arch import ARCHS
-from seqtile.sp.head_shares import HeadShare, Rows, count
+from seqtile.sp.all_to_all import HeadShare, Rows, count
 from seqtile.sp.layout import Layout
 
 MASK_ELEMENTS = 2**24  # of the largest mask: 16 MiB of bools

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from seqtile.sp.all_to_all import Rows
 from seqtile.sp.groups import SequenceParallel, gather
-from seqtile.sp.head_shares import Rows
 
 BATCH_HASH = "batch_hash"  # in a shard, the hash of the batch that it was cut from
 CUTTERS = "sp.shard, sp.DataShardingCollator or sp.ShardedDataLoader"

@@ -212,7 +212,8 @@ class _Backward:
         return found[:3], None if qkv is None else qkv.unnormed
 
     def _of_attended(self, group: int) -> torch.Tensor:
-        """Returns the gradient of what attention returned for a group, which is let go of."""
+        """Returns the gradient of attention's output of a group. The output itself is let go of here: under
+        checkpointing its memory is free then, else when the node's backward ends."""
         layout, out = self.layout, self.outs[group]
         self.outs[group] = None
         projection = self.params.o.columns(layout.columns(group)[0]).to(layout.dtype)

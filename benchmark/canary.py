@@ -135,14 +135,14 @@ def weight_gradient(tile: Tile) -> Iterator[Found]:
     """The float32 sum, begun (beta 0: what the buffer held is ignored) and added to (beta 1)."""
     lefts, rights = ([tile.random(tile.tokens, n) for _ in range(2)] for n in (tile.shape.vocab, tile.shape.hidden))
     grad = WeightGrad(torch.empty(tile.shape.vocab, tile.shape.hidden, dtype=DTYPE, device=DEVICE))
-    grad.total.fill_(torch.nan)
+    grad.buffer.fill_(torch.nan)
     rows = some_rows(tile.shape.vocab)
     truth = torch.zeros(ROWS, tile.shape.hidden, dtype=torch.float64, device=DEVICE)
     for beta, left, right in zip((0, 1), lefts, rights, strict=True):
         grad.add(left, right)
         truth += left[:, rows].double().t() @ right.double()
-        yield Found(f"float32 sum, beta {beta}", relative_error(grad.total[rows], truth), OF_SUM)
-    yield all_written("float32 sum", grad.total)
+        yield Found(f"float32 sum, beta {beta}", relative_error(grad.buffer[rows], truth), OF_SUM)
+    yield all_written("float32 sum", grad.buffer)
 
 
 def offload(tile: Tile) -> Iterator[Found]:

@@ -66,10 +66,10 @@ def parts_of_loss(tile: Tile) -> dict[str, Part]:
         "d_weight, beta 1": Part(lambda: sums.add(source, x), flops, in_float32),
         "cross-entropy": Part(cross_entropy(True), 0, 3 * source.nbytes, again),
         "cross-entropy, no gradient": Part(cross_entropy(False), 0, source.nbytes, again),
-        "scaling": Part(lambda: sums.total.mul_(factor), 0, 2 * sums.total.nbytes),
-        "rounding": Part(lambda: rounded.copy_(sums.total), 0, sums.total.nbytes + rounded.nbytes),
+        "scaling": Part(lambda: sums.buffer.mul_(factor), 0, 2 * sums.buffer.nbytes),
+        "rounding": Part(lambda: rounded.copy_(sums.buffer), 0, sums.buffer.nbytes + rounded.nbytes),
         "scaling and rounding": Part(
-            lambda: torch.mul(sums.total, factor, out=rounded), 0, sums.total.nbytes + rounded.nbytes
+            lambda: torch.mul(sums.buffer, factor, out=rounded), 0, sums.buffer.nbytes + rounded.nbytes
         ),
     }
 

@@ -1,4 +1,4 @@
-"""The rooms of the package and the arrows between them, as README draws them: imports run one way."""
+"""The subpackages and the arrows between them, as README draws them: imports run one way."""
 
 import ast
 import sys
@@ -13,7 +13,7 @@ from seqtile.sp.layout import Layout
 
 SOURCE = Path(__file__).parent.parent / "src" / "seqtile"
 
-ROOMS = {  # room -> the rooms that it may import
+SUBPACKAGES = {  # subpackage -> those that it may import
     "arch": set(),
     "protocols": set(),
     "kernels": set(),
@@ -27,8 +27,8 @@ ROOMS = {  # room -> the rooms that it may import
     "cli": {"recipes", "memory", "__init__"},
     "__init__": {"ops", "modules", "models", "offload", "sp", "memory"},
 }
-FOREIGN = {  # package -> the rooms that may import it; a package that is not here may be imported nowhere
-    "torch": set(ROOMS) - {"arch", "memory"},
+FOREIGN = {  # package -> the subpackages that may import it; a package that is not here may be imported nowhere
+    "torch": set(SUBPACKAGES) - {"arch", "memory"},
     "triton": {"kernels"},
     "deepspeed": {"recipes"},
     "transformers": {"models", "sp", "recipes", "offload"},
@@ -52,24 +52,24 @@ def imports_of(file: Path) -> set[str]:
     return names
 
 
-def room_of(parts: tuple[str, ...]) -> str:
+def subpackage_of(parts: tuple[str, ...]) -> str:
     return parts[0].removesuffix(".py") if parts else "__init__"
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: str(file.relative_to(SOURCE)))
 def test_arrows(file: Path) -> None:
-    room = room_of(file.relative_to(SOURCE).parts)
+    subpackage = subpackage_of(file.relative_to(SOURCE).parts)
     for name in imports_of(file):
         package, *rest = name.split(".")
         if package == "seqtile":
-            target = room_of(tuple(rest))
-            assert target == room or target in ROOMS[room], f"{room} imports {name}"
+            target = subpackage_of(tuple(rest))
+            assert target == subpackage or target in SUBPACKAGES[subpackage], f"{subpackage} imports {name}"
         elif package not in sys.stdlib_module_names:
-            assert room in FOREIGN.get(package, set()), f"{room} imports {name}"
+            assert subpackage in FOREIGN.get(package, set()), f"{subpackage} imports {name}"
 
 
-def test_every_room_is_in_the_table() -> None:
-    assert {room_of(file.relative_to(SOURCE).parts) for file in FILES} <= ROOMS.keys()
+def test_every_subpackage_is_in_the_table() -> None:
+    assert {subpackage_of(file.relative_to(SOURCE).parts) for file in FILES} <= SUBPACKAGES.keys()
 
 
 def test_kernels_know_no_autograd() -> None:
@@ -84,7 +84,7 @@ def test_ops_know_no_modules() -> None:
         assert "nn.Module" not in file.read_text(), file
 
 
-def test_attention_over_ranks_crosses_rooms_by_its_protocols() -> None:
+def test_attention_over_ranks_crosses_subpackages_by_its_protocols() -> None:
     """Models and ops name what they call of sp, which implements it; none hangs an attribute on another's function."""
     assert isinstance(ulysses_attention, SequenceParallelFunction)
     layout = Layout(SimpleNamespace(rank=0, size=1, group=None), 8, (((0, 8),),), "sdpa")

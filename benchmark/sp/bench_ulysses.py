@@ -106,7 +106,7 @@ def alone(case: Case) -> Row:
 def proved(case: Case, row: Row) -> None:
     """seqtile is right, and what was counted is what it must send: q and k, v of other ranks' heads, and back."""
     assert row["status"] == "measured", f"{row['status']}: {row.get('why')}"
-    passes = 3 if case.checkpointed else 2  # forward, its replay, backward
+    passes = 3 if case.checkpointed else 2  # forward, its recomputation, backward
     calls, sent = row["wire"]["layer"]["all_to_all"]
     assert calls == 2 * passes
     q_heads, kv_heads = map(int, case.heads.split("/"))

@@ -37,7 +37,7 @@ MUTANTS = (
     Mutant(
         "causal LM: another loss function is not refused",
         "models/loss.py",
-        "if (reason := _why_another_loss(model.loss_function)) is not None:",
+        "if (reason := _unknown_loss_reason(model.loss_function)) is not None:",
         "if (reason := None) is not None:",
         PATCH,
         select="refused",
@@ -117,7 +117,7 @@ MUTANTS = (
     Mutant(
         "called again: a change before the backward is not noticed",
         "models/fallback.py",
-        "if (active and active != modes) or list(_surroundings(modules)) != surroundings:",
+        "if (active and active != modes) or list(_call_environment(modules)) != surroundings:",
         "if active and active != modes:",
         PLAIN,
         select="changed_back",

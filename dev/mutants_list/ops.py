@@ -27,8 +27,8 @@ MUTANTS = (
     Mutant(
         "log-probabilities: a sign",
         "ops/linear_log_probs.py",
-        "by_token(-values.losses, operands.rows, shape)",
-        "by_token(values.losses, operands.rows, shape)",
+        "scatter_to_tokens(-values.losses, operands.rows, shape)",
+        "scatter_to_tokens(values.losses, operands.rows, shape)",
         ("ops/test_linear_log_probs.py",),
     ),
     Mutant(
@@ -105,8 +105,8 @@ MUTANTS = (
     Mutant(
         "weight gradient: of tiles whose gradients are there already only the last stays",
         "ops/linear.py",
-        "self.total.copy_(gradient) if self._empty else self.total.add_(gradient)",
-        "self.total.copy_(gradient)",
+        "self.buffer.copy_(gradient) if self._empty else self.buffer.add_(gradient)",
+        "self.buffer.copy_(gradient)",
         TILED,
     ),
     Mutant(
@@ -141,7 +141,7 @@ MUTANTS = (
         select="order",
     ),
     Mutant(
-        "MLP: a checkpoint's replay runs it a second time",
+        "MLP: a checkpoint's recomputation runs it a second time",
         "ops/gated_mlp.py",
         "(x,), node = save_early((x,), tensors_of(params))",
         "node = None",
@@ -200,7 +200,7 @@ MUTANTS = (
     Mutant(
         "tiled: state that changes is not refused",
         "ops/state.py",
-        "changed = [each for each in (*guards, *self.tensors) if each.changed]",
+        "changed = [each for each in (*guarded, *self.tensors) if each.changed]",
         "changed = []",
         STATE,
     ),

@@ -31,14 +31,14 @@ MUTANTS = (
     Mutant(
         "layer: the backward takes the groups in the forward's order",
         "ops/decoder_layer/attention.py",
-        "order = range(self.layout.groups - 1, -1, -1)",
-        "order = range(self.layout.groups)",
+        "order = range(self.sizes.groups - 1, -1, -1)",
+        "order = range(self.sizes.groups)",
         GRADIENTS,
     ),
     Mutant(
         "layer: the scale of the residual is left out of attention's gradient",
         "ops/decoder_layer/attention.py",
-        "            d_out.mul_(layout.scale)\n",
+        "            d_out.mul_(sizes.scale)\n",
         "            pass\n",
         GRADIENTS,
         select="granite or scaled",
@@ -93,8 +93,8 @@ MUTANTS = (
     Mutant(
         "layer: an attention that runs again draws other random numbers",
         "ops/decoder_layer/attention.py",
-        "with state.autocast_as_then(), state.random_as_then():",
-        "with state.autocast_as_then():",
+        "with state.forward_autocast(), state.forward_random():",
+        "with state.forward_autocast():",
         HOLES,
         select="dropout",
     ),

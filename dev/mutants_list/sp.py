@@ -111,8 +111,8 @@ MUTANTS = (
     OverRanks(
         "loss: a share's backward is not refused",
         "sp/apply.py",
-        "if not ctx.is_let_through:",
-        "if ctx.is_let_through is None:",
+        "if not ctx.is_reduced:",
+        "if ctx.is_reduced is None:",
         select="losses",
     ),
     OverRanks(

@@ -1,4 +1,4 @@
-"""What type checkers and editors read of `seqtile`, whose names are imported when they are first used.
+"""The public names of `seqtile` for type checkers and editors: its names are imported when they are first used.
 
 `test/test_public_face.py` holds it against the package: a new architecture needs its function here.
 """

@@ -1,4 +1,4 @@
-"""Protocols between rooms that do not import each other: `models` and `ops` call what `sp` implements.
+"""Protocols between subpackages that do not import each other: `models` and `ops` call what `sp` implements.
 
 A tiled layer that computes attention by groups of heads sends the next group between ranks while attention computes
 this one. It needs attention in steps, rather than as the one call of Hugging Face's interface:
@@ -27,7 +27,7 @@ class SequenceParallelAttention(Protocol):
 
     @property
     def ranks(self) -> int:
-        """How many ranks share a sequence."""
+        """The number of ranks that share a sequence."""
         ...
 
     def in_groups(self, groups: int) -> "SequenceParallelAttention":

@@ -23,7 +23,7 @@ def flops_of(model) -> int:
 
 @pytest.mark.parametrize("arch", [arch for arch in CLASSES if not ARCHS[arch].routed])
 def test_tiled_mlp(arch: str) -> None:
-    """A norm behind the MLP saves a tensor, so that a checkpoint's replay goes through the MLP: 14 u, not 12."""
+    """A norm behind the MLP saves a tensor, so that a checkpoint's recomputation goes through the MLP: 14 u, not 12."""
     untiled = build(arch)
     tiled = copy.deepcopy(untiled)
     seqtile.apply_seqtile(tiled, loss=False, chunk_tokens=CHUNK)
@@ -44,7 +44,7 @@ def test_tiled_mlp(arch: str) -> None:
 
 @pytest.mark.parametrize("experts", ["eager", "grouped_mm"])
 def test_tiled_experts(experts: str) -> None:
-    """A replay goes through untiled experts whole, since their outputs are saved to be weighted: 12 u both ways."""
+    """A recomputation runs untiled experts whole, since their outputs are saved to be weighted: 12 u both ways."""
     untiled = build("mixtral")
     untiled.set_experts_implementation(experts)
     tiled = copy.deepcopy(untiled)

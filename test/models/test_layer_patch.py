@@ -140,7 +140,7 @@ def test_a_subclass_as_fsdp2_makes_it_is_checkpointed_once(on_classes: bool) -> 
         calls, function = [], layers.decoder_layer
         patch.setattr(layers, "decoder_layer", lambda *args, **options: calls.append(1) or function(*args, **options))
         loss, gradients = loss_and_gradients(model, **batch)
-    assert len(calls) == 4, "once in the forward and once in the replay, of two layers"
+    assert len(calls) == 4, "once in the forward and once in the recomputation, of two layers"
     true_loss, true_gradients = loss_and_gradients(truth, **batch)
     assert relative_error(loss, true_loss) <= 1e-6
     assert all(relative_error(gradients[name], true_gradients[name]) <= 1e-5 for name in gradients)

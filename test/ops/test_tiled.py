@@ -142,8 +142,8 @@ def test_parameters_reach_autograd_once_and_main_grad_is_served(device: str) -> 
 
 
 def test_products() -> None:
-    """One forward more without checkpointing. With it the replay stops before the function: none more, but for the last
-    layer, which the untiled replay leaves out."""
+    """One forward more without checkpointing. With it the recomputation stops before the function: none more, but
+    for the last layer, which the untiled one leaves out."""
     module, x, d_y = Mlp(), torch.randn(100, D, requires_grad=True), torch.randn(100, D)
     unit = 2 * 100 * D * M
     for forward, units in (

@@ -57,7 +57,7 @@ class Spread(NamedTuple):
     forward: int
     """All-to-alls."""
     backward: int
-    replays: bool
+    recomputes: bool
 
 
 def compared(
@@ -97,7 +97,7 @@ def attention(full: str) -> None:
         spread = compared(i, *case, ctx)
         layers = spread.model.config.num_hidden_layers
         assert spread.forward == 2 * layers, f"{case}: {spread.forward} all-to-alls in the forward"
-        assert spread.backward == (4 if spread.replays else 2) * layers, f"{case}: {spread.backward} in the backward"
+        assert spread.backward == (4 if spread.recomputes else 2) * layers, f"{case}: {spread.backward} in the backward"
     whole_layers(ctx, full)
     axes(ctx)
 
@@ -112,7 +112,7 @@ def whole_layers(ctx: sp.SequenceParallel, full: str) -> None:
             attentions = found * config.num_hidden_layers
             once = 2 if found == 1 else 3  # back and there; for groups there once more
             assert spread.forward == 2 * attentions, f"{case}: {spread.forward} all-to-alls in the forward"
-            assert spread.backward == (once + 2 * spread.replays) * attentions, f"{case}: {spread.backward}"
+            assert spread.backward == (once + 2 * spread.recomputes) * attentions, f"{case}: {spread.backward}"
 
 
 def axes(ctx: sp.SequenceParallel) -> None:

@@ -10,7 +10,18 @@ from torch import nn
 from seqtile.arch import ARCHS, Arch, find_arch
 from seqtile.models.layer import groups_of, is_checkpointed
 from seqtile.models.mlp import sparsity_of
-from seqtile.models.patch import EXPERTS, LAYER, LOSS, MLP, Part, apply, asked_of, model_type_of, restore, unwrapped
+from seqtile.models.patch import (
+    EXPERTS,
+    LAYER,
+    LOSS,
+    MLP,
+    Part,
+    apply,
+    model_type_of,
+    parts_applied_to,
+    restore,
+    unwrapped,
+)
 from seqtile.models.placement import Options, current_forward, package_of, placement_at, wrappers_at
 from seqtile.ops.chunks import resolve_chunk_tokens
 
@@ -97,10 +108,10 @@ class PartStatus:
 
     name: str
     applied: bool
-    """Whether seqtile was applied to this part, of this model or of its classes."""
+    """True if seqtile was applied to this part, of this model or of its classes."""
     tiled: int
     total: int
-    """How many of its modules run seqtile's forward, of how many."""
+    """The number of its modules that run seqtile's forward, and of all its modules."""
     others: tuple[str, ...]
     """The packages whose forwards run on the rest, such as "transformers" or "liger_kernel"."""
     chunk_tokens: tuple[int, ...]
@@ -110,7 +121,7 @@ class PartStatus:
     problem: str | None
     """Why the tiled forward will refuse to run, if it will."""
     head_groups: int | None = None
-    """How many groups of heads attend one after the other; None if all do at once."""
+    """The number of groups of heads that attend one after the other; None if all attend at once."""
     wrappers: tuple[str, ...] = ()
     """The packages whose forwards stand around seqtile's and decide at every call whether to call it."""
 
@@ -169,7 +180,7 @@ def status(model: nn.Module) -> ModelStatus:
     arch = find_arch(model_type_of(model))
     loss = part_status(arch, model, LOSS) if isinstance(model, arch.causal_lm) else None
     mlp = part_status(arch, model, MLP, EXPERTS)
-    layer = part_status(arch, model, LAYER) if "layer" in asked_of(model) else None
+    layer = part_status(arch, model, LAYER) if "layer" in parts_applied_to(model) else None
     return ModelStatus(type(model).__name__, loss, mlp, layer, tuple(notes_on(model, loss, mlp, layer)))
 
 
@@ -189,7 +200,7 @@ def notes_on(model: nn.Module, loss: PartStatus | None, mlp: PartStatus, layer: 
 
 def part_status(arch: Arch, model: nn.Module, *parts: Part) -> PartStatus:
     """Tells who computes the modules of parts that are asked for together."""
-    name, part_of = parts[0].asked, {module: part for part in parts for module in part.modules(model)}
+    name, part_of = parts[0].option, {module: part for part in parts for module in part.modules(model)}
     placements = {module: placement for module in part_of if (placement := placement_at(module))}
     others = dict.fromkeys(package_of(current_forward(module)) for module in part_of if module not in placements)
     around = dict.fromkeys(package_of(wrapper) for module in part_of for wrapper in wrappers_at(module))
@@ -217,7 +228,7 @@ def part_status(arch: Arch, model: nn.Module, *parts: Part) -> PartStatus:
     }
     return PartStatus(
         name=name,
-        applied=name in asked_of(model),
+        applied=name in parts_applied_to(model),
         tiled=len(placements),
         total=len(part_of),
         others=tuple(others),

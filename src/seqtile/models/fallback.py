@@ -39,11 +39,11 @@ def _repeatable(function: Callable, modules: Sequence[nn.Module]) -> Callable:
     """
     if torch.compiler.is_compiling():  # whose guards ask the same
         return function
-    modes, surroundings = _modes(), list(_surroundings(modules))
+    modes, surroundings = _modes(), list(_call_environment(modules))
 
     def call(*tensors: torch.Tensor) -> Any:
         active = _modes()
-        if (active and active != modes) or list(_surroundings(modules)) != surroundings:
+        if (active and active != modes) or list(_call_environment(modules)) != surroundings:
             raise RuntimeError(
                 "a module is called chunk by chunk, in the forward and again in the backward, and what it computes has "
                 "changed in between: expected the same hooks, forwards, torch functions and training mode; call "
@@ -62,7 +62,7 @@ def _modes() -> list[TorchFunctionMode]:
     return [mode for mode in modes if type(mode) is not DeviceContext]
 
 
-def _surroundings(modules: Sequence[nn.Module]) -> Iterator[Any]:
+def _call_environment(modules: Sequence[nn.Module]) -> Iterator[Any]:
     """Yields everything but tensors that decides what calling the modules computes."""
     yield from (nn.Module.__call__, nn.Module._call_impl, F.linear, F.silu, F.gelu, F.cross_entropy)
     yield from _kept_hooks(None)

@@ -25,21 +25,21 @@ from seqtile.models.placement import (
     Options,
     computed_forward,
     forward_in_place_of,
-    is_own_class,
+    is_patched_subclass,
     placement_at,
     stand_in_for,
 )
 from seqtile.models.weights import (
+    call_fallback_reason,
     check_not_zero3,
     check_untransformed,
+    defining_path,
+    module_call_reason,
+    module_fallback_reason,
     named,
-    origin,
+    process_fallback_reason,
+    projection_fallback_reason,
     read_projection,
-    unreadable,
-    why_call_changed,
-    why_calls_matter,
-    why_changed,
-    why_none_is_plain,
 )
 from seqtile.ops.chunks import resolve_chunk_tokens
 from seqtile.ops.decoder_layer import decoder_layer
@@ -87,17 +87,19 @@ def tiled_layer_forward(arch: Arch, options: Options, original: Callable) -> Cal
         past_key_values = None if hasattr(past_key_values, _UNFILLED) else past_key_values
         grouped = None if past_key_values is not None else options.head_groups
         reason = check_layer(arch, self, replace(options, head_groups=grouped))
-        if reason is not None and why_calls_matter() is not None:  # that of the attention, too, which no chunk can make
+        if (
+            reason is not None and module_call_reason() is not None
+        ):  # that of the attention, too, which no chunk can make
             return untiled()
         if reason is None and past_key_values is not None and torch.is_grad_enabled():
             reason = "gradients may flow through the cache"
             check_not_zero3(self, reason)
-        attend, over_ranks, given = _attention(arch, self.self_attn, attention_mask, past_key_values, kwargs)
+        attend, sp_attention, extra_tensors = _attention(arch, self.self_attn, attention_mask, past_key_values, kwargs)
         rotary = position_embeddings if getattr(self.self_attn, "use_rope", True) else None
         scale = getattr(self, arch.residual_scale) if arch.residual_scale else 1.0
         if reason is not None:
             return _fallback_layer(arch, self, hidden_states, rotary, attend, scale, options.chunk_tokens)
-        groups = groups_of(self.self_attn, grouped, 1 if over_ranks is None else over_ranks.ranks)
+        groups = groups_of(self.self_attn, grouped, 1 if sp_attention is None else sp_attention.ranks)
         return decoder_layer(
             hidden_states,
             _params_of(self),
@@ -105,9 +107,9 @@ def tiled_layer_forward(arch: Arch, options: Options, original: Callable) -> Cal
             attend,
             head_dim=self.self_attn.head_dim,
             head_groups=groups,
-            over_ranks=None if over_ranks is None else over_ranks.in_groups(groups or 1),
-            may_repeat=grouped != "auto",
-            given=given,
+            sp_attention=None if sp_attention is None else sp_attention.in_groups(groups or 1),
+            allow_recompute=grouped != "auto",
+            extra_tensors=extra_tensors,
             activation=activation_of(self.mlp),
             scale=scale,
             chunk_tokens=options.chunk_tokens,
@@ -115,10 +117,10 @@ def tiled_layer_forward(arch: Arch, options: Options, original: Callable) -> Cal
 
     @stand_in_for(original)
     def forward(self, *args, **kwargs):
-        outermost = is_own_class(type(self)) or type(self).forward is forward
+        outermost = is_patched_subclass(type(self)) or type(self).forward is forward
         if _FORWARD_CHECKPOINTS and outermost and self.gradient_checkpointing and self.training:
             if kwargs.get("use_cache") or kwargs.get("past_key_values") is not None:
-                logger.warning_once("checkpointed layers have no cache, which a replay would fill once more")
+                logger.warning_once("checkpointed layers have no cache, which recomputation would fill once more")
                 kwargs |= {"use_cache": False, "past_key_values": None}
             return self._gradient_checkpointing_func(partial(tiled, self, **kwargs), *args)
         return tiled(self, *args, **kwargs)
@@ -166,13 +168,13 @@ def _attention(
             k, v = cache.update(k, v, attention.layer_idx)
         return function(attention, q, k, v, mask, **options, **kwargs)[0]
 
-    over_ranks = None
+    sp_attention = None
     if isinstance(function, SequenceParallelFunction):
         kv_heads = attention.config.num_key_value_heads
         heads = (kv_heads * attention.num_key_value_groups, kv_heads)
-        over_ranks = function.steps(attention, mask, heads, **options, **kwargs)
-    given = [tensor for tensor in (mask, *kwargs.values()) if isinstance(tensor, torch.Tensor)]
-    return attend, over_ranks, given
+        sp_attention = function.steps(attention, mask, heads, **options, **kwargs)
+    extra_tensors = [tensor for tensor in (mask, *kwargs.values()) if isinstance(tensor, torch.Tensor)]
+    return attend, sp_attention, extra_tensors
 
 
 def groups_of(attention: nn.Module, head_groups: int | str | None, ranks: int = 1) -> int | None:
@@ -196,12 +198,12 @@ def check_layer(arch: Arch, layer: nn.Module, options: Options) -> str | None:
     check_untransformed()
     attention = layer.self_attn
     forward = computed_forward(attention)
-    if origin(forward) != f"{arch.modeling_name}.{arch.prefix}Attention.forward" or "forward" in vars(attention):
+    if defining_path(forward) != f"{arch.modeling_name}.{arch.prefix}Attention.forward" or "forward" in vars(attention):
         raise ValueError(
             f"a tiled layer skips its attention's forward, which is not Hugging Face's but {named(forward)}; apply "
             "layer=False"
         )
-    if (changed := why_changed(attention, recording=False)) is not None:
+    if (changed := module_fallback_reason(attention, recording=False)) is not None:
         raise ValueError(f"a tiled layer skips its attention's forward, which {changed}; apply with layer=False")
     if (reason := layer_fallback_reason(arch, layer)) is not None:
         check_not_zero3(layer, reason)
@@ -213,23 +215,23 @@ def check_layer(arch: Arch, layer: nn.Module, options: Options) -> str | None:
 
 def layer_fallback_reason(arch: Arch, layer: nn.Module) -> str | None:
     """Says why a layer's modules are called rather than read."""
-    return why_none_is_plain() or next((reason for reason in _reasons(arch, layer) if reason is not None), None)
+    return process_fallback_reason() or next((reason for reason in _reasons(arch, layer) if reason is not None), None)
 
 
 def _reasons(arch: Arch, layer: nn.Module) -> Iterator[str | None]:
     attention, mlp = layer.self_attn, layer.mlp
     for name in ("input_layernorm", "post_attention_layernorm"):
-        yield why_no_norm(name, getattr(layer, name))
+        yield norm_fallback_reason(name, getattr(layer, name))
     for name in ("q_norm", "k_norm"):
         if hasattr(attention, name):
-            yield why_no_norm(name, getattr(attention, name))
+            yield norm_fallback_reason(name, getattr(attention, name))
     for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-        yield unreadable(name, getattr(attention, name))
+        yield projection_fallback_reason(name, getattr(attention, name))
     if not is_gated_mlp(computed_forward(mlp)):
         yield "its MLP has a forward of its own"
-    if (reason := why_call_changed(mlp)) is not None:
+    if (reason := call_fallback_reason(mlp)) is not None:
         yield f"its MLP {reason}"
-    if origin(arch.modeling.apply_rotary_pos_emb) not in (
+    if defining_path(arch.modeling.apply_rotary_pos_emb) not in (
         f"{arch.modeling_name}.apply_rotary_pos_emb",
         "liger_kernel.transformers.rope.liger_rotary_pos_emb",
     ):
@@ -261,8 +263,8 @@ def _fallback_layer(
             q, k = arch.modeling.apply_rotary_pos_emb(q, k, *angles, unsqueeze_dim=2)
         return q, k, v
 
-    def post_attention(x: torch.Tensor, attended: torch.Tensor) -> torch.Tensor:
-        h = x + attention.o_proj(attended) * scale
+    def post_attention(x: torch.Tensor, attn_output: torch.Tensor) -> torch.Tensor:
+        h = x + attention.o_proj(attn_output) * scale
         return h + layer.mlp(layer.post_attention_layernorm(h)) * scale
 
     head_norms = [getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
@@ -270,8 +272,8 @@ def _fallback_layer(
     behind = (attention.o_proj, layer.post_attention_layernorm, layer.mlp)
     chunks = {"chunk_tokens": chunk_tokens, "dim": 1}
     q, k, v = call_tiled(pre_attention, before, x, *(rotary or ()), **chunks)
-    attended = attend(*(heads.transpose(1, 2) for heads in (q, k, v))).flatten(2)
-    return call_tiled(post_attention, behind, x, attended, **chunks)
+    attn_output = attend(*(heads.transpose(1, 2) for heads in (q, k, v))).flatten(2)
+    return call_tiled(post_attention, behind, x, attn_output, **chunks)
 
 
 def tiled_norm_forward(arch: Arch, options: Options, original: Callable) -> Callable:
@@ -283,7 +285,7 @@ def tiled_norm_forward(arch: Arch, options: Options, original: Callable) -> Call
     @stand_in_for(original)
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         fits = hidden_states.shape[:-1].numel() <= resolve_chunk_tokens(options.chunk_tokens, hidden_states.shape[-1])
-        if fits or not self.training or hidden_states.dim() != 3 or why_none_is_plain() is not None:
+        if fits or not self.training or hidden_states.dim() != 3 or process_fallback_reason() is not None:
             return original(self, hidden_states)
         return rms_norm(hidden_states, *read_norm(self))
 
@@ -297,19 +299,19 @@ def read_norm(norm: nn.Module) -> Norm:
 
 def check_norm(arch: Arch, norm: nn.Module, options: Options) -> None:
     """Raises ValueError where the tiled forward would not compute what `norm` computes."""
-    if (reason := why_no_norm("norm", norm)) is not None:
+    if (reason := norm_fallback_reason("norm", norm)) is not None:
         raise ValueError(f"a tiled norm reads its weight, and {reason}; apply with layer=False")
 
 
-def why_no_norm(name: str, norm: nn.Module) -> str | None:
-    """Says why a norm must be called rather than read; see `why_none_is_plain`, too."""
+def norm_fallback_reason(name: str, norm: nn.Module) -> str | None:
+    """Says why a norm must be called rather than read; see `process_fallback_reason`, too."""
     cls = type(norm)
-    if origin(computed_forward(norm)) not in _NORM_FORWARDS:
+    if defining_path(computed_forward(norm)) not in _NORM_FORWARDS:
         own = "forward" in vars(norm)
         return f"{name} has a forward of its own" if own else f"{name} is a {named(cls)}"
     if getattr(norm, "offset", 0) or getattr(norm, "casting_mode", "llama") != "llama":
         return f"{name} is another kind of RMSNorm than Llama's"
-    reason = why_call_changed(norm)
+    reason = call_fallback_reason(norm)
     return None if reason is None else f"{name} {reason}"
 
 

@@ -22,14 +22,14 @@ from seqtile.models.fallback import call_tiled
 from seqtile.models.layer import note_that_all_is_kept
 from seqtile.models.placement import Options, stand_in_for
 from seqtile.models.weights import (
-    call_in_place_of,
+    call_inside,
     check_not_zero3,
     check_untransformed,
+    defining_path,
     named,
-    origin,
+    process_fallback_reason,
+    projection_fallback_reason,
     read_projection,
-    unreadable,
-    why_none_is_plain,
 )
 from seqtile.ops.chunks import resolve_chunk_tokens
 from seqtile.ops.linear_cross_entropy import linear_cross_entropy
@@ -39,7 +39,7 @@ _CROSS_ENTROPIES = (  # where one of these was written
     "liger_kernel.transformers.functional.liger_cross_entropy",
 )
 # A compiler knows torch's own by identity alone.
-_CROSS_ENTROPY = F.cross_entropy if origin(F.cross_entropy) in _CROSS_ENTROPIES else None
+_CROSS_ENTROPY = F.cross_entropy if defining_path(F.cross_entropy) in _CROSS_ENTROPIES else None
 _LOSS_ARGUMENTS = ("shift_labels", "num_items_in_batch", "ignore_index")  # of Hugging Face's loss, beside the labels
 
 
@@ -111,7 +111,7 @@ def _without_logits(
     loss_of = partial(_loss, head=head, fallback=reason is not None, **arguments)
     output = CausalLMOutputWithPast(
         # A head that is called has its weight gathered by its own call.
-        loss=call_in_place_of(head, loss_of, hidden) if reason is None else loss_of(hidden),
+        loss=call_inside(head, loss_of, hidden) if reason is None else loss_of(hidden),
         past_key_values=outputs.past_key_values,
         hidden_states=outputs.hidden_states,
         attentions=outputs.attentions,
@@ -143,7 +143,7 @@ def check_loss(arch: Arch, model: nn.Module, options: Options) -> str | None:
     check_untransformed()
     if (fallback := head_fallback_reason(model.lm_head)) is not None:
         check_not_zero3(model.lm_head, fallback)
-    if (reason := _why_another_loss(model.loss_function)) is not None:
+    if (reason := _unknown_loss_reason(model.loss_function)) is not None:
         raise ValueError(
             f"{reason}; expected Hugging Face's ForCausalLMLoss, the one loss that seqtile tiles; apply with loss=False"
         )
@@ -152,18 +152,18 @@ def check_loss(arch: Arch, model: nn.Module, options: Options) -> str | None:
 
 def head_fallback_reason(head: nn.Module) -> str | None:
     """Says why lm_head is called rather than read."""
-    reason = why_none_is_plain() or unreadable("lm_head", head)
+    reason = process_fallback_reason() or projection_fallback_reason("lm_head", head)
     return "lm_head has an adapter" if reason is None and hasattr(head, "lora_A") else reason
 
 
-def _why_another_loss(function: Any) -> str | None:
+def _unknown_loss_reason(function: Any) -> str | None:
     """Says why a model's loss is not the cross-entropy that is computed in its place."""
-    if origin(function) != "transformers.loss.loss_utils.ForCausalLMLoss":
+    if defining_path(function) != "transformers.loss.loss_utils.ForCausalLMLoss":
         return f"model.loss_function is {function!r}"
     inner = loss_utils.fixed_cross_entropy
-    if origin(inner) != (name := "transformers.loss.loss_utils.fixed_cross_entropy"):
+    if defining_path(inner) != (name := "transformers.loss.loss_utils.fixed_cross_entropy"):
         return f"{name}, which model.loss_function calls, was replaced by {named(inner)}"
-    if F.cross_entropy is not _CROSS_ENTROPY and origin(F.cross_entropy) not in _CROSS_ENTROPIES:
+    if F.cross_entropy is not _CROSS_ENTROPY and defining_path(F.cross_entropy) not in _CROSS_ENTROPIES:
         return f"torch.nn.functional.cross_entropy was replaced by {named(F.cross_entropy)}"
     return None
 

@@ -20,15 +20,15 @@ from seqtile.arch import ARCHS, Arch
 from seqtile.models.fallback import call_tiled
 from seqtile.models.placement import Options, forward_in_place_of, stand_in_for
 from seqtile.models.weights import (
+    activation_fallback_reason,
     activation_name,
     check_not_zero3,
     check_untransformed,
+    defining_path,
     named,
-    origin,
+    process_fallback_reason,
+    projection_fallback_reason,
     read_projection,
-    unreadable,
-    why_no_activation,
-    why_none_is_plain,
 )
 from seqtile.ops.chunks import resolve_chunk_tokens
 from seqtile.ops.gated_mlp import gated_mlp
@@ -93,7 +93,7 @@ def activation_of(mlp: nn.Module) -> str:
 
 def is_gated_mlp(forward: Callable) -> bool:
     """Says if an MLP's forward is one that `gated_mlp` computes."""
-    return origin(forward) in _FORWARDS
+    return defining_path(forward) in _FORWARDS
 
 
 def check_mlp(arch: Arch, mlp: nn.Module, options: Options) -> str | None:
@@ -107,12 +107,12 @@ def mlp_fallback_reason(mlp: nn.Module, forward: Callable) -> str | None:
     """Says why an MLP that has this forward is called rather than read."""
     if not is_gated_mlp(forward):
         return f"its forward is {named(forward)}"
-    if (reason := why_none_is_plain()) is not None:
+    if (reason := process_fallback_reason()) is not None:
         return reason
     for name in _projections(mlp):
-        if (reason := unreadable(name, getattr(mlp, name, None))) is not None:
+        if (reason := projection_fallback_reason(name, getattr(mlp, name, None))) is not None:
             return reason
-    return why_no_activation(_activation(mlp)) if _FORWARDS[origin(forward)] == _GIVEN else None
+    return activation_fallback_reason(_activation(mlp)) if _FORWARDS[defining_path(forward)] == _GIVEN else None
 
 
 def _projections(mlp: nn.Module) -> tuple[str, ...]:
@@ -121,7 +121,7 @@ def _projections(mlp: nn.Module) -> tuple[str, ...]:
 
 
 def _activation_name(mlp: nn.Module, forward: Callable) -> str:
-    known = _FORWARDS[origin(forward)]
+    known = _FORWARDS[defining_path(forward)]
     return activation_name(_activation(mlp)) if known == _GIVEN else known
 
 

@@ -31,7 +31,7 @@ from seqtile.models.placement import Options, check_place, check_unplace, place,
 class Part(NamedTuple):
     """A kind of module that has a tiled forward."""
 
-    asked: str
+    option: str
     """The option of `apply_seqtile_to_llama` that asks for it."""
     class_names: Callable[[Arch], tuple[str, ...]]
     """The names of its classes, in Hugging Face's module of an architecture."""
@@ -85,7 +85,7 @@ PARTS = (LOSS, MLP, EXPERTS, LAYER, NORM, BASE)
 class ClassPatch:
     """A record of what was applied to the classes of one architecture."""
 
-    asked: set[str] = field(default_factory=set)
+    parts: set[str] = field(default_factory=set)
     owners: dict[type, None] = field(default_factory=dict)
     """The classes that have a tiled forward."""
     subclasses: dict[type, str] = field(default_factory=dict)
@@ -105,13 +105,13 @@ def apply(arch: Arch, model: nn.Module | None, options: Options) -> None:
             f"layer=True: the layers of {arch.model_type} are not of Llama's shape; expected one of {known}; apply "
             "with layer=False"
         )
-    parts = [(part, _options_of(part, options)) for part in PARTS if part.asked in options.asked]
+    parts = [(part, _options_of(part, options)) for part in PARTS if part.option in options.parts]
     if model is None:
         _apply_to_classes(arch, parts)
-        _CLASSES[arch.model_type].asked |= options.asked
+        _CLASSES[arch.model_type].parts |= options.parts
     else:
         _apply_to_model(arch, model, parts)
-        setattr(model, _ASKED, getattr(model, _ASKED, frozenset()) | options.asked)
+        setattr(model, _ASKED, getattr(model, _ASKED, frozenset()) | options.parts)
 
 
 def _options_of(part: Part, options: Options) -> Options:
@@ -198,10 +198,10 @@ def unwrapped(model: Any) -> Any:
     return model.get_base_model() if hasattr(model, "get_base_model") else model
 
 
-def asked_of(model: nn.Module) -> frozenset[str]:
+def parts_applied_to(model: nn.Module) -> frozenset[str]:
     """Returns the names of the parts that were applied to this model or to its classes."""
     classes = _CLASSES.get(model.config.model_type)
-    return getattr(model, _ASKED, frozenset()) | (frozenset(classes.asked) if classes else frozenset())
+    return getattr(model, _ASKED, frozenset()) | (frozenset(classes.parts) if classes else frozenset())
 
 
 def model_type_of(model: Any) -> str:

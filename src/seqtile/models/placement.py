@@ -25,7 +25,7 @@ from typing import Any
 
 from torch import nn
 
-from seqtile.models.weights import origin
+from seqtile.models.weights import defining_path
 from seqtile.ops.chunks import resolve_chunk_tokens
 
 Owner = type | nn.Module
@@ -46,7 +46,7 @@ class Options:
     chunk_tokens: int | None = None
 
     @property
-    def asked(self) -> frozenset[str]:
+    def parts(self) -> frozenset[str]:
         """The names of the parts."""
         return frozenset(name for name in ("mlp", "loss", "layer") if getattr(self, name))
 
@@ -54,7 +54,7 @@ class Options:
         """Raises TypeError or ValueError for what no architecture can have."""
         groups = self.head_groups
         resolve_chunk_tokens(self.chunk_tokens, 1)
-        if not self.asked:
+        if not self.parts:
             raise ValueError("mlp=False and loss=False leave nothing to tile; use seqtile.restore to take seqtile off")
         if groups is not None and groups != "auto" and (isinstance(groups, bool) or not isinstance(groups, int)):
             raise TypeError(f'head_groups: expected an int, "auto" or None, got {groups!r}')
@@ -92,7 +92,7 @@ class Placement:
     forward: Callable
     original: Callable
     """Called for everything that the tiled forward does not tile."""
-    before: Callable | None
+    previous: Callable | None
     """The forward that stood in the owner's own namespace; None if none did."""
     options: Options
 
@@ -108,33 +108,33 @@ class Placement:
         return (mine.chunk_tokens, mine.head_groups) == (options.chunk_tokens, options.head_groups)
 
 
-class _OwnClass(type):
+class _PatchedSubclass(type):
     """The metaclass, by which pickle knows such a class. It is pickled as the one beneath: a module comes back untiled,
     and seqtile need not be there to load it."""
 
 
 def _pickled(cls: type) -> Any:
-    return (copy.copy, (cls.__base__,)) if is_own_class(cls) else cls.__qualname__  # copying a class returns it
+    return (copy.copy, (cls.__base__,)) if is_patched_subclass(cls) else cls.__qualname__  # copying a class returns it
 
 
-copyreg.pickle(_OwnClass, _pickled)
+copyreg.pickle(_PatchedSubclass, _pickled)
 
 
-def is_own_class(cls: type) -> bool:
+def is_patched_subclass(cls: type) -> bool:
     return HELD in vars(cls)
 
 
-def own_class_of(module: nn.Module) -> type | None:
+def patched_subclass_of(module: nn.Module) -> type | None:
     """Returns the class that a module got here, which another library may have derived one more from, as FSDP2 does;
     None if it got none."""
-    return next((cls for cls in type(module).__mro__ if is_own_class(cls)), None)
+    return next((cls for cls in type(module).__mro__ if is_patched_subclass(cls)), None)
 
 
-def own_class(base: type) -> type:
+def patched_subclass(base: type) -> type:
     """Returns a subclass of `base`, to be found where that was."""
-    metaclass = _OwnClass
+    metaclass = _PatchedSubclass
     if type(base) is not type:
-        metaclass = type("_OwnClass", (_OwnClass, type(base)), {})
+        metaclass = type("_PatchedSubclass", (_PatchedSubclass, type(base)), {})
         copyreg.pickle(metaclass, _pickled)
 
     @stand_in_for(base.forward)
@@ -210,7 +210,7 @@ def own_forward(owner: Owner) -> Any:
 
 def _held_in(owner: Owner, function: Any) -> Any:
     """Returns what `function` runs if it is that of a module's own class; else itself."""
-    cls = None if isinstance(owner, type) else own_class_of(owner)
+    cls = None if isinstance(owner, type) else patched_subclass_of(owner)
     if cls is None or function is not vars(cls)["forward"]:
         return function
     held = vars(owner).get(HELD)
@@ -221,7 +221,7 @@ def _class_forward(module: nn.Module) -> Any:
     """Returns what the forward of a module's class runs; on a class derived from a module's own, such as FSDP2's, that
     is found in what Hugging Face puts around every decoder layer's forward, to checkpoint it."""
     forward = inner = type(module).forward
-    while _held_in(module, inner) is inner and origin(inner).startswith("transformers.modeling_layers."):
+    while _held_in(module, inner) is inner and defining_path(inner).startswith("transformers.modeling_layers."):
         inner = inner.__wrapped__
     held = _held_in(module, inner)
     return forward if held is inner else held
@@ -267,15 +267,15 @@ def place(owner: Owner, wrap: Wrap, options: Options, classes: dict[type, type])
         return
     original = current_forward(owner) if there is None else there.original
     if there is not None and there is mine:
-        before = there.before  # a tiled forward with other options gives way to this one
+        before = there.previous  # a tiled forward with other options gives way to this one
     forward = wrap(original)
     forward.seqtile_placement = Placement(forward, original, before, options)
     if isinstance(owner, type):
         owner.forward = forward
         return
-    if own_class_of(owner) is None:
+    if patched_subclass_of(owner) is None:
         base = type(owner)
-        owner.__class__ = classes.get(base) or classes.setdefault(base, own_class(base))
+        owner.__class__ = classes.get(base) or classes.setdefault(base, patched_subclass(base))
     vars(owner).pop("forward", None)
     vars(owner)[HELD] = forward.seqtile_placement
 
@@ -298,18 +298,18 @@ def unplace(owner: Owner) -> None:
     if isinstance(owner, type):
         if placement is None:
             return
-        if placement.before is None:
+        if placement.previous is None:
             del owner.forward
         else:
-            owner.forward = placement.before
+            owner.forward = placement.previous
         return
     taken = own_forward(owner) is not None
     vars(owner).pop(HELD, None)
     if placement is not None and not taken:
         vars(owner).pop("forward", None)
-        if placement.before is not None:
-            owner.forward = MethodType(placement.before, owner)
-    if is_own_class(type(owner)):
+        if placement.previous is not None:
+            owner.forward = MethodType(placement.previous, owner)
+    if is_patched_subclass(type(owner)):
         owner.__class__ = type(owner).__base__
 
 

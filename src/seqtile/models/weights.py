@@ -38,7 +38,7 @@ _HARMLESS = (  # where hooks are written that only watch, or gather what a modul
 _RECORDING = "transformers.utils.output_capturing."
 
 
-def origin(function: Any) -> str:
+def defining_path(function: Any) -> str:
     """Returns where a function was written, such as "torch.nn.modules.linear.Linear.forward"; "" for anything else.
 
     A wrapper is its own author's, whatever name functools.wraps gave it, since it keeps the globals of its own module.
@@ -61,13 +61,13 @@ _ACTIVATIONS = {  # class -> as `gated_mlp` calls it, and where its forward was 
 }
 
 
-_SILU = F.silu if origin(F.silu) == "torch.nn.functional.silu" else None  # a compiler knows it by identity alone
+_SILU = F.silu if defining_path(F.silu) == "torch.nn.functional.silu" else None  # a compiler knows it by identity alone
 
 
-def why_calls_matter() -> str | None:
+def module_call_reason() -> str | None:
     """Says why every call of a module does more than its forward says."""
     for function, name in ((nn.Module.__call__, "_wrapped_call_impl"), (nn.Module._call_impl, "_call_impl")):
-        if origin(function) != f"torch.nn.modules.module.Module.{name}":
+        if defining_path(function) != f"torch.nn.modules.module.Module.{name}":
             return f"the __call__ of torch.nn.Module was replaced by {named(function)}"
     for hooks in hooks_of(None):
         for hook in hooks.values():
@@ -76,9 +76,9 @@ def why_calls_matter() -> str | None:
     return None
 
 
-def why_none_is_plain() -> str | None:
+def process_fallback_reason() -> str | None:
     """Says why no module at all may be read just now. Asked once, before any module is looked at."""
-    if (reason := why_calls_matter()) is not None:
+    if (reason := module_call_reason()) is not None:
         return reason
     for i in range(torch._C._len_torch_function_stack()):
         mode = torch._C._get_function_stack_at(i)
@@ -87,14 +87,14 @@ def why_none_is_plain() -> str | None:
     return None
 
 
-def why_changed(module: nn.Module, *, recording: bool = True) -> str | None:
-    """Says why calling `module` is not calling its class's forward. For `recording` see `why_call_changed`."""
+def module_fallback_reason(module: nn.Module, *, recording: bool = True) -> str | None:
+    """Says why calling `module` is not calling its class's forward. For `recording` see `call_fallback_reason`."""
     if "forward" in vars(module):
         return "has a forward of its own, such as Accelerate's device_map gives it"
-    return why_call_changed(module, recording=recording)
+    return call_fallback_reason(module, recording=recording)
 
 
-def why_call_changed(module: nn.Module, *, recording: bool = True) -> str | None:
+def call_fallback_reason(module: nn.Module, *, recording: bool = True) -> str | None:
     """Says why calling `module` is not calling its forward, whosever that is.
 
     Hooks by which FSDP2 and ZeRO gather weights do not count; nor, unless `recording`, those by which Hugging Face
@@ -119,15 +119,15 @@ def hooks_of(module: nn.Module | None) -> tuple[dict[int, Callable], ...]:
     return *forward, module_module._global_backward_hooks, module_module._global_backward_pre_hooks
 
 
-def why_no_linear(module: Any) -> str | None:
+def linear_fallback_reason(module: Any) -> str | None:
     """Says why calling `module` is not F.linear(x, module.weight, module.bias)."""
     if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
         return f"is a {named(type(module))}"
-    if origin(nn.Linear.forward) != "torch.nn.modules.linear.Linear.forward":
+    if defining_path(nn.Linear.forward) != "torch.nn.modules.linear.Linear.forward":
         return "is a torch.nn.Linear, whose forward was replaced"
     if linear_module.F is not F or not _is_linear(F.linear):
         return f"calls torch.nn.functional.linear, which was replaced by {named(F.linear)}"
-    return why_changed(module)
+    return module_fallback_reason(module)
 
 
 def activation_name(activation: Any) -> str | None:
@@ -135,18 +135,18 @@ def activation_name(activation: Any) -> str | None:
     return _ACTIVATIONS.get(type(activation), (None,))[0]
 
 
-def why_no_activation(activation: Any) -> str | None:
+def activation_fallback_reason(activation: Any) -> str | None:
     """Says why calling `activation` is not what its class says, or that this class is not known."""
     cls = type(activation)
     if cls not in _ACTIVATIONS:
         known = cls.__module__.split(".")[0] in ("torch", "transformers")
         return f"its activation is {cls.__name__ if known else named(activation)}"
-    if origin(cls.forward) != _ACTIVATIONS[cls][1]:
+    if defining_path(cls.forward) != _ACTIVATIONS[cls][1]:
         return f"the forward of {named(cls)}, its activation, was replaced"
-    if (reason := why_changed(activation)) is not None:
+    if (reason := module_fallback_reason(activation)) is not None:
         return f"its activation {reason}"
     if cls is not GELUTanh:
-        if F.silu is _SILU or origin(F.silu) == "torch.nn.functional.silu":
+        if F.silu is _SILU or defining_path(F.silu) == "torch.nn.functional.silu":
             return None
         return f"torch.nn.functional.silu was replaced by {named(F.silu)}"
     function = activation.act
@@ -159,7 +159,9 @@ def why_no_activation(activation: Any) -> str | None:
 
 def _is_linear(function: Any) -> bool:
     """Says if a function is torch's linear, or DeepSpeed's, which every run under ZeRO-3 puts in its place."""
-    return _is_builtin(function, "linear") or origin(function) == "deepspeed.runtime.zero.linear.zero3_linear_wrap"
+    return (
+        _is_builtin(function, "linear") or defining_path(function) == "deepspeed.runtime.zero.linear.zero3_linear_wrap"
+    )
 
 
 def _is_builtin(function: Any, name: str) -> bool:
@@ -169,7 +171,7 @@ def _is_builtin(function: Any, name: str) -> bool:
 
 def is_harmless(hook: Callable, recording: bool) -> bool:
     """Says if a module hook changes nothing that is not done to a module whose tensors are read, too."""
-    return origin(_innermost(hook)).startswith(_HARMLESS if recording else (*_HARMLESS, _RECORDING))
+    return defining_path(_innermost(hook)).startswith(_HARMLESS if recording else (*_HARMLESS, _RECORDING))
 
 
 def _innermost(function: Any) -> Any:
@@ -221,8 +223,8 @@ def read_projection(name: str, module: nn.Module) -> Projection:
     return Projection(weight, base.bias, _whole(name, a.weight), _whole(name, b.weight), scale)
 
 
-def unreadable(name: str, module: nn.Module | None) -> str | None:
-    """Says why a projection must be called rather than read; see `why_none_is_plain`, too."""
+def projection_fallback_reason(name: str, module: nn.Module | None) -> str | None:
+    """Says why a projection must be called rather than read; see `process_fallback_reason`, too."""
     layers = _layers_of(module)
     if isinstance(layers, str):
         return f"{name} {layers}"
@@ -249,7 +251,7 @@ def _layers_of(module: Any) -> Layers | str:
     """Returns the layers of a plain linear layer or of a plain LoRA over one; of anything else what it is instead."""
     if _is_lora(module):
         return _lora_layers(module)
-    return why_no_linear(module) or Layers(module)
+    return linear_fallback_reason(module) or Layers(module)
 
 
 def _is_lora(module: Any) -> bool:
@@ -259,9 +261,9 @@ def _is_lora(module: Any) -> bool:
 
 def _lora_layers(module: Any) -> Layers | str:
     """Returns the layers of PEFT's LoRA: without dropout, of the plain kind, at most one active adapter, not merged."""
-    if origin(type(module).forward) != "peft.tuners.lora.layer.Linear.forward":
+    if defining_path(type(module).forward) != "peft.tuners.lora.layer.Linear.forward":
         return f"is a {named(type(module))}, whose forward was replaced"
-    if (reason := why_changed(module)) is not None:
+    if (reason := module_fallback_reason(module)) is not None:
         return reason
     base = _layers_of(module.base_layer)
     if isinstance(base, str):
@@ -284,7 +286,7 @@ def _adapted(base: Layers, module: Any, name: str) -> Layers | str:
     if name in module.lora_variant:
         return f"has a LoRA adapter of another kind, {type(module.lora_variant[name]).__name__}"
     for half, part in (("lora_A", a), ("lora_B", b)):
-        if (reason := why_no_linear(part)) is not None:
+        if (reason := linear_fallback_reason(part)) is not None:
             return f"has a LoRA adapter whose {half} {reason}"
     if a.bias is not None or b.bias is not None:
         return "has a LoRA adapter with a bias"
@@ -294,7 +296,7 @@ def _adapted(base: Layers, module: Any, name: str) -> Layers | str:
         return f"has a LoRA adapter with dropout {dropout.p}"
     if type(dropout) not in (nn.Identity, nn.Dropout):
         return f"has a LoRA adapter whose dropout is a {named(type(dropout))}"
-    if (reason := why_changed(dropout)) is not None:
+    if (reason := module_fallback_reason(dropout)) is not None:
         return f"has a LoRA adapter whose dropout {reason}"
     return Layers(base.base, a, b, scale)
 
@@ -308,7 +310,7 @@ def _whole(name: str, weight: torch.Tensor) -> torch.Tensor:
     return weight
 
 
-def call_in_place_of(module: nn.Module, function: Callable, *args: torch.Tensor) -> Any:
+def call_inside(module: nn.Module, function: Callable, *args: torch.Tensor) -> Any:
     """Returns function(*args), called inside the module's own call if FSDP2 shards it by itself: its hooks then gather
     the weight for `function` and see to its gradient."""
     if not isinstance(module, FSDPModule):

@@ -30,7 +30,7 @@ class Checkpoints:
 
     store: Store
     strict: bool = False
-    """Whether host memory that is full is an error."""
+    """True if host memory that is full is an error."""
     small: int = 2**20
     """Bytes: what is smaller stays where it is."""
     warned: bool = False

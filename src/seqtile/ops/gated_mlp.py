@@ -3,7 +3,7 @@
 Only x is kept. The backward of a chunk recomputes gate and up (2 u, where u = 2 * T * D * M FLOP), never down, and adds
 6 u; with the forward's 3 u that is 11 u, which is also what an untiled MLP costs under activation checkpointing.
 Source: Arctic Long Sequence Training, 3.1.1; Mini-Sequence Transformer, algorithms 1 and 3; see `save_early.py` for how
-the forward is spared in a checkpoint's replay.
+the forward is spared in a checkpoint's recomputation.
 """
 
 from collections.abc import Sequence
@@ -29,9 +29,9 @@ from seqtile.ops.chunks import chunks, resolve_chunk_tokens
 from seqtile.ops.linear import (
     LowRank,
     Projection,
-    begin_sums,
+    begin_weight_grads,
+    finish_weight_grads,
     main_grads_of,
-    results_of,
     tensors_of,
     views_of,
     with_tensors,
@@ -154,12 +154,12 @@ class GatedMLPFunction(torch.autograd.Function):
         check_first_derivative(_OP)
         x, *tensors = saved_for(ctx)
         params = with_tensors(ctx.params, tensors)
-        sums = begin_sums(params, ctx.needs_input_grad[5:], ctx.main_grads)
+        sums = begin_weight_grads(params, ctx.needs_input_grad[5:], ctx.main_grads)
         d_x = torch.empty_like(x) if ctx.needs_input_grad[0] else None
         mlp = MLPChunk(x, min(len(x), ctx.chunk_tokens), params, ctx.activation)
         for chunk in chunks(len(x), ctx.chunk_tokens):
             mlp.backward(x[chunk], d_y[chunk], sums, None if d_x is None else d_x[chunk])
-        return d_x, None, None, None, None, *results_of(sums)
+        return d_x, None, None, None, None, *finish_weight_grads(sums)
 
 
 class MLPChunk:

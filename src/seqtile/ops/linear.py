@@ -45,26 +45,26 @@ class WeightGrad:
         self._buffer, self._empty = main_grad, main_grad is None
 
     @property
-    def total(self) -> torch.Tensor:
+    def buffer(self) -> torch.Tensor:
         """The buffer, of the parameter's shape. It holds anything until something is added."""
         if self._buffer is None:
             self._buffer = torch.empty(self._shape, dtype=self._sum_dtype, device=self._device)
         return self._buffer
 
-    def begun(self) -> torch.Tensor:
+    def total(self) -> torch.Tensor:
         """Returns the sum so far, zeros if there is none, to be added to in place."""
         if self._empty:
-            self.total.zero_()
+            self.buffer.zero_()
             self._empty = False
-        return self.total
+        return self.buffer
 
     def add(self, left: torch.Tensor, right: torch.Tensor | None = None) -> None:
         """Adds left' right, or for a bias left' ones; left [C, out], right [C, in], both of one dtype."""
         on_gpu = _on_gpu(left)
         if right is None and on_gpu:
-            return self.add_whole(left.sum(0, dtype=torch.float32))
+            return self.add_gradient(left.sum(0, dtype=torch.float32))
         right = left.new_ones(left.shape[0], 1) if right is None else right
-        total = self.total.view(left.shape[1], -1)  # a bias as a column
+        total = self.buffer.view(left.shape[1], -1)  # a bias as a column
         beta = 0 if self._empty else 1  # beta 0 ignores what the empty buffer holds, NaN included
         self._empty = False
         if left.dtype == total.dtype:
@@ -80,22 +80,22 @@ class WeightGrad:
         else:
             total.add_(torch.mm(left.t(), right, out_dtype=torch.float32))
 
-    def add_whole(self, gradient: torch.Tensor) -> None:
+    def add_gradient(self, gradient: torch.Tensor) -> None:
         """Adds a chunk's gradient that is computed already, of the parameter's shape; it may be sparse."""
         gradient = gradient.to_dense() if gradient.is_sparse else gradient
-        self.total.copy_(gradient) if self._empty else self.total.add_(gradient)
+        self.buffer.copy_(gradient) if self._empty else self.buffer.add_(gradient)
         self._empty = False
 
     def result(self) -> torch.Tensor | None:
         """Returns the sum, rounded once to the parameter's dtype; zeros if nothing was added; None for a `main_grad`,
         which holds it already."""
-        total = self.begun()
+        total = self.total()
         return None if self._main_grad is not None else total.to(self._dtype)
 
     def scaled(self, factor: torch.Tensor, main_grad: torch.Tensor | None) -> torch.Tensor | None:
         """Returns the sum times `factor`, float32 [1], rounded once, in one pass over it. If there is a `main_grad`, it
         is added there instead, and None is returned."""
-        total = self.begun()
+        total = self.total()
         if main_grad is not None:
             main_grad.addcmul_(total, factor)
             return None
@@ -175,12 +175,12 @@ class Projection(NamedTuple):
     def adapter(self) -> LowRank | None:
         return None if self.a is None else LowRank(self.a, self.b, self.scale)
 
-    def rows(self, rows: slice) -> "Projection":
+    def slice_out(self, rows: slice) -> "Projection":
         """Returns the projection to some of the outputs."""
         bias, b = (None if tensor is None else tensor[rows] for tensor in (self.bias, self.b))
         return Projection(self.weight[rows], bias, self.a, b, self.scale)
 
-    def columns(self, columns: slice) -> "Projection":
+    def slice_in(self, columns: slice) -> "Projection":
         """Returns the projection of some of the inputs, without the bias."""
         a = None if self.a is None else self.a[:, columns]
         return Projection(self.weight[:, columns], None, a, self.b, self.scale)
@@ -217,7 +217,7 @@ class Projection(NamedTuple):
         return out
 
     def add_gradients(self, sums: "Projection", d_y: torch.Tensor, x: torch.Tensor) -> None:
-        """Adds the gradients of a chunk to `sums`, see `begin_sums`: d_y [C, out], x [C, in]."""
+        """Adds the gradients of a chunk to `sums`, see `begin_weight_grads`: d_y [C, out], x [C, in]."""
         if sums.weight is not None:
             sums.weight.add(d_y, x)
         if sums.bias is not None:
@@ -228,7 +228,7 @@ class Projection(NamedTuple):
             sums.b.add(d_y, torch.mm(x, self.a.t()).mul_(self.scale))
 
 
-class Stack:
+class FusedProjection:
     """Some rows of several projections of one input as one projection, so that one product serves all: a copy.
 
     weight          a         b
@@ -239,7 +239,7 @@ class Stack:
 
     def __init__(self, parts: Sequence[Projection], rows: Sequence[slice], dtype: torch.dtype):
         self._rows = rows
-        self._parts = parts = [part.rows(of_part).to(dtype) for part, of_part in zip(parts, rows, strict=True)]
+        self._parts = parts = [part.slice_out(of_part).to(dtype) for part, of_part in zip(parts, rows, strict=True)]
         ranks = [0 if part.a is None else len(part.a) for part in parts]
         self._blocks = list(zip(_adjacent(len(part.weight) for part in parts), _adjacent(ranks), strict=True))
         weight, bias, a, b = torch.cat([part.weight for part in parts]), None, None, None
@@ -253,23 +253,23 @@ class Stack:
                     b[outputs, of_rank] = part.b * part.scale
         self.projection = Projection(weight, bias, a, b)
 
-    def begin_sums(self, sums: Sequence[Projection]) -> Projection:
+    def begin_weight_grads(self, sums: Sequence[Projection]) -> Projection:
         """Returns the sums of the stack's gradients, of those tensors of which a part has a sum in `sums`."""
         needs = [any(part[i] is not None for part in sums) for i in range(4)]
-        return begin_sums(self.projection, [*needs, False], [None] * 5)
+        return begin_weight_grads(self.projection, [*needs, False], [None] * 5)
 
     def add_to_parts(self, stacked: Projection, sums: Sequence[Projection]) -> None:
         """Adds the sums of the stack's gradients to those of the whole parts."""
-        d_weight, d_bias, d_a, d_b = (None if total is None else total.begun() for total in stacked[:4])
+        d_weight, d_bias, d_a, d_b = (None if total is None else total.total() for total in stacked[:4])
         for part, rows, of_part, (outputs, ranks) in zip(self._parts, self._rows, sums, self._blocks, strict=True):
             if of_part.weight is not None:
-                of_part.weight.begun()[rows].add_(d_weight[outputs])
+                of_part.weight.total()[rows].add_(d_weight[outputs])
             if of_part.bias is not None:
-                of_part.bias.begun()[rows].add_(d_bias[outputs])
+                of_part.bias.total()[rows].add_(d_bias[outputs])
             if of_part.a is not None:
-                of_part.a.add_whole(d_a[ranks])
+                of_part.a.add_gradient(d_a[ranks])
             if of_part.b is not None:
-                of_part.b.begun()[rows].add_(d_b[outputs, ranks] * part.scale)
+                of_part.b.total()[rows].add_(d_b[outputs, ranks] * part.scale)
 
 
 def _adjacent(lengths: Iterable[int]) -> list[slice]:
@@ -303,7 +303,7 @@ def main_grads_of(params: Any) -> list[torch.Tensor | None]:
     return [main_grad_of(tensor) for tensor in tensors_of(params)]
 
 
-def begin_sums(params: Tree, needs: Sequence[bool], main_grads: Sequence[torch.Tensor | None]) -> Tree:
+def begin_weight_grads(params: Tree, needs: Sequence[bool], main_grads: Sequence[torch.Tensor | None]) -> Tree:
     """Returns the tree with a `WeightGrad` for every tensor whose gradient is needed, None elsewhere; `needs` and
     `main_grads` are in the order of `tensors_of`."""
     leaves, form = tree_flatten(params)
@@ -314,6 +314,6 @@ def begin_sums(params: Tree, needs: Sequence[bool], main_grads: Sequence[torch.T
     return tree_unflatten(sums, form)
 
 
-def results_of(sums: Any) -> list[torch.Tensor | None]:
+def finish_weight_grads(sums: Any) -> list[torch.Tensor | None]:
     """Returns the gradients that the sums came to, in the order of `tensors_of`."""
     return [None if total is None else total.result() for total in tree_leaves(sums)]

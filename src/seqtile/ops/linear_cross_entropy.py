@@ -2,7 +2,7 @@
 
     linear_cross_entropy ─ check, count the labelled tokens (`run_head`) ─ autograd Function over chunks ─ reduce
 
-`prepare_head`, `run_head` and `by_token` serve `linear_log_probs` as well.
+`prepare_head`, `run_head` and `scatter_to_tokens` serve `linear_log_probs` as well.
 """
 
 import math
@@ -23,7 +23,7 @@ from seqtile.ops.checks import (
     check_shape,
 )
 from seqtile.ops.chunks import resolve_chunk_tokens
-from seqtile.ops.logit_chunks import Operands, Settings, TokenLossFunction, TotalLossFunction, Values
+from seqtile.ops.logit_chunks import Operands, PerTokenLossFunction, Settings, SummedLossFunction, Values
 
 _OP = "linear_cross_entropy"
 _LABELS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32)
@@ -149,10 +149,10 @@ def _loss(
     return_metrics: bool,
 ) -> tuple[torch.Tensor, LossMetrics | None]:
     if reduction == "none":
-        values = Values(*TokenLossFunction.apply(settings, return_metrics, return_metrics, *operands))
-        loss = by_token(values.losses, operands.rows, shape)
+        values = Values(*PerTokenLossFunction.apply(settings, return_metrics, return_metrics, *operands))
+        loss = scatter_to_tokens(values.losses, operands.rows, shape)
     else:
-        values = Values(*TotalLossFunction.apply(settings, return_metrics, torch.is_grad_enabled(), *operands))
+        values = Values(*SummedLossFunction.apply(settings, return_metrics, torch.is_grad_enabled(), *operands))
         loss = values.losses
         if reduction == "mean" and num_items is None and operands.labelled() == 0:
             loss = loss + math.nan  # torch's mean of nothing, whose gradients are zeros
@@ -179,9 +179,9 @@ def _metrics(operands: Operands, values: Values, shape: torch.Size) -> LossMetri
     labels = operands.target if operands.rows is None else operands.target[operands.rows]
     return LossMetrics(
         token_accuracy=(values.predicted == labels).float().mean(),
-        predicted_tokens=by_token(values.predicted, operands.rows, shape, fill=-1),
+        predicted_tokens=scatter_to_tokens(values.predicted, operands.rows, shape, fill=-1),
         mean_entropy=values.entropy.mean(),
-        logsumexp=by_token(values.lse, operands.rows, shape),
+        logsumexp=scatter_to_tokens(values.lse, operands.rows, shape),
     )
 
 
@@ -262,7 +262,9 @@ def labelled_rows(target: torch.Tensor, ignore_index: int) -> torch.Tensor | Non
     return None if rows.shape[0] == target.shape[0] else rows
 
 
-def by_token(values: torch.Tensor, rows: torch.Tensor | None, shape: torch.Size, fill: float = 0) -> torch.Tensor:
+def scatter_to_tokens(
+    values: torch.Tensor, rows: torch.Tensor | None, shape: torch.Size, fill: float = 0
+) -> torch.Tensor:
     """Returns `values` [n] of the labelled tokens as `shape`, a target's; `fill` for the ignored. Differentiable."""
     if rows is not None:
         values = values.new_full((shape.numel(),), fill).index_copy(0, rows, values)

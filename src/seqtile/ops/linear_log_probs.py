@@ -2,8 +2,8 @@
 
 import torch
 
-from seqtile.ops.linear_cross_entropy import by_token, prepare_head, run_head
-from seqtile.ops.logit_chunks import Operands, Settings, TokenLossFunction, Values
+from seqtile.ops.linear_cross_entropy import prepare_head, run_head, scatter_to_tokens
+from seqtile.ops.logit_chunks import Operands, PerTokenLossFunction, Settings, Values
 
 _OP = "linear_log_probs"
 
@@ -63,6 +63,6 @@ def linear_log_probs(
 def _log_probs(
     operands: Operands, shape: torch.Size, settings: Settings, return_entropy: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    values = Values(*TokenLossFunction.apply(settings, return_entropy, False, *operands))
-    entropies = by_token(values.entropy, operands.rows, shape) if return_entropy else None
-    return by_token(-values.losses, operands.rows, shape), entropies
+    values = Values(*PerTokenLossFunction.apply(settings, return_entropy, False, *operands))
+    entropies = scatter_to_tokens(values.entropy, operands.rows, shape) if return_entropy else None
+    return scatter_to_tokens(-values.losses, operands.rows, shape), entropies

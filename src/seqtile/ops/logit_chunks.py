@@ -90,12 +90,12 @@ class Gradients:
     weight: WeightGrad | None
     bias: WeightGrad | None
     labelled: int
-    """How many tokens contributed."""
+    """The number of tokens that contributed."""
     d_logits: torch.Tensor | None = None
     """[n, V] of the only chunk, of which the weight's gradient is one product, with no sum over chunks."""
 
 
-def sweep(
+def losses_and_gradients(
     operands: Operands,
     settings: Settings,
     values: Values,
@@ -117,13 +117,13 @@ def sweep(
     buffer = _logits_buffer(min(count, settings.chunk_tokens), operands, settings)
     one_product = needs[1] and main_grads[0] is None and _is_one_product(operands, settings)
     gradients = _empty_gradients(operands, settings, (needs[0], needs[1] and not one_product, needs[2]))
-    by_token = {**values._asdict(), **dict(zip(("row_scale", "lse_scale", "entropy_scale"), scales, strict=True))}
+    per_token = {**values._asdict(), **dict(zip(("row_scale", "lse_scale", "entropy_scale"), scales, strict=True))}
 
     def add(chunk: slice) -> None:  # a function, so that what it allocates is free again before the next chunk
         labels = target[chunk] if rows is None else target[rows[chunk]]
         x = operands.part(chunk, settings)  # [C, D]
         logits = torch.mm(x, matrix.t(), out=buffer[: x.shape[0]])  # [C, V]
-        vectors = {name: None if vector is None else vector[chunk] for name, vector in by_token.items()}
+        vectors = {name: None if vector is None else vector[chunk] for name, vector in per_token.items()}
         losses = vectors.pop("losses")
         vectors |= {"bias": bias, "class_weight": class_weight}
         cross_entropy_(logits, labels, losses, settings.loss, write_grad=any(needs), **vectors)
@@ -173,7 +173,7 @@ def _empty_gradients(operands: Operands, settings: Settings, needs: Sequence[boo
     )
 
 
-class TotalLossFunction(torch.autograd.Function):
+class SummedLossFunction(torch.autograd.Function):
     """The sum of the losses of `operands`, and if wanted their log-sum-exp and entropies, all three with gradients, and
     their predicted tokens.
 
@@ -188,7 +188,7 @@ class TotalLossFunction(torch.autograd.Function):
         values = operands.new_values(metrics, metrics)
         ctx.needs = [differentiate and needed for needed in ctx.needs_input_grad[3:6]]
         _prepare_backward(ctx, settings, operands, values)
-        ctx.gradients, ctx.unit = _total_gradients(ctx, operands, values)
+        ctx.gradients, ctx.unit = _summed_gradients(ctx, operands, values)
         return values.losses.sum(), *values[1:]
 
     @staticmethod
@@ -204,11 +204,11 @@ class TotalLossFunction(torch.autograd.Function):
             return (None,) * 9
         if gradients is None:
             operands = _saved(ctx)
-            gradients, _ = _total_gradients(ctx, operands, operands.new_values())
+            gradients, _ = _summed_gradients(ctx, operands, operands.new_values())
         return None, None, None, *_scaled(ctx, gradients, upstream * ctx.unit), None, None, None
 
 
-class TokenLossFunction(torch.autograd.Function):
+class PerTokenLossFunction(torch.autograd.Function):
     """The loss of every labelled token, and if wanted its log-sum-exp and entropy, all with gradients, and predicted
     token. One matrix product in the forward, three in the backward; nothing but the operands is kept.
     """
@@ -218,7 +218,7 @@ class TokenLossFunction(torch.autograd.Function):
         operands = Operands(*operands)
         values = operands.new_values(entropy or metrics, metrics)
         _prepare_backward(ctx, settings, operands, values)
-        sweep(operands, settings, values)
+        losses_and_gradients(operands, settings, values)
         return tuple(values)
 
     @staticmethod
@@ -237,24 +237,24 @@ def _prepare_backward(ctx, settings: Settings, operands: Operands, values: Value
         ctx.mark_non_differentiable(values.predicted)
 
 
-def _total_gradients(ctx, operands: Operands, values: Values) -> tuple[Gradients, torch.Tensor | float]:
+def _summed_gradients(ctx, operands: Operands, values: Values) -> tuple[Gradients, torch.Tensor | float]:
     """Writes `values`; returns the gradients of the sum of the losses, up to a factor, and that factor."""
     if operands.class_weight is None or not any(ctx.needs):
-        return sweep(operands, ctx.settings, values, ctx.needs, ctx.main_grads), 1.0
+        return losses_and_gradients(operands, ctx.settings, values, ctx.needs, ctx.main_grads), 1.0
     unit = power_of_two(operands.class_weight)
     scale = (1 / unit).expand_as(values.losses).contiguous()
-    return sweep(operands, ctx.settings, values, ctx.needs, ctx.main_grads, (scale, None, None)), unit
+    return losses_and_gradients(operands, ctx.settings, values, ctx.needs, ctx.main_grads, (scale, None, None)), unit
 
 
 def _recomputed(ctx, operands: Operands, *d_values: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     """Returns the gradients where every labelled token has upstream gradients of its own, [n] float32: `d_values`, of
-    its loss, log-sum-exp and entropy, and None of its predicted token. One sweep."""
+    its loss, log-sum-exp and entropy, and None of its predicted token. One pass over the chunks."""
     values, (d_losses, d_lse, d_entropy, _) = operands.new_values(), d_values
     d_losses = torch.zeros_like(values.losses) if d_losses is None else d_losses
     of_losses = d_losses if operands.class_weight is None else d_losses * power_of_two(operands.class_weight)
     unit = power_of_two(of_losses, d_lse, d_entropy)
     scales = [None if scale is None else scale.contiguous() / unit for scale in (d_losses, d_lse, d_entropy)]
-    gradients = sweep(operands, ctx.settings, values, ctx.needs_input_grad[3:6], ctx.main_grads, scales)
+    gradients = losses_and_gradients(operands, ctx.settings, values, ctx.needs_input_grad[3:6], ctx.main_grads, scales)
     return None, None, None, *_scaled(ctx, gradients, unit), None, None, None
 
 

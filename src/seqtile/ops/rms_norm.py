@@ -37,7 +37,7 @@ class RMSNormFunction(torch.autograd.Function):
         needs_x, needs_weight, _ = ctx.needs_input_grad
         total = WeightGrad(weight, main_grad=ctx.main_grad) if needs_weight else None
         d_x = torch.empty_like(x, memory_format=torch.contiguous_format)
-        rms_norm_backward(_rows(x), weight, ctx.eps, _rows(d_y), _rows(d_x), d_weight=total and total.begun())
+        rms_norm_backward(_rows(x), weight, ctx.eps, _rows(d_y), _rows(d_x), d_weight=total and total.total())
         return d_x if needs_x else None, total and total.result(), None
 
 

@@ -1,16 +1,16 @@
 """The node that saves a function's inputs before the function runs.
 
-Non-reentrant `torch.utils.checkpoint` stops replaying a region as soon as the last tensor that the region saved has
-been saved again. What an autograd Function saves is packed only after its forward has run, so a Function that saves its
-own inputs is always replayed. `save_early` places an identity before it that saves them instead:
+Non-reentrant `torch.utils.checkpoint` recomputes a region only up to the last tensor that the region saved. What an
+autograd Function saves is packed only after its forward has run, so a Function that saves its own inputs is always run
+again. `save_early` places an identity before it that saves them instead:
 
-    forward    x ── SaveEarly ── x ── GatedMLP ── y        the Function saves nothing, and keeps SaveEarly's node
-    replay     x ── SaveEarly ┃                            the last tensor is saved: the replay stops here
-    backward                  x ── GatedMLP ── y           reads node.saved_tensors
+    forward         x ── SaveEarly ── x ── GatedMLP ── y   the Function saves nothing, and keeps SaveEarly's node
+    recomputation   x ── SaveEarly ┃                       the last tensor is saved: it stops here
+    backward                       x ── GatedMLP ── y      reads node.saved_tensors
 
 Where nothing behind the Function saves a tensor either, as in a Llama layer, its forward is never run a second time: a
 tiled MLP under checkpointing then costs what an untiled one costs. Nothing is detected and nothing is skipped by a
-flag: where the replay does go on, everything is still right.
+flag: where the recomputation does go on, everything is still right.
 """
 
 from collections.abc import Sequence

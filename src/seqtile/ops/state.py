@@ -4,11 +4,12 @@ generators.
 A tiled function runs once a chunk, and once more in the backward.
 
 - `ForwardState` is what it must find there: autocast, and the states of torch's default generators, as in the forward.
-- `Held` is what it must leave: tensors that it is given or holds, and generators of its own. A function that changes
-  its input or a buffer in place would compute something else each time. Every tensor counts its changes in place (its
-  version), so that asking costs one int a tensor and waits for no device; small tensors are copied, to be put back.
+- `WatchedState` is what it must leave: tensors that it is given or holds, and generators of its own. A function that
+  changes its input or a buffer in place would compute something else each time. Every tensor counts its changes in
+  place (its version), so that asking costs one int a tensor and waits for no device; small tensors are copied, to be
+  put back.
 
-    Held(fn, given)  ->  fn(chunk)  ->  check()  ->  fn(chunk)  ->  check()  -> ...
+    WatchedState(fn, given)  ->  fn(chunk)  ->  check()  ->  fn(chunk)  ->  check()  -> ...
     versions, copies                    as before? else put back what was copied, and raise
 
 What a function holds is looked for in its closure, its defaults, the arguments that were bound to it and the globals
@@ -84,12 +85,12 @@ class ForwardState(NamedTuple):
         autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
         return cls(device, autocast, default_generators(device))
 
-    def autocast_as_then(self) -> torch.autocast:
+    def forward_autocast(self) -> torch.autocast:
         """Returns a context. Casts are not cached in it: the graph of a cached one would serve one run only."""
         return torch.autocast(*self.autocast, cache_enabled=False)
 
     @contextmanager
-    def random_as_then(self) -> Iterator[None]:
+    def forward_random(self) -> Iterator[None]:
         """Draws random numbers from where the forward drew them; at the end, again, from where they are now."""
         devices = [self.device] if len(self.random) > 1 else []
         with torch.random.fork_rng(devices, device_type=self.device.type if devices else "cpu"):
@@ -98,7 +99,7 @@ class ForwardState(NamedTuple):
             yield
 
 
-class HeldTensor:
+class WatchedTensor:
     """A tensor as it was found: its version, the module whose attribute it was, if any, and maybe a copy."""
 
     def __init__(self, name: str, tensor: torch.Tensor, owner: Any = None, copy: torch.Tensor | None = None):
@@ -136,7 +137,7 @@ def equal(now: Any, before: torch.Tensor, rounded: bool = False) -> bool:
     return torch.allclose(now, before, rtol=tolerance, atol=tolerance * largest, equal_nan=True)
 
 
-class Held:
+class WatchedState:
     """The tensors and generators that a function must leave as they are: those it is `given`, by kind, and holds.
 
     Copies the smallest tensors, `room` bytes in all at most; unless there is room for all, none that requires a
@@ -148,7 +149,7 @@ class Held:
         roots = [(f"{kind} {i}", tensor) for kind, tensors in given.items() for i, tensor in enumerate(tensors)]
         found = [*_found_in([*roots, ("", function)])]
         self.generators = [_generator(name, thing) for name, thing, _ in found if not isinstance(thing, torch.Tensor)]
-        self.tensors = [HeldTensor(*each) for each in found if isinstance(each[1], torch.Tensor)]
+        self.tensors = [WatchedTensor(*each) for each in found if isinstance(each[1], torch.Tensor)]
         simulated = any(isinstance(tensor, FakeTensor) for _, tensor in roots)  # real tensors cannot be copied then
         for each in sorted(self.tensors, key=attrgetter("bytes")):
             tensor = each.tensor
@@ -159,14 +160,14 @@ class Held:
                 each.copy = tensor.detach().clone()
                 room -= each.bytes
 
-    def guards(self, pieces: Tensors) -> list[HeldTensor]:
+    def guarded(self, pieces: Tensors) -> list[WatchedTensor]:
         """Returns a chunk's inputs with copies to be given instead: changes of those reach nothing of the caller's."""
         with torch.inference_mode(False):  # where tensors count versions
-            return [HeldTensor(f"input {i}", piece.clone(), copy=piece) for i, piece in enumerate(pieces)]
+            return [WatchedTensor(f"input {i}", piece.clone(), copy=piece) for i, piece in enumerate(pieces)]
 
-    def check(self, guards: Sequence[HeldTensor] = ()) -> None:
+    def check(self, guarded: Sequence[WatchedTensor] = ()) -> None:
         """Raises `error` if anything has changed, having put back what was copied."""
-        changed = [each for each in (*guards, *self.tensors) if each.changed]
+        changed = [each for each in (*guarded, *self.tensors) if each.changed]
         drawn = ", ".join(generator.name for generator in self.generators if generator.drawn)
         if changed:
             lost = ", ".join(each.name for each in changed if each.copy is None)

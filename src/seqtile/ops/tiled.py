@@ -22,7 +22,7 @@ from seqtile.ops.checks import check_dense, check_first_derivative, check_no_tra
 from seqtile.ops.chunks import chunks, resolve_chunk_tokens
 from seqtile.ops.linear import WeightGrad, main_grad_of
 from seqtile.ops.save_early import save_early, saved_for
-from seqtile.ops.state import ForwardState, Held, Tensors, default_generators, equal, nodes_behind
+from seqtile.ops.state import ForwardState, Tensors, WatchedState, default_generators, equal, nodes_behind
 
 Outputs = torch.Tensor | tuple[torch.Tensor, ...]
 TRIED_TOKENS = 8
@@ -65,8 +65,8 @@ def tiled(
     Random numbers of torch's default generators: a chunk draws in the backward what it drew in the forward, not what an
     untiled fn would. Autocast is in the backward what it was in the forward; casts are not cached between chunks.
 
-    FLOPs: one forward of `fn` more than untiled. Under non-reentrant checkpointing, whose replay stops before `fn`, no
-    more, but for what the replay of an untiled `fn` leaves out at its end.
+    FLOPs: one forward of `fn` more than untiled. Under non-reentrant checkpointing, whose recomputation stops before
+    `fn`, no more, but for what that of an untiled `fn` leaves out at its end.
 
     Memory: saves the inputs and nothing of what is inside; allocates the outputs, in the backward the gradients of the
     inputs and a float32 sum for each of `params` and `shared`; what `fn` needs for one chunk; a copy of the first
@@ -127,20 +127,20 @@ class Call(NamedTuple):
     def cut(self, tensor: torch.Tensor, chunk: slice) -> torch.Tensor:
         return tensor.narrow(self.dim, chunk.start, chunk.stop - chunk.start)
 
-    def held(self, given: Tensors, error: type[Exception]) -> Held:
+    def held(self, given: Tensors, error: type[Exception]) -> WatchedState:
         """Returns what fn must leave as it is, else `error` is raised; no more than a chunk's input is copied."""
         first = self.cut(given[0], slice(0, self.step))
         kinds = {"input": given[: self.inputs], "shared tensor": given[self.inputs :], "parameter": self.params}
-        return Held(self.fn, kinds, error, room=first.numel() * first.element_size())
+        return WatchedState(self.fn, kinds, error, room=first.numel() * first.element_size())
 
-    def run(self, held: Held, given: Tensors, chunk: slice, guarded: bool = False) -> tuple[Tensors, Tensors]:
+    def run(self, held: WatchedState, given: Tensors, chunk: slice, guarded: bool = False) -> tuple[Tensors, Tensors]:
         """Returns leaves that stand for the chunk's inputs and the shared tensors, and what fn makes of them."""
         pieces = (*(self.cut(tensor, chunk) for tensor in given[: self.inputs]), *given[self.inputs :])
         leaves = [piece.detach().requires_grad_(piece.requires_grad) for piece in pieces]
-        guards = held.guards(leaves[: self.inputs]) if guarded else []
-        with self.state.autocast_as_then():
-            outputs = self.fn(*(guard.tensor for guard in guards), *leaves[len(guards) :])
-        held.check(guards)
+        guarded_pieces = held.guarded(leaves[: self.inputs]) if guarded else []
+        with self.state.forward_autocast():
+            outputs = self.fn(*(guard.tensor for guard in guarded_pieces), *leaves[len(guarded_pieces) :])
+        held.check(guarded_pieces)
         results = _checked_outputs(outputs, chunk.stop - chunk.start, self.dim)
         if torch.is_grad_enabled():
             _check_leaves(results, (*leaves, *self.params), held.error)
@@ -198,9 +198,9 @@ class TiledFunction(torch.autograd.Function):
                     piece.zero_() if gradient is None else piece.copy_(gradient)
             for total in sums:
                 if total is not None and (gradient := next(gradients)) is not None:
-                    total.add_whole(gradient)
+                    total.add_gradient(gradient)
 
-        with call.state.random_as_then():
+        with call.state.forward_random():
             for chunk in chunks(given[0].shape[call.dim], call.step):
                 add(chunk)
         return None, *d_inputs, *(None if total is None else total.result() for total in sums)
@@ -275,7 +275,7 @@ def _check_trial(fn: Callable, inputs: Tensors, shared: Tensors, dim: int) -> No
         raise ValueError("tiled: check=True compares values, and tensors on the meta device have none; leave it out")
     tokens = min(TRIED_TOKENS, inputs[0].shape[dim])
     given = [tensor.detach().narrow(dim, 0, tokens).clone() for tensor in inputs]
-    before = Held(fn, {"input": given, "shared tensor": shared}, ValueError)
+    before = WatchedState(fn, {"input": given, "shared tensor": shared}, ValueError)
     before.generators += default_generators(inputs[0].device)
 
     def run(pieces: Tensors) -> list[torch.Tensor]:

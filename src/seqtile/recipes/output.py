@@ -108,7 +108,7 @@ class RunResult:
     saved: str | None = None
     """Where the model is, of a run that saved it."""
     note: str | None = None
-    """What else there is to say."""
+    """A remark, None if there is none."""
 
 
 def report_of(job: Job, baseline: RunResult | None, tiled: RunResult, ranks: int = 1) -> dict[str, Any]:

@@ -65,7 +65,7 @@ class Forecast:
     plan: Plan
     """A step of the length that was asked for, with the least that it needs, or of the longest that fits."""
     turn_on: list[str]
-    """What the plan needs, as lines of Python in their order; nothing if it does not fit."""
+    """The lines of Python that set up what the plan needs, in their order; none if it does not fit."""
     remedies: dict[str, int]
     """Where the plan does not fit: options, and the longest sequence with them."""
     notes: list[str]

@@ -220,7 +220,7 @@ def take_steps(
             start = time.perf_counter()
             loss = loss_of(training.model, batch, job, ctx)
             training.update(loss)
-            ranks = over_ranks([loss.item(), bool(interrupts), peak_mib(job.device)], job.device)
+            ranks = sp_attention([loss.item(), bool(interrupts), peak_mib(job.device)], job.device)
             losses.append(ranks[:, 0].mean().item())  # alike on every rank of a group
             peak = ranks[:, 2].max().item()
             seconds.append(time.perf_counter() - start)
@@ -255,7 +255,7 @@ def loss_of(model: torch.nn.Module, batch: torch.Tensor, job: Job, ctx: sp.Seque
         return sp.reduce_loss(model(**shard, use_cache=False).loss, ctx)
 
 
-def over_ranks(values: list[float], device: str) -> torch.Tensor:
+def sp_attention(values: list[float], device: str) -> torch.Tensor:
     """Returns [ranks, len(values)]: these of every rank."""
     mine = torch.tensor(values, dtype=torch.float64, device=device)
     found = [mine]

@@ -5,7 +5,7 @@ a forward meets them:
 
     model      check_batch        keeps the batch's hash, which layers are not given
       base     add_layout         the `Layout` joins the keyword arguments, which Hugging Face passes to every
-                                  attention, also in a checkpoint's replay
+                                  attention, also in a checkpoint's recomputation
         rotary add, drop_last_position    tell embeddings that depend on the length what it is
       base     check_layers       every layer has attended
     model      guard_loss         the loss is to be reduced over the ranks before its backward
@@ -112,7 +112,7 @@ class Applied:
     handles: list[RemovableHandle] = field(default_factory=list)
     batch_hash: Tensor | None = None
     last_position: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64, device="cpu"))
-    """Of the whole sequences; on the host, where reading it is free."""
+    """The last position of the whole sequences; on the host, where reading it is free."""
 
     def hook(self, model: PreTrainedModel) -> None:
         """Registers the hooks on a model, its base model and their rotary embeddings."""
@@ -182,7 +182,7 @@ class Applied:
         loss = output[0] if isinstance(output, tuple) else output.get("loss")
         if self.ctx.size == 1 or not _labelled(kwargs) or loss is None or not loss.requires_grad:
             return output
-        share = ShareFunction.apply(loss, self.ctx.size)
+        share = LossShareFunction.apply(loss, self.ctx.size)
         if isinstance(output, tuple):
             return (share, *output[1:])
         output["loss"] = share
@@ -211,27 +211,27 @@ def _check_shard(kwargs: dict[str, Any], batch: int, local: int) -> None:
         raise ValueError(f"attention_mask is {kind}, {expected}, {[batch, local]}")
 
 
-class ShareFunction(torch.autograd.Function):
+class LossShareFunction(torch.autograd.Function):
     """The loss of a shard, as it is. Its backward raises RuntimeError, unless the gradient comes from a loss that
-    `let_through` was given."""
+    `allow_backward` was given."""
 
     @staticmethod
     def forward(ctx, loss: Tensor, size: int) -> Tensor:
-        ctx.size, ctx.is_let_through = size, False
+        ctx.size, ctx.is_reduced = size, False
         return loss.clone()  # a view could not be changed in place, as Trainer does
 
     @staticmethod
     def backward(ctx, d_loss: Tensor) -> tuple[Tensor, None]:
-        if not ctx.is_let_through:
+        if not ctx.is_reduced:
             raise RuntimeError(
                 f"a share of the loss leaves 1/{ctx.size} of the gradients once ranks average them; expected "
                 "loss = sp.reduce_loss(loss, ctx) before loss.backward(), or sp.SequenceParallelTrainerMixin"
             )
-        ctx.is_let_through = False  # the next backward of this graph has to come the same way
+        ctx.is_reduced = False  # the next backward of this graph has to come the same way
         return d_loss, None
 
 
-def let_through(loss: Tensor, ctx: SequenceParallel) -> Tensor:
+def allow_backward(loss: Tensor, ctx: SequenceParallel) -> Tensor:
     """Returns `loss`, whose gradient may go to the shares that it was computed from: it is scaled by the size of the
     group."""
     if ctx.size == 1 or not loss.requires_grad:
@@ -241,12 +241,12 @@ def let_through(loss: Tensor, ctx: SequenceParallel) -> Tensor:
         node = nodes.pop()
         if node is not None and node not in seen:
             seen.add(node)
-            nodes += [] if hasattr(node, "is_let_through") else [before for before, _ in node.next_functions]
-    shares = [node for node in seen if hasattr(node, "is_let_through")]
+            nodes += [] if hasattr(node, "is_reduced") else [before for before, _ in node.next_functions]
+    shares = [node for node in seen if hasattr(node, "is_reduced")]
 
     def let(d_loss: Tensor) -> None:
         for share in shares:
-            share.is_let_through = True
+            share.is_reduced = True
 
     loss.register_hook(let)
     return loss
@@ -280,4 +280,4 @@ def reduce_loss(loss: Tensor, ctx: SequenceParallel) -> Tensor:
     """
     if loss is None:
         raise ValueError("the model returned no loss: the batch has no labels")
-    return let_through(ReduceLossFunction.apply(loss, ctx.group, ctx.size), ctx)
+    return allow_backward(ReduceLossFunction.apply(loss, ctx.group, ctx.size), ctx)

@@ -19,7 +19,7 @@ class SequenceParallel:
     data_parallel_rank: int
     """The group's place among the groups: what a sampler calls the rank."""
     data_parallel_size: int
-    """How many groups there are: what a sampler calls the number of replicas."""
+    """The number of groups, which a sampler calls the number of replicas."""
 
     def __deepcopy__(self, memo: dict) -> "SequenceParallel":
         return self  # a copy of a model is sharded over the same ranks

@@ -39,7 +39,7 @@ class Layout:
     attended: set[int] = field(default_factory=set, compare=False, repr=False)
     """The modules that have attended, by id."""
     cache: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
-    """What is made once for all layers, see `once`."""
+    """Objects that are made once for all layers, see `once`."""
 
     @property
     def length(self) -> int:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from seqtile.sp.apply import apply_ulysses, let_through, reduce_loss
+from seqtile.sp.apply import allow_backward, apply_ulysses, reduce_loss
 from seqtile.sp.data import DataShardingCollator
 from seqtile.sp.groups import SequenceParallel
 
@@ -77,7 +77,7 @@ class SequenceParallelTrainerMixin:
             )
         items = num_items_in_batch if training else None  # those of all groups; the batch has its own group's
         result = super().compute_loss(model, inputs, return_outputs, items, **kwargs)
-        finish = let_through if training else reduce_loss
+        finish = allow_backward if training else reduce_loss
         if return_outputs:
             return finish(result[0], self.sequence_parallel), *result[1:]
         return finish(result, self.sequence_parallel)

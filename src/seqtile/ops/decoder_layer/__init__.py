@@ -4,15 +4,15 @@ Only attention mixes tokens. So norms, projections, rotary embedding, residuals 
 of a layer is its input, and what attention saves. With groups, queries, keys and values, and their gradients, exist for
 one group of kv heads at a time: what attention saves is kept but for these, which its backward computes again.
 
-    x ─┬─ AttentionFunction ───── x, attended by groups ─ SaveEarlyFunction ─ PostAttentionFunction ─ y
+    x ─┬─ AttentionFunction ───── x, attn_output by groups ─ SaveEarlyFunction ─ PostAttentionFunction ─ y
        owns norm, q, k, v and o                           saves both          owns norm, gate, up and down
 
 None of the three reads a parameter whose gradient another has returned before, so that an optimizer may step inside the
 backward.
 
-FLOPs: under non-reentrant checkpointing those of the untiled layer, since its replay ends at the second node: neither
-the output projection nor the MLP runs again before the backward does it. Queries and keys that are normed by head cost
-their product once more; groups cost the three projections once more, norms or not.
+FLOPs: under non-reentrant checkpointing those of the untiled layer, since the recomputation ends at the second node:
+neither the output projection nor the MLP runs again before the backward does it. Queries and keys that are normed by
+head cost their product once more; groups cost the three projections once more, norms or not.
 Source: Arctic Long Sequence Training, 3.1; Mini-Sequence Transformer, 3; the groups are in neither.
 """
 
@@ -24,7 +24,7 @@ from seqtile.ops.checks import autocast_dtype, check_operands
 from seqtile.ops.chunks import resolve_chunk_tokens
 from seqtile.ops.decoder_layer.attention import AttentionCall, attend_by_groups
 from seqtile.ops.decoder_layer.attention_graph import Attend
-from seqtile.ops.decoder_layer.params import LayerParams, Layout
+from seqtile.ops.decoder_layer.params import LayerParams, LayerSizes
 from seqtile.ops.decoder_layer.post_attention import PostAttentionFunction
 from seqtile.ops.linear import tensors_of, views_of
 from seqtile.ops.save_early import save_early
@@ -40,9 +40,9 @@ def decoder_layer(
     *,
     head_dim: int,
     head_groups: int | None = None,
-    over_ranks: SequenceParallelAttention | None = None,
-    may_repeat: bool = False,
-    given: Sequence[torch.Tensor] = (),
+    sp_attention: SequenceParallelAttention | None = None,
+    allow_recompute: bool = False,
+    extra_tensors: Sequence[torch.Tensor] = (),
     activation: str = "silu",
     scale: float = 1.0,
     chunk_tokens: int | None = None,
@@ -57,11 +57,11 @@ def decoder_layer(
         head_groups: how many groups of kv heads attend one after the other; None: all at once, and attention keeps what
             it saves. It divides the number of kv heads. The attention must treat every head alike: it is not told which
             heads it is given.
-        over_ranks: the steps of an attention over ranks for a group, taken in the place of `attend` where ranks hold
+        sp_attention: the steps of an attention over ranks for a group, taken in the place of `attend` where ranks hold
             parts of the sequence; one group is sent while attention computes with the one before.
-        may_repeat: an attention that saves more than what it was given, its output and small change is run once more in
+        allow_recompute: an attention that saves more than its inputs, its output and small change is run once more in
             its backward; else it is refused. The first group of each forward finds out.
-        given: tensors that the attention uses besides, such as masks.
+        extra_tensors: tensors that the attention uses besides q, k and v, such as masks.
         activation, chunk_tokens: as in `gated_mlp`. scale: multiplies what attention and MLP add.
 
     Memory: saves x and attention's output, with its log-sum-exp; without groups q, k and v too. Allocates in the
@@ -71,13 +71,13 @@ def decoder_layer(
     Raises:
         TypeError, ValueError: dtypes or devices that do not fit; angles that require a gradient, which they would not
             get; in groups a mask with heads, and an attention that saves something else of the size of its output,
-            unless `may_repeat`; an attention that uses a tensor computed from others that require a gradient.
+            unless `allow_recompute`; an attention that uses a tensor computed from others that require a gradient.
         RuntimeError: in the backward, for second derivatives (`create_graph=True`), and for an attention that changes
             in place what it has saved.
     """
-    _check(x, params, rotary, head_groups, given)
+    _check(x, params, rotary, head_groups, extra_tensors)
     (attention, mlp), (batch, length, hidden) = params, x.shape
-    layout = Layout(
+    sizes = LayerSizes(
         batch,
         length,
         heads=len(attention.q.weight) // head_dim,
@@ -89,13 +89,13 @@ def decoder_layer(
         scale=scale,
         dtype=autocast_dtype(x) or x.dtype,
     )
-    cos, sin = (None, None) if rotary is None else (_by_token(angles, layout) for angles in rotary)
+    cos, sin = (None, None) if rotary is None else (_angles_by_token(angles, sizes) for angles in rotary)
     call = AttentionCall(
-        layout, attend, over_ranks, head_groups is not None, may_repeat, given, torch.is_grad_enabled()
+        sizes, attend, sp_attention, head_groups is not None, allow_recompute, extra_tensors, torch.is_grad_enabled()
     )
     tensors = attend_by_groups(call, x.contiguous().view(-1, hidden), cos, sin, attention)
     tensors, node = save_early(tensors, tensors_of((attention.o, mlp)))
-    return PostAttentionFunction.apply(node, layout, attention.o, mlp, *tensors, *views_of(mlp))
+    return PostAttentionFunction.apply(node, sizes, attention.o, mlp, *tensors, *views_of(mlp))
 
 
 def _check(
@@ -103,7 +103,7 @@ def _check(
     params: LayerParams,
     rotary: tuple[torch.Tensor, torch.Tensor] | None,
     head_groups: int | None,
-    given: Sequence[torch.Tensor],
+    extra_tensors: Sequence[torch.Tensor],
 ) -> None:
     """Raises TypeError or ValueError, see `decoder_layer`."""
     attention, mlp = params
@@ -113,10 +113,10 @@ def _check(
     check_operands("decoder_layer", "x", operands)
     if rotary is not None and any(angles.requires_grad for angles in rotary):
         raise ValueError("decoder_layer: expected fixed angles, got some that require a gradient; leave it untiled")
-    if head_groups is not None and any(tensor.dim() == 4 and tensor.shape[1] > 1 for tensor in given):
+    if head_groups is not None and any(tensor.dim() == 4 and tensor.shape[1] > 1 for tensor in extra_tensors):
         raise ValueError("decoder_layer: a mask for each head cannot be cut into groups; expected head_groups=None")
 
 
-def _by_token(angles: torch.Tensor, layout: Layout) -> torch.Tensor:
+def _angles_by_token(angles: torch.Tensor, sizes: LayerSizes) -> torch.Tensor:
     """Returns [B or 1, S, K] as [T, K]: a copy if a batch shares them."""
-    return angles.expand(layout.batch, -1, -1).reshape(layout.tokens, -1).contiguous()
+    return angles.expand(sizes.batch, -1, -1).reshape(sizes.tokens, -1).contiguous()

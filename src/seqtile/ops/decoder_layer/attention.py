@@ -2,11 +2,11 @@
 gradient.
 
 From x [T, D] to x and what attention returned for each group, [T, h K]. The backward is given the gradient of
-h = x + scale o(attended), and computes from it, group by group, the gradient of what attention returned, that of
+h = x + scale o(attn_output), and computes from it, group by group, the gradient of what attention returned, that of
 queries, keys and values, and that of x; likewise all gradients of norm, q, k, v and o:
 
     for each group   q, k, v again ─┐
-                     d_attended = d_h o'[its columns] ─> attention's own backward ─> d_q, d_k, d_v ─> sums, d_normed
+                     d_attn_output = d_h o'[its columns] ─> attention's own backward ─> d_q, d_k, d_v ─> sums, d_normed
 
 so that queries, keys and values, and their gradients, exist for one group at a time.
 """
@@ -19,10 +19,24 @@ import torch
 
 from seqtile.ops.checks import check_first_derivative
 from seqtile.ops.chunks import chunks
-from seqtile.ops.decoder_layer.attention_graph import Attend, AttentionGraph, OutsideLeaves, record, too_large
-from seqtile.ops.decoder_layer.params import AttentionParams, Layout
+from seqtile.ops.decoder_layer.attention_graph import (
+    Attend,
+    AttentionGraph,
+    UntrackedLeaves,
+    excess_saved_bytes,
+    record,
+)
+from seqtile.ops.decoder_layer.params import AttentionParams, LayerSizes
 from seqtile.ops.decoder_layer.qkv import QKV, Inputs, QKVByGroup, QKVGradients
-from seqtile.ops.linear import begin_sums, main_grad_of, main_grads_of, results_of, tensors_of, views_of, with_tensors
+from seqtile.ops.linear import (
+    begin_weight_grads,
+    finish_weight_grads,
+    main_grad_of,
+    main_grads_of,
+    tensors_of,
+    views_of,
+    with_tensors,
+)
 from seqtile.ops.state import ForwardState
 from seqtile.protocols import SequenceParallelAttention
 
@@ -31,32 +45,32 @@ from seqtile.protocols import SequenceParallelAttention
 class AttentionCall:
     """One call of attention: everything about it but its tensors; see `decoder_layer`."""
 
-    layout: Layout
+    sizes: LayerSizes
     attend: Attend
-    over_ranks: SequenceParallelAttention | None
+    sp_attention: SequenceParallelAttention | None
     grouped: bool
     """Queries, keys and values are computed again in the backward rather than kept."""
-    may_repeat: bool
-    given: Sequence[torch.Tensor]
+    allow_recompute: bool
+    extra_tensors: Sequence[torch.Tensor]
     differentiate: bool
 
-    def core(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    def attend_heads(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """Runs the attention on the heads that this rank computes."""
-        return (self.attend if self.over_ranks is None else self.over_ranks.attend)(q, k, v)
+        return (self.attend if self.sp_attention is None else self.sp_attention.attend)(q, k, v)
 
-    def by_token(self, attended: torch.Tensor) -> torch.Tensor:
+    def own_tokens(self, attn_output: torch.Tensor) -> torch.Tensor:
         """Returns this rank's tokens [T, h K] of what attention returned."""
-        own = attended if self.over_ranks is None else self.over_ranks.to_tokens(attended)
-        return own.reshape(self.layout.tokens, -1)
+        own = attn_output if self.sp_attention is None else self.sp_attention.to_tokens(attn_output)
+        return own.reshape(self.sizes.tokens, -1)
 
 
-class Run(NamedTuple):
+class GroupAttention(NamedTuple):
     """One group's attention, as the backward needs it."""
 
     graph: AttentionGraph | None = None
     """None if it runs again in the backward."""
     saved: int = 0
-    """How many tensors the graph has saved."""
+    """The number of tensors that the graph has saved."""
     state: ForwardState | None = None
     """The state to run again in."""
 
@@ -73,8 +87,10 @@ def attend_by_groups(
     while True:
         try:
             return AttentionFunction.apply(call, params, cos, sin, tuple(leaves), x, *views, *leaves)
-        except OutsideLeaves as found:  # as inputs of the node they get their gradients
-            if call.over_ranks is not None:  # a rank of padding alone would not find them, and others would wait for it
+        except UntrackedLeaves as found:  # as inputs of the node they get their gradients
+            if (
+                call.sp_attention is not None
+            ):  # a rank of padding alone would not find them, and others would wait for it
                 raise ValueError(
                     f"decoder_layer: attention over ranks uses a tensor {list(found.leaves[0].shape)} that requires a "
                     "gradient, expected none; leave this layer untiled (layer=False)"
@@ -97,17 +113,17 @@ class AttentionFunction(torch.autograd.Function):
         x: torch.Tensor,
         *tensors: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:
-        order = range(call.layout.groups)
-        qkv_of_groups = QKVByGroup(Inputs(x, cos, sin, params, call.layout), order, call.over_ranks, keep_normed=True)
+        order = range(call.sizes.groups)
+        qkv_of_groups = QKVByGroup(Inputs(x, cos, sin, params, call.sizes), order, call.sp_attention, keep_normed=True)
         outs, runs, saved = [], [], []
         for _ in order:
             repeats = bool(runs) and runs[-1].state is not None  # as the first group found out
-            out, run, kept = _attended(call, qkv_of_groups.take(), leaves, repeats=repeats, first=not outs)
+            out, run, kept = _attend(call, qkv_of_groups.next_group(), leaves, repeats=repeats, first=not outs)
             outs.append(out)
             runs.append(run)
             saved += kept
-        ctx.layout, ctx.grouped, ctx.over_ranks, ctx.runs = call.layout, call.grouped, call.over_ranks, runs
-        ctx.call = None if runs[-1].state is None else call  # which holds what attention is given, such as masks
+        ctx.sizes, ctx.grouped, ctx.sp_attention, ctx.runs = call.sizes, call.grouped, call.sp_attention, runs
+        ctx.call = None if runs[-1].state is None else call  # which holds extra tensors, such as masks
         own = tensors_of(params)
         ctx.params, ctx.leaves = with_tensors(params, [None] * len(own)), len(leaves)
         if call.differentiate:
@@ -121,105 +137,107 @@ class AttentionFunction(torch.autograd.Function):
         return None, None, None, None, None, *_Backward(ctx, d_h).gradients()
 
 
-def _attended(
+def _attend(
     call: AttentionCall, qkv: QKV, leaves: Sequence[torch.Tensor], *, repeats: bool, first: bool
-) -> tuple[torch.Tensor, Run, list[torch.Tensor]]:
+) -> tuple[torch.Tensor, GroupAttention, list[torch.Tensor]]:
     """Returns what attention returned for a group, how its backward goes, and what is to be saved for that."""
     if not call.differentiate:
-        return call.by_token(call.core(*qkv.views)), Run(), []
-    state = ForwardState.now(qkv.views[0].device) if call.grouped and call.may_repeat else None
+        return call.own_tokens(call.attend_heads(*qkv.views)), GroupAttention(), []
+    state = ForwardState.now(qkv.views[0].device) if call.grouped and call.allow_recompute else None
     if repeats:
-        return call.by_token(call.core(*qkv.views)), Run(state=state), []
-    run = record(call.core, call.by_token, qkv.views, qkv.bases, keep_qkv=not call.grouped, known=leaves)
-    size = too_large(run.attended, run.saved, call.given) if call.grouped and first else 0
-    if call.grouped and first and call.over_ranks is not None:
-        size = call.over_ranks.agree_on_max(size)
-    if size and not call.may_repeat:
+        return call.own_tokens(call.attend_heads(*qkv.views)), GroupAttention(state=state), []
+    run = record(call.attend_heads, call.own_tokens, qkv.views, qkv.bases, keep_qkv=not call.grouped, known=leaves)
+    size = excess_saved_bytes(run.attn_output, run.saved, call.extra_tensors) if call.grouped and first else 0
+    if call.grouped and first and call.sp_attention is not None:
+        size = call.sp_attention.agree_on_max(size)
+    if size and not call.allow_recompute:
         raise ValueError(
             f"this attention saves {size} bytes for its backward besides queries, keys, values and its output of "
             f"{run.out.numel() * run.out.element_size()} bytes; by groups of heads it would have to be computed once "
-            f"more: pass head_groups={call.layout.groups} to have it so, or use flash attention, or sdpa without a mask"
+            f"more: pass head_groups={call.sizes.groups} to have it so, or use flash attention, or sdpa without a mask"
         )
     if size:
-        return run.out, Run(state=state), []
-    return run.out, Run(run.graph, len(run.saved)), run.saved
+        return run.out, GroupAttention(state=state), []
+    return run.out, GroupAttention(run.graph, len(run.saved)), run.saved
 
 
 class _Backward:
     """One backward of the node. Holds each large tensor no longer than it is needed."""
 
     def __init__(self, ctx, d_h: torch.Tensor):
-        self.layout, self.runs, self.over_ranks, self.call = ctx.layout, ctx.runs, ctx.over_ranks, ctx.call
+        self.sizes, self.runs, self.sp_attention, self.call = ctx.sizes, ctx.runs, ctx.sp_attention, ctx.call
         self.grouped, self.needs_x, self.d_h = ctx.grouped, ctx.needs_input_grad[5], d_h
         x, cos, sin, *saved = ctx.saved_tensors
         count = len(tensors_of(ctx.params))
         self.params, saved = with_tensors(ctx.params, saved[:count]), saved[count:]
         self.leaves, saved = saved[: ctx.leaves], saved[ctx.leaves :]
-        self.outs, self.saved = saved[: self.layout.groups], saved[self.layout.groups :]
-        self.inputs = Inputs(x, cos, sin, self.params, self.layout)
-        both = begin_sums((self.params, self.leaves), ctx.needs_input_grad[6:], ctx.main_grads)
+        self.outs, self.saved = saved[: self.sizes.groups], saved[self.sizes.groups :]
+        self.inputs = Inputs(x, cos, sin, self.params, self.sizes)
+        both = begin_weight_grads((self.params, self.leaves), ctx.needs_input_grad[6:], ctx.main_grads)
         self.sums, self.leaf_sums = both
 
     def gradients(self) -> list[torch.Tensor | None]:
         """Returns the gradients of x, of the parameters and of the leaves."""
-        d_o = self._of_o()
+        d_o = self._grad_o_proj()
         self.sums = self.sums._replace(o=None)  # its sum is rounded; of the others, none has begun
         qkv = QKVGradients(self.inputs, self.sums, self.needs_x)
-        order = range(self.layout.groups - 1, -1, -1)
-        again = QKVByGroup(self.inputs, order, self.over_ranks, keep_unnormed=True) if self.grouped else None
+        order = range(self.sizes.groups - 1, -1, -1)
+        again = QKVByGroup(self.inputs, order, self.sp_attention, keep_pre_norm_qk=True) if self.grouped else None
         arriving = None
         for group in order:
-            d_qkv, unnormed = self._through_attention(group, again)
-            if self.over_ranks is None:
-                qkv.add(group, d_qkv, unnormed)
+            d_qkv, pre_norm_qk = self._through_attention(group, again)
+            if self.sp_attention is None:
+                qkv.add(group, d_qkv, pre_norm_qk)
             else:
                 if arriving is not None:  # the gradients of the group before, sent while attention ran
                     qkv.add(arriving[0], arriving[1](), arriving[2])
-                arriving = group, self.over_ranks.start_gradients_to_tokens(*d_qkv), unnormed
-            del d_qkv, unnormed  # before the next are there
+                arriving = group, self.sp_attention.start_gradients_to_tokens(*d_qkv), pre_norm_qk
+            del d_qkv, pre_norm_qk  # before the next are there
         if arriving is not None:
             qkv.add(arriving[0], arriving[1](), arriving[2])
         qkv.add_to_x(self.d_h)  # in place: it comes from a node of ours
         d_x = self.d_h if self.needs_x else None
-        return [d_x, *results_of(self.sums)[:-1], *d_o, *results_of(self.leaf_sums)]
+        return [d_x, *finish_weight_grads(self.sums)[:-1], *d_o, *finish_weight_grads(self.leaf_sums)]
 
-    def _of_o(self) -> list[torch.Tensor | None]:
+    def _grad_o_proj(self) -> list[torch.Tensor | None]:
         """Returns the gradients of the output projection."""
-        layout, o, sums = self.layout, self.params.o.to(self.layout.dtype), self.sums.o
+        sizes, o, sums = self.sizes, self.params.o.to(self.sizes.dtype), self.sums.o
         if any(total is not None for total in sums):
-            for chunk in chunks(len(self.d_h), layout.chunk_tokens):
-                o.add_gradients(sums, layout.scaled(self.d_h[chunk]), layout.joined(self.outs, chunk))
-        return results_of(sums)
+            for chunk in chunks(len(self.d_h), sizes.chunk_tokens):
+                o.add_gradients(sums, sizes.branch_gradient(self.d_h[chunk]), sizes.concat_groups(self.outs, chunk))
+        return finish_weight_grads(sums)
 
     def _through_attention(
         self, group: int, again: QKVByGroup | None
     ) -> tuple[list[torch.Tensor], torch.Tensor | None]:
-        """Returns the gradients of a group's queries, keys and values; and `QKV.unnormed`."""
+        """Returns the gradients of a group's queries, keys and values; and `QKV.pre_norm_qk`."""
         graph, count, state = self.runs[group]
-        qkv = None if again is None else again.take()
+        qkv = None if again is None else again.next_group()
         saved = self.saved[len(self.saved) - count :]
         del self.saved[len(self.saved) - count :]
         bases = () if qkv is None else qkv.bases
         if graph is None:
-            with state.autocast_as_then(), state.random_as_then():
-                run = record(self.call.core, self.call.by_token, qkv.views, qkv.bases, keep_qkv=True, known=self.leaves)
+            with state.forward_autocast(), state.forward_random():
+                run = record(
+                    self.call.attend_heads, self.call.own_tokens, qkv.views, qkv.bases, keep_qkv=True, known=self.leaves
+                )
             graph, saved, bases = run.graph, run.saved, ()
             del run
-        found = graph.backward(lambda: self._of_attended(group), bases, saved, self.leaves)
+        found = graph.backward([self._grad_attn_output(group)], bases, saved, self.leaves)
         for total, gradient in zip(self.leaf_sums, found[3:], strict=True):
             if total is not None and gradient is not None:
-                total.add_whole(gradient)
-        return found[:3], None if qkv is None else qkv.unnormed
+                total.add_gradient(gradient)
+        return found[:3], None if qkv is None else qkv.pre_norm_qk
 
-    def _of_attended(self, group: int) -> torch.Tensor:
+    def _grad_attn_output(self, group: int) -> torch.Tensor:
         """Returns the gradient of attention's output of a group. The output itself is let go of here: under
         checkpointing its memory is free then, else when the node's backward ends."""
-        layout, out = self.layout, self.outs[group]
+        sizes, out = self.sizes, self.outs[group]
         self.outs[group] = None
-        projection = self.params.o.columns(layout.columns(group)[0]).to(layout.dtype)
-        d_out = torch.empty_like(out, dtype=layout.dtype)
-        for chunk in chunks(len(out), layout.chunk_tokens):
-            projection.backward(self.d_h[chunk].to(layout.dtype), out=d_out[chunk])
-        if layout.scale != 1:
-            d_out.mul_(layout.scale)
+        projection = self.params.o.slice_in(sizes.group_columns(group)[0]).to(sizes.dtype)
+        d_out = torch.empty_like(out, dtype=sizes.dtype)
+        for chunk in chunks(len(out), sizes.chunk_tokens):
+            projection.backward(self.d_h[chunk].to(sizes.dtype), out=d_out[chunk])
+        if sizes.scale != 1:
+            d_out.mul_(sizes.scale)
         return d_out.to(out.dtype)

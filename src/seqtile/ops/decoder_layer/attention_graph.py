@@ -35,8 +35,8 @@ class QKVFunction(torch.autograd.Function):
         return None, None
 
 
-class LateGradientFunction(torch.autograd.Function):
-    """An identity whose gradient is computed when it is asked for, so that nothing but the graph holds on to it."""
+class LazyGradientFunction(torch.autograd.Function):
+    """An identity whose gradient is the one in `hooks.d_out`, taken out, so that nothing but the graph holds it."""
 
     @staticmethod
     def forward(ctx, out: torch.Tensor, hooks: "SavedTensors") -> torch.Tensor:
@@ -45,10 +45,10 @@ class LateGradientFunction(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, _: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return ctx.hooks.d_out(), None
+        return ctx.hooks.d_out.pop(), None
 
 
-class OutsideLeaves(Exception):
+class UntrackedLeaves(Exception):
     """An attention used leaves that require a gradient and that it was not known to use."""
 
     def __init__(self, leaves: Sequence[torch.Tensor]):
@@ -56,7 +56,7 @@ class OutsideLeaves(Exception):
         self.leaves = leaves
 
 
-class Place(NamedTuple):
+class QKVView(NamedTuple):
     """The place of a saved tensor in queries, keys or values."""
 
     index: int
@@ -76,20 +76,20 @@ class SavedTensors:
         # Given for a backward, see `AttentionGraph.backward`:
         self.qkv: Sequence[torch.Tensor] = ()
         self.saved: Sequence[torch.Tensor] = ()
-        self.d_out: Callable[[], torch.Tensor] | None = None
+        self.d_out: list[torch.Tensor] = []
 
-    def pack(self, tensor: torch.Tensor) -> Place | int:
+    def pack(self, tensor: torch.Tensor) -> QKVView | int:
         storage = tensor.untyped_storage()
         for index, (base, version) in enumerate(self._bases):
             # A tensor that was changed in place cannot be computed again, and is saved.
             in_base = storage is base.untyped_storage() and tensor.dtype == base.dtype
             if in_base and tensor._version == version:
-                return Place(index, tensor.shape, tensor.stride(), tensor.storage_offset())
+                return QKVView(index, tensor.shape, tensor.stride(), tensor.storage_offset())
         self._saved.append((tensor.detach(), tensor._version))
         return len(self._saved) - 1
 
-    def unpack(self, place: Place | int) -> torch.Tensor:
-        in_qkv = isinstance(place, Place)
+    def unpack(self, place: QKVView | int) -> torch.Tensor:
+        in_qkv = isinstance(place, QKVView)
         if self._qkv_changed if in_qkv else place in self._changed:
             raise RuntimeError(
                 "the attention changed in place a tensor that its backward needs, expected it as it was saved; "
@@ -114,28 +114,28 @@ class AttentionGraph(NamedTuple):
     """None if what attention returned depends on nothing."""
     out: torch.Tensor
     """One number that has the shape of what attention returned."""
-    starts: list[GradientEdge]
+    input_edges: list[GradientEdge]
     """The edges of queries, keys and values."""
     shapes: list[tuple[torch.Size, torch.dtype]]
     hooks: SavedTensors
 
     def backward(
         self,
-        d_out: Callable[[], torch.Tensor],
+        d_out: list[torch.Tensor],
         qkv: Sequence[torch.Tensor],
         saved: Sequence[torch.Tensor],
         leaves: Sequence[torch.Tensor] = (),
     ) -> list[torch.Tensor | None]:
         """Returns the gradients of queries, keys and values, and of `leaves`; None of a leaf that was not used. `d_out`
-        computes that of what attention returned."""
-        wanted, hooks = [*self.starts, *leaves], self.hooks
+        holds that of what attention returned, and is emptied, so that its memory is free when attention has used it."""
+        wanted, hooks = [*self.input_edges, *leaves], self.hooks
         found: Sequence[torch.Tensor | None] = [None] * len(wanted)
         hooks.qkv, hooks.saved, hooks.d_out = qkv, saved, d_out
         try:  # the graph serves a second backward, too (retain_graph=True); without tensors it costs nothing to keep
-            if self.end is not None:
-                found = torch.autograd.grad(self.end, wanted, self.out, retain_graph=True, allow_unused=True)
+            if self.output_edge is not None:
+                found = torch.autograd.grad(self.output_edge, wanted, self.out, retain_graph=True, allow_unused=True)
         finally:
-            hooks.qkv, hooks.saved, hooks.d_out = (), (), None
+            hooks.qkv, hooks.saved, hooks.d_out = (), (), []
         d_qkv = [
             self.out.new_zeros(shape, dtype=dtype) if d is None else d
             for d, (shape, dtype) in zip(found, self.shapes, strict=False)
@@ -143,11 +143,11 @@ class AttentionGraph(NamedTuple):
         return [*d_qkv, *found[len(d_qkv) :]]
 
 
-class Recorded(NamedTuple):
+class RecordedAttention(NamedTuple):
     """An attention that has run."""
 
     out: torch.Tensor
-    attended: torch.Tensor
+    attn_output: torch.Tensor
     """The tensor that attention itself returned."""
     graph: AttentionGraph
     saved: list[torch.Tensor]
@@ -162,29 +162,29 @@ def record(
     *,
     keep_qkv: bool,
     known: Sequence[torch.Tensor] = (),
-) -> Recorded:
+) -> RecordedAttention:
     """Runs finish(attend(*qkv)) and records its graph.
 
     `bases` are what `qkv` are views of; with `keep_qkv` they are among what is to be saved. `known` are the leaves that
-    attention is known to use; raises OutsideLeaves for others, ValueError for what is computed from others.
+    attention is known to use; raises UntrackedLeaves for others, ValueError for what is computed from others.
     """
     hooks = SavedTensors(bases, keep_qkv)
     with torch.enable_grad(), saved_tensors_hooks(hooks.pack, hooks.unpack):
         made = QKVFunction.apply(qkv[0].new_empty((), requires_grad=True), qkv)
-        starts = [get_gradient_edge(tensor) for tensor in made]  # now: attention may change them in place
-        attended = attend(*made)
-        out = LateGradientFunction.apply(finish(attended), hooks)
+        input_edges = [get_gradient_edge(tensor) for tensor in made]  # now: attention may change them in place
+        attn_output = attend(*made)
+        out = LazyGradientFunction.apply(finish(attn_output), hooks)
     saved = hooks.finish()
-    _check_leaves(out, starts[0], known)
+    _check_leaves(out, input_edges[0], known)
     shapes = [(tensor.shape, tensor.dtype) for tensor in made]
     end = get_gradient_edge(out) if out.requires_grad else None
-    graph = AttentionGraph(end, out.new_zeros(()).expand(out.shape), starts, shapes, hooks)
-    return Recorded(out.detach(), attended.detach(), graph, saved)
+    graph = AttentionGraph(end, out.new_zeros(()).expand(out.shape), input_edges, shapes, hooks)
+    return RecordedAttention(out.detach(), attn_output.detach(), graph, saved)
 
 
 def _check_leaves(out: torch.Tensor, start: GradientEdge, known: Sequence[torch.Tensor]) -> None:
-    """Raises OutsideLeaves if the graph from `start` to `out` has leaves that are not `known`; ValueError if it goes on
-    in nodes that were there before `start`."""
+    """Raises UntrackedLeaves if the graph from `start` to `out` has leaves that are not `known`; ValueError if it goes
+    on in nodes that were there before `start`."""
     allowed = {id(tensor) for tensor in known}
     missing: dict[int, torch.Tensor] = {}
     for node in nodes_behind([out.grad_fn], start.node):
@@ -197,13 +197,13 @@ def _check_leaves(out: torch.Tensor, start: GradientEdge, known: Sequence[torch.
                 "leaves, such as parameters; leave this layer untiled (layer=False)"
             )
     if missing:
-        raise OutsideLeaves(list(missing.values()))
+        raise UntrackedLeaves(list(missing.values()))
 
 
-def too_large(out: torch.Tensor, saved: Sequence[torch.Tensor], given: Sequence[torch.Tensor]) -> int:
-    """Returns the bytes of what an attention saved besides its output and what it was `given`, if they are more than a
-    fraction of the output's; else 0."""
-    known = [tensor.untyped_storage() for tensor in (out, *given)]
+def excess_saved_bytes(out: torch.Tensor, saved: Sequence[torch.Tensor], extra: Sequence[torch.Tensor]) -> int:
+    """Returns the bytes of what an attention saved besides its output and the `extra` tensors it was given, if they are
+    more than a fraction of the output's; else 0."""
+    known = [tensor.untyped_storage() for tensor in (out, *extra)]
     others: list[torch.UntypedStorage] = []
     for storage in (tensor.untyped_storage() for tensor in saved):
         if not any(storage is other for other in (*known, *others)):

@@ -47,7 +47,7 @@ class LayerParams(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Layout:
+class LayerSizes:
     """The sizes of one call, and how its work is cut."""
 
     batch: int
@@ -73,17 +73,17 @@ class Layout:
         """Query heads and kv heads of a group."""
         return self.heads // self.groups, self.kv_heads // self.groups
 
-    def columns(self, group: int) -> tuple[slice, slice]:
+    def group_columns(self, group: int) -> tuple[slice, slice]:
         """Returns where a group lies in the widths of q and of k."""
         widths = (count * self.head_dim for count in self.group_heads)
         return tuple(slice(group * width, (group + 1) * width) for width in widths)
 
-    def scaled(self, d: torch.Tensor) -> torch.Tensor:
+    def branch_gradient(self, d: torch.Tensor) -> torch.Tensor:
         """Returns the gradient of a branch, in the dtype of the products, from that of the residual stream."""
         d = d.to(self.dtype)
         return d if self.scale == 1 else d * self.scale
 
-    def joined(self, attended: Sequence[torch.Tensor], chunk: slice) -> torch.Tensor:
+    def concat_groups(self, attn_output: Sequence[torch.Tensor], chunk: slice) -> torch.Tensor:
         """Returns a chunk [C, H K] of the groups' outputs of attention, [T, h K] each."""
-        pieces = [out[chunk] for out in attended]
+        pieces = [out[chunk] for out in attn_output]
         return (pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)).to(self.dtype)

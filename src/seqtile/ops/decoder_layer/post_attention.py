@@ -1,12 +1,12 @@
 """The part of a layer behind attention, chunk by chunk: output projection, residual, norm, MLP, residual.
 
-h = x + scale o(attended), y = h + scale mlp(norm(h)). The node owns norm and MLP, and returns their gradients. The
+h = x + scale o(attn_output), y = h + scale mlp(norm(h)). The node owns norm and MLP, and returns their gradients. The
 output projection is the attention's node's, which computes its gradient, and that of what attention returned, from the
 gradient of h alone; this node returns that as the gradient of x:
 
-    forward    attended ─ o ─(+ x)─ h ─ norm ─ mlp ─(+ h)─ y
-    backward   d_y -> d_h, returned as the gradient of x; what would be the gradient of `attended` is a placeholder of
-               its shape that takes no memory, since `AttentionFunction` computes it group by group, when it needs it
+    forward    attn_output ─ o ─(+ x)─ h ─ norm ─ mlp ─(+ h)─ y
+    backward   d_y -> d_h, returned as the gradient of x; what would be the gradient of `attn_output` is a placeholder
+               of its shape without memory, since `AttentionFunction` computes it group by group, when it needs it
 
 So this node reads the output projection before its gradient leaves the other node.
 """
@@ -19,9 +19,16 @@ from torch.autograd.graph import Node
 from seqtile.kernels.dispatch import rms_norm, rms_norm_backward
 from seqtile.ops.checks import check_first_derivative
 from seqtile.ops.chunks import chunks
-from seqtile.ops.decoder_layer.params import Layout, MLPParams
+from seqtile.ops.decoder_layer.params import LayerSizes, MLPParams
 from seqtile.ops.gated_mlp import MLPChunk
-from seqtile.ops.linear import Projection, begin_sums, main_grads_of, results_of, tensors_of, with_tensors
+from seqtile.ops.linear import (
+    Projection,
+    begin_weight_grads,
+    finish_weight_grads,
+    main_grads_of,
+    tensors_of,
+    with_tensors,
+)
 from seqtile.ops.save_early import saved_for
 
 
@@ -37,52 +44,52 @@ class PostAttentionFunction(torch.autograd.Function):
     def forward(
         ctx,
         node: Node | None,
-        layout: Layout,
+        sizes: LayerSizes,
         o: Projection,
         mlp: MLPParams,
         x: torch.Tensor,
         *rest: torch.Tensor | None,
     ) -> torch.Tensor:
-        attended, params = rest[: layout.groups], (o, mlp)
-        ctx.node, ctx.layout, ctx.main_grads = node, layout, main_grads_of(mlp)
+        attn_output, params = rest[: sizes.groups], (o, mlp)
+        ctx.node, ctx.sizes, ctx.main_grads = node, sizes, main_grads_of(mlp)
         ctx.params = with_tensors(params, [None] * len(tensors_of(params)))
         if node is None:
-            ctx.save_for_backward(x, *attended, *tensors_of(params))
-        y = x.new_empty(layout.batch, layout.length, x.shape[1])
-        compute = _Chunks(layout, params, x, attended)
-        for _, h, normed in compute.residuals(y.view(x.shape)):
-            h.add_(compute.mlp.forward(normed, out=normed), alpha=layout.scale)
+            ctx.save_for_backward(x, *attn_output, *tensors_of(params))
+        y = x.new_empty(sizes.batch, sizes.length, x.shape[1])
+        compute = _Chunks(sizes, params, x, attn_output)
+        for _, h, normed in compute.each_chunk(y.view(x.shape)):
+            h.add_(compute.mlp.forward(normed, out=normed), alpha=sizes.scale)
         return y
 
     @staticmethod
     def backward(ctx, d_y: torch.Tensor):
         check_first_derivative("decoder_layer")
-        layout: Layout = ctx.layout
+        sizes: LayerSizes = ctx.sizes
         x, *saved = saved_for(ctx)
-        attended, params = saved[: layout.groups], with_tensors(ctx.params, saved[layout.groups :])
-        sums = begin_sums(params[1], ctx.needs_input_grad[5 + layout.groups :], ctx.main_grads)
-        d_h = _backward(layout, params, sums, x, attended, d_y.contiguous().view(x.shape))
-        placeholders = [out.new_zeros(()).expand(out.shape) for out in attended]
-        return None, None, None, None, d_h, *placeholders, *results_of(sums)
+        attn_output, params = saved[: sizes.groups], with_tensors(ctx.params, saved[sizes.groups :])
+        sums = begin_weight_grads(params[1], ctx.needs_input_grad[5 + sizes.groups :], ctx.main_grads)
+        d_h = _backward(sizes, params, sums, x, attn_output, d_y.contiguous().view(x.shape))
+        placeholders = [out.new_zeros(()).expand(out.shape) for out in attn_output]
+        return None, None, None, None, d_h, *placeholders, *finish_weight_grads(sums)
 
 
 def _backward(
-    layout: Layout,
+    sizes: LayerSizes,
     params: tuple[Projection, MLPParams],
     sums: MLPParams,
     x: torch.Tensor,
-    attended: Sequence[torch.Tensor],
+    attn_output: Sequence[torch.Tensor],
     d_y: torch.Tensor,
 ) -> torch.Tensor:
     """Returns the gradient of h [T, D], and adds those of the parameters to `sums`. Its chunks are gone when the sums
     are rounded."""
     d_h, norm = torch.empty_like(x), params[1].norm
-    d_norm = None if sums.norm.weight is None else sums.norm.weight.begun()
-    compute = _Chunks(layout, params, x, attended)
+    d_norm = None if sums.norm.weight is None else sums.norm.weight.total()
+    compute = _Chunks(sizes, params, x, attn_output)
     d_rows = torch.empty_like(compute.rows)
-    for chunk, h, normed in compute.residuals():
+    for chunk, h, normed in compute.each_chunk():
         d_normed = d_rows[: len(h)]
-        compute.mlp.backward(normed, layout.scaled(d_y[chunk]), sums[1:], d_normed)
+        compute.mlp.backward(normed, sizes.branch_gradient(d_y[chunk]), sums[1:], d_normed)
         rms_norm_backward(h, *norm, d_normed, d_h[chunk], add=d_y[chunk], d_weight=d_norm)
     return d_h
 
@@ -92,24 +99,24 @@ class _Chunks:
 
     def __init__(
         self,
-        layout: Layout,
+        sizes: LayerSizes,
         params: tuple[Projection, MLPParams],
         x: torch.Tensor,
-        attended: Sequence[torch.Tensor],
+        attn_output: Sequence[torch.Tensor],
     ):
         o, mlp = params
-        count = min(len(x), layout.chunk_tokens)
-        self._layout, self._o, self._norm, self._x, self._attended = layout, o.to(layout.dtype), mlp.norm, x, attended
-        self.rows = x.new_empty(count, x.shape[1], dtype=layout.dtype)
-        self.mlp = MLPChunk(self.rows, count, mlp[1:], layout.activation)
+        count = min(len(x), sizes.chunk_tokens)
+        self._layout, self._o, self._norm, self._x, self._attended = sizes, o.to(sizes.dtype), mlp.norm, x, attn_output
+        self.rows = x.new_empty(count, x.shape[1], dtype=sizes.dtype)
+        self.mlp = MLPChunk(self.rows, count, mlp[1:], sizes.activation)
 
-    def residuals(self, out: torch.Tensor | None = None) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+    def each_chunk(self, out: torch.Tensor | None = None) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
         """Yields every chunk with h [C, D], written to `out` [T, D] if given, and norm(h) [C, D] in `rows`."""
-        layout, x = self._layout, self._x
+        sizes, x = self._layout, self._x
         buffer = torch.empty_like(x[: len(self.rows)]) if out is None else None
-        for chunk in chunks(len(x), layout.chunk_tokens):
+        for chunk in chunks(len(x), sizes.chunk_tokens):
             rows = self.rows[: chunk.stop - chunk.start]
             h = out[chunk] if buffer is None else buffer[: len(rows)]
-            projected = self._o.forward(layout.joined(self._attended, chunk), out=rows)
-            torch.add(x[chunk], projected, alpha=layout.scale, out=h)
+            projected = self._o.forward(sizes.concat_groups(self._attended, chunk), out=rows)
+            torch.add(x[chunk], projected, alpha=sizes.scale, out=h)
             yield chunk, h, rms_norm(h, *self._norm, out=rows)

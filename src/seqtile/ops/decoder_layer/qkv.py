@@ -10,8 +10,8 @@ import torch
 
 from seqtile.kernels.dispatch import rms_norm, rms_norm_backward, rotary_
 from seqtile.ops.chunks import chunks
-from seqtile.ops.decoder_layer.params import AttentionParams, Layout, Norm
-from seqtile.ops.linear import Stack
+from seqtile.ops.decoder_layer.params import AttentionParams, LayerSizes, Norm
+from seqtile.ops.linear import FusedProjection
 from seqtile.protocols import SequenceParallelAttention
 
 
@@ -24,17 +24,17 @@ class Inputs(NamedTuple):
     """[T, K]; None for a layer without positions."""
     sin: torch.Tensor | None
     params: AttentionParams
-    layout: Layout
+    sizes: LayerSizes
 
-    def stack(self, group: int) -> Stack:
+    def fused(self, group: int) -> FusedProjection:
         """Returns the projection to queries, keys and values of a group."""
-        of_q, of_kv = self.layout.columns(group)
-        return Stack((self.params.q, self.params.k, self.params.v), (of_q, of_kv, of_kv), self.layout.dtype)
+        of_q, of_kv = self.sizes.group_columns(group)
+        return FusedProjection((self.params.q, self.params.k, self.params.v), (of_q, of_kv, of_kv), self.sizes.dtype)
 
     @property
     def head_norms(self) -> list[tuple[Norm, slice]]:
         """The norms of queries and keys, with their heads among those of a group; empty if there are none."""
-        heads, kv_heads = self.layout.group_heads
+        heads, kv_heads = self.sizes.group_heads
         if self.params.q_norm is None:
             return []
         return [(self.params.q_norm, slice(heads)), (self.params.k_norm, slice(heads, heads + kv_heads))]
@@ -47,7 +47,7 @@ class QKV(NamedTuple):
     """[B, h, S, K], twice [B, kv, S, K], as attention takes them."""
     bases: Sequence[torch.Tensor]
     """The tensors that they are views of."""
-    unnormed: torch.Tensor | None
+    pre_norm_qk: torch.Tensor | None
     """Queries and keys before their norms, of this rank's tokens [T, (h + kv) K], where these are kept."""
 
 
@@ -62,49 +62,49 @@ class QKVByGroup:
         self,
         inputs: Inputs,
         groups: Sequence[int],
-        over_ranks: SequenceParallelAttention | None,
+        sp_attention: SequenceParallelAttention | None,
         *,
         keep_normed: bool = False,
-        keep_unnormed: bool = False,
+        keep_pre_norm_qk: bool = False,
     ):
-        self._inputs, self._left, self._over_ranks = inputs, list(groups), over_ranks
-        self._normed = Normed(inputs, whole=keep_normed and len(self._left) > 1)
-        self._keep_unnormed = keep_unnormed and inputs.params.q_norm is not None
+        self._inputs, self._left, self._sp_attention = inputs, list(groups), sp_attention
+        self._normed = NormedInput(inputs, whole=keep_normed and len(self._left) > 1)
+        self._keep_pre_norm_qk = keep_pre_norm_qk and inputs.params.q_norm is not None
         self._sent: Callable[[], QKV] | None = None
 
-    def take(self) -> QKV:
+    def next_group(self) -> QKV:
         qkv = (self._sent or self._next())()
-        self._sent = self._next() if self._over_ranks is not None and self._left else None
+        self._sent = self._next() if self._sp_attention is not None and self._left else None
         return qkv
 
     def _next(self) -> Callable[[], QKV]:
         """Computes those of the next group and sends them; returns a function that waits for what arrives."""
-        layout = self._inputs.layout
-        buffer, unnormed = project(self._inputs, self._left.pop(0), self._normed, self._keep_unnormed)
-        heads, kv_heads = layout.group_heads
-        by_head = buffer.view(layout.batch, layout.length, heads + 2 * kv_heads, layout.head_dim).transpose(1, 2)
+        sizes = self._inputs.sizes
+        buffer, pre_norm_qk = project(self._inputs, self._left.pop(0), self._normed, self._keep_pre_norm_qk)
+        heads, kv_heads = sizes.group_heads
+        by_head = buffer.view(sizes.batch, sizes.length, heads + 2 * kv_heads, sizes.head_dim).transpose(1, 2)
         views = by_head.split((heads, kv_heads, kv_heads), 1)
-        if self._over_ranks is None:
-            return lambda: QKV(views, (buffer,), unnormed)
-        arriving = self._over_ranks.start_to_heads(*views)
+        if self._sp_attention is None:
+            return lambda: QKV(views, (buffer,), pre_norm_qk)
+        arriving = self._sp_attention.start_to_heads(*views)
 
         def arrived() -> QKV:
             found = arriving()
-            return QKV(found, found, unnormed)
+            return QKV(found, found, pre_norm_qk)
 
         return arrived
 
 
-class Normed:
+class NormedInput:
     """norm(x) of x [T, D], computed chunk by chunk; with `whole` once, and kept for the groups that follow.
 
     What is kept allows larger chunks: a group's product is then as large as that of all heads is without groups.
     """
 
     def __init__(self, inputs: Inputs, whole: bool = False):
-        self._x, self._norm, self._dtype = inputs.x, inputs.params.norm, inputs.layout.dtype
+        self._x, self._norm, self._dtype = inputs.x, inputs.params.norm, inputs.sizes.dtype
         self._whole, self._known = whole, 0
-        self.chunk_tokens = inputs.layout.chunk_tokens * (inputs.layout.groups if whole else 1)
+        self.chunk_tokens = inputs.sizes.chunk_tokens * (inputs.sizes.groups if whole else 1)
         self._rows: torch.Tensor | None = None
 
     def chunk(self, chunk: slice) -> torch.Tensor:
@@ -122,30 +122,30 @@ class Normed:
 
 
 def project(
-    inputs: Inputs, group: int, normed: Normed, keep_unnormed: bool
+    inputs: Inputs, group: int, normed: NormedInput, keep_pre_norm_qk: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Computes the buffer [T, F] of a group, and with `keep_unnormed` its queries and keys before their norms."""
-    x, cos, sin, _, layout = inputs
-    projection, rotated = inputs.stack(group).projection, _rotated(layout)
-    buffer = x.new_empty(len(x), len(projection.weight), dtype=layout.dtype)
-    unnormed = buffer.new_empty(len(x), rotated) if keep_unnormed else None
+    """Computes the buffer [T, F] of a group, and with `keep_pre_norm_qk` its queries and keys before their norms."""
+    x, cos, sin, _, sizes = inputs
+    projection, rotated = inputs.fused(group).projection, _rotated(sizes)
+    buffer = x.new_empty(len(x), len(projection.weight), dtype=sizes.dtype)
+    pre_norm_qk = buffer.new_empty(len(x), rotated) if keep_pre_norm_qk else None
     for chunk in chunks(len(x), normed.chunk_tokens):
         made = projection.forward(normed.chunk(chunk), out=buffer[chunk])[:, :rotated]  # queries and keys [C, ...]
-        if unnormed is not None:
-            unnormed[chunk] = made
-        by_head = made.unflatten(1, (-1, layout.head_dim))
+        if pre_norm_qk is not None:
+            pre_norm_qk[chunk] = made
+        by_head = made.unflatten(1, (-1, sizes.head_dim))
         for norm, heads in inputs.head_norms:
             rms_norm(by_head[:, heads], *norm, out=by_head[:, heads])
         if cos is not None:
             rotary_(by_head, cos[chunk], sin[chunk])
-    return buffer, unnormed
+    return buffer, pre_norm_qk
 
 
 class QKVGradients:
     """The gradients of x, and of the parameters before attention, added up over groups.
 
-    `sums` are those of the parameters, see `begin_sums`. Allocates `d_normed` [T, D], the gradient of what the norm
-    returned, with the first group.
+    `sums` are those of the parameters, see `begin_weight_grads`. Allocates `d_normed` [T, D], the gradient of what the
+    norm returned, with the first group.
     """
 
     def __init__(self, inputs: Inputs, sums: AttentionParams, needs_x: bool):
@@ -153,53 +153,53 @@ class QKVGradients:
         self._through_norm = needs_x or sums.norm.weight is not None
         self._d_normed: torch.Tensor | None = None
 
-    def add(self, group: int, d_qkv: Sequence[torch.Tensor], unnormed: torch.Tensor | None) -> None:
+    def add(self, group: int, d_qkv: Sequence[torch.Tensor], pre_norm_qk: torch.Tensor | None) -> None:
         """Adds what a group contributes: the gradients of its queries [B, h, S, K], keys and values."""
-        x, cos, sin, _, layout = self._inputs
-        stack, rotated, count = self._inputs.stack(group), _rotated(layout), min(len(x), layout.chunk_tokens)
+        x, cos, sin, _, sizes = self._inputs
+        fused, rotated, count = self._inputs.fused(group), _rotated(sizes), min(len(x), sizes.chunk_tokens)
         parts = [self._sums.q, self._sums.k, self._sums.v]
-        sums, add = stack.begin_sums(parts), self._d_normed is not None
+        sums, add = fused.begin_weight_grads(parts), self._d_normed is not None
         if self._through_norm and not add:
-            self._d_normed = torch.empty_like(x, dtype=layout.dtype)
+            self._d_normed = torch.empty_like(x, dtype=sizes.dtype)
         d_qkv = [d.transpose(1, 2).flatten(0, 1) for d in d_qkv]  # [T, h, K]; copies only of other layouts
-        normed = Normed(self._inputs)
-        d_rows = x.new_empty(count, len(stack.projection.weight), dtype=layout.dtype)
-        recomputed = d_rows.new_empty(count, rotated) if unnormed is None and self._inputs.head_norms else None
-        for chunk in chunks(len(x), layout.chunk_tokens):
+        normed = NormedInput(self._inputs)
+        d_rows = x.new_empty(count, len(fused.projection.weight), dtype=sizes.dtype)
+        recomputed = d_rows.new_empty(count, rotated) if pre_norm_qk is None and self._inputs.head_norms else None
+        for chunk in chunks(len(x), sizes.chunk_tokens):
             d_chunk, normed_chunk = d_rows[: chunk.stop - chunk.start], normed.chunk(chunk)
-            torch.cat([d[chunk].flatten(1).to(layout.dtype) for d in d_qkv], 1, out=d_chunk)
-            d_heads = d_chunk[:, :rotated].unflatten(1, (-1, layout.head_dim))
+            torch.cat([d[chunk].flatten(1).to(sizes.dtype) for d in d_qkv], 1, out=d_chunk)
+            d_heads = d_chunk[:, :rotated].unflatten(1, (-1, sizes.head_dim))
             if cos is not None:
                 rotary_(d_heads, cos[chunk], sin[chunk], backward=True)
             if self._inputs.head_norms:
-                before = unnormed[chunk] if recomputed is None else recomputed[: len(d_chunk)]
+                before = pre_norm_qk[chunk] if recomputed is None else recomputed[: len(d_chunk)]
                 if recomputed is not None:
-                    stack.projection.rows(slice(rotated)).forward(normed_chunk, out=before)
-                self._through_head_norms(before.unflatten(1, (-1, layout.head_dim)), d_heads)
-            stack.projection.add_gradients(sums, d_chunk, normed_chunk)
+                    fused.projection.slice_out(slice(rotated)).forward(normed_chunk, out=before)
+                self._through_head_norms(before.unflatten(1, (-1, sizes.head_dim)), d_heads)
+            fused.projection.add_gradients(sums, d_chunk, normed_chunk)
             if self._through_norm:
-                stack.projection.backward(d_chunk, out=self._d_normed[chunk], add=add)
-        stack.add_to_parts(sums, parts)
+                fused.projection.backward(d_chunk, out=self._d_normed[chunk], add=add)
+        fused.add_to_parts(sums, parts)
 
     def _through_head_norms(self, before: torch.Tensor, d_heads: torch.Tensor) -> None:
         """Makes the gradients of normed queries and keys [C, h, K] those of `before`, in place."""
         sums = (self._sums.q_norm, self._sums.k_norm)
         for (norm, heads), total in zip(self._inputs.head_norms, sums, strict=True):
-            d_weight = None if total.weight is None else total.weight.begun()
+            d_weight = None if total.weight is None else total.weight.total()
             rms_norm_backward(before[:, heads], *norm, d_heads[:, heads], d_heads[:, heads], d_weight=d_weight)
 
     def add_to_x(self, d_x: torch.Tensor) -> None:
         """Adds the gradient through the norm to `d_x` [T, D], and that of the norm's weight to its sum."""
-        x, norm, layout = self._inputs.x, self._inputs.params.norm, self._inputs.layout
+        x, norm, sizes = self._inputs.x, self._inputs.params.norm, self._inputs.sizes
         d_normed, self._d_normed = self._d_normed, None
         if d_normed is None:
             return
-        d_weight = None if self._sums.norm.weight is None else self._sums.norm.weight.begun()
-        for chunk in chunks(len(x), layout.chunk_tokens):
+        d_weight = None if self._sums.norm.weight is None else self._sums.norm.weight.total()
+        for chunk in chunks(len(x), sizes.chunk_tokens):
             rows = d_x[chunk]
             rms_norm_backward(x[chunk], *norm, d_normed[chunk], rows, add=rows, d_weight=d_weight)
 
 
-def _rotated(layout: Layout) -> int:
+def _rotated(sizes: LayerSizes) -> int:
     """Returns the width of a group's queries and keys together."""
-    return sum(layout.group_heads) * layout.head_dim
+    return sum(sizes.group_heads) * sizes.head_dim

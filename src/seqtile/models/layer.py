@@ -87,9 +87,7 @@ def tiled_layer_forward(arch: Arch, options: Options, original: Callable) -> Cal
         past_key_values = None if hasattr(past_key_values, _UNFILLED) else past_key_values
         grouped = None if past_key_values is not None else options.head_groups
         reason = check_layer(arch, self, replace(options, head_groups=grouped))
-        if (
-            reason is not None and module_call_reason() is not None
-        ):  # that of the attention, too, which no chunk can make
+        if reason and module_call_reason():  # every call matters, that of the attention, too, which no chunk can make
             return untiled()
         if reason is None and past_key_values is not None and torch.is_grad_enabled():
             reason = "gradients may flow through the cache"

@@ -110,7 +110,7 @@ class SavedTensors:
 class AttentionGraph(NamedTuple):
     """The graph from queries, keys and values to what attention returned; holds no tensor of any size."""
 
-    end: GradientEdge | None
+    output_edge: GradientEdge | None
     """None if what attention returned depends on nothing."""
     out: torch.Tensor
     """One number that has the shape of what attention returned."""
@@ -177,8 +177,8 @@ def record(
     saved = hooks.finish()
     _check_leaves(out, input_edges[0], known)
     shapes = [(tensor.shape, tensor.dtype) for tensor in made]
-    end = get_gradient_edge(out) if out.requires_grad else None
-    graph = AttentionGraph(end, out.new_zeros(()).expand(out.shape), input_edges, shapes, hooks)
+    output_edge = get_gradient_edge(out) if out.requires_grad else None
+    graph = AttentionGraph(output_edge, out.new_zeros(()).expand(out.shape), input_edges, shapes, hooks)
     return RecordedAttention(out.detach(), attn_output.detach(), graph, saved)
 
 

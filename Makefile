@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-gpu test-dist ledger check-cuda lint format bench bench-smoke table
+.PHONY: help setup demo test test-all test-gpu test-dist docs ledger check-cuda lint format bench bench-smoke table
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -18,7 +18,7 @@ setup: $(STAMP)  ## make .venv from dev/constraints.txt; nothing to do when it i
 $(STAMP): pyproject.toml dev/constraints.txt dev/no-deps.txt dev/transformers-oldest.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) -c dev/constraints.txt torch
-	$(PIP) -c dev/constraints.txt -e '.[dev,bench,demo,liger,deepspeed]'
+	$(PIP) -c dev/constraints.txt -e '.[dev,docs,bench,demo,liger,deepspeed]'
 	$(PIP) --no-deps -r dev/no-deps.txt
 	rm -rf $(OLDEST)
 	$(PIP) --no-deps --target $(OLDEST) -r dev/transformers-oldest.txt
@@ -54,6 +54,9 @@ endif
 test-gpu:  ## what a GPU can break, with the python at hand (PYTHON=...): 5 minutes; WHEELS=DIR brings what it lacks
 	$(WITH_WHEELS)
 	PYTHONPATH=src$(if $(WHEELS),:build/wheels) $(PYTHON) -m dev.gpu_tests
+
+docs: $(STAMP)  ## the book, docs/, as a site in build/docs; a warning is an error
+	$(BIN)/python -m sphinx -q -W --keep-going -n -E -b html docs build/docs
 
 ledger: $(STAMP)  ## predicted times on a GPU, without one; not measured
 	PYTHONPATH=test $(BIN)/python -m benchmark.ledger

@@ -9,7 +9,7 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_ROOMS = ("memory", "models", "modules", "offload", "sp")
+_SUBPACKAGES = ("memory", "models", "modules", "offload", "sp")
 _NAMES = {
     "LossMetrics": "seqtile.ops.linear_cross_entropy",
     "LowRank": "seqtile.ops.linear",
@@ -24,12 +24,12 @@ _NAMES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in _ROOMS:
+    if name in _SUBPACKAGES:
         return import_module(f"seqtile.{name}")
     if name in _NAMES:
         return getattr(import_module(_NAMES[name]), name)
     if name == "__all__":
-        return [*_NAMES, *_ROOMS, *_entries()]
+        return [*_NAMES, *_SUBPACKAGES, *_entries()]
     if name.startswith("apply_seqtile_to_") and name in _entries():
         return _entries()[name]
     raise AttributeError(f"module 'seqtile' has no attribute {name!r}")

@@ -1,25 +1,28 @@
-"""The one causal-LM forward, for every architecture: Hugging Face's own, with a tiled loss where a loss is wanted.
+"""The loss of a causal LM without its logits: the model's own forward runs, with a head that computes nothing yet.
 
-Whatever is not a tiled loss goes to the forward that stood there before, so it behaves as Hugging Face does because it
-is Hugging Face.
+    the model's forward   hidden ─ head ─ LazyLogits ─ (scale, soft cap) ─ loss_function ─ loss
+                                   stands in for lm_head                    stands in for Hugging Face's
+
+So all that a model does before its head and after its loss is done by its own code. Its caller finds None in the place
+of logits. Whatever is not a tiled loss goes to the forward that stood there before.
 """
 
 import inspect
-from collections.abc import Callable
-from dataclasses import fields
-from functools import partial, wraps
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import PreTrainedConfig
 from transformers.loss import loss_utils
-from transformers.modeling_outputs import CausalLMOutputWithPast, MoeCausalLMOutputWithPast
+from transformers.utils import ModelOutput
 
 from seqtile.arch import Arch
 from seqtile.models.fallback import call_tiled
 from seqtile.models.layer import note_that_all_is_kept
+from seqtile.models.lazy_logits import LazyLogits
 from seqtile.models.placement import Options, stand_in_for
 from seqtile.models.weights import (
     call_inside,
@@ -40,7 +43,6 @@ _CROSS_ENTROPIES = (  # where one of these was written
 )
 # A compiler knows torch's own by identity alone.
 _CROSS_ENTROPY = F.cross_entropy if defining_path(F.cross_entropy) in _CROSS_ENTROPIES else None
-_LOSS_ARGUMENTS = ("shift_labels", "num_items_in_batch", "ignore_index")  # of Hugging Face's loss, beside the labels
 
 
 def tiled_loss_forward(arch: Arch, options: Options, original: Callable) -> Callable:
@@ -55,7 +57,6 @@ def tiled_loss_forward(arch: Arch, options: Options, original: Callable) -> Call
     takes_skip_logits = "skip_logits" in names
 
     @stand_in_for(original)
-    @_as_tuple_if_asked
     def forward(self, *args, skip_logits=None, **kwargs):
         inputs = dict(zip(names, args, strict=False)) | kwargs
         if len(inputs) < len(args) + len(kwargs):
@@ -71,70 +72,56 @@ def tiled_loss_forward(arch: Arch, options: Options, original: Callable) -> Call
             )
         if skip_logits is None:
             skip_logits = self.training and has_labels and keeps_all
-        if skip_logits:
-            inputs.pop("logits_to_keep", None)
-            return _without_logits(arch, self, inputs.pop("labels", None), options, inputs)
-        if takes_skip_logits:
+        if takes_skip_logits:  # Liger's forward, whose own loss is not asked for
             inputs["skip_logits"] = False
-        return original(self, **inputs)
+        if not skip_logits:
+            return original(self, **inputs)
+        if inputs.get("labels") is None:  # which Hugging Face's forward wants, to compute any loss
+            inputs["labels"] = inputs["shift_labels"]
+        with _lazy_head(arch, self, options):
+            return _without_logits(original(self, **inputs))
 
     return forward
 
 
-def _as_tuple_if_asked(forward: Callable) -> Callable:
-    """Lets a forward take `return_dict`, as Hugging Face's do: a tuple of what is not None, and of the logits, which
-    keep their place where they were not computed."""
+class LazyHead:
+    """Stands in for a head while a forward runs; called with hidden states [..., D] it returns LazyLogits."""
 
-    @wraps(forward)
-    def wrapper(self, *args, return_dict=None, **kwargs):
-        output = forward(self, *args, **kwargs)
-        if isinstance(output, tuple) or (self.config.return_dict if return_dict is None else return_dict):
-            return output
-        values = {field.name: getattr(output, field.name) for field in fields(output)}
-        return tuple(value for name, value in values.items() if value is not None or name == "logits")
+    def __init__(self, model: nn.Module, head: nn.Module):
+        self._model, self._head = model, head
 
-    return wrapper
+    def __call__(self, hidden: torch.Tensor) -> LazyLogits:
+        note_that_all_is_kept(self._model, hidden.shape[:-1].numel())
+        return LazyLogits(hidden, self._head)
 
-
-def _without_logits(
-    arch: Arch, model: nn.Module, labels: torch.Tensor | None, options: Options, inputs: dict[str, Any]
-) -> CausalLMOutputWithPast | MoeCausalLMOutputWithPast:
-    """Returns the output of `model`, with a tiled loss and no logits."""
-    reason = check_loss(arch, model, options)
-    if arch.routed and inputs.get("output_router_logits") is None:
-        inputs["output_router_logits"] = model.config.output_router_logits
-    outputs = model.model(**inputs)
-    hidden, head = outputs.last_hidden_state, model.lm_head
-    note_that_all_is_kept(model, hidden.shape[:-1].numel())
-    arguments = {name: inputs[name] for name in _LOSS_ARGUMENTS if name in inputs}
-    arguments |= {"labels": labels, "chunk_tokens": options.chunk_tokens, **logit_options(arch, model.config)}
-    loss_of = partial(_loss, head=head, fallback=reason is not None, **arguments)
-    output = CausalLMOutputWithPast(
-        # A head that is called has its weight gathered by its own call.
-        loss=call_inside(head, loss_of, hidden) if reason is None else loss_of(hidden),
-        past_key_values=outputs.past_key_values,
-        hidden_states=outputs.hidden_states,
-        attentions=outputs.attentions,
-    )
-    return _balanced(arch, model, inputs, outputs.router_logits, output) if arch.routed else output
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._head, name)
 
 
-def _balanced(
-    arch: Arch,
-    model: nn.Module,
-    inputs: dict[str, Any],
-    router_logits: tuple[torch.Tensor, ...] | None,
-    output: CausalLMOutputWithPast,
-) -> MoeCausalLMOutputWithPast:
-    """Returns a mixture's output, with Hugging Face's own loss that balances the experts if router logits were asked
-    for."""
-    balance = None
-    if inputs["output_router_logits"]:
-        balance = arch.modeling.load_balancing_loss_func(
-            router_logits, model.num_experts, model.num_experts_per_tok, inputs.get("attention_mask")
-        )
-        output.loss = output.loss + model.router_aux_loss_coef * balance.to(output.loss.device)
-    return MoeCausalLMOutputWithPast(**output, aux_loss=balance, router_logits=router_logits)
+@contextmanager
+def _lazy_head(arch: Arch, model: nn.Module, options: Options) -> Iterator[None]:
+    """Lets a model's forward run with `LazyHead` and the tiled loss, as attributes that hide its own until the end."""
+    reason, head, untiled = check_loss(arch, model, options), model.lm_head, model.loss_function
+    loss = partial(_loss, untiled=untiled, fallback=reason is not None, chunk_tokens=options.chunk_tokens)
+    own = vars(model).get("_loss_function")
+    object.__setattr__(model, "lm_head", LazyHead(model, head))
+    object.__setattr__(model, "_loss_function", loss)
+    try:
+        yield
+    finally:
+        object.__delattr__(model, "lm_head")
+        object.__delattr__(model, "_loss_function")
+        if own is not None:
+            object.__setattr__(model, "_loss_function", own)
+
+
+def _without_logits(output: Any) -> Any:
+    """Returns a forward's output with None in the place of logits that were not computed, or not for its caller."""
+    if isinstance(output, tuple):
+        return tuple(None if isinstance(value, LazyLogits) else value for value in output)
+    assert isinstance(output, ModelOutput)
+    values = {name: None if isinstance(value, LazyLogits) else value for name, value in output.items()}
+    return type(output)(**values)
 
 
 def check_loss(arch: Arch, model: nn.Module, options: Options) -> str | None:
@@ -168,58 +155,51 @@ def _unknown_loss_reason(function: Any) -> str | None:
     return None
 
 
-def logit_options(arch: Arch, config: PreTrainedConfig) -> dict[str, float | None]:
-    """Returns the cap and the scale of an architecture's logits, as arguments of linear_cross_entropy."""
-    scale = getattr(config, arch.logit_scale) if arch.logit_scale else 1.0
-    divisor = getattr(config, arch.logit_divisor) if arch.logit_divisor else 1.0
-    return {"softcap": getattr(config, arch.softcap) if arch.softcap else None, "logit_scale": scale / divisor}
-
-
 def _loss(
-    hidden: torch.Tensor,
-    *,
-    head: nn.Module,
-    fallback: bool,
-    labels: torch.Tensor | None,
-    shift_labels: torch.Tensor | None = None,
+    logits: LazyLogits | torch.Tensor,
+    labels: torch.Tensor,
+    vocab_size: int | None = None,
     num_items_in_batch: torch.Tensor | int | None = None,
     ignore_index: int = -100,
-    **options: Any,
+    shift_labels: torch.Tensor | None = None,
+    *,
+    untiled: Callable[..., torch.Tensor],
+    fallback: bool,
+    chunk_tokens: int | None,
+    **kwargs: Any,
 ) -> torch.Tensor:
-    """Computes what Hugging Face's ForCausalLMLoss computes from logits, from hidden states [B, S, D]."""
+    """Computes what Hugging Face's ForCausalLMLoss, `untiled`, computes from logits [B, S, V]."""
+    arguments = {"ignore_index": ignore_index, "num_items_in_batch": num_items_in_batch, "shift_labels": shift_labels}
+    if not isinstance(logits, LazyLogits):  # the forward has read them
+        return untiled(logits, labels, vocab_size, **arguments, **kwargs)
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    targets = shift_labels.to(hidden.device)
-    if fallback:
-        losses = _fallback_losses(hidden, targets, head, ignore_index, **options)
+    head, known = logits.head, logits.scale_and_softcap
+    hidden, targets = logits.hidden, shift_labels.to(logits.device)
+    if fallback or known is None:
+        losses = _fallback_losses(logits, targets, ignore_index, chunk_tokens)
         return losses.sum() / ((targets != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch)
-    weight, bias, *_ = read_projection("lm_head", head)
-    return linear_cross_entropy(
-        hidden, weight, targets, bias=bias, ignore_index=ignore_index, num_items=num_items_in_batch, **options
-    )
+
+    def of_weight(hidden: torch.Tensor) -> torch.Tensor:
+        weight, bias, *_ = read_projection("lm_head", head)
+        options = {"logit_scale": known[0], "softcap": known[1], "chunk_tokens": chunk_tokens}
+        bias = bias if bias is None or known[0] == 1 else bias * known[0]
+        options |= {"bias": bias, "ignore_index": ignore_index, "num_items": num_items_in_batch}
+        return linear_cross_entropy(hidden, weight, targets, **options)
+
+    return call_inside(head, of_weight, hidden)  # a head that is called has its weight gathered by its own call
 
 
 def _fallback_losses(
-    hidden: torch.Tensor,
-    targets: torch.Tensor,
-    head: nn.Module,
-    ignore_index: int,
-    *,
-    chunk_tokens: int | None,
-    softcap: float | None,
-    logit_scale: float,
+    logits: LazyLogits, targets: torch.Tensor, ignore_index: int, chunk_tokens: int | None
 ) -> torch.Tensor:
     """Computes the loss of every token under a head that is called: its logits once more in the backward. 4 u."""
 
     def losses_of(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        logits = head(hidden) * logit_scale
-        if softcap is not None:
-            logits = torch.tanh(logits / softcap) * softcap
-        losses = F.cross_entropy(
-            logits.float().flatten(0, -2), targets.flatten(), ignore_index=ignore_index, reduction="none"
-        )
+        real = LazyLogits(hidden, logits.head, logits.steps).real().float().flatten(0, -2)
+        losses = F.cross_entropy(real, targets.flatten(), ignore_index=ignore_index, reduction="none")
         return losses.view(targets.shape)
 
     # torch's cross-entropy keeps four chunks of logits where ours keeps one
-    quarter = max(1, resolve_chunk_tokens(chunk_tokens, hidden.shape[-1]) // 4)
-    return call_tiled(losses_of, [head], hidden, targets.unsqueeze(-1), chunk_tokens=quarter)
+    quarter = max(1, resolve_chunk_tokens(chunk_tokens, logits.hidden.shape[-1]) // 4)
+    return call_tiled(losses_of, [logits.head], logits.hidden, targets.unsqueeze(-1), chunk_tokens=quarter)

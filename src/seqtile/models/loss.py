@@ -98,18 +98,30 @@ class LazyHead:
         return getattr(self._head, name)
 
 
+def place_of_head(model: nn.Module) -> tuple[nn.Module, str]:
+    """Returns the module that holds a model's head, and the head's name there. ValueError if it has none."""
+    head = model.get_output_embeddings()
+    for owner in () if head is None else model.modules():
+        for name, child in owner._modules.items():
+            if child is head:
+                return owner, name
+    raise ValueError(f"{type(model).__name__}: expected a model with a head over a vocabulary, got none; use loss=False")
+
+
 @contextmanager
 def _lazy_head(arch: Arch, model: nn.Module, options: Options) -> Iterator[None]:
     """Lets a model's forward run with `LazyHead` and the tiled loss, as attributes that hide its own until the end."""
-    reason, head, untiled = check_loss(arch, model, options), model.lm_head, model.loss_function
+    reason, untiled = check_loss(arch, model, options), model.loss_function
+    owner, name = place_of_head(model)
+    head = getattr(owner, name)
     loss = partial(_loss, untiled=untiled, fallback=reason is not None, chunk_tokens=options.chunk_tokens)
     own = vars(model).get("_loss_function")
-    object.__setattr__(model, "lm_head", LazyHead(model, head))
+    object.__setattr__(owner, name, LazyHead(model, head))
     object.__setattr__(model, "_loss_function", loss)
     try:
         yield
     finally:
-        object.__delattr__(model, "lm_head")
+        object.__delattr__(owner, name)
         object.__delattr__(model, "_loss_function")
         if own is not None:
             object.__setattr__(model, "_loss_function", own)
@@ -128,8 +140,9 @@ def check_loss(arch: Arch, model: nn.Module, options: Options) -> str | None:
     """Raises ValueError where the tiled loss would refuse to run, or not compute what `model` computes; returns why
     lm_head is called chunk by chunk rather than read, None if it is read."""
     check_untransformed()
-    if (fallback := head_fallback_reason(model.lm_head)) is not None:
-        check_not_zero3(model.lm_head, fallback)
+    head = getattr(*place_of_head(model))
+    if (fallback := head_fallback_reason(head)) is not None:
+        check_not_zero3(head, fallback)
     if (reason := _unknown_loss_reason(model.loss_function)) is not None:
         raise ValueError(
             f"{reason}; expected Hugging Face's ForCausalLMLoss, the one loss that seqtile tiles; apply with loss=False"

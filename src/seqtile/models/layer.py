@@ -358,8 +358,8 @@ def note_that_all_is_kept(model: nn.Module, tokens: int) -> None:
     weights take."""
     if not (model.training and torch.is_grad_enabled()) or torch.compiler.is_compiling():
         return
-    layer = model.base_model.layers[0]
-    placement = placement_at(layer)
+    layer = next(iter(getattr(model.base_model, "layers", ())), None)
+    placement = None if layer is None else placement_at(layer)
     if placement is None or is_checkpointed(model):
         return
     config, attention = model.config, layer.self_attn

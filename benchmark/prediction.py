@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+
 from seqtile import memory
 
 matplotlib.use("Agg")

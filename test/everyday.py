@@ -112,6 +112,7 @@ CUTS = (
         "two minutes; 9 heads over ranks are among the cases of sp",
     ),
     Cut(("recipes/test_on_ranks.py::test_torchrun",), (), "17 s to start; forked ranks are interrupted"),
+    Cut(("test_package.py::test_wheel",), (), "minutes: an empty environment, to which pip brings torch"),
     Cut(
         ("examples/test_examples.py::test_ranks",),
         ("*-forked",),

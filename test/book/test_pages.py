@@ -20,7 +20,7 @@ from seqtile.recipes import Job
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md"]
 PAGES = [page for page in PAGES if page.exists()]
 COMMANDS = [(page, block) for page in PAGES for block in blocks_of(page.read_text()) if block.language == "bash"]
-SILENT = {"text", "{toctree}", "{eval-rst}", "toml", "yaml", ""}  # the languages of what cannot be run
+SILENT = {"text", "{toctree}", "{eval-rst}", "{include}", "toml", "yaml", ""}  # the languages of what cannot be run
 
 
 def name_of(value: object) -> str:

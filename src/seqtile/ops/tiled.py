@@ -38,7 +38,7 @@ def tiled(
     dim: int = -2,
     check: bool = False,
 ) -> Outputs:
-    """Computes fn(*inputs, *shared) chunk by chunk along `dim`.
+    """Computes `fn(*inputs, *shared)` chunk by chunk along `dim`.
 
     Args:
         fn: of tensors cut along `dim`, then of `shared`; a tensor or a tuple of tensors, as long along `dim` as the

@@ -4,8 +4,9 @@ import ast
 import json
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -39,9 +40,9 @@ def in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.fixture
-def updates() -> Any:
-    """Of every step of an optimizer: name of a parameter -> its weights before, and its gradient."""
+@contextmanager
+def updates() -> Iterator[list]:
+    """Of every step of an optimizer inside: of each trained parameter the weights before it, and the gradient."""
     seen = []
 
     def look(optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -49,8 +50,10 @@ def updates() -> Any:
         seen.append([(p.detach().clone(), p.grad.clone()) for p in held if p.grad is not None])
 
     handle = register_optimizer_step_pre_hook(look)
-    yield seen
-    handle.remove()
+    try:
+        yield seen
+    finally:
+        handle.remove()
 
 
 def test_ten_of_them() -> None:
@@ -88,20 +91,19 @@ def on_a_store(model: nn.Module) -> Pool:
 
 @pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
 @pytest.mark.parametrize("name", ["own_loop", "trainer_lora", "trl_sft", "whole_layers"])
-def test_trains_as_the_untiled_model_does(
-    name: str, directory: str, updates: list, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_trains_as_the_untiled_model_does(name: str, directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip({"trainer_lora": "peft", "trl_sft": "trl"}.get(name, "torch"))
     monkeypatch.setattr(offload, "enable", on_a_store)
-    found = {}
+    found, first = {}, {}
     for tiled in (False, True):
         torch.manual_seed(0)
-        found[tiled] = run(name, directory, tiled=tiled, LENGTH=LENGTH)
+        with updates() as seen:
+            found[tiled] = run(name, directory, tiled=tiled, LENGTH=LENGTH)
+        first[tiled] = seen[0]
     same_figures(figures(found[True]), figures(found[False]))
-    theirs, ours = updates[0], updates[len(updates) // 2]
-    for (before, gradient), (same, mine) in zip(theirs, ours, strict=True):
+    for (before, gradient), (same, mine) in zip(first[False], first[True], strict=True):
         assert same.equal(before), "the first step begins with the same weights"
-        assert gradient.norm() == mine.norm() == 0 or relative_error(mine, gradient) <= 5 * IN_BFLOAT16
+        assert gradient.norm() == mine.norm() == 0 or relative_error(mine, gradient) <= 10 * IN_BFLOAT16
     status = found[True]["status"]
     assert found[False]["status"].mlp.tiled == 0
     assert (status.loss.tiled, status.mlp.tiled, status.mlp.chunk_tokens) == (1, 2, (50,))
@@ -118,23 +120,24 @@ def test_whole_layers_without_a_gpu(directory: str) -> None:
     assert all(layer.gradient_checkpointing for layer in ours["model"].model.layers)
 
 
-def test_tiled_module(updates: list) -> None:
+def test_tiled_module() -> None:
     names = run("tiled_module", "3000")
     module, x = names["module"].double(), names["x"].detach().double().requires_grad_()
     truth = torch.autograd.grad(module(x).square().mean(), (x, *module.parameters()))
     assert x.shape == (1, 3000, 256) and len(truth) == 6
     for mine, true in zip(names["ours"], truth, strict=True):
         assert relative_error(mine, true) <= 1e-5
-    assert 0 < names["error"] <= 1e-5 and f"{names['error']:.1e}" in names["printed"]
+    assert names["error"] <= 1e-5 and f"{names['error']:.1e}" in names["printed"]
 
 
-def test_policy_gradient(directory: str, updates: list) -> None:
-    """The last step's gradient is that of Hugging Face's logits, and answers end where they do."""
-    names = run("policy_gradient", directory, GROUP=8, LENGTH=24)
-    assert len(updates) == 8 == names["printed"].count("reward")
+def test_policy_gradient(directory: str) -> None:
+    """The last step's gradient is that of Hugging Face's logits, up to the end of each answer."""
+    with updates() as seen:
+        names = run("policy_gradient", directory, GROUP=8, LENGTH=24)
+    assert len(seen) == 8 == names["printed"].count("reward")
     untiled = AutoModelForCausalLM.from_pretrained(directory).train()
     with torch.no_grad():
-        for parameter, (before, _) in zip(untiled.parameters(), updates[-1], strict=True):
+        for parameter, (before, _) in zip(untiled.parameters(), seen[-1], strict=True):
             parameter.copy_(before)
     start, target = names["prompt"].shape[1], names["ids"][:, names["prompt"].shape[1] :]
     log_probs = untiled(names["ids"], use_cache=False).logits[:, start - 1 : -1].log_softmax(-1)
@@ -145,8 +148,10 @@ def test_policy_gradient(directory: str, updates: list) -> None:
         total, tokens = total - advantage * row[:length].sum(), tokens + length
     assert names["advantages"].std() > 0.5 and tokens > 50
     (total / tokens).backward()
-    for parameter, (_, gradient) in zip(untiled.parameters(), updates[-1], strict=True):
-        assert relative_error(gradient, parameter.grad) <= 1e-4
+    pairs = [(gradient, p.grad) for p, (_, gradient) in zip(untiled.parameters(), seen[-1], strict=True)]
+    assert all(relative_error(ours, theirs) <= 1e-3 for ours, theirs in pairs)
+    whole = [torch.cat([gradient.flatten() for gradient in each]) for each in zip(*pairs, strict=True)]
+    assert relative_error(*whole) <= 3e-5
 
 
 @pytest.mark.parametrize("own", [False, True], ids=["known", "config"])

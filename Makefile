@@ -90,5 +90,5 @@ endif
 bench-smoke: $(STAMP)  ## every benchmark, one case of tiny size each, without a GPU
 	$(BIN)/python -m benchmark.run --size smoke
 
-table: $(STAMP)  ## README's tables from the results in benchmark/results; these in the terminal
-	$(BIN)/python -m benchmark.readme
+table: $(STAMP)  ## the pages' tables and README's picture, from the results in benchmark/results; these in the terminal
+	$(BIN)/python -m benchmark.pages

@@ -22,4 +22,6 @@ nitpick_ignore_regex = [("py:.*", r"(?!seqtile\.).*")]  # names of other package
 
 html_theme = "furo"
 html_title = f"seqtile {version}"
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 html_show_sphinx = False

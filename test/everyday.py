@@ -112,6 +112,12 @@ CUTS = (
         "two minutes; 9 heads over ranks are among the cases of sp",
     ),
     Cut(("recipes/test_on_ranks.py::test_torchrun",), (), "17 s to start; forked ranks are interrupted"),
+    Cut(("test_package.py::test_wheel",), (), "minutes: an empty environment, to which pip brings torch"),
+    Cut(
+        ("examples/test_examples.py::test_ranks",),
+        ("*-forked",),
+        "30 s by torchrun; of forked ranks the lines are the same",
+    ),
     Cut(("sp/test_sequence_parallel.py::test_trainer[",), ("4-2",), "two groups of two ranks do all that one does"),
     Cut(
         ("recipes/test_finetune.py::test_ended_early",),

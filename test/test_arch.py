@@ -7,10 +7,11 @@ import pytest
 import torch
 from torch import nn
 
+import seqtile
 from seqtile.arch import ARCHS, Arch
 from tiny import config_of
 
-README = " ".join((Path(__file__).parents[1] / "README.md").read_text().split())
+PAGE = (Path(__file__).parents[1] / "docs" / "models.md").read_text()
 every_architecture = pytest.mark.parametrize("arch", ARCHS.values(), ids=ARCHS)
 
 
@@ -66,9 +67,27 @@ def test_scaled_embeddings(arch: Arch) -> None:
     assert arch.embedding_scale is None or f"inputs_embeds * self.{arch.embedding_scale}" in source
 
 
-def test_the_readme() -> None:
-    """Its lists of architectures are those of the table."""
-    *names, last = ARCHS
-    assert f"The types are {', '.join(names)} and {last}; " in README
-    assert f"norm behind the MLP ({', '.join(name for name, arch in ARCHS.items() if arch.norm_after)})" in README
-    assert f"in {' and '.join(name for name, arch in ARCHS.items() if arch.routed)}, the experts" in README
+def table() -> str:
+    """Returns the table of docs/models.md."""
+    rows = [["model type", "loss", "MLP", "experts", "whole layers", "norm after MLP", "Liger"], ["---"] * 7]
+    for name, arch in ARCHS.items():
+        changed = {"capped by": arch.softcap, "times": arch.logit_scale, "over": arch.logit_divisor}
+        loss = [f"logits {how} `{field}`" for how, field in changed.items() if field is not None]
+        inner = "gate and up in one, down" if "gate_up" in arch.fused else "gate, up, down"
+        flags = (arch.routed, arch.layer, arch.norm_after, arch.liger)
+        columns = [", ".join(loss) or "plain", inner if "MLP" in arch.mlps else ""]
+        rows.append([f"`{name}`", *columns, *("yes" if flag else "" for flag in flags)])
+    return "\n".join(f"| {' | '.join(row)} |".replace("  ", " ") for row in rows)
+
+
+def test_the_pages_table() -> None:
+    assert table() in PAGE, f"docs/models.md is out of date; its table should be\n{table()}"
+
+
+def test_the_pages_status() -> None:
+    """What docs/models.md says that `status` prints of Llama-3.1-8B."""
+    widths = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256}
+    with torch.device("meta"):
+        model = ARCHS["llama"].causal_lm(config_of("llama", **widths))
+    seqtile.apply_seqtile(model)
+    assert f"```text\n{seqtile.status(model)}\n```" in PAGE

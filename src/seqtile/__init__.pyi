@@ -117,14 +117,15 @@ def apply_seqtile_to_llama(
             LlamaForCausalLM built from then on.
         mlp: tile the MLPs.
         loss: tile lm_head and loss: in training, with labels, no logits are computed and none are returned.
-        layer: tile everything else of a layer too, but attention itself, and keep of a layer its input, queries, keys,
-            values, and what attention returned; the norm behind the last layer as well. Of Liger's norms and RoPE the
-            weights are read then, and no kernel is called.
-        head_groups: then compute attention for so many groups of kv heads one after the other, so that queries, keys
-            and values exist for one group at a time, and are not kept; "auto": as many as divide the kv heads, up to
-            8. An attention that keeps other large tensors is refused, or, given a number, computed once more. It must
-            treat every head alike (no slopes or biases by head), since it is not told which heads it is given.
-        chunk_tokens: tokens a chunk; None for the rule of `seqtile.ops.chunks`.
+        layer: tile whole layers: everything of a layer but attention itself, and the norm behind the last layer. A
+            layer then keeps its input, queries, keys, values and what attention returned. Of Liger's norms the weights
+            are read; neither they nor its RoPE are called.
+        head_groups: with `layer`, compute attention for so many groups of kv heads one after the other, so that
+            queries, keys and values exist for one group at a time, and are not kept; "auto" makes as many groups as
+            divide the kv heads, up to 8. An attention that keeps other large tensors is refused, or, given a number,
+            computed once more. It must treat every head alike (no slopes or biases by head), since it is not told which
+            heads it is given.
+        chunk_tokens: tokens of a chunk; None for max(2048, hidden size), for the experts of a mixture more.
 
     Applying twice changes nothing. Apply after Liger, whose RMSNorm and RoPE stay. `seqtile.restore` undoes it,
     `seqtile.status` tells what is tiled.

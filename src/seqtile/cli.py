@@ -4,26 +4,40 @@ import inspect
 import json
 import os
 import platform
+import re
 import sys
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
-from typing import Any
+from pathlib import Path
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
 
+from seqtile import __version__
 from seqtile.recipes import Job
 from seqtile.recipes.plan import Question, figures, forecast, print_forecast
 
-PACKAGES = ("seqtile", "torch", "triton", "transformers", "accelerate", "peft", "trl", "deepspeed", "liger-kernel")
-PACKAGES += ("flash-attn", "datasets", "safetensors")
+NEEDED = ("torch", "triton", "transformers")
+OTHERS = ("accelerate", "peft", "trl", "deepspeed", "liger-kernel", "flash-attn", "datasets", "safetensors", "typer")
 
 app = typer.Typer(add_completion=False, no_args_is_help=True, pretty_exceptions_show_locals=False)
 
 
+def print_version(asked: bool) -> None:
+    if asked:
+        print(f"seqtile {__version__}")
+        raise typer.Exit()
+
+
 @app.callback()
-def seqtile() -> None:
+def seqtile(
+    version: Annotated[
+        bool, typer.Option("--version", callback=print_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+) -> None:
     """Fine-tune Hugging Face models on long documents, with a loss and MLPs whose memory does not grow with length."""
 
 
@@ -99,23 +113,43 @@ def plan(asked: Question) -> None:
 
 @app.command()
 def env() -> None:
-    """The versions of everything that seqtile meets, for a bug report."""
-    import torch
-
-    found = {"python": f"{platform.python_version()} on {platform.platform()}"}
-    for package in PACKAGES:
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "not installed"
-    for i in range(torch.cuda.device_count()):
-        gpu = torch.cuda.get_device_properties(i)
-        memory = f"{gpu.total_memory / 2**30:.0f} GiB"
-        found[f"gpu {i}"] = f"{gpu.name}, {memory}, sm_{gpu.major}{gpu.minor}, CUDA {torch.version.cuda}"
-    if not torch.cuda.is_available():
-        found["gpu"] = "none"
+    """The machine and the versions of everything that seqtile meets, as a list in Markdown, for a bug report."""
+    found = {"seqtile": __version__, "Python": platform.python_version(), "OS": platform.platform()}
+    found |= {"CPU": cpu()} | gpus() | {package: version_of(package) or "not installed" for package in NEEDED}
+    others = {package: version_of(package) for package in OTHERS}
+    found["also installed"] = ", ".join(f"{package} {number}" for package, number in others.items() if number) or "none"
+    found["not installed"] = ", ".join(package for package, number in others.items() if not number) or "none"
     for name, about in found.items():
-        Console().print(f"{name:<14}{about}", highlight=False)
+        print(f"- {name}: {about}")
+
+
+def version_of(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def cpu() -> str:
+    file = Path("/proc/cpuinfo")
+    named = re.search(r"model name\s*: (.*)", file.read_text()) if file.exists() else None
+    name = named[1] if named else platform.processor() or platform.machine()
+    memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 0
+    return f"{name}, {os.cpu_count()} cores" + (f", {memory / 2**30:.0f} GiB" if memory else "")
+
+
+def gpus() -> dict[str, str]:
+    """Returns the GPUs that torch sees, and the CUDA and the driver that it sees them by."""
+    try:
+        import torch
+        from torch.utils import collect_env
+    except Exception as error:  # which is what the report may be about
+        return {"GPU": f"unknown: torch cannot be imported ({error})"}
+    seen = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    names = Counter(f"{gpu.name}, {gpu.total_memory / 2**30:.0f} GiB, sm_{gpu.major}{gpu.minor}" for gpu in seen)
+    driver = collect_env.get_nvidia_driver_version(collect_env.run) or "none"
+    cuda = f"{torch.version.cuda or 'none'} in torch, driver {driver}"
+    return {"GPU": "; ".join(f"{count} x {name}" for name, count in names.items()) or "none", "CUDA": cuda}
 
 
 def main() -> None:

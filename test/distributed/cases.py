@@ -1,7 +1,7 @@
 """What is trained on two processes: every architecture under every data parallelism, each with an adapter, a kind of
 checkpointing and an order of Liger, so that every two of them meet at least once; and variants of the parallelisms.
 
-python -m distributed.cases, in test/, prints README's table of them.
+python -m distributed.cases, in test/, prints the table of them in docs/compatibility.md.
 """
 
 from typing import NamedTuple
@@ -118,17 +118,12 @@ TREES = sorted({case.tree for case in matrix()})
 
 
 def table() -> str:
-    """The matrix as README has it."""
-    rows = [["", *STRATEGIES]]
+    """Returns the matrix as docs/compatibility.md has it."""
+    rows = [["", *STRATEGIES], ["---"] * (1 + len(STRATEGIES))]
     for arch in ARCHS:
         cases = [case for case in matrix() if case.arch == arch]
-        rows.append([arch, *(" ".join(case[2:5]) + " *" * (not case.mlp) for case in cases)])
-    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
-    lines = [
-        "| " + " | ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) + " |" for row in rows
-    ]
-    lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")
-    return "\n".join(lines)
+        rows.append([arch, *(" ".join(case[2:5]) + r" \*" * (not case.mlp) for case in cases)])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
 if __name__ == "__main__":

@@ -9,9 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from typer.testing import CliRunner
 
 from seqtile import memory
 from seqtile.arch import ARCHS
+from seqtile.cli import app
 from seqtile.memory.layer import AUTO_GROUPS, chunk_tokens
 from seqtile.models.layer import AUTO
 from seqtile.ops.chunks import resolve_chunk_tokens
@@ -19,6 +21,7 @@ from tiny import config_of
 
 LLAMA = "meta-llama/Llama-3.1-8B"
 GIB = 2**30
+PAGE = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
 PARAMETERS = {  # as their model cards have them, in millions
     "meta-llama/Llama-3.1-8B": 8030,
     "meta-llama/Llama-3.1-70B": 70554,
@@ -321,11 +324,17 @@ def test_a_setup_can_be_changed() -> None:
     assert json.dumps(memory.plan(LLAMA, seq_len=8).host) == "{}"
 
 
-def test_the_readme() -> None:
-    """Its tables say what is predicted now."""
-    text = (Path(__file__).parents[2] / "README.md").read_text()
+def test_the_pages_output(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command that docs/planning.md begins with prints what is shown there."""
+    monkeypatch.setenv("COLUMNS", "100")
+    command, output = re.search(r"```bash\nseqtile (plan .*)\n```.*?```text\n(.*?)\n```\n", PAGE, re.DOTALL).groups()
+    assert CliRunner().invoke(app, command.split()).output.rstrip() == output
+
+
+def test_the_pages_tables() -> None:
+    """The tables of docs/planning.md say what is predicted now."""
     names = {name.split("/")[1]: name for name in memory.KNOWN}
-    rows = re.findall(r"^\| (\S+) +\| +(\d+) \| +\S+ \| +([\d,]+) \| +([\d,]+) \| (\S+ memory)", text, re.MULTILINE)
+    rows = re.findall(r"^\| (\S+) +\| +(\d+) \| +\S+ \| +([\d,]+) \| +([\d,]+) \| (\S+ memory)", PAGE, re.MULTILINE)
     assert len(rows) == 10
     for model, gpus, *lengths, bound in rows:
         offload = ("activations", "optimizer", "weights")[: 3 if gpus == "1" else 2]
@@ -335,15 +344,22 @@ def test_the_readme() -> None:
     ladder = memory.ladder(LLAMA, gpus=8, sequence_parallel=8, offload=("optimizer",))
     *published, shared = [longest for rung, longest in ladder if not rung.liger]
     for longest in published:
-        assert re.search(rf"^\| .* \| +{longest.tokens:,} \|$", text, re.MULTILINE), longest
-    assert f"\n{shared.tokens:,} tokens predicted" in text
-    rows = re.findall(r"^\| (\S+) +\| +(\d+) GiB \|(.*)\|$", text, re.MULTILINE)
+        assert re.search(rf"^\| .* \| +{longest.tokens:,} \|$", PAGE, re.MULTILINE), longest
+    assert f"the prediction for Llama-3.1-8B is {shared.tokens:,} tokens" in " ".join(PAGE.split())
+    rows = re.findall(r"^\| (\S+) +\| +(\d+) GiB \|(.*)\|$", PAGE, re.MULTILINE)
     assert len(rows) == 6
     whole = ({}, {"liger": True}, {"tiles": memory.TILES}, {"tiles": memory.TILES, "head_groups": "auto"})
     for model, gib, lengths in rows:
         setup = {"gpu_memory_gib": int(gib), "offload": ("activations", "optimizer", "weights")}
         found = [f"{memory.longest(names[model], **setup, **more).tokens:,}" for more in whole]
         assert [cell.strip() for cell in lengths.split("|")] == found
+    rows = re.findall(r"^\| (\S+) +\| +(\d+) \| +([\d,]+) \| +[\d.]+ \| +([\d.]+) \|$", PAGE, re.MULTILINE)
+    assert len(rows) == 4
+    for model, gpus, tokens, gib in rows:
+        offload = memory.OFFLOAD if gpus == "1" else ("activations", "optimizer")
+        setup = {"gpus": int(gpus), "sequence_parallel": int(gpus), "offload": offload, "liger": True}
+        planned = memory.plan(names[model], seq_len=int(tokens.replace(",", "")), **setup)
+        assert gib == f"{planned.gpu_bytes / GIB:.1f}"
 
 
 def test_liger_has_norms_for_them() -> None:

@@ -143,8 +143,8 @@ def test_nothing_to_compare() -> None:
         tiled(torch.sin, torch.empty(95, D, device="meta"), check=True)
 
 
-def test_examples_of_the_readme() -> None:
-    text = (Path(__file__).parents[2] / "README.md").read_text()
+def test_examples_of_the_page() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "losses.md").read_text()
     examples = re.findall(r"^(seqtile\.tiled\(.*, check=True\))  # (it .*)$", text, re.MULTILINE)
     assert len(examples) == 3
     names = {"torch": torch, "seqtile": seqtile, "module": nn.Linear(D, D), "x": torch.randn(2, 95, D)}

@@ -97,9 +97,9 @@ def test_a_file_is_read_no_further_than_needed(tmp_path: Path) -> None:
         (data / name).write_bytes(b"words and " * 20_000 + end)
     (data / "c.txt").write_text("héllo" * 40_000, encoding="utf-8")  # letters of two bytes, at the ends of blocks too
     few = sequences((data,), tokenizer, seq_len=100, count=3)
-    assert (few.files, few.skipped) == (1, 0) and few.tokens < 140_000
+    assert (few.files, few.skipped) == (1, {}) and few.tokens < 140_000
     many = sequences((data,), tokenizer, seq_len=100, count=2001)
-    assert (many.files, many.skipped, many.tokens) == (1, 2, 200_001)
+    assert (many.files, len(many.skipped), many.tokens) == (1, 2, 200_001)
     assert many.rows[:2000].flatten().tolist() == tokenizer("héllo" * 40_000)["input_ids"]
     for name, error in (("a.txt", UnicodeDecodeError), ("b.txt", NotText)):
         with pytest.raises(error):
@@ -124,12 +124,34 @@ def test_documents_are_read_in_order_and_binaries_skipped(tmp_path: Path) -> Non
     assert letters[0] == list("firs") and letters[1] == ["t", "</s>", "s", "e"]
     assert rows.shape == (5, 4) and rows[3].equal(rows[0]), "full sequences repeat when the text ends"
     assert rows.dtype == torch.int64
-    text = "3 files read, 13 tokens (2 files skipped as not UTF-8 text); the text fills 3 sequences"
-    assert str(read) == f"data: {text}: 5 steps go over it 1.7 times"
+    assert str(read).splitlines() == [
+        "data: 2 files read, 13 tokens: 3 sequences",
+        "data repeats: 5 sequences are needed, so each comes 1.7 times on average",
+        f"skipped: {data}/c.bin (not UTF-8 text)",
+        f"skipped: {data}/d.txt (not UTF-8 text)",
+        f"skipped: {data}/e.txt (empty)",
+    ]
     enough = sequences((data,), tokenizer, seq_len=4, count=1)
-    assert str(enough) == "data: 1 file read, 5 tokens; enough for 1 sequence, one a step"
+    assert str(enough) == "data: 1 file read, 5 tokens: 1 sequence, 1 needed"
     more = sequences((data,), tokenizer, seq_len=2, count=1)
-    assert str(more) == "data: 1 file read, 5 tokens; enough for 2 sequences, one a step", "all that fit are counted"
+    assert str(more) == "data: 1 file read, 5 tokens: 2 sequences, 1 needed", "all that fit are counted"
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="a file that nobody can read")
+def test_what_cannot_be_read_is_skipped_and_said(tmp_path: Path) -> None:
+    save_tiny(tmp_path / "model")
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
+    for number in range(12):
+        (tmp_path / f"{number}.txt").write_bytes(b"")
+    (tmp_path / "words").write_text("words")
+    read = sequences(
+        [Path("/proc/self/mem"), *tmp_path.glob("*.txt"), tmp_path / "words"], tokenizer, seq_len=4, count=1
+    )
+    lines = str(read).splitlines()
+    assert lines[1] == "skipped: /proc/self/mem (unreadable: Input/output error)" and "/words" not in str(read)
+    assert len(lines) == 12 and lines[-1] == "skipped: 3 files more"
+    with pytest.raises(ValueError, match="--data holds no UTF-8 text: 1 file skipped, /proc/self/mem"):
+        sequences([Path("/proc/self/mem")], tokenizer, seq_len=4, count=1)
 
 
 def test_the_default_document_is_long() -> None:

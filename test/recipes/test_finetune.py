@@ -1,12 +1,15 @@
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
 import sys
 from concurrent.futures.process import BrokenProcessPool
-from dataclasses import replace
+from dataclasses import fields, replace
+from importlib.metadata import version
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -19,11 +22,12 @@ from assertions import relative_error
 from launch import interruptible
 from measure import LiveBytes
 from recipes.tiny_pretrained import save_tiny
+from seqtile import __version__
 from seqtile.cli import app
 from seqtile.recipes import Job
 from seqtile.recipes.data import is_out_of_memory, load_config
-from seqtile.recipes.output import picture, print_table
-from seqtile.recipes.train import Run, has_square_mask, loaded, loss_of, sequence_group, train
+from seqtile.recipes.output import picture, print_table, running_means
+from seqtile.recipes.train import Run, has_square_mask, in_words, loaded, loss_of, sequence_group, train
 from seqtile.sp import backends
 from tiny import build, config_of
 
@@ -61,11 +65,15 @@ def test_compare(pretrained: Path, document: Path, tmp_path: Path) -> None:
     differences = [abs(a - b) for a, b in zip(report["baseline"]["losses"], report["seqtile"]["losses"], strict=True)]
     assert report["max_loss_difference"] == max(differences) <= 1e-4
     for name in ("untiled", "seqtile"):
-        assert all(f"\n{name}: step {step}/3  loss " in result.stdout for step in (1, 2, 3)), "a line a step"
+        for step, end in ((1, r"  \d+ s left"), (2, r"  \d+ s left"), (3, "")):
+            line = rf"{name}: step {step}/3  loss \d\.\d{{4}}  [\d,]+ tokens/s  peak [\d,]+ MiB{end}"
+            assert re.search(f"^{line}$", result.stdout, re.MULTILINE), "a line a step"
     assert result.stdout.startswith("data: 1 file read, ") and "\033" not in result.stdout
+    assert not re.search("[\r\b]", result.stdout), "no bars in a log"
     assert "peak memory, MiB" in result.stdout and f"{report['seqtile']['losses'][2]:.6f}" in result.stdout
     assert (output / "report.png").read_bytes().startswith(b"\x89PNG")
     assert list((output / "model").glob("*.safetensors"))
+    assert (output / "model").stat().st_mode == output.stat().st_mode, "who may read the report may read the model"
     before = AutoModelForCausalLM.from_pretrained(pretrained)
     after = AutoModelForCausalLM.from_pretrained(output / "model")
     assert all(relative_error(b, a) > 0 for a, b in zip(before.parameters(), after.parameters(), strict=True))
@@ -80,7 +88,7 @@ def test_no_mask_of_length_x_length(arch: str, tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr(backends, "MASK_ELEMENTS", 2**22)  # less than one of these lengths would have
     largest = {}
     for length in (2300, 3450):  # of more than a chunk
-        job = Job(str(tmp_path), (), length, 1, False, "cpu", "float32", 1e-5, 0, tmp_path)
+        job = Job(str(tmp_path), seq_len=length, steps=1, device="cpu", output=tmp_path)
         batch = torch.randint(3, 90, (1, length))
         run = Run(job, load_config(job.model), batch[None], tiled=True)
         assert has_square_mask(run.config, length)
@@ -109,7 +117,8 @@ def test_a_group_of_one_only_where_masks_would_be_made(arch: str, changes: dict)
 
 
 def test_layers_tiled_as_a_whole(pretrained: Path, tmp_path: Path) -> None:
-    job = Job(str(pretrained), (), 2500, 2, False, "cpu", "float32", 1e-4, 0, tmp_path, layer=True, head_groups="auto")
+    job = Job(str(pretrained), seq_len=2500, steps=2, learning_rate=1e-4, device="cpu", layer=True, head_groups="auto")
+    job = replace(job, output=tmp_path)
     rows = torch.randint(3, 90, (2, 1, 2500))
     run = Run(job, load_config(job.model), rows, tiled=True)
     tiled, untiled = train(run), train(replace(run, tiled=False))
@@ -123,7 +132,7 @@ def test_bfloat16_trains_float32_weights(
 ) -> None:
     """A learning rate whose updates bfloat16 weights would round away moves all that has a gradient."""
     monkeypatch.setattr("seqtile.recipes.train.return_freed_memory", lambda: None)  # it is for good
-    job = Job(str(pretrained), (), 300, 3, False, "cpu", "bfloat16", 1e-5, 0, tmp_path)
+    job = Job(str(pretrained), seq_len=300, steps=3, dtype="bfloat16", device="cpu", output=tmp_path)
     rows = torch.randint(3, 90, (3, 1, 300))
     run = Run(job, load_config(job.model), rows, tiled, save_to=tmp_path)
     losses = train(run).losses
@@ -183,7 +192,8 @@ def test_ended_early(pretrained: Path, document: Path, tmp_path: Path, signum: i
         trained = AutoModelForCausalLM.from_pretrained(output / "model")
         before = AutoModelForCausalLM.from_pretrained(pretrained)
         assert all(relative_error(b, a) > 0 for a, b in zip(before.parameters(), trained.parameters(), strict=True))
-        assert sorted(file.name for file in output.iterdir()) == ["model", "report.json", "report.png"]
+        assert sorted(file.name for file in output.iterdir()) == ["checkpoint", "model", "report.json", "report.png"]
+        assert f"checkpoint after step {done} of 20000 saved in {output / 'checkpoint'}\n" in rest
     else:
         assert rest.rstrip().endswith("interrupted") == (signum == signal.SIGINT)
         assert not list(output.iterdir())
@@ -200,10 +210,15 @@ def test_many_steps_stay_readable() -> None:
     assert text.count("loss, step") == 10 and "loss, step 1 " in text and "loss, step 1000 " in text
     for steps, marked in ((1000, False), (3, True), (1, True)):
         short = run | {"losses": run["losses"][:steps]}
-        axes = picture(report | {"steps": steps, "baseline": short, "seqtile": short}).axes[0]
+        axes, memory = picture(report | {"steps": steps, "baseline": short, "seqtile": short}).axes
         ticks = axes.get_xticks()
         assert 1 <= len(ticks) <= 12 and all(tick == int(tick) for tick in ticks)
         assert all((line.get_marker() not in ("None", None)) == marked for line in axes.get_lines())
+        labels = [text.get_text() for text in axes.get_legend().get_texts()]
+        assert labels == [f"{name}{', mean of 25 steps' * (steps == 1000)}" for name in ("untiled", "seqtile")]
+        assert axes.get_xlabel() == "step" and axes.get_ylabel() and memory.get_ylabel() == "MiB"
+        assert [bar.get_height() for bar in memory.patches] == [1.0, 1.0]
+    assert running_means([1.0, 2.0, 6.0, 1.0], 2) == [1.0, 1.5, 4.0, 3.5] and running_means([3.0, 5.0], 1) == [3.0, 5.0]
 
 
 def refused(*arguments: object) -> str:
@@ -232,7 +247,10 @@ def test_bad_input(pretrained: Path, document: Path, tmp_path: Path) -> None:
     short = refused(*common, "--data", document, "--seq-len", 1_000_000)
     assert "tokens, expected at least 1000000, one sequence; pass more text, or a shorter --seq-len" in short
     (tmp_path / "binary.dat").write_bytes(b"\xff\xfe")
-    assert "--data holds no UTF-8 text: 1 file skipped" in refused(*common, "--data", tmp_path / "binary.dat")
+    said = refused(*common, "--data", tmp_path / "binary.dat")
+    assert (
+        f"--data holds no UTF-8 text: 1 file skipped, {tmp_path}/binary.dat (not UTF-8 text) first; pass text" in said
+    )
     GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=8, n_head=2, vocab_size=50)).save_pretrained(tmp_path / "gpt2")
     assert "'gpt2' is not supported; seqtile supports cohere" in refused(*common, "--model", tmp_path / "gpt2")
     damaged = tmp_path / "damaged"
@@ -256,6 +274,7 @@ def test_bad_options_are_told_before_anything_slow_is_imported() -> None:
         (("--dtype", "int4"), "--dtype is 'int4'"),
         (("--model", "./nowhere"), "--model: nowhere does not exist"),
         (("--data", "nowhere"), "--data: nowhere does not exist"),
+        (("--resume", "--output", "nowhere"), "--resume: expected a checkpoint in nowhere, got none"),
     ):
         code = "import sys; from seqtile.cli import main; sys.argv[0] = 'seqtile'\ntry: main()\n"
         code += "finally: assert not {'torch', 'transformers', 'matplotlib'} & sys.modules.keys()"
@@ -272,9 +291,43 @@ def test_running_out_of_memory_is_told_from_a_mistake() -> None:
     assert is_out_of_memory(BrokenProcessPool())
 
 
-def test_env_lists_versions() -> None:
+def test_env_fits_into_a_bug_report() -> None:
     result = CliRunner().invoke(app, ["env"])
-    assert result.exit_code == 0 and f"torch         {torch.__version__}" in result.output
-    assert "flash-attn    not installed" in result.output or "flash-attn    2" in result.output
-    assert ("gpu           none" in result.output) != torch.cuda.is_available()
-    assert f"python        {sys.version.split()[0]} on " in result.output
+    lines = result.output.splitlines()
+    assert result.exit_code == 0 and all(re.match(r"- [\w ]+: \S", line) for line in lines) and 10 <= len(lines) <= 12
+    assert f"- torch: {torch.__version__}" in lines and f"- Python: {sys.version.split()[0]}" in lines
+    assert ("- GPU: none" in lines) != torch.cuda.is_available()
+    assert sum(f"{package}" in result.output for package in ("flash-attn", "accelerate", "deepspeed")) == 3
+
+
+def test_env_where_torch_cannot_be_imported() -> None:
+    with patch.dict(sys.modules, {"torch": None}):
+        result = CliRunner().invoke(app, ["env"])
+    assert result.exit_code == 0 and "- GPU: unknown: torch cannot be imported (" in result.output
+
+
+def test_version() -> None:
+    result = CliRunner().invoke(app, ["--version"])
+    assert (
+        (result.exit_code, result.output) == (0, f"seqtile {version('seqtile')}\n") == (0, f"seqtile {__version__}\n")
+    )
+
+
+def test_help_is_grouped() -> None:
+    """Every option of the job is in one of five groups, in this order."""
+    result = CliRunner().invoke(app, ["finetune", "--help"], env={"COLUMNS": "100", "TERM": "dumb"})
+    panels = re.split(r"╭─ ([\w ]+) ─+╮", result.output)[1:]
+    options = {
+        name: set(re.findall(r"^│ (--[\w-]+)", text, re.MULTILINE))
+        for name, text in zip(panels[::2], panels[1::2], strict=True)
+    }
+    assert list(options) == ["Options", "Model and data", "Training", "Memory", "Several GPUs", "Output"]
+    assert options["Options"] == {"--help"} and options["Output"] == {"--output", "--save-every", "--resume"}
+    assert sum(map(len, options.values())) == len(fields(Job))  # of which one is hidden, beside --help
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"), [(0.4, "0 s"), (89, "89 s"), (90, "2 min"), (7000, "117 min"), (7300, "2 h 2 min")]
+)
+def test_lengths_of_time(seconds: float, said: str) -> None:
+    assert in_words(seconds) == said

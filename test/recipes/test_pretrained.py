@@ -1,6 +1,7 @@
 """Models that cannot be loaded, and names that may be misspelt: one sentence, before anything is trained."""
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from recipes.tiny_pretrained import save_tiny
-from seqtile.recipes import source, what_is_here
+from seqtile.recipes import source
 from seqtile.recipes.data import load_config, load_model, load_tokenizer
 
 WEIGHTS = "model.safetensors"
@@ -78,29 +79,55 @@ def test_too_little_memory_is_not_taken_for_damage(tmp_path: Path, monkeypatch: 
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("modles/llama", "; did you mean models/llama?"),
-        ("models/lama", "; did you mean models/llama?"),
-        ("models/qwen", "; models is here, but no qwen in it"),
+        (
+            "models/lama",
+            "; did you mean models/llama?; for models/lama of the hub, start where there is no directory mo",
+        ),
+        (
+            "models/qwen",
+            "; models is here, but no qwen in it; for models/qwen of the hub, start where there is no dire",
+        ),
         ("./modles/llama", "; did you mean models/llama?"),
+        ("modles/llama/", "; did you mean models/llama?"),
         ("modles/lama/deep/er", "; models/llama is here, but no deep in it"),
-        ("Qwen/Qwen3-8B", ""),
+        ("my model", ""),
         ("/nowhere", ""),
+        ("", ""),
     ],
 )
-def test_what_a_misspelt_path_may_mean(name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_looks_like_a_path_is_no_hub_name(
+    name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "models" / "llama").mkdir(parents=True)
     monkeypatch.chdir(tmp_path)
-    assert what_is_here(Path(name)) == said
-    if name.count("/") == 1 and not name.startswith("/"):
-        assert source(name) == (name, {}), "it may be on the hub"
-        monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-        with pytest.raises(ValueError) as caught:
-            load_config(name)
-        assert f"--model: there is no directory {name} here{said}; and as a hub name it" in str(caught.value)
-        assert "the hub could not be reached (" in str(caught.value)
-    else:
-        with pytest.raises(ValueError, match=f"--model: .* does not exist{said}".replace("?", "[?]")):
-            source(name)
+    with pytest.raises(ValueError, match=f"^--model: .*{re.escape(said)}"):
+        source(name)
+
+
+def test_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """--model=~/llama, which a shell hands over as it is."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    save_tiny(tmp_path / "llama")
+    assert source("~/llama") == (str(tmp_path / "llama"), {})
+    with pytest.raises(ValueError, match=f"--model: {tmp_path}/lama does not exist; did you mean {tmp_path}/llama[?]$"):
+        source("~/lama")
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [("modles/llama", "; did you mean models/llama?"), ("Qwen/Qwen3-8B", ""), ("SmolLM2-1.7B_x", "")],
+)
+def test_what_a_hub_name_may_mean_otherwise(
+    name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "models" / "llama").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert source(name) == (name, {}), "it may be on the hub"
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError) as caught:
+        load_config(name)
+    assert f"--model: there is no directory {name} here{said}; and as a hub name it" in str(caught.value)
+    assert "the hub could not be reached (" in str(caught.value)
 
 
 def test_a_hub_that_cannot_be_reached_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

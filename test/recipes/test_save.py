@@ -3,6 +3,7 @@
 import errno
 import resource
 import tempfile
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -97,19 +98,21 @@ def test_a_killed_process_leaves_nothing_half_written(tmp_path: Path) -> None:
 
 def test_room_is_asked_for(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"--output: saving the model needs 1,000,000,000.00 GB in .*not, but .* free"):
-        check_output(tmp_path / "not", 10**18)
+        check_output(tmp_path / "not", {"model": 10**18})
     assert not names(tmp_path)
-    check_output(tmp_path / "not" / "yet", 1000)
+    check_output(tmp_path / "not" / "yet", {"model": 1000, "checkpoint": 1000})
     assert (tmp_path / "not" / "yet").is_dir()
     (tmp_path / "model").write_text("")
     with pytest.raises(ValueError, match=r"--output: .*model is a file, but the model's directory goes there"):
-        check_output(tmp_path, 1000)
+        check_output(tmp_path, {"model": 1000})
+    with pytest.raises(ValueError, match=r"--output: saving the checkpoint needs 1,000,000,000.00 GB"):
+        check_output(tmp_path / "not", {"model": 1000, "checkpoint": 10**18})
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="a place where nobody may write")
 def test_a_place_that_cannot_be_written_to_is_not_called_full() -> None:
     with pytest.raises(ValueError, match=r"--output: /proc/nowhere cannot be written to .*; choose another directory"):
-        check_output(Path("/proc/nowhere"), 1000)
+        check_output(Path("/proc/nowhere"), {"model": 1000})
 
 
 @pytest.mark.parametrize(
@@ -135,7 +138,8 @@ def test_what_is_not_finite_is_not_saved(
         monkeypatch.setattr(after, lambda self, loss: self.model.lm_head.weight.data.fill_(torch.inf))
     save_to = tmp_path / "run" / "model"
     save_to.mkdir(parents=True)
-    job = Job(str(tmp_path / "start"), (), 50, steps, False, "cpu", "float32", learning_rate or 1e-5, 0, tmp_path)
+    job = Job(str(tmp_path / "start"), seq_len=50, steps=steps, learning_rate=learning_rate or 1e-5, device="cpu")
+    job = replace(job, output=tmp_path)
     with pytest.raises(ValueError, match=said):
         train(Run(job, load_config(job.model), torch.randint(3, 90, (steps, 1, 50)), tiled=True, save_to=save_to))
     assert names(tmp_path / "run") == {"model"} and not names(save_to)

@@ -1,8 +1,8 @@
 """The memory model: what a training step will need, and how long a sequence may be, before it runs.
 
-    plan, longest, ladder  >  Step (step.py)  >  Layer (layer.py)  >  Shape (shape.py) and Setup (setup.py)
+    plan, longest, ladder  >  Step (step.py)  >  Layer (layer.py)  >  Shape and Setup (setup.py)
 
-No torch and no transformers in this room: it answers at once.
+Imports neither torch nor transformers, and so answers at once.
 """
 
 from collections.abc import Iterator
@@ -36,13 +36,17 @@ class Plan:
     """A step's memory: on one GPU at every moment at which it may peak, and in the host memory of a node."""
 
     shape: Shape
+    """The widths of the model."""
     setup: Setup
+    """The setup that was planned for."""
     seq_len: int
+    """Tokens of a sequence, over all the GPUs that share it."""
     batch_size: int
+    """Sequences at a time."""
     moments: tuple[Moment, ...]
-    """In the order of a step."""
+    """The moments at which it may peak, in the order of a step."""
     host: Parts
-    """Bytes by what they are for: inputs, optimizer, weights."""
+    """Bytes in the host memory of a node, by what they are for, such as "inputs", "optimizer", "weights"."""
 
     @property
     def peak(self) -> Moment:
@@ -51,10 +55,12 @@ class Plan:
 
     @property
     def gpu_bytes(self) -> int:
+        """The bytes on a GPU at the peak."""
         return self.peak.bytes
 
     @property
     def host_bytes(self) -> int:
+        """The bytes in the host memory of a node."""
         return sum(self.host.values())
 
     @property
@@ -68,6 +74,7 @@ class Plan:
 
     @property
     def fits(self) -> bool:
+        """True if neither memory is too small."""
         return self.bound is None
 
     def __str__(self) -> str:
@@ -99,7 +106,7 @@ def plan(config: Any, *, seq_len: int, batch_size: int = 1, **setup: Any) -> Pla
         config: a Hugging Face config, a dict of one, the path of a config.json, or a name in `memory.KNOWN`.
         seq_len: tokens of a sequence, over all the GPUs that share it.
         batch_size: sequences at a time.
-        setup: the fields of `memory.Setup`: gpus, sequence_parallel, zero_stage, tiles, offload, ...
+        setup: the fields of `memory.Setup`, such as gpus, sequence_parallel, zero_stage, tiles, offload.
 
     Counted are tensors, as torch allocates them, with 1 GiB for CUDA and 1 GiB for NCCL; not what the allocator loses
     to fragmentation, nor temporaries of an optimizer that is not fused, nor (up to a tenth) what FSDP2 pads on GPUs

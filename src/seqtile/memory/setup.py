@@ -37,36 +37,40 @@ class Setup:
     """A training setup, activation checkpointing of every layer included. Raises ValueError for what cannot be."""
 
     gpus: int = 1
+    """GPUs in all."""
     sequence_parallel: int = 1
     """GPUs that share a sequence."""
     zero_stage: int = 3
-    """The stage of ZeRO, which shards over all GPUs: 1 the optimizer's state, 2 gradients too, 3 weights too (FSDP2);
-    0 nothing."""
+    """The stage of ZeRO, which shards over all GPUs from stage 1 on the optimizer's state, from 2 on gradients, in 3
+    weights (FSDP2); in 0 nothing."""
     optimizer: str = "adamw"
-    """adamw (in half precision with a float32 copy of the weights: 16 bytes a parameter with weights and gradients, as
-    float32 weights under FSDP2's mixed precision have), adamw_8bit or sgd (without that copy)."""
+    """One of adamw, adamw_8bit and sgd; adamw in half precision with a float32 copy of the weights, 16 bytes a
+    parameter with weights and gradients, as float32 weights under FSDP2's mixed precision have; the others without."""
     dtype: str = "bfloat16"
     """The dtype of weights, gradients and activations."""
     tiles: Collection[str] | str = ("loss", "mlp")
-    """The parts computed chunk by chunk: loss, mlp, layer, which is all of a decoder layer but attention."""
+    """The parts computed chunk by chunk, some of loss, mlp and layer, which is all of a decoder layer but attention."""
     head_groups: int | str | None = None
     """Groups of kv heads that attend one after the other in a tiled layer; "auto" for as many as divide them, up to 8,
     and leave each GPU that shares a sequence a kv head in every group; None: all heads at once."""
     chunk_tokens: int | None = None
     """Tokens of a chunk; None for the rule of `seqtile.ops.chunks`."""
     liger: bool = False
-    """Liger's norms, RoPE and, where the MLP is not tiled, its product of gate and up: they keep less."""
+    """True with Liger's norms, RoPE and, where the MLP is not tiled, its product of gate and up, which keep less."""
     offload: Collection[str] | str = ()
-    """The things in host memory: activations (`seqtile.offload`), optimizer (with the gradients), weights."""
+    """The things in host memory, some of activations (`seqtile.offload`), optimizer (with the gradients) and
+    weights."""
     keep_last: int = 1
     """Layers whose inputs stay on the GPU all the same."""
     lora_rank: int | None = None
     """The rank of adapters in float32, as PEFT makes them, over every projection of attention and MLP, all else frozen;
     None trains every parameter."""
     gpu_memory_gib: float = 80
+    """Memory of a GPU."""
     host_memory_gib: float = 1900
     """Memory of a node."""
     gpus_per_node: int = 8
+    """GPUs of a node, which share its host memory."""
 
     def __post_init__(self) -> None:
         count = "a positive int"

@@ -19,10 +19,15 @@ class Moment:
     """A moment of a step, and everything that is on the GPU then."""
 
     name: str
+    """What is computed then, such as "loss" or "MLP, layer 3 of 32"."""
     parts: Parts
+    """Bytes by what they are for, which is weights, gradients, optimizer, inputs (of the layers, kept for their
+    backward), attention, mlp, norms (with residuals and positions), loss, communication (weights gathered, gradients
+    being reduced) or reserved (for CUDA and NCCL)."""
 
     @property
     def bytes(self) -> int:
+        """The sum of the parts."""
         return sum(self.parts.values())
 
 

@@ -44,7 +44,7 @@ def apply_seqtile(
 ) -> None:
     """Tiles one model, whatever its architecture: looked up from `model.config.model_type`.
 
-    See `apply_seqtile_to_llama` for the arguments. ValueError for a model type that is not supported.
+    For the arguments see `apply_seqtile_to_llama`. Raises ValueError for a model type that is not supported.
     """
     model = unwrapped(model)
     apply(find_arch(model_type_of(model)), model, Options(mlp, loss, layer, head_groups, chunk_tokens))
@@ -75,14 +75,15 @@ def _entry(arch: Arch) -> Callable[..., None]:
             {arch.causal_lm_name} built from then on.
         mlp: tile the MLPs.
         loss: tile lm_head and loss: in training, with labels, no logits are computed and none are returned.
-        layer: tile everything else of a layer too, but attention itself, and keep of a layer its input, queries, keys,
-            values, and what attention returned; the norm behind the last layer as well. Of Liger's norms and RoPE the
-            weights are read then, and no kernel is called.
-        head_groups: then compute attention for so many groups of kv heads one after the other, so that queries, keys
-            and values exist for one group at a time, and are not kept; "auto": as many as divide the kv heads, up to
-            8. An attention that keeps other large tensors is refused, or, given a number, computed once more. It must
-            treat every head alike (no slopes or biases by head), since it is not told which heads it is given.
-        chunk_tokens: tokens a chunk; None for the rule of `seqtile.ops.chunks`.
+        layer: tile whole layers: everything of a layer but attention itself, and the norm behind the last layer. A
+            layer then keeps its input, queries, keys, values and what attention returned. Of Liger's norms the weights
+            are read; neither they nor its RoPE are called.
+        head_groups: with `layer`, compute attention for so many groups of kv heads one after the other, so that
+            queries, keys and values exist for one group at a time, and are not kept; "auto" makes as many groups as
+            divide the kv heads, up to 8. An attention that keeps other large tensors is refused, or, given a number,
+            computed once more. It must treat every head alike (no slopes or biases by head), since it is not told which
+            heads it is given.
+        chunk_tokens: tokens of a chunk; None for max(2048, hidden size), for the experts of a mixture more.
 
     Applying twice changes nothing. Apply after Liger, whose RMSNorm and RoPE stay. `seqtile.restore` undoes it,
     `seqtile.status` tells what is tiled.
@@ -107,11 +108,13 @@ class PartStatus:
     """The status of one part of a model: who computes it."""
 
     name: str
+    """The part, as `apply_seqtile` names it, such as "mlp"."""
     applied: bool
     """True if seqtile was applied to this part, of this model or of its classes."""
     tiled: int
+    """The number of its modules that run seqtile's forward."""
     total: int
-    """The number of its modules that run seqtile's forward, and of all its modules."""
+    """The number of all its modules."""
     others: tuple[str, ...]
     """The packages whose forwards run on the rest, such as "transformers" or "liger_kernel"."""
     chunk_tokens: tuple[int, ...]
@@ -155,9 +158,11 @@ class ModelStatus:
     """The answer of `seqtile.status`; print it."""
 
     model: str
+    """The name of the model's class."""
     loss: PartStatus | None
-    """None for a model without a language-model head."""
+    """The loss with the head; None for a model without a language-model head."""
     mlp: PartStatus
+    """The MLPs, and the experts of a mixture."""
     layer: PartStatus | None = None
     """Everything of a layer but attention; None where that was not asked for. Its chunks take the MLP along."""
     notes: tuple[str, ...] = ()

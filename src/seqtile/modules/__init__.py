@@ -50,8 +50,8 @@ class LinearCrossEntropyLoss(nn.Module):
         bias: torch.Tensor | None = None,
         num_items: int | float | torch.Tensor | None = None,
     ) -> torch.Tensor | tuple[torch.Tensor, LossMetrics]:
-        """hidden [..., D], weight [V, D], target [...], bias [V], num_items as in
-        `seqtile.linear_cross_entropy`."""
+        """Computes the loss of hidden [..., D] under weight [V, D] and bias [V], with target [...] and `num_items`; for
+        dtypes, memory and errors see `seqtile.linear_cross_entropy`."""
         return linear_cross_entropy(
             hidden, weight, target, bias=bias, num_items=num_items, class_weight=self.class_weight, **self.options
         )
@@ -82,7 +82,8 @@ class LinearLogProbs(nn.Module):
     def forward(
         self, hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, *, bias: torch.Tensor | None = None
     ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-        """hidden [..., D], weight [V, D], target [...], bias [V]."""
+        """Computes the log-probabilities of target [...] from hidden [..., D] under weight [V, D] and bias [V]; for
+        dtypes, memory and errors see `seqtile.linear_log_probs`."""
         return linear_log_probs(hidden, weight, target, bias=bias, **self.options)
 
     def extra_repr(self) -> str:

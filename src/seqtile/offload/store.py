@@ -35,7 +35,7 @@ KEPT_FREE = 2**30  # bytes of the machine's memory that are never taken
 
 
 class HostMemoryFull(RuntimeError):
-    """No block can be had: the machine's memory, its control group's or the limit given is reached."""
+    """Raised where host memory is full, the machine's, its control group's or up to the limit given."""
 
 
 class Pool:

@@ -62,13 +62,16 @@ def gated_mlp(
 
     Args:
         x: [..., D], float32, bfloat16 or float16.
-        gate_weight, up_weight: [M, D]; down_weight: [D, M]; the dtype of x (any of the three under autocast).
-            up_weight None: gate_weight is [2M, D], gate above up, as in Phi-3, and so are its bias and adapter.
-        gate_bias, up_bias: [M]; down_bias: [D]; the dtype of x.
-        gate_lora, up_lora, down_lora: `LowRank(a, b, scale)`, adapters without dropout: a [r, in], b [out, r], any of
-            the three dtypes; computed in that of x.
+        gate_weight: [M, D], the dtype of x (any of the three under autocast).
+        up_weight: [M, D] likewise; None if `gate_weight` is [2M, D], gate above up, as in Phi-3, and so are its bias
+            and adapter.
+        down_weight: [D, M] likewise.
+        gate_bias, up_bias: [M], the dtype of x.
+        down_bias: [D], the dtype of x.
+        gate_lora, up_lora, down_lora: `LowRank(a, b, scale)`, an adapter without dropout; a [r, in] and b [out, r] of
+            any of the three dtypes, computed in that of x.
         activation: "silu", or "gelu_tanh" (Hugging Face's gelu_pytorch_tanh).
-        chunk_tokens: tokens a chunk, see `ops/chunks.py`; None for its rule.
+        chunk_tokens: tokens of a chunk; None for max(2048, D).
 
     Returns:
         [..., D], the dtype of x (autocast's dtype under autocast).

@@ -152,6 +152,7 @@ class LowRank(NamedTuple):
     b: torch.Tensor
     """[out, r]"""
     scale: float
+    """The factor of what the adapter adds, such as alpha / r."""
 
 
 class Projection(NamedTuple):

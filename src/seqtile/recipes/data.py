@@ -17,6 +17,7 @@ from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 from seqtile.recipes import source, what_is_here
 
 NAMED = 3  # weights that an error names, of those that are missing
+LISTED = 10  # skipped files, of more
 PIECE = 2**16  # characters of a text that are tokenized at once
 OVERLAP = 2**12
 
@@ -24,7 +25,7 @@ Token = tuple[int, int, int]
 """Its id, and where in the text it starts and ends."""
 
 
-def is_out_of_memory(error: Exception) -> bool:
+def is_out_of_memory(error: BaseException) -> bool:
     """Returns whether memory was short: torch's exception for a GPU, its message for the host, or a killed process."""
     if isinstance(error, BrokenProcessPool | torch.OutOfMemoryError | MemoryError):
         return True
@@ -32,19 +33,17 @@ def is_out_of_memory(error: Exception) -> bool:
 
 
 @contextmanager
-def read_of(model: str, what: str) -> Iterator[None]:
-    """Turns what is raised inside, where files of `model` are read, to a ValueError that names them."""
+def read_of(what: str, remedy: str = "get its files again") -> Iterator[None]:
+    """Turns what is raised inside, where files are read, to a ValueError that says what they hold and what to do."""
     try:
         yield
     except Exception as error:  # safetensors, tokenizers, pickle, json: each has classes of its own, or none
         if is_out_of_memory(error):
             raise
-        raise ValueError(
-            f"--model: the {what} of {model} cannot be loaded ({in_brief(error)}); get its files again"
-        ) from error
+        raise ValueError(f"{what} cannot be loaded ({in_brief(error)}); {remedy}") from error
 
 
-def in_brief(error: Exception) -> str:
+def in_brief(error: BaseException) -> str:
     return shorten(str(error) or type(error).__name__, 200, placeholder=" ...").rstrip(".")
 
 
@@ -62,14 +61,14 @@ def load_config(model: str) -> PreTrainedConfig:
             f"--model: there is no directory {name} here{what_is_here(Path(name))}; and as a hub name it was not found "
             f"or the hub could not be reached ({in_brief(error)})"
         ) from error
-    with read_of(model, "configuration"):
+    with read_of(f"--model: the configuration of {model}"):
         return AutoConfig.from_pretrained(name, **options)
 
 
 def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
     """Returns the tokenizer of `model`. Raises ValueError if its files cannot be read."""
     name, options = source(model)
-    with read_of(model, "tokenizer"):
+    with read_of(f"--model: the tokenizer of {model}"):
         return AutoTokenizer.from_pretrained(name, **options)
 
 
@@ -83,7 +82,7 @@ def load_model(model: str, config: PreTrainedConfig) -> PreTrainedModel:
     if "gguf_file" in options:
         options["quantization_config"] = GgufConfig(dequantize=True)
     options |= {"config": config, "dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True}
-    with read_of(model, "weights"):
+    with read_of(f"--model: the weights of {model}"):
         loaded, found = AutoModelForCausalLM.from_pretrained(name, **options)
     if found["mismatched_keys"]:
         weight, here, expected = min(found["mismatched_keys"])
@@ -112,22 +111,24 @@ class Sequences:
     rows: torch.Tensor
     """[count, seq_len] int64 token ids."""
     files: int
-    skipped: int
-    """Files that are not UTF-8 text, as far as they were read."""
+    skipped: dict[Path, str]
+    """Why each of these files was, as far as they were read."""
     tokens: int
     """All that were read."""
 
     def __str__(self) -> str:
         count, seq_len = self.rows.shape
         full = self.tokens // seq_len
-        read = f"data: {counted(self.files, 'file')} read, {self.tokens:,} tokens"
-        if self.skipped:
-            read += f" ({counted(self.skipped, 'file')} skipped as not UTF-8 text)"
+        lines = [f"data: {counted(self.files, 'file')} read, {self.tokens:,} tokens: {counted(full, 'sequence')}"]
         if full >= count:
-            return f"{read}; enough for {counted(full, 'sequence')}, one a step"
-        return (
-            f"{read}; the text fills {counted(full, 'sequence')}: {count:,} steps go over it {count / full:.1f} times"
-        )
+            lines[0] += f", {count:,} needed"
+        else:
+            times = f"each comes {count / full:.1f} times on average"
+            lines.append(f"data repeats: {count:,} sequences are needed, so {times}")
+        lines += [f"skipped: {file} ({why})" for file, why in list(self.skipped.items())[:LISTED]]
+        if (more := len(self.skipped) - LISTED) > 0:
+            lines.append(f"skipped: {counted(more, 'file')} more")
+        return "\n".join(lines)
 
 
 def counted(number: int, noun: str) -> str:
@@ -141,7 +142,7 @@ def sequences(paths: list[Path], tokenizer: PreTrainedTokenizerBase, seq_len: in
     If the text ends before `count` sequences are full, the full ones are repeated. Raises ValueError if not one is.
     """
     ids = array("q")
-    files = skipped = 0
+    files, skipped = 0, {}
     for file in files_of(paths):
         before = len(ids)
         try:
@@ -149,14 +150,23 @@ def sequences(paths: list[Path], tokenizer: PreTrainedTokenizerBase, seq_len: in
                 ids.extend(more)
                 if len(ids) >= count * seq_len:
                     break
-            files += 1
+            why = None if len(ids) > before else "empty"
         except (UnicodeDecodeError, NotText):
+            why = "not UTF-8 text"
+        except OSError as error:
+            why = f"unreadable: {os.strerror(error.errno or 0)}"
+        if why is None:
+            files += 1
+        else:
             del ids[before:]
-            skipped += 1
+            skipped[file] = why
         if len(ids) >= count * seq_len:
             break
     if skipped and not files:
-        raise ValueError(f"--data holds no UTF-8 text: {counted(skipped, 'file')} skipped; pass text files")
+        first = "{} ({})".format(*next(iter(skipped.items())))
+        raise ValueError(
+            f"--data holds no UTF-8 text: {counted(len(skipped), 'file')} skipped, {first} first; pass text files"
+        )
     full = min(count, len(ids) // seq_len)
     if full == 0:
         raise ValueError(

@@ -20,7 +20,8 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 import seqtile
-from seqtile.recipes import Job, check_output, number_or_name
+from seqtile.recipes import Job, check_output, checkpoint_in, number_or_name
+from seqtile.recipes.checkpoint import check_same
 from seqtile.recipes.data import is_out_of_memory, load_config, load_tokenizer, sequences, standard_library
 from seqtile.recipes.output import RunResult, print_table, remove_incomplete, report_of, write_report
 from seqtile.recipes.train import Run, sequence_group, train
@@ -35,7 +36,7 @@ def finetune(job: Job, console: Console) -> dict[str, Any]:
 
     Raises ValueError for bad input, before anything is trained, and for a loss that is not finite; RunOutOfMemory if
     the tiled run does not fit; OSError, last, if the model had to be saved elsewhere; and KeyboardInterrupt, last, if
-    Ctrl-C ended it early.
+    Ctrl-C ended it early; then, or with `save_every`, a checkpoint is there too, from which `resume` goes on.
     """
     job = replace(job, device=job.device or ("cuda" if torch.cuda.is_available() else "cpu"))
     if job.device == "cuda" and not torch.cuda.is_available():
@@ -44,7 +45,7 @@ def finetune(job: Job, console: Console) -> dict[str, Any]:
         raise ValueError("--offload moves what checkpointing keeps off a GPU, but --device is cpu; leave it out")
     alone = job.local_rank is None
     with nullcontext() if alone else sequence_group(job) as ctx, TemporaryDirectory() as files:
-        run = prepared(job, console, 1 if alone else ctx.data_parallel_size, Path(files))
+        run = prepared(job, console, 1 if alone else ctx.data_parallel_size, Path(files) / "tokenizer")
         if alone:
             baseline, tiled = runs_alone(run, console)
         else:
@@ -61,7 +62,8 @@ def finetune(job: Job, console: Console) -> dict[str, Any]:
     if tiled.saved is not None and place != job.output:
         raise OSError(f"the model could not be saved in {job.output}; it is in {place}")
     if (done := len(tiled.losses)) < job.steps:
-        raise KeyboardInterrupt(f"after step {done} of {job.steps}; what was trained until then is saved")
+        on = "" if checkpoint_in(job.output) is None else "; --resume goes on from its checkpoint"
+        raise KeyboardInterrupt(f"after step {done} of {job.steps}; what was trained until then is saved{on}")
     return report
 
 
@@ -85,13 +87,18 @@ def prepared(job: Job, console: Console, groups: int, tokenizer_files: Path) -> 
             "pass a model with its own tokenizer"
         )
     in_float32 = 4 * sum(parameter.numel() for parameter in model.parameters())
-    check_output(job.output, in_float32)
+    checkpoints = 1 if checkpoint_in(job.output) else 2  # the new one beside the earlier, which may be there already
+    with_model = in_float32 * (3 * checkpoints + 1)
+    check_output(job.output, {"model": in_float32, "checkpoint": 0 if job.save_every is None else with_model})
     console.print(str(data), soft_wrap=True, highlight=False)
     if job.seq_len > config.max_position_embeddings:
         most = f"{config.max_position_embeddings:,} positions at most"
         console.print(f"note: {job.model} is configured for {most}", soft_wrap=True)
     rows = data.rows.view(job.steps, groups, job.seq_len)
-    return Run(job, config, rows, tiled=True, save_to=job.output / "model", tokenizer=tokenizer_files)
+    run = Run(job, config, rows, tiled=True, save_to=job.output / "model", tokenizer=tokenizer_files)
+    if job.resume:
+        check_same(run)
+    return run
 
 
 def runs_alone(run: Run, console: Console) -> tuple[RunResult | None, RunResult]:
@@ -140,7 +147,8 @@ def run_alone(run: Run) -> RunResult:
             raise
         finally:
             if run.save_to is not None:
-                remove_incomplete(run.save_to)
+                for name in ("model", "checkpoint"):
+                    remove_incomplete(run.job.output / name)
             console.show_cursor()  # a killed process leaves it hidden
 
 

@@ -8,6 +8,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,25 +23,24 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SHOWN = 10  # steps: of more, the table shows this many, evenly spaced, and the picture no markers
+SMOOTHED = 200  # steps: of so many and more, the picture shows means of a fortieth of them
 
 
 @contextmanager
-def written_beside(path: Path) -> Iterator[Path]:
+def written_beside(path: Path, keep: bool = True) -> Iterator[Path]:
     """Yields where to write a file or a directory, which then takes the place of `path`, unless an exception is raised.
 
-    Files of a directory that is replaced stay, where the new one lacks them, but for weights.
+    With `keep`, files of a directory that is replaced stay, where the new one lacks them, but for weights.
     """
     path, new, old = places(path)
     remove(new)
     try:
         yield new
-        if not path.is_dir():
-            new.replace(path)
-            return
-        remove(old)  # a directory is not replaced in one step
-        path.rename(old)
-        new.rename(path)
-        for entry in list(old.iterdir()):
+        if path.is_dir():  # it is not replaced in one step
+            remove(old)
+            path.rename(old)
+        new.replace(path)
+        for entry in list(old.iterdir()) if keep and old.is_dir() else ():
             if ".safetensors" not in entry.name and not (path / entry.name).exists():
                 entry.rename(path / entry.name)
         remove(old)
@@ -153,7 +153,8 @@ def title_of(report: dict[str, Any]) -> str:
 def print_table(report: dict[str, Any], console: Console) -> None:
     """Prints the figures of report.json as a table; of many losses some, the first and the last among them."""
     runs = runs_of(report)
-    table = Table("", title=title_of(report))
+    console.print(title_of(report), soft_wrap=True, highlight=False)
+    table = Table("")
     for name in runs:
         table.add_column(name, justify="right")
     for step in sorted({round(row * (report["steps"] - 1) / (SHOWN - 1)) for row in range(SHOWN)}):
@@ -173,27 +174,38 @@ def print_table(report: dict[str, Any], console: Console) -> None:
 
 
 def picture(report: dict[str, Any]) -> "Figure":
-    """Returns two panels: the losses by step, and the peak memory as bars."""
+    """Returns two panels: the losses by step, and the peak memory as bars. Of many steps the losses are drawn thin, and
+    over them their means over the steps before."""
     from matplotlib.figure import Figure  # not in the process that trains, whose memory is measured
     from matplotlib.ticker import MaxNLocator
 
-    runs = runs_of(report)
-    styles = {
-        "untiled": {"marker": "o", "color": "darkgrey", "linewidth": 3},
-        "seqtile": {"marker": "x", "color": "black", "linestyle": "--"},
-    }
+    runs, steps = runs_of(report), report["steps"]
+    styles = {"untiled": {"marker": "o", "color": "tab:gray", "linewidth": 3}}
+    styles["seqtile"] = {"marker": "x", "color": "tab:blue", "linestyle": "--" if len(runs) > 1 else "-"}
+    window = steps // 40 if steps >= SMOOTHED else 1
     figure = Figure(figsize=(9, 3.6), layout="constrained")
-    losses, memory = figure.subplots(1, 2)
+    losses, memory = figure.subplots(1, 2, width_ratios=(3, 2))
     for name, run in runs.items():
-        style = styles[name] | ({} if report["steps"] <= SHOWN else {"marker": None})
-        losses.plot(range(1, report["steps"] + 1), run["losses"], label=name, markersize=7, **style)
-    losses.set(title="loss", xlabel="step")
+        style = styles[name] | ({} if steps <= SHOWN else {"marker": None})
+        if window > 1:
+            losses.plot(range(1, steps + 1), run["losses"], color=style["color"], linewidth=0.5, alpha=0.4)
+            name = f"{name}, mean of {window} steps"
+        losses.plot(range(1, steps + 1), running_means(run["losses"], window), label=name, markersize=7, **style)
+    losses.set(title="loss", xlabel="step", ylabel="mean loss of a token")
     losses.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+    losses.grid(alpha=0.3)
     losses.legend()
-    peaks, hatches = [run["peak_mib"] for run in runs.values()], {"untiled": "", "seqtile": "//"}
-    bars = memory.bar(list(runs), peaks, color="lightgrey", edgecolor="black", hatch=[hatches[name] for name in runs])
+    peaks, colors = [run["peak_mib"] for run in runs.values()], [styles[name]["color"] for name in runs]
+    bars = memory.bar(list(runs), peaks, width=0.5, color=colors)
     memory.bar_label(bars, fmt="{:,.0f}")
     memory.margins(y=0.12)
-    memory.set(title="peak memory, MiB")
-    figure.suptitle(title_of(report))
+    memory.set(title="peak memory", ylabel="MiB", xlim=(-1, len(runs)))
+    memory.yaxis.set_major_formatter("{x:,.0f}")
+    figure.suptitle(title_of(report), fontsize="medium", wrap=True)
     return figure
+
+
+def running_means(values: list[float], window: int) -> list[float]:
+    """Returns the mean of each value and those before it, `window` in all; of fewer at the beginning."""
+    sums = list(accumulate(values, initial=0.0))
+    return [(sums[i] - sums[max(0, i - window)]) / min(i, window) for i in range(1, len(sums))]

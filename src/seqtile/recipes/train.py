@@ -8,15 +8,21 @@ import re
 import signal
 import sys
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import median
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.table import Column
+from torch.distributed import checkpoint
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -26,11 +32,12 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 import seqtile
 from seqtile import offload, sp
 from seqtile.recipes import Job, number_or_name
+from seqtile.recipes.checkpoint import REMEDY, Done, load_checkpoint, of_every_rank, rank, save_checkpoint
 from seqtile.recipes.data import load_model
 from seqtile.recipes.output import RunResult, save_model
 
 MIB = 2**20
-REMEDY = "train with a smaller --learning-rate"
+RECENT = 10  # steps, by which the time that is left is told
 
 
 @dataclass(frozen=True)
@@ -55,9 +62,10 @@ def train(run: Run, ctx: sp.SequenceParallel | None = None) -> RunResult:
     means over the groups, peaks those of the rank that needs most.
 
     In bfloat16 the model and its loss run under autocast; weights, gradients and optimizer state are float32.
-    Saves the trained model to `run.save_to`, if given, or to a temporary directory if that fails.
-    Ctrl-C, once it trains, ends it after the step at hand: the result has fewer steps, and they are saved. On ranks it
-    is enough that one of them gets it.
+    Saves the trained model to `run.save_to`, if given, or to a temporary directory if that fails, and checkpoints as
+    the job says; with `resume` it goes on from the checkpoint, and the result is of all steps, those before included.
+    Ctrl-C, once it trains, ends it after the step at hand: the result has fewer steps, and they are saved, as a
+    checkpoint too. On ranks it is enough that one of them gets it.
 
     Raises ValueError once a loss or weight is not finite; nothing is saved then.
     """
@@ -67,7 +75,7 @@ def train(run: Run, ctx: sp.SequenceParallel | None = None) -> RunResult:
     else:  # tensors of other sizes a layer, a chunk and a step do not leave the memory in pieces
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     by_blocks = run.tiled and ctx is None and has_square_mask(run.config, run.job.seq_len)
-    console = Console(quiet=ctx is not None and dist.get_rank() > 0)
+    console = Console(quiet=rank() != 0)
     with sequence_group(run.job) if by_blocks else nullcontext(ctx) as group:
         with console.status(f"{'seqtile' if run.tiled else 'untiled'}: loading"):
             training = loaded(run, group)
@@ -163,13 +171,38 @@ class Training:
             whole = self.gathered(parameter).detach()
             if not whole.isfinite().all():
                 raise ValueError(f"{name} holds nan or inf after the last step, so nothing was saved; {REMEDY}")
-            if not dist.is_initialized() or dist.get_rank() == 0:
+            if rank() == 0:
                 weights[name] = whole.to("cpu", copy=True)
         return weights
 
     def gathered(self, parameter: torch.nn.Parameter) -> torch.Tensor:
         """Returns all of a parameter, on every rank."""
         return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+
+    def shards(self) -> list[torch.Tensor]:
+        """Returns what this rank holds of the parameters."""
+        parameters = self.unwrapped.parameters()
+        return [parameter.to_local() if isinstance(parameter, DTensor) else parameter for parameter in parameters]
+
+    def save(self, directory: Path) -> None:
+        """Saves weights, optimizer and every rank's random states in a new directory."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            checkpoint.save({"training": self}, checkpoint_id=directory)
+
+    def load(self, directory: Path) -> None:
+        """Puts them back in place."""
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "torch.distributed is disabled")
+            checkpoint.load({"training": self}, checkpoint_id=directory)
+
+    def state_dict(self) -> dict[str, Any]:
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        return {"model": model, "optimizer": optimizer, "random": {str(rank()): random_states()}}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+        set_random_states(state["random"][str(rank())])
 
 
 class Zero3(Training):
@@ -178,6 +211,7 @@ class Zero3(Training):
     def __init__(self, model: PreTrainedModel, job: Job):
         import deepspeed
 
+        warnings.filterwarnings("ignore", module="torch.distributed", category=FutureWarning)  # two a step
         config = {
             "train_micro_batch_size_per_gpu": 1,
             "zero_optimization": {"stage": 3},
@@ -200,6 +234,30 @@ class Zero3(Training):
         with deepspeed.zero.GatheredParameters([parameter]):
             return parameter.detach().clone()
 
+    def shards(self) -> list[torch.Tensor]:
+        return [parameter.ds_tensor for parameter in self.unwrapped.parameters()]
+
+    def save(self, directory: Path) -> None:
+        states = {"random": random_states()}
+        self.model.save_checkpoint(str(directory), tag="zero3", client_state=states, save_latest=False)
+
+    def load(self, directory: Path) -> None:
+        found, states = self.model.load_checkpoint(str(directory), tag="zero3")
+        if found is None:
+            raise ValueError("files are missing")
+        set_random_states(states["random"])
+
+
+def random_states() -> list[torch.Tensor]:
+    """Returns those of torch's generators, on the host and on the GPU that is used."""
+    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
+
+
+def set_random_states(states: list[torch.Tensor]) -> None:
+    torch.set_rng_state(states[0])
+    for state in states[1:]:
+        torch.cuda.set_rng_state(state)
+
 
 def adamw(model: PreTrainedModel, job: Job) -> torch.optim.AdamW:
     return torch.optim.AdamW(model.parameters(), lr=job.learning_rate, weight_decay=0.0, fused=True)
@@ -209,39 +267,70 @@ def take_steps(
     training: Training, run: Run, ctx: sp.SequenceParallel | None, interrupts: list[int], console: Console
 ) -> RunResult:
     """Trains on a sequence after the other until none is left or a rank was interrupted; prints a line a step, or a bar
-    where `console` is a terminal."""
+    where `console` is a terminal. Goes on from a checkpoint and saves some, as the job says."""
     job, name = run.job, "seqtile" if run.tiled else "untiled"
-    columns = (TextColumn("{task.description:<17}"), BarColumn(bar_width=12), MofNCompleteColumn())
-    figures = TextColumn("{task.fields[figures]}")
-    losses, seconds = [], []
-    with Progress(*columns, figures, console=console, disable=not console.is_terminal) as progress:
-        bar = progress.add_task(f"{name}: training", total=job.steps, figures="")
-        for batch in run.sequences:
+    done = load_checkpoint(training, run) if job.resume else Done()
+    if job.resume:
+        console.print(f"{name}: goes on after step {len(done.losses)} of {job.steps}", highlight=False)
+    texts = ("{task.description} {task.completed}/{task.total}", "{task.fields[figures]}")
+    step, figures = (TextColumn(text, table_column=Column(no_wrap=True)) for text in texts)  # the bar gives way to them
+    with Progress(step, BarColumn(bar_width=12), figures, console=console, disable=not console.is_terminal) as progress:
+        bar = progress.add_task(name, total=job.steps, completed=len(done.losses), figures="")
+        for batch in run.sequences[len(done.losses) :]:
             start = time.perf_counter()
             loss = loss_of(training.model, batch, job, ctx)
             training.update(loss)
-            ranks = sp_attention([loss.item(), bool(interrupts), peak_mib(job.device)], job.device)
-            losses.append(ranks[:, 0].mean().item())  # alike on every rank of a group
-            peak = ranks[:, 2].max().item()
-            seconds.append(time.perf_counter() - start)
-            said = f"loss {losses[-1]:.4f}  {batch.numel() / seconds[-1]:,.0f} tokens/s  peak {peak:,.0f} MiB"
+            ranks = of_every_rank([loss.item(), bool(interrupts), peak_mib(job.device)], job.device)
+            done.losses.append(ranks[:, 0].mean().item())  # alike on every rank of a group
+            done.step_seconds.append(time.perf_counter() - start)
+            done.peak_mib = max(done.peak_mib, ranks[:, 2].max().item())
+            said = step_figures(done, batch.numel(), job.steps)
             progress.update(bar, advance=1, figures=said)
             if not console.is_terminal:
-                console.print(f"{name}: step {len(losses)}/{job.steps}  {said}", highlight=False, soft_wrap=True)
-            if not math.isfinite(losses[-1]):
-                first = "before any update, so --model's weights or --dtype are to blame; pass others"
-                why = f"after {losses[-2]:.4f}; {REMEDY}" if len(losses) > 1 else first
-                raise ValueError(f"the loss of step {len(losses)} is {losses[-1]}, {why}; nothing was saved")
-            if ranks[:, 1].any():
+                console.print(f"{name}: step {len(done.losses)}/{job.steps}  {said}", highlight=False, soft_wrap=True)
+            check_last_loss(done.losses)
+            interrupted = ranks[:, 1].any().item()
+            if run.save_to is not None and is_to_be_saved(job, len(done.losses), interrupted):
+                save_checkpoint(training, run, done, console)
+            if interrupted:
                 break
         again = None
         if run.tiled and job.compare:
             with torch.no_grad():
                 again = loss_of(training.model, run.sequences[0], job, ctx).item()
-    rate = len(losses) * run.sequences[0].numel() / sum(seconds)
+    rate = len(done.losses) * run.sequences[0].numel() / sum(done.step_seconds)
     note = no_layer_tiled(training.unwrapped, job, ctx) if run.tiled else None
     status = note or str(seqtile.status(training.unwrapped) if run.tiled else "untiled")
-    return RunResult(losses, seconds, rate, peak, status, again, note=note)
+    return RunResult(done.losses, done.step_seconds, rate, done.peak_mib, status, again, note=note)
+
+
+def step_figures(done: Done, tokens: int, steps: int) -> str:
+    """Returns the loss of the last step of `tokens`, and how long the others will take."""
+    seconds, left = done.step_seconds, steps - len(done.losses)
+    said = f"loss {done.losses[-1]:.4f}  {tokens / seconds[-1]:,.0f} tokens/s  peak {done.peak_mib:,.0f} MiB"
+    return f"{said}  {in_words(left * median(seconds[-RECENT:]))} left" if left else said
+
+
+def in_words(seconds: float) -> str:
+    """Returns a length of time in its two largest units at most."""
+    minutes = round(seconds / 60)
+    if minutes < 2:
+        return f"{seconds:.0f} s"
+    return f"{minutes} min" if minutes < 120 else f"{minutes // 60} h {minutes % 60} min"
+
+
+def check_last_loss(losses: list[float]) -> None:
+    if not math.isfinite(losses[-1]):
+        first = "before any update, so --model's weights or --dtype are to blame; pass others"
+        why = f"after {losses[-2]:.4f}; {REMEDY}" if len(losses) > 1 else first
+        raise ValueError(f"the loss of step {len(losses)} is {losses[-1]}, {why}; nothing was saved")
+
+
+def is_to_be_saved(job: Job, done: int, interrupted: bool) -> bool:
+    """Returns whether a checkpoint is due after so many steps."""
+    if job.save_every is not None and (done % job.save_every == 0 or done == job.steps):
+        return True
+    return interrupted and done < job.steps
 
 
 def loss_of(model: torch.nn.Module, batch: torch.Tensor, job: Job, ctx: sp.SequenceParallel | None) -> torch.Tensor:
@@ -253,16 +342,6 @@ def loss_of(model: torch.nn.Module, batch: torch.Tensor, job: Job, ctx: sp.Seque
         ids = batch[ctx.data_parallel_rank, None]
         shard = {name: value.to(job.device) for name, value in sp.shard({"input_ids": ids, "labels": ids}, ctx).items()}
         return sp.reduce_loss(model(**shard, use_cache=False).loss, ctx)
-
-
-def sp_attention(values: list[float], device: str) -> torch.Tensor:
-    """Returns [ranks, len(values)]: these of every rank."""
-    mine = torch.tensor(values, dtype=torch.float64, device=device)
-    found = [mine]
-    if dist.is_initialized():
-        found = [torch.empty_like(mine) for _ in range(dist.get_world_size())]
-        dist.all_gather(found, mine)
-    return torch.stack(found).cpu()
 
 
 def no_layer_tiled(model: PreTrainedModel, job: Job, ctx: sp.SequenceParallel | None) -> str | None:

@@ -13,11 +13,13 @@ class SequenceParallel:
     """A group of ranks that hold the shards of the same sequences, as seen by one of them."""
 
     group: dist.ProcessGroup
+    """The process group of its ranks."""
     rank: int
     """This rank's place in the group; it holds the tokens [rank * S, (rank + 1) * S) of a sequence, S to a rank."""
     size: int
+    """The number of ranks in the group."""
     data_parallel_rank: int
-    """The group's place among the groups: what a sampler calls the rank."""
+    """The group's place among the groups, which a sampler calls the rank."""
     data_parallel_size: int
     """The number of groups, which a sampler calls the number of replicas."""
 

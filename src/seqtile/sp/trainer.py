@@ -12,8 +12,8 @@ from seqtile.sp.groups import SequenceParallel
 
 
 class SequenceParallelTrainerMixin:
-    """Put before Trainer (or a subclass of it): `class MyTrainer(SequenceParallelTrainerMixin, Trainer)`, and then
-    `MyTrainer(..., sequence_parallel=sp.initialize(4))`.
+    """Lets Hugging Face's Trainer, or a subclass of it, train on sequences that ranks share. Put it before Trainer,
+    `class MyTrainer(SequenceParallelTrainerMixin, Trainer)`, and then `MyTrainer(..., sequence_parallel=ctx)`.
 
     The model's sequences are sharded over the group, its ranks draw the same samples and each keeps its own part of
     every sequence. Trainer itself counts the labels of an accumulation window over all ranks and scales every rank's

@@ -1,13 +1,15 @@
-"""make table: README's tables, from the results that are committed; and these in full, in the terminal."""
+"""make table: the tables of the pages, from the results that are committed; and these in full, in the terminal."""
 
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+from benchmark import prediction
 from benchmark.results import RESULTS, Results, Row, load, newest
 from benchmark.terminal import figure, in_host_memory, longest, print_tables, sent
 
-README = Path(__file__).parent.parent / "README.md"
+DOCS = Path(__file__).parent.parent / "docs"
+PAGES = {"gpu": DOCS / "benchmarks.md", "ulysses": DOCS / "sequence-parallelism.md"}  # the block of each page
 UNMEASURED = "Not yet measured on a GPU."
 TITLES = {
     "linear_cross_entropy": "The loss",
@@ -20,19 +22,18 @@ SHAPE = "llama3_8b"
 
 
 def blocks(directory: Path = RESULTS) -> dict[str, str]:
-    """What stands in README between `<!-- name -->` and `<!-- end of name -->`."""
+    """Returns what stands in the pages between `<!-- name -->` and `<!-- end of name -->`."""
     on_gpu, spread = newest(directory, gpu=True), newest(directory, subject="ulysses")
     found = {"gpu": UNMEASURED if on_gpu is None else "\n\n".join(measured_on_gpu(load(on_gpu), on_gpu))}
     return found | ({} if spread is None else {"ulysses": ulysses(load(spread))})
 
 
-def rewritten(text: str, found: dict[str, str]) -> str:
-    for name, block in found.items():
-        begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
-        before, rest = text.split(begin)
-        _, after = rest.split(end)
-        text = f"{before}{begin}\n{block}\n\n{end}{after}"
-    return text
+def rewritten(text: str, name: str, block: str) -> str:
+    """Returns a page's text with another block of this name."""
+    begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
+    before, rest = text.split(begin)
+    _, after = rest.split(end)
+    return f"{before}{begin}\n{block}\n\n{end}{after}"
 
 
 def table(rows: list[list[str]], words: int = 1) -> str:
@@ -136,10 +137,12 @@ def ulysses(results: Results) -> str:
 
 
 def main() -> None:
-    README.write_text(rewritten(README.read_text(), blocks()))
+    for name, block in blocks().items():
+        PAGES[name].write_text(rewritten(PAGES[name].read_text(), name, block))
+    prediction.draw()
     file = newest(gpu=True) or newest()
     if file is None:
-        sys.exit(f"README is up to date; no results in {RESULTS} yet: run make bench")
+        sys.exit(f"the pages are up to date; no results in {RESULTS} yet: run make bench")
     print_tables(load(file))
 
 

@@ -1,0 +1,55 @@
+"""The picture on top of README: predicted peak memory against length. `make table` draws it."""
+
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+from seqtile import memory
+
+matplotlib.use("Agg")
+from matplotlib import pyplot
+from matplotlib.ticker import FuncFormatter, NullFormatter
+
+PICTURE = Path(__file__).parent.parent / "docs" / "images" / "peak.svg"
+MODEL, GPU_GIB = "meta-llama/Llama-3.1-8B", 80
+COMMON = {"lora_rank": 16, "gpu_memory_gib": GPU_GIB}
+LAYER = {"tiles": ("loss", "mlp", "layer"), "head_groups": "auto"}
+LINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # label -> fields of memory.Setup, style
+    "Hugging Face": ({"tiles": ()}, {"color": "#8c8c8c", "linestyle": ":"}),
+    "with Liger": ({"tiles": ("loss",), "liger": True}, {"color": "#8c8c8c", "linestyle": "--"}),
+    "seqtile": ({}, {"color": "#1f6feb", "linestyle": "--"}),
+    "seqtile, layer=True, head_groups": (LAYER, {"color": "#1f6feb", "linestyle": "-."}),
+    "and offload": (LAYER | {"offload": ("activations",)}, {"color": "#1f6feb", "linestyle": "-"}),
+}
+
+
+def longest() -> dict[str, int]:
+    """Returns the longest sequence predicted for each line."""
+    return {label: memory.longest(MODEL, **COMMON, **setup).tokens for label, (setup, _) in LINES.items()}
+
+
+def draw(file: Path = PICTURE) -> None:
+    """Writes the picture, the same bytes every time; its words stay text."""
+    matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "seqtile", "font.size": 11})
+    figure, axes = pyplot.subplots(figsize=(8, 4.6), layout="constrained")
+    lengths = [4096 * 2 ** (step / 4) for step in range(36)]
+    for (label, (setup, style)), end in zip(LINES.items(), longest().values(), strict=True):
+        tokens = sorted([*(int(length) for length in lengths if length < end), end])
+        peaks = [memory.plan(MODEL, seq_len=length, **COMMON, **setup).gpu_bytes / memory.GIB for length in tokens]
+        axes.plot(tokens, peaks, linewidth=2.2, label=f"{label}: {end:,} tokens", **style)
+        axes.plot(end, GPU_GIB, "o", color=style["color"])
+    axes.axhline(GPU_GIB, color="black", linewidth=1)
+    axes.set(xscale="log", xlabel="tokens of one sequence", ylabel="peak memory, GiB", ylim=(0, GPU_GIB * 1.06))
+    axes.set_xticks([2**power * 1024 for power in range(2, 12, 1)])
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda n, _: f"{n / 2**20:g}M" if n >= 2**20 else f"{n / 1024:g}K"))
+    axes.xaxis.set_minor_formatter(NullFormatter())
+    axes.grid(which="major", color="0.9")
+    figure.legend(loc="outside upper left", ncols=2, frameon=False)
+    figure.savefig(file, metadata={"Date": None})
+    pyplot.close(figure)
+
+
+if __name__ == "__main__":
+    draw()
+    print(PICTURE)

@@ -1,0 +1,40 @@
+"""Trains on sequences that all GPUs share, with weights, gradients and optimizer state sharded by FSDP2.
+
+torchrun --nproc-per-node 2 examples/fsdp2_sp.py [MODEL]"""
+
+import inspect
+import os
+import sys
+
+import torch
+import torch.distributed as dist
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.utils.data import DataLoader, DistributedSampler
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from seqtile import apply_seqtile, sp
+
+LENGTH = 8192  # tokens of a sequence
+[name] = sys.argv[1:] or ["HuggingFaceTB/SmolLM2-135M"]
+device = "cuda" if torch.cuda.is_available() else "cpu"
+mesh = dist.init_device_mesh(device, (int(os.environ["WORLD_SIZE"]),))
+ctx = sp.initialize(mesh=mesh)
+model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).train()
+sp.apply_ulysses(model, ctx)
+apply_seqtile(model)
+model.gradient_checkpointing_enable()
+for module in (*model.model.layers, model):  # a cast of inputs would copy what sp counts layers in
+    fully_shard(module, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False))
+optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+ids = AutoTokenizer.from_pretrained(name)(inspect.getsource(inspect), return_tensors="pt").input_ids[0]
+sequences = [{"input_ids": part, "labels": part} for part in ids.split(LENGTH)]
+loader = DataLoader(sequences, sampler=DistributedSampler(sequences, shuffle=False))  # each rank draws its own
+for step, batch in enumerate(sp.ShardedDataLoader(loader, ctx, device)):  # and gets its part of everyone's
+    loss = sp.reduce_loss(model(**batch).loss, ctx)
+    loss.backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
+    optimizer.step()
+    optimizer.zero_grad()
+    if ctx.rank == 0:
+        print(f"step {step}: loss {loss:.4f}, gradient norm {norm:.4f}")
+dist.destroy_process_group()

@@ -1,0 +1,38 @@
+"""Fine-tunes with TRL's SFTTrainer, which computes the loss chunk by chunk itself; seqtile does so for the MLPs.
+
+python examples/trl_sft.py [MODEL]"""
+
+import inspect
+import pathlib
+import sys
+import tarfile
+import typing
+
+import torch
+from datasets import Dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl import SFTConfig, SFTTrainer
+
+import seqtile
+
+LENGTH = 4096  # tokens of a sequence
+[name] = sys.argv[1:] or ["HuggingFaceTB/SmolLM2-135M"]
+tokenizer = AutoTokenizer.from_pretrained(name)
+model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
+seqtile.apply_seqtile(model)  # before SFTTrainer, which puts a forward of its own on the model
+
+modules = (inspect, pathlib, tarfile, typing)  # their sources are long documents that are at hand
+arguments = SFTConfig(
+    output_dir="runs/trl_sft",
+    max_length=LENGTH,
+    num_train_epochs=2,
+    per_device_train_batch_size=1,
+    learning_rate=1e-4,
+    use_cpu=not torch.cuda.is_available(),
+    logging_steps=1,
+    report_to="none",
+)
+documents = Dataset.from_list([{"text": inspect.getsource(module)} for module in modules])
+trainer = SFTTrainer(model, arguments, train_dataset=documents, processing_class=tokenizer)
+print(seqtile.status(model))
+trainer.train()

@@ -1,0 +1,118 @@
+"""Every block of README and of the pages in docs/ is run, and every link leads somewhere."""
+
+import multiprocessing
+import re
+import shlex
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from inspect import signature
+from pathlib import Path
+
+import pytest
+import tomllib
+import typer
+from typer.testing import CliRunner
+
+from book.page import ROOT, Block, blocks_of, run_python
+from seqtile.cli import app
+from seqtile.recipes import Job
+
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md"]
+PAGES = [page for page in PAGES if page.exists()]
+COMMANDS = [(page, block) for page in PAGES for block in blocks_of(page.read_text()) if block.language == "bash"]
+SILENT = {"text", "{toctree}", "{eval-rst}", "{include}", "toml", "yaml", ""}  # the languages of what cannot be run
+
+
+def name_of(value: object) -> str:
+    return value.name if isinstance(value, Path) else f"line {value.line}" if isinstance(value, Block) else str(value)
+
+
+@pytest.fixture(scope="module")
+def processes() -> Iterator[ProcessPoolExecutor]:
+    """Processes that have imported everything once, one for each page: what it does to classes no other must see."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["book.page", "trl", "peft"])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", f"{ROOT / 'test'}:{ROOT / 'src'}")  # of the server, which begins with the first task
+        with ProcessPoolExecutor(1, context, max_tasks_per_child=1) as executor:
+            yield executor
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_python(page: Path, processes: ProcessPoolExecutor) -> None:
+    blocks = blocks_of(page.read_text())
+    assert {block.language for block in blocks} <= {"python", "bash"} | SILENT
+    if any(block.language == "python" for block in blocks):
+        error = processes.submit(run_python, page).result()
+        assert error is None, error
+
+
+@pytest.mark.parametrize(("page", "block"), COMMANDS, ids=name_of)
+def test_commands(page: Path, block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for line in block.text.replace("\\\n", " ").splitlines():
+        words = shlex.split(line, comments=True)
+        while words and re.fullmatch(r"\w+=\S*", words[0]):  # variables
+            words.pop(0)
+        if words:
+            check_command(words)
+
+
+def check_command(words: list[str]) -> None:
+    """Raises AssertionError if a command could not be run as it stands: an unknown command, option, target, file."""
+    match words:
+        case ["make", *targets]:
+            known = set(re.findall(r"^([a-z-]+):", (ROOT / "Makefile").read_text(), re.M))
+            targets = [target for target in targets if "=" not in target]
+            assert set(targets) <= known, f"make has no {set(targets) - known}"
+        case ["seqtile", "finetune", *options] | ["torchrun", _, _, "-m", "seqtile.cli", "finetune", *options]:
+            if options != ["--help"]:
+                parsed_job(options)
+        case ["seqtile", *arguments]:
+            result = CliRunner().invoke(app, arguments)
+            assert result.exit_code == 0, result.output
+        case ["pip" | "python3" | "python", *rest] if "install" in rest:
+            extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+            for found in re.findall(r"\[([\w,]+)\]", " ".join(rest)):
+                assert set(found.split(",")) <= extras.keys(), f"no extra {found}"
+        case ["python" | "python3", "-m", module, *_]:
+            path = ROOT / Path(*module.split("."))
+            assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), f"no {module}"
+        case ["python" | "python3", file, *_] | ["torchrun", _, _, file, *_] | [file, *_] if file.endswith(
+            (".py", ".sh")
+        ):
+            assert (ROOT / file).exists(), f"no {file}"
+        case ["source" | "git" | "cd", *_]:
+            pass
+        case _:
+            raise AssertionError(f"an unknown command: {shlex.join(words)}")
+
+
+def parsed_job(options: list[str]) -> None:
+    """Raises AssertionError unless `seqtile finetune` takes these options."""
+    seen, command = [], typer.Typer()
+
+    def parse(**values: object) -> None:
+        seen.append(values)
+
+    parse.__signature__ = signature(Job)
+    command.command()(parse)
+    result = CliRunner().invoke(command, options)
+    assert result.exit_code == 0 and seen, result.output
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_links(page: Path) -> None:
+    text = re.sub(r"^(`{3,}).*?^\1", "", page.read_text(), flags=re.M | re.S)
+    for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", text):
+        file, _, anchor = target.partition("#")
+        path = (page.parent / file).resolve() if file else page
+        assert path.exists(), f"{target} leads nowhere"
+        if anchor and path.suffix == ".md":
+            headings = re.findall(r"^#+ (.+)$", path.read_text(), re.M)
+            slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+            assert anchor in slugs, f"{target}: no such heading"
+
+
+def test_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_bytes()) < 8192

@@ -1,0 +1,193 @@
+"""Every example, at tiny size: it trains as the untiled model does, in one process and over ranks."""
+
+import ast
+import json
+import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from transformers import AutoModelForCausalLM
+
+from assertions import relative_error
+from launch import ranks, torchrun
+from recipes.tiny_pretrained import save_tiny
+from seqtile import memory, offload
+from seqtile.offload.checkpointing import Checkpoints, hand_out
+from seqtile.offload.store import Copies, Pool, Store
+from small_example import EXAMPLES, LENGTH, SEQUENCES, figures, run
+from tiny import checkpointing
+
+NAMES = sorted(file.stem for file in EXAMPLES.glob("*.py"))
+IN_BFLOAT16 = 5e-3  # relative: what roundings in another order may change of a loss and of a gradient's norm
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> str:
+    torch.manual_seed(0)
+    found = tmp_path_factory.mktemp("tiny")
+    save_tiny(found)
+    return str(found)
+
+
+@pytest.fixture(autouse=True)
+def in_an_empty_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@contextmanager
+def updates() -> Iterator[list]:
+    """Of every step of an optimizer inside: of each trained parameter the weights before it, and the gradient."""
+    seen = []
+
+    def look(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+        seen.append([(p.detach().clone(), p.grad.clone()) for p in held if p.grad is not None])
+
+    handle = register_optimizer_step_pre_hook(look)
+    try:
+        yield seen
+    finally:
+        handle.remove()
+
+
+def test_ten_of_them() -> None:
+    assert NAMES == [
+        "deepspeed_sp", "fsdp2_sp", "own_loop", "plan", "policy_gradient", "tiled_module", "trainer_lora",
+        "trainer_sp", "trl_sft", "whole_layers",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_short_and_said_how_to_run(name: str) -> None:
+    text = (EXAMPLES / f"{name}.py").read_text()
+    sentence, empty, command = ast.get_docstring(ast.parse(text)).split("\n")
+    assert len(text.splitlines()) <= 40
+    assert sentence.endswith(".") and empty == ""
+    start = "torchrun --nproc-per-node 2" if "_sp" in name else "python"
+    assert re.fullmatch(rf"{start} examples/{name}\.py \[[A-Z]+\]", command)
+
+
+def same_figures(ours: list[tuple[float, float]], theirs: list[tuple[float, float]]) -> None:
+    """As many steps, and in each the same loss and gradient norm; the loss falls."""
+    assert len(ours) == len(theirs) >= SEQUENCES
+    for step, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
+        for value, truth in zip(mine, other, strict=True):
+            assert abs(value / truth - 1) <= IN_BFLOAT16, f"step {step}: {mine}, untiled {other}"
+    assert ours[-1][0] < ours[1][0] and ours[-2][0] < ours[0][0], ours
+
+
+def on_a_store(model: nn.Module) -> Pool:
+    """`offload.enable` without a GPU: what waits in host memory waits in plain memory."""
+    checkpointing(model, False)
+    model.pool = Pool(None)
+    hand_out(Checkpoints(Store(model.pool, Copies(torch.device("cpu"))), small=0), model, 1)
+
+
+@pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
+@pytest.mark.parametrize("name", ["own_loop", "trainer_lora", "trl_sft", "whole_layers"])
+def test_trains_as_the_untiled_model_does(name: str, directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip({"trainer_lora": "peft", "trl_sft": "trl"}.get(name, "torch"))
+    monkeypatch.setattr(offload, "enable", on_a_store)
+    found, first = {}, {}
+    for tiled in (False, True):
+        torch.manual_seed(0)
+        with updates() as seen:
+            found[tiled] = run(name, directory, tiled=tiled, LENGTH=LENGTH)
+        first[tiled] = seen[0]
+    same_figures(figures(found[True]), figures(found[False]))
+    for (before, gradient), (same, mine) in zip(first[False], first[True], strict=True):
+        assert same.equal(before), "the first step begins with the same weights"
+        assert gradient.norm() == mine.norm() == 0 or relative_error(mine, gradient) <= 10 * IN_BFLOAT16
+    status = found[True]["status"]
+    assert found[False]["status"].mlp.tiled == 0
+    assert (status.loss.tiled, status.mlp.tiled, status.mlp.chunk_tokens) == (1, 2, (50,))
+    if name == "whole_layers":
+        assert status.layer.tiled == 2
+        assert found[True]["model"].pool.total == LENGTH * 48 * 4, "the input of the first of two layers"
+
+
+def test_whole_layers_without_a_gpu(directory: str) -> None:
+    """`offload.enable` as it is: a warning, and checkpointed layers."""
+    with pytest.warns(UserWarning, match="the model is on cpu: what its checkpoints save stays there"):
+        ours, theirs = (run("whole_layers", directory, tiled=tiled, LENGTH=LENGTH) for tiled in (True, False))
+    same_figures(figures(ours), figures(theirs))
+    assert all(layer.gradient_checkpointing for layer in ours["model"].model.layers)
+
+
+def test_tiled_module() -> None:
+    names = run("tiled_module", "3000")
+    module, x = names["module"].double(), names["x"].detach().double().requires_grad_()
+    truth = torch.autograd.grad(module(x).square().mean(), (x, *module.parameters()))
+    assert x.shape == (1, 3000, 256) and len(truth) == 6
+    for mine, true in zip(names["ours"], truth, strict=True):
+        assert relative_error(mine, true) <= 1e-5
+    assert names["error"] <= 1e-5 and f"{names['error']:.1e}" in names["printed"]
+
+
+def test_policy_gradient(directory: str) -> None:
+    """The last step's gradient is that of Hugging Face's logits, up to the end of each answer."""
+    with updates() as seen:
+        names = run("policy_gradient", directory, GROUP=8, LENGTH=24)
+    assert len(seen) == 8 == names["printed"].count("reward")
+    untiled = AutoModelForCausalLM.from_pretrained(directory).train()
+    with torch.no_grad():
+        for parameter, (before, _) in zip(untiled.parameters(), seen[-1], strict=True):
+            parameter.copy_(before)
+    start, target = names["prompt"].shape[1], names["ids"][:, names["prompt"].shape[1] :]
+    log_probs = untiled(names["ids"], use_cache=False).logits[:, start - 1 : -1].log_softmax(-1)
+    log_probs = log_probs.gather(-1, target[..., None])[..., 0]
+    total, tokens = 0, 0
+    for advantage, row, answer in zip(names["advantages"], log_probs, target.tolist(), strict=True):
+        length = answer.index(2) + 1 if 2 in answer else len(answer)
+        total, tokens = total - advantage * row[:length].sum(), tokens + length
+    assert names["advantages"].std() > 0.5 and tokens > 50
+    (total / tokens).backward()
+    pairs = [(gradient, p.grad) for p, (_, gradient) in zip(untiled.parameters(), seen[-1], strict=True)]
+    assert all(relative_error(ours, theirs) <= 1e-3 for ours, theirs in pairs)
+    whole = [torch.cat([gradient.flatten() for gradient in each]) for each in zip(*pairs, strict=True)]
+    assert relative_error(*whole) <= 3e-5
+
+
+@pytest.mark.parametrize("own", [False, True], ids=["known", "config"])
+def test_plan(own: bool, directory: str) -> None:
+    """It stops at the first number of GPUs that is enough."""
+    names = run("plan", *([directory] if own else []))
+    name, setup, length = names["name"], names["setup"], names["LENGTH"]
+    assert memory.plan(name, seq_len=length, **setup).fits and "fits" in names["printed"]
+    counts = [int(count) for count in re.findall(r"^ *(\d+) GPUs: [\d,]+ tokens, bound by", names["printed"], re.M)]
+    assert counts == [2**i for i in range(len(counts))] and counts[-1] == setup["gpus"] and (len(counts) > 2) != own
+    for count in counts[:-1]:
+        smaller = setup | {"gpus": count, "sequence_parallel": count}
+        assert not memory.plan(name, seq_len=length, **smaller).fits
+    for longer, fits in ((1, True), (2, False)):
+        longest = names["longest"].tokens
+        assert memory.plan(name, seq_len=longer * longest, **setup).fits == fits
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("start", ["forked", "torchrun"])
+@pytest.mark.parametrize("name", ["fsdp2_sp", "deepspeed_sp", "trainer_sp"])
+def test_ranks_train_as_one_untiled_process_does(
+    name: str, start: str, directory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("deepspeed" if "deepspeed" in name else "torch")
+    found = []
+    for count, how in ((1, "untiled"), (2, "tiled")):
+        file = tmp_path / how
+        if start == "forked":
+            ranks(count, "small_example:on_rank", name, directory, how, str(file))
+        else:
+            paths = (EXAMPLES.parent / "src", EXAMPLES.parent / "test", os.environ.get("PYTHONPATH", ""))
+            monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, paths)))
+            script = EXAMPLES.parent / "test" / "small_example.py"
+            torchrun(count, script, name, directory, how, file)
+        found.append(json.loads(file.read_text()))
+    theirs, ours = found
+    same_figures(ours["figures"], theirs["figures"])
+    assert (theirs["mlps"], theirs["ranks"], ours["mlps"], ours["ranks"]) == (0, 1, 2, 2)

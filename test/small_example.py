@@ -1,0 +1,66 @@
+"""An example at tiny size: its sequences of LENGTH tokens, and chunks of CHUNK. Also a script, for torchrun:
+
+small_example.py NAME MODEL tiled|untiled FILE"""
+
+import inspect
+import json
+import re
+import sys
+from contextlib import ExitStack, redirect_stdout
+from io import StringIO
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import torch.distributed as dist
+
+import seqtile
+import seqtile.ops.chunks
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+LENGTH, SEQUENCES, CHUNK = 120, 6, 50
+STEP = re.compile(r"step \d+: loss (\d+\.\d+), gradient norm (\d+\.\d+)")
+
+
+def run(name: str, *arguments: str, tiled: bool = True, **constants: int) -> dict[str, Any]:
+    """What the example leaves behind: its names, with what it printed as `printed` and the status of its model as
+    `status`. `constants` replace those at the beginning of a line; `tiled=False` leaves its model as it is."""
+    source = (EXAMPLES / f"{name}.py").read_text().replace("inspect.getsource(", "document(")
+    for constant, value in constants.items():
+        source, count = re.subn(rf"^{constant} = \d+", f"{constant} = {value}", source, flags=re.M)
+        assert count == 1, f"{name} has no {constant}"
+    different = 1 if name.startswith("tr") else 2  # sequences that come in turn: trainers shuffle them
+    text = inspect.getsource(inspect)[: different * LENGTH] * (SEQUENCES // different)
+    names, printed, status = {"__name__": "__main__", "document": lambda _: text}, StringIO(), None
+    with ExitStack() as stack:
+        stack.enter_context(redirect_stdout(printed))
+        stack.enter_context(patch.object(sys, "argv", [f"{name}.py", *arguments]))
+        stack.enter_context(patch.object(seqtile.ops.chunks, "MIN_CHUNK_TOKENS", CHUNK))
+        if not tiled:
+            stack.enter_context(patch.object(seqtile, "apply_seqtile", lambda *_, **__: None, create=True))
+        exec(compile(source, EXAMPLES / f"{name}.py", "exec"), names)
+        if "model" in names:
+            status = seqtile.status(names["model"])
+    return names | {"printed": printed.getvalue(), "status": status}
+
+
+def figures(names: dict[str, Any]) -> list[tuple[float, float]]:
+    """Loss and gradient norm of every step."""
+    if "trainer" in names:
+        return [(float(e["loss"]), float(e["grad_norm"])) for e in names["trainer"].state.log_history if "loss" in e]
+    return [(float(loss), float(norm)) for loss, norm in STEP.findall(names["printed"])]
+
+
+def on_rank(name: str, directory: str, how: str, file: str) -> None:
+    """One rank of an example, `how` is tiled or untiled. The first one writes its figures to a file, with the number of
+    its tiled MLPs and of the ranks that share a sequence."""
+    names = run(name, directory, tiled=how == "tiled", LENGTH=LENGTH)
+    if names["ctx"].rank == 0:
+        found = {"figures": figures(names), "mlps": names["status"].mlp.tiled, "ranks": names["ctx"].size}
+        Path(file).write_text(json.dumps(found))
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    on_rank(*sys.argv[1:])

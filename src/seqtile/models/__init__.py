@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from seqtile.arch import ARCHS, Arch, find_arch
 from seqtile.models.layer import groups_of, is_checkpointed
+from seqtile.models.loss import has_head
 from seqtile.models.mlp import sparsity_of
+from seqtile.models.model_types import model_types
 from seqtile.models.patch import (
     EXPERTS,
     LAYER,
@@ -42,15 +43,16 @@ def apply_seqtile(
     head_groups: int | str | None = None,
     chunk_tokens: int | None = None,
 ) -> None:
-    """Tiles one model, whatever its architecture: looked up from `model.config.model_type`.
+    """Tiles one model of Hugging Face's, whatever its architecture: what can be tiled of it is found by structure, and
+    `seqtile.status` names what cannot, with the reason.
 
-    For the arguments see `apply_seqtile_to_llama`. Raises ValueError for a model type that is not supported.
+    For the arguments see `apply_seqtile_to_llama`. Raises ValueError for a model without a head over a vocabulary.
     """
     model = unwrapped(model)
-    apply(find_arch(model_type_of(model)), model, Options(mlp, loss, layer, head_groups, chunk_tokens))
+    apply(model_type_of(model), model, Options(mlp, loss, layer, head_groups, chunk_tokens))
 
 
-def _entry(arch: Arch) -> Callable[..., None]:
+def _entry(model_type: str) -> Callable[..., None]:
     def apply_to(
         model: nn.Module | None = None,
         *,
@@ -61,18 +63,18 @@ def _entry(arch: Arch) -> Callable[..., None]:
         chunk_tokens: int | None = None,
     ) -> None:
         model = unwrapped(model)
-        if model is not None and model_type_of(model) != arch.model_type:
+        if model is not None and model_type_of(model) != model_type:
             raise ValueError(
-                f"expected a {arch.model_type} model, got {model_type_of(model)!r}; use seqtile.apply_seqtile(model)"
+                f"expected a {model_type} model, got {model_type_of(model)!r}; use seqtile.apply_seqtile(model)"
             )
-        apply(arch, model, Options(mlp, loss, layer, head_groups, chunk_tokens))
+        apply(model_type, model, Options(mlp, loss, layer, head_groups, chunk_tokens))
 
-    apply_to.__name__ = apply_to.__qualname__ = f"apply_seqtile_to_{arch.model_type}"
-    apply_to.__doc__ = f"""Tiles {arch.prefix} models: the loss and the MLP in memory that does not grow with length.
+    apply_to.__name__ = apply_to.__qualname__ = _entry_name(model_type)
+    apply_to.__doc__ = f"""Tiles models of type {model_type}: the loss and the MLP in memory that does not grow with length.
 
     Args:
         model: the model to tile, alone, also in PEFT's wrapper; None tiles Hugging Face's classes, for every
-            {arch.causal_lm_name} built from then on.
+            model of this type with a head that is built from then on.
         mlp: tile the MLPs.
         loss: tile lm_head and loss: in training, with labels, no logits are computed and none are returned.
         layer: tile whole layers: everything of a layer but attention itself, and the norm behind the last layer. A
@@ -97,7 +99,11 @@ def _entry(arch: Arch) -> Callable[..., None]:
     return apply_to
 
 
-ENTRIES = {f"apply_seqtile_to_{model_type}": _entry(arch) for model_type, arch in ARCHS.items()}
+def _entry_name(model_type: str) -> str:
+    return f"apply_seqtile_to_{model_type.replace('-', '_')}"
+
+
+ENTRIES = {_entry_name(model_type): _entry(model_type) for model_type in model_types()}
 
 
 _PASS_ON = ("accelerate", "torch")  # whose wrappers call what they wrap whatever they are given
@@ -179,13 +185,13 @@ class ModelStatus:
 def status(model: nn.Module) -> ModelStatus:
     """Tells what of `model` is tiled, by whom, and what another library took back.
 
-    Raises ValueError for an unsupported model type, TypeError for something that is no Hugging Face model.
+    Raises TypeError for something that is no Hugging Face model.
     """
     model = unwrapped(model)
-    arch = find_arch(model_type_of(model))
-    loss = part_status(arch, model, LOSS) if isinstance(model, arch.causal_lm) else None
-    mlp = part_status(arch, model, MLP, EXPERTS)
-    layer = part_status(arch, model, LAYER) if "layer" in parts_applied_to(model) else None
+    model_type_of(model)
+    loss = part_status(model, LOSS) if has_head(model) else None
+    mlp = part_status(model, MLP, EXPERTS)
+    layer = part_status(model, LAYER) if "layer" in parts_applied_to(model) else None
     return ModelStatus(type(model).__name__, loss, mlp, layer, tuple(notes_on(model, loss, mlp, layer)))
 
 
@@ -203,8 +209,10 @@ def notes_on(model: nn.Module, loss: PartStatus | None, mlp: PartStatus, layer: 
         yield "activation checkpointing is off, so every layer keeps what its attention saves as well as its input"
 
 
-def part_status(arch: Arch, model: nn.Module, *parts: Part) -> PartStatus:
+def part_status(model: nn.Module, *parts: Part) -> PartStatus:
     """Tells who computes the modules of parts that are asked for together."""
+    config = model.config.get_text_config()
+    hidden_size = getattr(config, "hidden_size", None) or getattr(config, "d_model", 0)
     name, part_of = parts[0].option, {module: part for part in parts for module in part.modules(model)}
     placements = {module: placement for module in part_of if (placement := placement_at(module))}
     others = dict.fromkeys(package_of(current_forward(module)) for module in part_of if module not in placements)
@@ -215,8 +223,8 @@ def part_status(arch: Arch, model: nn.Module, *parts: Part) -> PartStatus:
         for module, part in part_of.items():
             options = placements[module].options if module in placements else untiled
             try:
-                reasons.append(part.check(arch, module, replace(options, head_groups=None)))
-                part.check(arch, module, options)
+                reasons.append(part.check(module, replace(options, head_groups=None)))
+                part.check(module, options)
             except ValueError as error:
                 problem = problem or str(error)
         fallback = next((reason for reason in reasons if reason is not None), None)
@@ -227,7 +235,7 @@ def part_status(arch: Arch, model: nn.Module, *parts: Part) -> PartStatus:
     }
     chunk_tokens = {
         resolve_chunk_tokens(
-            placement.options.chunk_tokens, model.config.hidden_size, sparsity_of(module, model.config)
+            placement.options.chunk_tokens, hidden_size, sparsity_of(module, config)
         )
         for module, placement in placements.items()
     }

@@ -6,6 +6,7 @@ and only if nothing else has changed that decides what they compute.
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -16,6 +17,14 @@ from torch.utils._device import DeviceContext
 
 from seqtile.models.weights import hooks_of, is_harmless, trained
 from seqtile.ops.tiled import Outputs, tiled
+
+
+_inside_chunk: ContextVar[bool] = ContextVar("inside_chunk", default=False)
+
+
+def inside_chunk() -> bool:
+    """Says if a module is just being called for a chunk."""
+    return _inside_chunk.get()
 
 
 def call_tiled(
@@ -50,6 +59,7 @@ def _repeatable(function: Callable, modules: Sequence[nn.Module]) -> Callable:
                 "backward() before they are changed back"
             )
         with ExitStack() as stack:
+            stack.callback(_inside_chunk.reset, _inside_chunk.set(True))
             for mode in modes if active != modes else ():
                 stack.enter_context(mode)
             return function(*tensors)

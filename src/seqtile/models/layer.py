@@ -1,8 +1,9 @@
-"""The tiled forwards of a decoder layer of Llama's shape, of the norm behind the last, and of the model around them.
+"""The tiled forwards of a decoder layer, of the norm behind the last, and of the model around them.
 
-A layer is norm, attention, norm, gated MLP, one after the other. Where its weights can be read it is
+A layer of Llama's shape is norm, attention, norm, gated MLP, one after the other. Where its weights can be read it is
 `seqtile.ops.decoder_layer`; where they cannot, its modules are called chunk by chunk, which costs the projections to
-queries, keys and values, and down, once more.
+queries, keys and values, and down, once more. A layer of any other shape is called chunk by chunk around its attention,
+see any_layer.py.
 """
 
 import inspect
@@ -18,9 +19,11 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
-from seqtile.arch import ARCHS, Arch
+from seqtile.models.any_layer import any_layer_refusal, call_layer_tiled, records_inside
 from seqtile.models.fallback import call_tiled
-from seqtile.models.mlp import activation_of, is_gated_mlp, mlp_fallback_reason, read_mlp
+from seqtile.models.find import are_experts, layers_of, text_model_of
+from seqtile.models.layer_form import LayerForm, is_llamas_norm, is_llamas_rotary, layer_form_of
+from seqtile.models.mlp import activation_of, gated_form, mlp_fallback_reason, read_mlp, sparsity_of
 from seqtile.models.placement import (
     Options,
     computed_forward,
@@ -50,14 +53,11 @@ from seqtile.protocols import SequenceParallelAttention, SequenceParallelFunctio
 logger = logging.get_logger(__name__)
 _FORWARD_CHECKPOINTS = "__init_subclass__" in vars(GradientCheckpointingLayer)  # since transformers 5.2x; else __call__
 AUTO = 8  # groups at most: what exists of one group only is an eighth then, and its products are wide still
-_NORM_FORWARDS = {  # where a norm's forward that `rms_norm` computes was written
-    "liger_kernel.transformers.rms_norm.LigerRMSNorm.forward",
-    *(f"{arch.modeling_name}.{arch.prefix}RMSNorm.forward" for arch in ARCHS.values() if arch.layer),
-}
+_LIGERS_NORM = "liger_kernel.transformers.rms_norm.LigerRMSNorm.forward"
 _UNFILLED = "_seqtile_unfilled"  # on a cache that only tells how masks are to be made
 
 
-def tiled_layer_forward(arch: Arch, options: Options, original: Callable) -> Callable:
+def tiled_layer_forward(options: Options, original: Callable) -> Callable:
     """Returns a tiled forward in place of `original`, a decoder layer's forward (a plain function).
 
     `original` itself where the sequence fits in a chunk, and where attentions are asked for. With a cache, which holds
@@ -65,53 +65,27 @@ def tiled_layer_forward(arch: Arch, options: Options, original: Callable) -> Cal
     is made in training, see `uncached_forward`.
     """
     inner = original.__wrapped__ if _FORWARD_CHECKPOINTS else original
+    parameters = list(inspect.signature(inner).parameters.values())[1:]
+    names = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
+    defaults = {parameter.name: parameter.default for parameter in parameters[1:] if parameter.name in names}
+    defaults = {name: value for name, value in defaults.items() if value is not inspect.Parameter.empty}
 
-    def tiled(
-        self,
-        hidden_states,
-        attention_mask=None,
-        position_ids=None,
-        past_key_values=None,
-        use_cache=False,
-        position_embeddings=None,
-        **kwargs,
-    ):
-        kwargs = {"position_ids": position_ids, "use_cache": use_cache, **kwargs}
+    def tiled(self, *args, **kwargs):
+        given = defaults | dict(zip(names, args, strict=False)) | kwargs
+        hidden_states = given.pop(names[0])
         tokens = hidden_states.shape[:-1].numel()
         fits = tokens <= resolve_chunk_tokens(options.chunk_tokens, hidden_states.shape[-1])
-        asked = kwargs.get("output_attentions", getattr(self.self_attn.config, "output_attentions", False))
-        cached = {"past_key_values": past_key_values, "position_embeddings": position_embeddings}
-        untiled = partial(inner, self, hidden_states, attention_mask=attention_mask, **cached, **kwargs)
-        if (fits and not _is_zero3(self)) or asked:
-            return untiled()
-        past_key_values = None if hasattr(past_key_values, _UNFILLED) else past_key_values
-        grouped = None if past_key_values is not None else options.head_groups
-        reason = check_layer(arch, self, replace(options, head_groups=grouped))
-        if reason and module_call_reason():  # every call matters, that of the attention, too, which no chunk can make
-            return untiled()
-        if reason is None and past_key_values is not None and torch.is_grad_enabled():
-            reason = "gradients may flow through the cache"
-            check_not_zero3(self, reason)
-        attend, sp_attention, extra_tensors = _attention(arch, self.self_attn, attention_mask, past_key_values, kwargs)
-        rotary = position_embeddings if getattr(self.self_attn, "use_rope", True) else None
-        scale = getattr(self, arch.residual_scale) if arch.residual_scale else 1.0
-        if reason is not None:
-            return _fallback_layer(arch, self, hidden_states, rotary, attend, scale, options.chunk_tokens)
-        groups = groups_of(self.self_attn, grouped, 1 if sp_attention is None else sp_attention.ranks)
-        return decoder_layer(
-            hidden_states,
-            _params_of(self),
-            rotary,
-            attend,
-            head_dim=self.self_attn.head_dim,
-            head_groups=groups,
-            sp_attention=None if sp_attention is None else sp_attention.in_groups(groups or 1),
-            allow_recompute=grouped != "auto",
-            extra_tensors=extra_tensors,
-            activation=activation_of(self.mlp),
-            scale=scale,
-            chunk_tokens=options.chunk_tokens,
-        )
+        if (fits and not _is_zero3(self)) or records_inside() or _asks_for_attentions(self, given):
+            return inner(self, hidden_states, **given)
+        form, cache = _form_of(self), given.pop("past_key_values", None)
+        cache = None if hasattr(cache, _UNFILLED) else cache
+        if isinstance(form, LayerForm):
+            return _llama_layer(form, options, self, hidden_states, cache, **given)
+        if cache is not None or hidden_states.dim() != 3 or any_layer_refusal(self):
+            return inner(self, hidden_states, past_key_values=cache, **given)
+        check_layer(self, options)
+        given |= {"past_key_values": None} if "past_key_values" in names else {}
+        return call_layer_tiled(self, inner, hidden_states, given, _chunk_tokens(self, options, hidden_states))
 
     @stand_in_for(original)
     def forward(self, *args, **kwargs):
@@ -126,12 +100,74 @@ def tiled_layer_forward(arch: Arch, options: Options, original: Callable) -> Cal
     return forward
 
 
+@torch.compiler.disable(reason="seqtile looks at the source of a layer")
+def _form_of(layer: nn.Module) -> LayerForm | str:
+    return layer_form_of(layer)
+
+
+def _chunk_tokens(layer: nn.Module, options: Options, hidden: torch.Tensor) -> int:
+    """Returns the tokens of a chunk of a layer that is called; of one with experts that of its experts."""
+    config = next((module.config for module in layer.modules() if hasattr(module, "config")), None)
+    sparsity = max((sparsity_of(module, config) for module in layer.modules() if are_experts(module)), default=1)
+    return resolve_chunk_tokens(options.chunk_tokens, hidden.shape[-1], sparsity)
+
+
+def _asks_for_attentions(layer: nn.Module, given: dict[str, Any]) -> bool:
+    config = getattr(getattr(layer, "self_attn", None), "config", None)
+    return bool(given.get("output_attentions", getattr(config, "output_attentions", False)))
+
+
+def _llama_layer(
+    form: LayerForm,
+    options: Options,
+    layer: nn.Module,
+    hidden: torch.Tensor,
+    cache: Any,
+    attention_mask: Any = None,
+    position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+    **kwargs: Any,
+) -> torch.Tensor:
+    """Computes the output [B, S, D] of a layer of Llama's shape."""
+    attention = layer.self_attn
+    grouped = None if cache is not None else options.head_groups
+    reason = check_layer(layer, replace(options, head_groups=grouped))
+    if reason and module_call_reason():  # every call matters, that of the attention, too, which no chunk can make
+        inner = forward_in_place_of(layer)
+        inner = inner.__wrapped__ if _FORWARD_CHECKPOINTS else inner
+        embeddings = {"position_embeddings": position_embeddings, "attention_mask": attention_mask}
+        return inner(layer, hidden, past_key_values=cache, **embeddings, **kwargs)
+    if reason is None and cache is not None and torch.is_grad_enabled():
+        reason = "gradients may flow through the cache"
+        check_not_zero3(layer, reason)
+    attend, sp_attention, extra_tensors = _attention(form, attention, attention_mask, cache, kwargs)
+    switch = form.attention.rotary_switch
+    rotary = position_embeddings if switch is None or getattr(attention, switch) else None
+    scale = getattr(layer, form.residual_scale) if form.residual_scale else 1.0
+    if reason is not None:
+        return _fallback_layer(form, layer, hidden, rotary, attend, scale, _chunk_tokens(layer, options, hidden))
+    groups = groups_of(attention, grouped, 1 if sp_attention is None else sp_attention.ranks)
+    return decoder_layer(
+        hidden,
+        _params_of(form, layer),
+        rotary,
+        attend,
+        head_dim=attention.head_dim,
+        head_groups=groups,
+        sp_attention=None if sp_attention is None else sp_attention.in_groups(groups or 1),
+        allow_recompute=grouped != "auto",
+        extra_tensors=extra_tensors,
+        activation=activation_of(layer.mlp),
+        scale=scale,
+        chunk_tokens=options.chunk_tokens,
+    )
+
+
 def _is_zero3(layer: nn.Module) -> bool:
     """Says if reading a weight is a collective, which ranks of different lengths must do alike."""
-    return hasattr(layer.input_layernorm.weight, "ds_id")
+    return any(hasattr(parameter, "ds_id") for parameter in layer.parameters())
 
 
-def _params_of(layer: nn.Module) -> LayerParams:
+def _params_of(form: LayerForm, layer: nn.Module) -> LayerParams:
     """Reads the parameters, in the order in which an untiled layer uses them: under ZeRO-3 each reading is a
     collective."""
     attention = layer.self_attn
@@ -139,9 +175,9 @@ def _params_of(layer: nn.Module) -> LayerParams:
         AttentionParams(
             read_norm(layer.input_layernorm),
             read_projection("q_proj", attention.q_proj),
-            read_norm(attention.q_norm) if hasattr(attention, "q_norm") else None,
+            read_norm(attention.q_norm) if form.attention.head_norms else None,
             read_projection("k_proj", attention.k_proj),
-            read_norm(attention.k_norm) if hasattr(attention, "k_norm") else None,
+            read_norm(attention.k_norm) if form.attention.head_norms else None,
             read_projection("v_proj", attention.v_proj),
             read_projection("o_proj", attention.o_proj),
         ),
@@ -150,15 +186,15 @@ def _params_of(layer: nn.Module) -> LayerParams:
 
 
 def _attention(
-    arch: Arch, attention: nn.Module, mask: Any, cache: Any, kwargs: dict[str, Any]
+    form: LayerForm, attention: nn.Module, mask: Any, cache: Any, kwargs: dict[str, Any]
 ) -> tuple[Callable[..., torch.Tensor], SequenceParallelAttention | None, list[torch.Tensor]]:
     """Returns the attention that the model has, asked as Hugging Face's code asks it; its steps, if ranks hold parts of
     the sequence; and the tensors it is given besides."""
     options = {"dropout": attention.attention_dropout if attention.training else 0.0, "scaling": attention.scaling}
-    if arch.windows:
+    if form.attention.windows:
         of_model = getattr(attention.config, "sliding_window", None)
         options["sliding_window"] = getattr(attention, "sliding_window", of_model)
-    eager = arch.modeling.eager_attention_forward
+    eager = computed_forward(attention).__globals__["eager_attention_forward"]
     function = ALL_ATTENTION_FUNCTIONS.get_interface(attention.config._attn_implementation, eager)
 
     def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
@@ -190,55 +226,67 @@ def groups_of(attention: nn.Module, head_groups: int | str | None, ranks: int = 
 
 
 @torch.compiler.disable(reason="seqtile looks at what the modules of a layer are")
-def check_layer(arch: Arch, layer: nn.Module, options: Options) -> str | None:
+def layer_refusal(layer: nn.Module) -> str | None:
+    """Says why a layer is left untiled, by its kind."""
+    if isinstance(form := layer_form_of(layer), LayerForm):
+        return None
+    refusal = any_layer_refusal(layer)
+    return None if refusal is None else f"{form}, and {refusal}"
+
+
+@torch.compiler.disable(reason="seqtile looks at what the modules of a layer are")
+def check_layer(layer: nn.Module, options: Options) -> str | None:
     """Raises ValueError where a tiled layer would refuse to run, or not compute what `layer` computes; returns why its
     modules are called rather than read, None if they are read."""
     check_untransformed()
-    attention = layer.self_attn
-    forward = computed_forward(attention)
-    if defining_path(forward) != f"{arch.modeling_name}.{arch.prefix}Attention.forward" or "forward" in vars(attention):
-        raise ValueError(
-            f"a tiled layer skips its attention's forward, which is not Hugging Face's but {named(forward)}; apply "
-            "layer=False"
-        )
-    if (changed := module_fallback_reason(attention, recording=False)) is not None:
-        raise ValueError(f"a tiled layer skips its attention's forward, which {changed}; apply with layer=False")
-    if (reason := layer_fallback_reason(arch, layer)) is not None:
+    form = layer_form_of(layer)
+    if isinstance(form, LayerForm):
+        attention = layer.self_attn
+        if (changed := module_fallback_reason(attention, recording=False)) is not None:
+            raise ValueError(f"a tiled layer skips its attention's forward, which {changed}; apply with layer=False")
+        reason = layer_fallback_reason(form, layer)
+    else:
+        reason = form
+    if (refusal := layer_refusal(layer)) is not None:
+        raise ValueError(f"this layer cannot be tiled: {refusal}; apply with layer=False")
+    if reason is not None:
         check_not_zero3(layer, reason)
         if options.head_groups is not None:
             raise ValueError(f"attention by groups of heads reads its weights, and {reason}; apply head_groups=None")
-    groups_of(attention, options.head_groups)
+    else:
+        groups_of(layer.self_attn, options.head_groups)
     return reason
 
 
-def layer_fallback_reason(arch: Arch, layer: nn.Module) -> str | None:
-    """Says why a layer's modules are called rather than read."""
-    return process_fallback_reason() or next((reason for reason in _reasons(arch, layer) if reason is not None), None)
+def layer_fallback_reason(form: LayerForm, layer: nn.Module) -> str | None:
+    """Says why the modules of a layer of Llama's shape are called rather than read."""
+    return process_fallback_reason() or next((reason for reason in _reasons(form, layer) if reason is not None), None)
 
 
-def _reasons(arch: Arch, layer: nn.Module) -> Iterator[str | None]:
+def _reasons(form: LayerForm, layer: nn.Module) -> Iterator[str | None]:
     attention, mlp = layer.self_attn, layer.mlp
     for name in ("input_layernorm", "post_attention_layernorm"):
         yield norm_fallback_reason(name, getattr(layer, name))
     for name in ("q_norm", "k_norm"):
-        if hasattr(attention, name):
+        if form.attention.head_norms:
             yield norm_fallback_reason(name, getattr(attention, name))
     for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
         yield projection_fallback_reason(name, getattr(attention, name))
-    if not is_gated_mlp(computed_forward(mlp)):
+    if gated_form(computed_forward(mlp)) is None:
         yield "its MLP has a forward of its own"
     if (reason := call_fallback_reason(mlp)) is not None:
         yield f"its MLP {reason}"
-    if defining_path(arch.modeling.apply_rotary_pos_emb) not in (
-        f"{arch.modeling_name}.apply_rotary_pos_emb",
-        "liger_kernel.transformers.rope.liger_rotary_pos_emb",
-    ):
-        yield "its rotary embedding was replaced"
+    if not is_llamas_rotary(_rotary_of(attention)):
+        yield "its rotary embedding is not Llama's"
     yield mlp_fallback_reason(mlp, forward_in_place_of(mlp))
 
 
+def _rotary_of(attention: nn.Module) -> Callable:
+    return computed_forward(attention).__globals__["apply_rotary_pos_emb"]
+
+
 def _fallback_layer(
-    arch: Arch,
+    form: LayerForm,
     layer: nn.Module,
     x: torch.Tensor,
     rotary: tuple[torch.Tensor, torch.Tensor] | None,
@@ -252,20 +300,21 @@ def _fallback_layer(
 
     def heads_of(x: torch.Tensor, name: str) -> torch.Tensor:
         heads = getattr(attention, f"{name}_proj")(x).unflatten(-1, (-1, attention.head_dim))
-        return getattr(attention, f"{name}_norm")(heads) if hasattr(attention, f"{name}_norm") else heads
+        normed = form.attention.head_norms and name != "v"
+        return getattr(attention, f"{name}_norm")(heads) if normed else heads
 
     def pre_attention(x: torch.Tensor, *angles: torch.Tensor) -> tuple[torch.Tensor, ...]:
         normed = layer.input_layernorm(x)
         q, k, v = (heads_of(normed, name) for name in "qkv")
         if angles:
-            q, k = arch.modeling.apply_rotary_pos_emb(q, k, *angles, unsqueeze_dim=2)
+            q, k = _rotary_of(attention)(q, k, *angles, unsqueeze_dim=2)
         return q, k, v
 
     def post_attention(x: torch.Tensor, attn_output: torch.Tensor) -> torch.Tensor:
         h = x + attention.o_proj(attn_output) * scale
         return h + layer.mlp(layer.post_attention_layernorm(h)) * scale
 
-    head_norms = [getattr(attention, name) for name in ("q_norm", "k_norm") if hasattr(attention, name)]
+    head_norms = [attention.q_norm, attention.k_norm] if form.attention.head_norms else []
     before = (layer.input_layernorm, attention.q_proj, attention.k_proj, attention.v_proj, *head_norms)
     behind = (attention.o_proj, layer.post_attention_layernorm, layer.mlp)
     chunks = {"chunk_tokens": chunk_tokens, "dim": 1}
@@ -274,7 +323,7 @@ def _fallback_layer(
     return call_tiled(post_attention, behind, x, attn_output, **chunks)
 
 
-def tiled_norm_forward(arch: Arch, options: Options, original: Callable) -> Callable:
+def tiled_norm_forward(options: Options, original: Callable) -> Callable:
     """Returns a forward in place of `original`, an RMSNorm's forward (a plain function); rows need no chunks.
 
     `original` itself in evaluation, where a sequence fits in a chunk, and for heads [B, S, H, K].
@@ -295,7 +344,17 @@ def read_norm(norm: nn.Module) -> Norm:
     return Norm(norm.weight, norm.variance_epsilon)
 
 
-def check_norm(arch: Arch, norm: nn.Module, options: Options) -> None:
+def norms_of(model: nn.Module) -> list[nn.Module]:
+    """Returns the norms behind the last layer, which the tiled forward computes; none if it is another kind."""
+    return [child for child in text_model_of(model).children() if _is_norm(child)]
+
+
+def _is_norm(module: nn.Module) -> bool:
+    forward = computed_forward(module)
+    return defining_path(forward) == _LIGERS_NORM or is_llamas_norm(forward)
+
+
+def check_norm(norm: nn.Module, options: Options) -> None:
     """Raises ValueError where the tiled forward would not compute what `norm` computes."""
     if (reason := norm_fallback_reason("norm", norm)) is not None:
         raise ValueError(f"a tiled norm reads its weight, and {reason}; apply with layer=False")
@@ -304,7 +363,7 @@ def check_norm(arch: Arch, norm: nn.Module, options: Options) -> None:
 def norm_fallback_reason(name: str, norm: nn.Module) -> str | None:
     """Says why a norm must be called rather than read; see `process_fallback_reason`, too."""
     cls = type(norm)
-    if defining_path(computed_forward(norm)) not in _NORM_FORWARDS:
+    if not _is_norm(norm):
         own = "forward" in vars(norm)
         return f"{name} has a forward of its own" if own else f"{name} is a {named(cls)}"
     if getattr(norm, "offset", 0) or getattr(norm, "casting_mode", "llama") != "llama":
@@ -313,7 +372,14 @@ def norm_fallback_reason(name: str, norm: nn.Module) -> str | None:
     return None if reason is None else f"{name} {reason}"
 
 
-def uncached_forward(arch: Arch, options: Options, original: Callable) -> Callable:
+def base_models_of(model: nn.Module) -> list[nn.Module]:
+    """Returns the text model without its head, if it makes caches."""
+    base = text_model_of(model)
+    names = inspect.signature(type(base).forward).parameters
+    return [base] if {"past_key_values", "use_cache"} <= set(names) and base is not model else []
+
+
+def uncached_forward(options: Options, original: Callable) -> Callable:
     """Returns a forward in place of `original`, that of a model without its head (a plain function), which fills no
     cache in training, unless it is given one.
 
@@ -330,6 +396,8 @@ def uncached_forward(arch: Arch, options: Options, original: Callable) -> Callab
         logger.warning_once(
             "layers that are tiled as a whole make no cache in training; pass use_cache=False, or a cache to be filled"
         )
+        if not all(isinstance(layer_form_of(layer), LayerForm) for layer in layers_of(self)):
+            return original(self, **given | {"use_cache": False})
         cache = DynamicCache(config=self.config)
         setattr(cache, _UNFILLED, True)
         outputs = original(self, **given | {"past_key_values": cache})
@@ -358,11 +426,11 @@ def note_that_all_is_kept(model: nn.Module, tokens: int) -> None:
     weights take."""
     if not (model.training and torch.is_grad_enabled()) or torch.compiler.is_compiling():
         return
-    layer = next(iter(getattr(model.base_model, "layers", ())), None)
+    layer = next(iter(layers_of(model)), None)
     placement = None if layer is None else placement_at(layer)
-    if placement is None or is_checkpointed(model):
+    if placement is None or is_checkpointed(model) or not hasattr(layer, "self_attn"):
         return
-    config, attention = model.config, layer.self_attn
+    config, attention = layer.self_attn.config, layer.self_attn
     heads, kv = config.num_attention_heads * attention.head_dim, config.num_key_value_heads * attention.head_dim
     weights = config.hidden_size * (2 * heads + 2 * kv + 3 * config.intermediate_size)
     kept = config.hidden_size + heads + (heads + 2 * kv if placement.options.head_groups is None else 0)
@@ -374,4 +442,4 @@ def note_that_all_is_kept(model: nn.Module, tokens: int) -> None:
 
 
 def is_checkpointed(model: nn.Module) -> bool:
-    return any(getattr(layer, "gradient_checkpointing", False) for layer in model.base_model.layers)
+    return any(getattr(layer, "gradient_checkpointing", False) for layer in layers_of(model))

@@ -7,23 +7,40 @@ A model's forward may scale, cap, cast, slice along tokens and flatten them as i
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_map_only
 from transformers.utils import logging
 
 logger = logging.get_logger(__name__)
-Step = tuple[str, float | torch.dtype | None]
-"""The name of a tensor's method and its argument: "mul", "div", "tanh", "to"."""
+Step = tuple[str, float | torch.dtype | torch.Tensor | None]
+"""The name of a tensor's method and its argument: "mul", "div", "add", "tanh", "to"."""
+
+
+class Affine(NamedTuple):
+    """Logits as `linear_cross_entropy` takes them: scale * head(hidden) + the sum of `added`, soft-capped."""
+
+    scale: float
+    added: list[torch.Tensor]
+    """Each [V]."""
+    softcap: float | None
 
 
 class LazyLogits:
-    """Stands for head(hidden) [..., V] after some steps."""
+    """Stands for head(hidden) [..., V] after some steps. `cross_entropy` is called for torch's, where a forward calls
+    that itself, and returns NotImplemented for what it does not know."""
 
-    def __init__(self, hidden: torch.Tensor, head: nn.Module, steps: tuple[Step, ...] = ()):
-        self.hidden, self.head, self.steps = hidden, head, steps
+    def __init__(
+        self,
+        hidden: torch.Tensor,
+        head: nn.Module,
+        steps: tuple[Step, ...] = (),
+        cross_entropy: Callable | None = None,
+    ):
+        self.hidden, self.head, self.steps, self.cross_entropy = hidden, head, steps, cross_entropy
         self._real: torch.Tensor | None = None
 
     @property
@@ -40,22 +57,21 @@ class LazyLogits:
         return self.hidden.device
 
     @property
-    def scale_and_softcap(self) -> tuple[float, float | None] | None:
-        """The logits as `linear_cross_entropy` takes them, softcap * tanh(scale * head(hidden) / softcap) or scale *
-        head(hidden) where the soft cap is None; None if the steps make something else of them."""
-        scale, names = 1.0, [name for name, _ in self.steps if name != "to"]
-        values = [value for name, value in self.steps if name != "to"]
-        capped = "tanh" in names
-        for name, value in zip(names, values, strict=True):
-            if name == "tanh":
-                break
-            scale = scale * value if name == "mul" else scale / value
-        if not capped:
-            return scale, None
-        after = names.index("tanh") + 1
-        if names[after:] != ["mul"] or values[after] <= 0:
-            return None
-        return scale * values[after], values[after]
+    def affine(self) -> Affine | None:
+        """What the steps make of head(hidden); None if that is not affine with a soft cap, or without one."""
+        scale, softcap, added = 1.0, None, []
+        steps = [step for step in self.steps if step[0] != "to"]
+        for i, (name, value) in enumerate(steps):
+            if name == "tanh":  # and then times the cap, and nothing more
+                if [name for name, _ in steps[i + 1 :]] != ["mul"] or (softcap := steps[i + 1][1]) <= 0:
+                    return None
+                return Affine(scale * softcap, [tensor * softcap for tensor in added], softcap)
+            if name == "add":
+                added.append(value.reshape(-1))
+            else:
+                factor = value if name == "mul" else 1 / value
+                scale, added = scale * factor, [tensor * factor for tensor in added]
+        return Affine(scale, added, softcap)
 
     def real(self, reader: str = "") -> torch.Tensor:
         """Computes the logits; once, however often they are read."""
@@ -112,14 +128,18 @@ class LazyLogits:
     def __truediv__(self, other: Any) -> Any:
         return self._after("div", other) if isinstance(other, int | float) else self.real("/") / other
 
+    def __add__(self, other: Any) -> Any:
+        per_word = isinstance(other, torch.Tensor) and other.numel() == other.shape[-1:].numel() == self.shape[-1]
+        return self._after("add", other) if per_word else self.real("+") + other
+
     def tanh(self) -> "LazyLogits":
         return self._after("tanh", None)
 
     def _after(self, name: str, value: Any) -> "LazyLogits":
-        return LazyLogits(self.hidden, self.head, (*self.steps, (name, value)))
+        return LazyLogits(self.hidden, self.head, (*self.steps, (name, value)), self.cross_entropy)
 
     def _of(self, hidden: torch.Tensor) -> "LazyLogits":
-        return LazyLogits(hidden, self.head, self.steps)
+        return LazyLogits(hidden, self.head, self.steps, self.cross_entropy)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
@@ -130,6 +150,9 @@ class LazyLogits:
     def __torch_function__(cls, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         if function is torch.tanh and len(args) == 1 and not kwargs:
             return args[0].tanh()
+        if function is F.cross_entropy and isinstance(args[0], cls) and args[0].cross_entropy is not None:
+            if (loss := args[0].cross_entropy(*args, **(kwargs or {}))) is not NotImplemented:
+                return loss
         name = getattr(function, "__name__", "a function of torch's")
         args, kwargs = tree_map_only(cls, lambda logits: logits.real(name), (args, kwargs or {}))
         return function(*args, **kwargs)
@@ -142,5 +165,5 @@ def _operator(name: str) -> Callable:
     return operate
 
 
-for _name in ("add", "radd", "sub", "rsub", "matmul", "pow", "neg", "lt", "le", "gt", "ge", "len", "iter"):
+for _name in ("radd", "sub", "rsub", "matmul", "pow", "neg", "lt", "le", "gt", "ge", "len", "iter"):
     setattr(LazyLogits, f"__{_name}__", _operator(f"__{_name}__"))

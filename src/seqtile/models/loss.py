@@ -19,8 +19,8 @@ from torch import nn
 from transformers.loss import loss_utils
 from transformers.utils import ModelOutput
 
-from seqtile.arch import Arch
 from seqtile.models.fallback import call_tiled
+from seqtile.models.forms import code_of
 from seqtile.models.layer import note_that_all_is_kept
 from seqtile.models.lazy_logits import LazyLogits
 from seqtile.models.placement import Options, stand_in_for
@@ -45,8 +45,8 @@ _CROSS_ENTROPIES = (  # where one of these was written
 _CROSS_ENTROPY = F.cross_entropy if defining_path(F.cross_entropy) in _CROSS_ENTROPIES else None
 
 
-def tiled_loss_forward(arch: Arch, options: Options, original: Callable) -> Callable:
-    """Returns `original`, the forward (a plain function) of a causal LM of `arch`, with the loss tiled.
+def tiled_loss_forward(options: Options, original: Callable) -> Callable:
+    """Returns `original`, the forward (a plain function) of a model with a head over a vocabulary, with the loss tiled.
 
     In training, given `labels` or `shift_labels`, the loss is computed without logits, and `logits` is None. The same
     happens in eval with `skip_logits=True`; `skip_logits=False` asks for logits, and so an untiled loss, in training.
@@ -55,6 +55,7 @@ def tiled_loss_forward(arch: Arch, options: Options, original: Callable) -> Call
     parameters = inspect.signature(original).parameters.values()
     names = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD][1:]
     takes_skip_logits = "skip_logits" in names
+    calls_torch = "loss_function" not in getattr(code_of(inspect.unwrap(original)), "co_names", ())
 
     @stand_in_for(original)
     def forward(self, *args, skip_logits=None, **kwargs):
@@ -74,11 +75,11 @@ def tiled_loss_forward(arch: Arch, options: Options, original: Callable) -> Call
             skip_logits = self.training and has_labels and keeps_all
         if takes_skip_logits:  # Liger's forward, whose own loss is not asked for
             inputs["skip_logits"] = False
-        if not skip_logits:
+        if not skip_logits or (calls_torch and F.cross_entropy is not _CROSS_ENTROPY):
             return original(self, **inputs)
         if inputs.get("labels") is None:  # which Hugging Face's forward wants, to compute any loss
             inputs["labels"] = inputs["shift_labels"]
-        with _lazy_head(arch, self, options):
+        with _lazy_head(self, options):
             return _without_logits(original(self, **inputs))
 
     return forward
@@ -87,12 +88,12 @@ def tiled_loss_forward(arch: Arch, options: Options, original: Callable) -> Call
 class LazyHead:
     """Stands in for a head while a forward runs; called with hidden states [..., D] it returns LazyLogits."""
 
-    def __init__(self, model: nn.Module, head: nn.Module):
-        self._model, self._head = model, head
+    def __init__(self, model: nn.Module, head: nn.Module, cross_entropy: Callable):
+        self._model, self._head, self._cross_entropy = model, head, cross_entropy
 
     def __call__(self, hidden: torch.Tensor) -> LazyLogits:
         note_that_all_is_kept(self._model, hidden.shape[:-1].numel())
-        return LazyLogits(hidden, self._head)
+        return LazyLogits(hidden, self._head, (), self._cross_entropy)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._head, name)
@@ -100,23 +101,28 @@ class LazyHead:
 
 def place_of_head(model: nn.Module) -> tuple[nn.Module, str]:
     """Returns the module that holds a model's head, and the head's name there. ValueError if it has none."""
-    head = model.get_output_embeddings()
+    head = model.get_output_embeddings() if has_head(model) else None
     for owner in () if head is None else model.modules():
         for name, child in owner._modules.items():
             if child is head:
                 return owner, name
-    raise ValueError(f"{type(model).__name__}: expected a model with a head over a vocabulary, got none; use loss=False")
+    raise ValueError(f"{type(model).__name__}: expected a model with a head over a vocabulary, got none; pass the causal LM itself, or loss=False")
+
+
+def has_head(model: nn.Module) -> bool:
+    return getattr(model, "get_output_embeddings", lambda: None)() is not None
 
 
 @contextmanager
-def _lazy_head(arch: Arch, model: nn.Module, options: Options) -> Iterator[None]:
+def _lazy_head(model: nn.Module, options: Options) -> Iterator[None]:
     """Lets a model's forward run with `LazyHead` and the tiled loss, as attributes that hide its own until the end."""
-    reason, untiled = check_loss(arch, model, options), model.loss_function
+    reason, untiled = check_loss(model, options), model.loss_function
     owner, name = place_of_head(model)
     head = getattr(owner, name)
-    loss = partial(_loss, untiled=untiled, fallback=reason is not None, chunk_tokens=options.chunk_tokens)
+    compute = partial(_cross_entropy, fallback=reason is not None, chunk_tokens=options.chunk_tokens)
+    loss = partial(_loss, untiled=untiled, compute=compute)
     own = vars(model).get("_loss_function")
-    object.__setattr__(owner, name, LazyHead(model, head))
+    object.__setattr__(owner, name, LazyHead(model, head, compute))
     object.__setattr__(model, "_loss_function", loss)
     try:
         yield
@@ -136,7 +142,7 @@ def _without_logits(output: Any) -> Any:
     return type(output)(**values)
 
 
-def check_loss(arch: Arch, model: nn.Module, options: Options) -> str | None:
+def check_loss(model: nn.Module, options: Options) -> str | None:
     """Raises ValueError where the tiled loss would refuse to run, or not compute what `model` computes; returns why
     lm_head is called chunk by chunk rather than read, None if it is read."""
     check_untransformed()
@@ -177,8 +183,7 @@ def _loss(
     shift_labels: torch.Tensor | None = None,
     *,
     untiled: Callable[..., torch.Tensor],
-    fallback: bool,
-    chunk_tokens: int | None,
+    compute: Callable[..., torch.Tensor],
     **kwargs: Any,
 ) -> torch.Tensor:
     """Computes what Hugging Face's ForCausalLMLoss, `untiled`, computes from logits [B, S, V]."""
@@ -187,20 +192,49 @@ def _loss(
         return untiled(logits, labels, vocab_size, **arguments, **kwargs)
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
-    head, known = logits.head, logits.scale_and_softcap
-    hidden, targets = logits.hidden, shift_labels.to(logits.device)
-    if fallback or known is None:
-        losses = _fallback_losses(logits, targets, ignore_index, chunk_tokens)
-        return losses.sum() / ((targets != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch)
+    targets = shift_labels.to(logits.device)
+    return compute(logits, targets, ignore_index=ignore_index, num_items=num_items_in_batch)
+
+
+def _cross_entropy(
+    logits: LazyLogits,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: None = None,
+    ignore_index: int = -100,
+    reduce: None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+    *,
+    num_items: torch.Tensor | int | None = None,
+    fallback: bool,
+    chunk_tokens: int | None,
+) -> torch.Tensor:
+    """Computes what torch's cross_entropy computes from logits [..., V] and targets [...], divided by `num_items` where
+    that is given; NotImplemented for what is not tiled."""
+    same_shape = target.shape == logits.shape[:-1] and not target.is_floating_point()
+    if not same_shape or size_average is not None or reduce is not None or reduction not in ("mean", "sum"):
+        return NotImplemented
+    head, affine = logits.head, logits.affine
+    plain = weight is None and label_smoothing == 0
+    if (fallback or affine is None) and plain:
+        total = _fallback_losses(logits, target, ignore_index, chunk_tokens).sum()
+        if reduction == "sum":
+            return total
+        return total / ((target != ignore_index).sum() if num_items is None else num_items)
+    if fallback or affine is None:
+        return NotImplemented
 
     def of_weight(hidden: torch.Tensor) -> torch.Tensor:
-        weight, bias, *_ = read_projection("lm_head", head)
-        options = {"logit_scale": known[0], "softcap": known[1], "chunk_tokens": chunk_tokens}
-        bias = bias if bias is None or known[0] == 1 else bias * known[0]
-        options |= {"bias": bias, "ignore_index": ignore_index, "num_items": num_items_in_batch}
-        return linear_cross_entropy(hidden, weight, targets, **options)
+        matrix, bias, *_ = read_projection("lm_head", head)
+        biases = [] if bias is None else [bias if affine.scale == 1 else bias * affine.scale]
+        biases += [tensor.to(matrix.dtype) for tensor in affine.added]
+        options = {"logit_scale": affine.scale, "softcap": affine.softcap, "chunk_tokens": chunk_tokens}
+        options |= {"ignore_index": ignore_index, "num_items": num_items, "reduction": reduction}
+        options |= {"class_weight": weight, "label_smoothing": label_smoothing}
+        return linear_cross_entropy(hidden, matrix, target, bias=sum(biases) if biases else None, **options)
 
-    return call_inside(head, of_weight, hidden)  # a head that is called has its weight gathered by its own call
+    return call_inside(head, of_weight, logits.hidden)  # a head that is called has its weight gathered by its own call
 
 
 def _fallback_losses(

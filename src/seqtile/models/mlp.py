@@ -1,23 +1,23 @@
 """The tiled forwards of MLPs: of a gated MLP module, and of a mixture's experts.
 
-A gated MLP has gate_proj, up_proj and down_proj, or gate_up_proj and down_proj. A mixture's experts are given the
-tokens together with their routes; the router stays as it is, over the whole sequence: its logits are small, and so
+A gated MLP is known by its forward's source, see forms.py. Any other module that makes something of each token by itself
+is called chunk by chunk. A mixture's experts are given the tokens together with their routes; the router stays as it is, over the whole sequence: its logits are small, and so
 every token goes where it would go untiled, and what is recorded of them for the balancing loss is what Hugging Face
 records.
 """
 
 from collections.abc import Callable
-from functools import partial
-from typing import Any
+from types import CodeType
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
-from transformers import PreTrainedConfig
 from transformers.utils import logging
 
-from seqtile.arch import ARCHS, Arch
-from seqtile.models.fallback import call_tiled
+from seqtile.models.fallback import call_tiled, inside_chunk
+from seqtile.models.forms import code_of, names_in
 from seqtile.models.placement import Options, forward_in_place_of, stand_in_for
 from seqtile.models.weights import (
     activation_fallback_reason,
@@ -29,24 +29,66 @@ from seqtile.models.weights import (
     process_fallback_reason,
     projection_fallback_reason,
     read_projection,
+    silu_fallback_reason,
 )
 from seqtile.ops.chunks import resolve_chunk_tokens
 from seqtile.ops.gated_mlp import gated_mlp
 from seqtile.ops.linear import Projection
 
 logger = logging.get_logger(__name__)
-_GIVEN = "given"  # the activation is the module that the MLP holds
-_FORWARDS = {  # where an MLP's forward that `gated_mlp` computes was written -> its activation
-    "liger_kernel.transformers.geglu.LigerGEGLUMLP.forward": "gelu_tanh",
-    "liger_kernel.transformers.swiglu.LigerPhi3SwiGLUMLP.forward": "silu",
-    "liger_kernel.transformers.swiglu.LigerQwen3MoeSwiGLUMLP.forward": "silu",
-    "liger_kernel.transformers.swiglu.LigerSwiGLUMLP.forward": "silu",
-    **{f"{arch.modeling_name}.{arch.prefix}MLP.forward": _GIVEN for arch in ARCHS.values()},
+
+
+class Gated(NamedTuple):
+    """What the forward of a gated MLP, down(activation(gate(x)) * up(x)), calls its parts."""
+
+    gate: str
+    up: str | None
+    """None where the projection called `gate` makes both, gate before up."""
+    down: str
+    module: str | None
+    """The activation, a module that the MLP holds; None where the forward names a function."""
+    activation: str | None = None
+    """That function, as `gated_mlp` calls it."""
+
+
+_HALF = "self.gate(x).chunk(2, dim=-1)"
+_PATTERNS = {  # see forms.py -> the activation, where it is a function
+    "self.down(self.act(self.gate(x)) * self.up(x))": None,
+    f"self.down(self.act({_HALF}[0]) * {_HALF}[1])": None,
+    "self.down(F.silu(self.gate(x)) * self.up(x))": "silu",
 }
+_LIGER = "liger_kernel.transformers"
+_LIGERS = {  # where one of Liger's forwards was written, which call its kernels
+    f"{_LIGER}.geglu.LigerGEGLUMLP.forward": Gated("gate_proj", "up_proj", "down_proj", None, "gelu_tanh"),
+    f"{_LIGER}.swiglu.LigerPhi3SwiGLUMLP.forward": Gated("gate_up_proj", None, "down_proj", None, "silu"),
+    f"{_LIGER}.swiglu.LigerQwen3MoeSwiGLUMLP.forward": Gated("gate_proj", "up_proj", "down_proj", None, "silu"),
+    f"{_LIGER}.swiglu.LigerSwiGLUMLP.forward": Gated("gate_proj", "up_proj", "down_proj", None, "silu"),
+}
+_seen: dict[str, tuple[CodeType, Gated | None]] = {}  # where a forward was written -> its code, what it is
 
 
-def tiled_mlp_forward(arch: Arch, options: Options, original: Callable) -> Callable:
-    """Returns a tiled forward in place of `original`, an MLP's forward (a plain function).
+def gated_form(forward: Callable) -> Gated | None:
+    """Returns what an MLP's forward that `gated_mlp` computes calls its parts; None of any other forward."""
+    if (path := defining_path(forward)) in _LIGERS:
+        return _LIGERS[path]
+    if torch.compiler.is_compiling():  # whose tracer cannot read source; what is tiled was seen before
+        return _seen[path][1] if path in _seen else None
+    code = code_of(forward)
+    ours = {"F": F, "nn": nn}  # what the patterns mean by these names
+    if not path or code is None or any(forward.__globals__.get(name, thing) is not thing for name, thing in ours.items()):
+        return None
+    if path not in _seen or _seen[path][0] is not code:
+        found = None
+        for pattern, activation in _PATTERNS.items():
+            if (names := names_in(code, pattern)) is not None:
+                found = Gated(names["gate"], names.get("up"), names["down"], names.get("act"), activation)
+        _seen[path] = code, found
+    return _seen[path][1]
+
+
+def tiled_mlp_forward(options: Options, original: Callable) -> Callable:
+    """Returns a tiled forward in place of `original`, an MLP's forward (a plain function) of a token's hidden states,
+    or of several tensors that are as long.
 
     `gated_mlp` where the projections' tensors can be read, else `original` itself, chunk by chunk. Which of them is
     asked at every forward: an adapter may have come since. The tensors are read in the same order whatever the length,
@@ -54,12 +96,16 @@ def tiled_mlp_forward(arch: Arch, options: Options, original: Callable) -> Calla
     different lengths.
     """
 
+    gated_form(original)
+
     @stand_in_for(original)
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, *others: torch.Tensor, **kwargs: Any) -> torch.Tensor:
+        if kwargs or not all(isinstance(other, torch.Tensor) for other in others):
+            return original(self, x, *others, **kwargs)
         tokens, chunk = x.shape[:-1].numel(), resolve_chunk_tokens(options.chunk_tokens, x.shape[-1])
         if tokens > chunk:
             check_untransformed()
-        elif self.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+        elif self.training and torch.is_grad_enabled() and not (torch.compiler.is_compiling() or inside_chunk()):
             logger.warning_once(
                 f"a sequence fits in one chunk of {chunk} tokens: its MLPs, and its layers with layer=True, run "
                 "untiled and keep what they keep untiled; for less memory train on longer sequences, or pass a smaller "
@@ -67,14 +113,18 @@ def tiled_mlp_forward(arch: Arch, options: Options, original: Callable) -> Calla
             )
         if (reason := mlp_fallback_reason(self, original)) is not None:
             check_not_zero3(self, reason)
-            return call_tiled(partial(original, self), [self], x, chunk_tokens=options.chunk_tokens)
+
+            def of_chunk(*pieces: torch.Tensor) -> torch.Tensor:
+                return original(self, *(piece.contiguous() for piece in pieces))  # some call view
+
+            return call_tiled(of_chunk, [self], x, *others, chunk_tokens=options.chunk_tokens)
         arguments: dict[str, Any] = {"up_weight": None}
         for name, projection in zip(("gate", "up", "down"), read_mlp(self), strict=True):
             if projection is not None:
                 arguments[f"{name}_weight"] = projection.weight
                 arguments[f"{name}_bias"] = projection.bias
                 arguments[f"{name}_lora"] = projection.adapter
-        activation = _activation_name(self, original)
+        activation = _activation_name(self, gated_form(original))
         return gated_mlp(x, **arguments, activation=activation, chunk_tokens=options.chunk_tokens)
 
     return forward
@@ -82,21 +132,17 @@ def tiled_mlp_forward(arch: Arch, options: Options, original: Callable) -> Calla
 
 def read_mlp(mlp: nn.Module) -> tuple[Projection, Projection | None, Projection]:
     """Returns gate, up and down; up is None where gate holds it."""
-    gate, *up, down = (read_projection(name, getattr(mlp, name)) for name in _projections(mlp))
+    form = gated_form(forward_in_place_of(mlp))
+    gate, *up, down = (read_projection(name, getattr(mlp, name)) for name in _projections(form))
     return gate, up[0] if up else None, down
 
 
 def activation_of(mlp: nn.Module) -> str:
     """Returns the activation of an MLP that `gated_mlp` computes, as that names it."""
-    return _activation_name(mlp, forward_in_place_of(mlp))
+    return _activation_name(mlp, gated_form(forward_in_place_of(mlp)))
 
 
-def is_gated_mlp(forward: Callable) -> bool:
-    """Says if an MLP's forward is one that `gated_mlp` computes."""
-    return defining_path(forward) in _FORWARDS
-
-
-def check_mlp(arch: Arch, mlp: nn.Module, options: Options) -> str | None:
+def check_mlp(mlp: nn.Module, options: Options) -> str | None:
     """Raises ValueError where the tiled MLP would refuse to run; returns why it falls back."""
     if (reason := mlp_fallback_reason(mlp, forward_in_place_of(mlp))) is not None:
         check_not_zero3(mlp, reason)
@@ -105,31 +151,27 @@ def check_mlp(arch: Arch, mlp: nn.Module, options: Options) -> str | None:
 
 def mlp_fallback_reason(mlp: nn.Module, forward: Callable) -> str | None:
     """Says why an MLP that has this forward is called rather than read."""
-    if not is_gated_mlp(forward):
+    if (form := gated_form(forward)) is None:
         return f"its forward is {named(forward)}"
     if (reason := process_fallback_reason()) is not None:
         return reason
-    for name in _projections(mlp):
+    for name in _projections(form):
         if (reason := projection_fallback_reason(name, getattr(mlp, name, None))) is not None:
             return reason
-    return activation_fallback_reason(_activation(mlp)) if _FORWARDS[defining_path(forward)] == _GIVEN else None
+    if form.module is not None:
+        return activation_fallback_reason(getattr(mlp, form.module))
+    return silu_fallback_reason() if defining_path(forward) not in _LIGERS else None
 
 
-def _projections(mlp: nn.Module) -> tuple[str, ...]:
-    fused = hasattr(mlp, "gate_up_proj")
-    return ("gate_up_proj", "down_proj") if fused else ("gate_proj", "up_proj", "down_proj")
+def _projections(form: Gated) -> tuple[str, ...]:
+    return (form.gate, form.down) if form.up is None else (form.gate, form.up, form.down)
 
 
-def _activation_name(mlp: nn.Module, forward: Callable) -> str:
-    known = _FORWARDS[defining_path(forward)]
-    return activation_name(_activation(mlp)) if known == _GIVEN else known
+def _activation_name(mlp: nn.Module, form: Gated) -> str:
+    return form.activation or activation_name(getattr(mlp, form.module))
 
 
-def _activation(mlp: nn.Module) -> object:
-    return getattr(mlp, "act_fn", None) or getattr(mlp, "activation_fn", None)
-
-
-def tiled_experts_forward(arch: Arch, options: Options, original: Callable) -> Callable:
+def tiled_experts_forward(options: Options, original: Callable) -> Callable:
     """Returns `original`, the forward (a plain function) of a mixture's experts, chunk by chunk.
 
     A chunk's tokens are shared out over all experts, so by default it is longer than an MLP's, see
@@ -139,7 +181,9 @@ def tiled_experts_forward(arch: Arch, options: Options, original: Callable) -> C
 
     @stand_in_for(original)
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor):
-        check_experts(arch, self, options)
+        if not top_k_index.shape[:-1] == hidden_states.shape[:-1] == top_k_weights.shape[:-1]:
+            return original(self, hidden_states, top_k_index, top_k_weights)
+        check_experts(self, options)
         own = dict(self.named_parameters(recurse=False))
         given = {name: getattr(self, name) for name in self.parametrizations} if is_parametrized(self) else {}
         # What may be another tensor once this call is over: computed weights, a shard under expert parallelism.
@@ -150,7 +194,7 @@ def tiled_experts_forward(arch: Arch, options: Options, original: Callable) -> C
             seen = _Instead(self, dict(zip(names, shared, strict=True))) if names else self
             return original(seen, hidden, index, weights)
 
-        sparsity = self.num_experts / top_k_index.shape[-1]
+        sparsity = experts_of(self) / top_k_index.shape[-1]
         return call_tiled(
             of_chunk,
             [],
@@ -176,37 +220,25 @@ class _Instead:
         return getattr(self._module, name)
 
 
-def check_experts(arch: Arch, experts: nn.Module, options: Options) -> str:
+def check_experts(experts: nn.Module, options: Options) -> str:
     """Raises ValueError where the tiled experts would refuse to run; returns why they fall back."""
     reason = "tokens are routed to experts"
     check_not_zero3(experts, reason)
     return reason
 
 
-def mlps_of(model: nn.Module) -> list[nn.Module]:
-    """Returns every module that is tiled as an MLP: a layer's MLP, or the experts of a mixture; inside PEFT's
-    wrappers."""
-    mlps = [_inside_peft(layer.mlp) for layer in model.base_model.layers]
-    return [_inside_peft(mlp.experts) if hasattr(mlp, "experts") else mlp for mlp in mlps]
+def experts_of(module: nn.Module) -> int:
+    """Returns how many experts a module holds the weights of: itself, in no layer of its own; 0 of none."""
+    weights = list(module.parameters(recurse=False))
+    weights += [weight.original for weight in module.parametrizations.values()] if is_parametrized(module) else []
+    shapes = [getattr(weight, "ds_shape", weight.shape) for weight in weights]  # ZeRO-3's shards have another shape
+    return max((shape[0] for shape in shapes if len(shape) == 3), default=0)
 
 
-def _inside_peft(module: nn.Module) -> nn.Module:
-    """Returns the module that runs within PEFT's adapters of parameters and its copies of modules to save."""
-    while True:
-        if hasattr(module, "modules_to_save"):
-            saved = [module.modules_to_save[name] for name in module.active_adapters if name in module.modules_to_save]
-            module = saved[0] if saved and not module.disable_adapters else module.original_module
-        elif hasattr(module, "base_layer"):
-            module = module.base_layer
-        else:
-            return module
+_EXPERTS_A_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k_experts", "moe_k")
 
 
-def are_experts(module: nn.Module) -> bool:
-    """Says if a module holds the weights of all experts of a mixture: itself, in no layer of its own."""
-    return isinstance(getattr(module, "gate_up_proj", None), torch.Tensor)
-
-
-def sparsity_of(module: nn.Module, config: PreTrainedConfig) -> float:
-    """Returns experts / experts a token; 1 without experts."""
-    return module.num_experts / config.num_experts_per_tok if are_experts(module) else 1
+def sparsity_of(module: nn.Module, config: Any) -> float:
+    """Returns experts / experts a token; 1 without experts, or where the config does not say."""
+    a_token = next((getattr(config, name) for name in _EXPERTS_A_TOKEN if getattr(config, name, None)), None)
+    return (experts_of(module) / a_token if a_token else 1) or 1

@@ -5,6 +5,7 @@ The classes of MLPs and norms, which after Liger are shared by many architecture
 same name.
 """
 
+import sys
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -14,17 +15,20 @@ from typing import Any, NamedTuple
 from torch import nn
 from transformers import PreTrainedModel
 
-from seqtile.arch import ARCHS, Arch, find_arch
-from seqtile.models.layer import check_layer, check_norm, tiled_layer_forward, tiled_norm_forward, uncached_forward
-from seqtile.models.loss import check_loss, tiled_loss_forward
-from seqtile.models.mlp import (
-    are_experts,
-    check_experts,
-    check_mlp,
-    mlps_of,
-    tiled_experts_forward,
-    tiled_mlp_forward,
+from seqtile.models.find import experts_in, layers_of, mlps_of
+from seqtile.models.layer import (
+    base_models_of,
+    check_layer,
+    check_norm,
+    layer_refusal,
+    norms_of,
+    tiled_layer_forward,
+    tiled_norm_forward,
+    uncached_forward,
 )
+from seqtile.models.loss import check_loss, place_of_head, tiled_loss_forward
+from seqtile.models.mlp import check_experts, check_mlp, tiled_experts_forward, tiled_mlp_forward
+from seqtile.models.model_types import model_classes, unfilled_model
 from seqtile.models.placement import Options, check_place, check_unplace, place, placement_at, unplace
 
 
@@ -33,51 +37,24 @@ class Part(NamedTuple):
 
     option: str
     """The option of `apply_seqtile_to_llama` that asks for it."""
-    class_names: Callable[[Arch], tuple[str, ...]]
-    """The names of its classes, in Hugging Face's module of an architecture."""
     modules: Callable[[nn.Module], list[nn.Module]]
     """All such modules of a model."""
-    tiled_forward: Callable[[Arch, Options, Callable], Callable]
+    tiled_forward: Callable[[Options, Callable], Callable]
     """Returns the tiled forward that stands in for one (a plain function)."""
-    check: Callable[[Arch, nn.Module, Options], str | None] = lambda *_: None
+    check: Callable[[nn.Module, Options], str | None] = lambda *_: None
     """Raises ValueError where the tiled forward would refuse a module; returns why it falls back, if it does."""
+    refusal: Callable[[nn.Module], str | None] = lambda _: None
+    """Says why a module, by its kind, is left untiled."""
     swapped: bool = False
     """Its class is swapped for a subclass, rather than changed."""
 
 
-LOSS = Part("loss", lambda arch: (arch.causal_lm_name,), lambda model: [model], tiled_loss_forward, check_loss)
-MLP = Part(
-    "mlp",
-    lambda arch: tuple(name for name in arch.mlp_names if not name.endswith("Experts")),
-    lambda model: [mlp for mlp in mlps_of(model) if not are_experts(mlp)],
-    tiled_mlp_forward,
-    check_mlp,
-    swapped=True,
-)
-EXPERTS = Part(
-    "mlp",
-    lambda arch: tuple(name for name in arch.mlp_names if name.endswith("Experts")),
-    lambda model: [mlp for mlp in mlps_of(model) if are_experts(mlp)],
-    tiled_experts_forward,
-    check_experts,
-    swapped=True,
-)
-LAYER = Part(
-    "layer",
-    lambda arch: (f"{arch.prefix}DecoderLayer",),
-    lambda model: list(model.base_model.layers),
-    tiled_layer_forward,
-    check_layer,
-)
-NORM = Part(
-    "layer",
-    lambda arch: (arch.norm_name,),
-    lambda model: [model.base_model.norm],
-    tiled_norm_forward,
-    check_norm,
-    swapped=True,
-)
-BASE = Part("layer", lambda arch: (f"{arch.prefix}Model",), lambda model: [model.base_model], uncached_forward)
+LOSS = Part("loss", lambda model: [model], tiled_loss_forward, check_loss)
+MLP = Part("mlp", mlps_of, tiled_mlp_forward, check_mlp, swapped=True)
+EXPERTS = Part("mlp", experts_in, tiled_experts_forward, check_experts, swapped=True)
+LAYER = Part("layer", layers_of, tiled_layer_forward, check_layer, layer_refusal)
+NORM = Part("layer", norms_of, tiled_norm_forward, check_norm, swapped=True)
+BASE = Part("layer", base_models_of, uncached_forward)
 PARTS = (LOSS, MLP, EXPERTS, LAYER, NORM, BASE)
 
 
@@ -88,29 +65,24 @@ class ClassPatch:
     parts: set[str] = field(default_factory=set)
     owners: dict[type, None] = field(default_factory=dict)
     """The classes that have a tiled forward."""
-    subclasses: dict[type, str] = field(default_factory=dict)
-    """Those of them that stand in for others, by whose names: more than one if another library replaced the first."""
+    subclasses: dict[type, tuple[str, str]] = field(default_factory=dict)
+    """Those of them that stand in for others, and where, a module and a name: more than one in a place if another
+    library replaced the first."""
 
 
 _CLASSES: dict[str, ClassPatch] = {}  # the one registry: model_type -> what was applied to its classes
 _ASKED = "_seqtile_parts"  # on a model: the parts that were applied to it
 
 
-def apply(arch: Arch, model: nn.Module | None, options: Options) -> None:
+def apply(model_type: str, model: nn.Module | None, options: Options) -> None:
     """See `apply_seqtile_to_llama`. Everything is checked before anything is changed."""
     options.check()
-    if options.layer and not arch.layer:
-        known = ", ".join(name for name, other in ARCHS.items() if other.layer)
-        raise ValueError(
-            f"layer=True: the layers of {arch.model_type} are not of Llama's shape; expected one of {known}; apply "
-            "with layer=False"
-        )
     parts = [(part, _options_of(part, options)) for part in PARTS if part.option in options.parts]
     if model is None:
-        _apply_to_classes(arch, parts)
-        _CLASSES[arch.model_type].parts |= options.parts
+        _apply_to_classes(model_type, parts)
+        _CLASSES[model_type].parts |= options.parts
     else:
-        _apply_to_model(arch, model, parts)
+        _apply_to_model(model, parts)
         setattr(model, _ASKED, getattr(model, _ASKED, frozenset()) | options.parts)
 
 
@@ -118,37 +90,61 @@ def _options_of(part: Part, options: Options) -> Options:
     return options if part is LAYER else replace(options, head_groups=None)
 
 
-def _apply_to_classes(arch: Arch, parts: list[tuple[Part, Options]]) -> None:
-    found = [(name, part, options) for part, options in parts for name in part.class_names(arch)]
-    for name, _, options in found:
-        check_place(getattr(arch.modeling, name), options)
-    patch = _CLASSES.setdefault(arch.model_type, ClassPatch())
-    for name, part, options in found:
-        owner = getattr(arch.modeling, name)
+def _found(model: nn.Module, parts: list[tuple[Part, Options]]) -> list[tuple[nn.Module, Part, Options]]:
+    """Returns the modules of a model that can be tiled. ValueError if all that is asked for of a part cannot."""
+    found = []
+    for part, options in parts:
+        modules = {module: part.refusal(module) for module in part.modules(model)}
+        found += [(module, part, options) for module, refusal in modules.items() if refusal is None]
+        if part is LAYER and (not modules or None not in modules.values()):
+            reason = next(iter(modules.values()), "it has none that Hugging Face can checkpoint")
+            raise ValueError(
+                f"layer=True: the layers of {type(model).__name__} cannot be tiled: {reason}; apply with layer=False"
+            )
+    return found
+
+
+def _apply_to_classes(model_type: str, parts: list[tuple[Part, Options]]) -> None:
+    found: dict[tuple[str, str], tuple[Part, Options]] = {}  # where a class is to be found -> how it is tiled
+    for cls in model_classes(model_type):
+        model = unfilled_model(cls, model_type)
+        for module, part, options in _found(model, parts):
+            found |= dict.fromkeys(_names_of(type(module), cls), (part, options))
+    for (module_name, name), (_, options) in found.items():
+        check_place(getattr(sys.modules[module_name], name), options)
+    patch = _CLASSES.setdefault(model_type, ClassPatch())
+    for (module_name, name), (part, options) in found.items():
+        module = sys.modules[module_name]
+        owner = getattr(module, name)
         if part.swapped and owner not in patch.subclasses:
             # To be found, by pickle too, where its base was, under `name`.
-            namespace = {"__module__": arch.modeling.__name__, "__qualname__": name}
-            owner = type(owner.__name__, (owner,), namespace)
-            patch.subclasses[owner] = name
-            setattr(arch.modeling, name, owner)
+            owner = type(owner.__name__, (owner,), {"__module__": module_name, "__qualname__": name})
+            patch.subclasses[owner] = module_name, name
+            setattr(module, name, owner)
         patch.owners[owner] = None
-        place(owner, partial(part.tiled_forward, arch, options), options, {})
+        place(owner, partial(part.tiled_forward, options), options, {})
 
 
-def _apply_to_model(arch: Arch, model: nn.Module, parts: list[tuple[Part, Options]]) -> None:
-    if LOSS in (part for part, _ in parts) and not isinstance(model, arch.causal_lm):
-        raise ValueError(
-            f"expected a {arch.causal_lm_name}, got a {type(model).__name__}; pass the causal LM itself, not a wrapper "
-            "around it, or apply with loss=False"
-        )
-    found = [(module, part, options) for part, options in parts for module in part.modules(model)]
+def _names_of(cls: type, model_class: type) -> list[tuple[str, str]]:
+    """Returns where the code of a model finds a class: in its own module, else where the class is at home."""
+    for module_name in (model_class.__module__, cls.__module__):
+        names = [name for name, value in vars(sys.modules[module_name]).items() if value is cls]
+        if names:
+            return [(module_name, names[0])]
+    return []
+
+
+def _apply_to_model(model: nn.Module, parts: list[tuple[Part, Options]]) -> None:
+    if LOSS in (part for part, _ in parts):
+        place_of_head(model)
+    found = _found(model, parts)
     for module, part, options in found:
-        part.check(arch, module, options)
+        part.check(module, options)
     for module, _, options in found:
         check_place(module, options)
     classes: dict[type, type] = {}
     for module, part, options in found:
-        place(module, partial(part.tiled_forward, arch, options), options, classes)
+        place(module, partial(part.tiled_forward, options), options, classes)
 
 
 def restore(target: nn.Module | str | None = None) -> None:
@@ -164,17 +160,17 @@ def restore(target: nn.Module | str | None = None) -> None:
         for model_type in list(_CLASSES):
             restore(model_type)
     elif isinstance(target, str):
-        arch = find_arch(target)
+        model_classes(target)
         if (patch := _CLASSES.get(target)) is None:
             return
         _unplace_all(list(patch.owners))
-        for subclass, name in patch.subclasses.items():
-            if getattr(arch.modeling, name) is subclass:
-                setattr(arch.modeling, name, subclass.__base__)
+        for subclass, (module_name, name) in patch.subclasses.items():
+            if getattr(sys.modules[module_name], name) is subclass:
+                setattr(sys.modules[module_name], name, subclass.__base__)
         del _CLASSES[target]
     else:
         model = unwrapped(target)
-        find_arch(model_type_of(model))
+        model_type_of(model)
         modules = list(dict.fromkeys(module for part in PARTS for module in part.modules(model)))
         _unplace_all(modules)
         vars(model).pop(_ASKED, None)
@@ -209,7 +205,6 @@ def model_type_of(model: Any) -> str:
     if not isinstance(model, PreTrainedModel):
         raise TypeError(
             f"expected a Hugging Face model, got a {type(model).__name__}; pass the model itself, not a wrapper around "
-            "it (.module of DDP and DeepSpeed); supported model types: "
-            f"{', '.join(ARCHS)}"
+            "it (.module of DDP and DeepSpeed)"
         )
     return model.config.model_type

@@ -146,15 +146,20 @@ def activation_fallback_reason(activation: Any) -> str | None:
     if (reason := module_fallback_reason(activation)) is not None:
         return f"its activation {reason}"
     if cls is not GELUTanh:
-        if F.silu is _SILU or defining_path(F.silu) == "torch.nn.functional.silu":
-            return None
-        return f"torch.nn.functional.silu was replaced by {named(F.silu)}"
+        return silu_fallback_reason()
     function = activation.act
     if type(function) is not partial or function.keywords != {"approximate": "tanh"} or function.args:
         return f"its activation calls {named(function)}"
     if _is_builtin(function.func, "gelu"):
         return None
     return f"torch.nn.functional.gelu was replaced by {named(function.func)}"
+
+
+def silu_fallback_reason() -> str | None:
+    """Says why calling torch.nn.functional.silu is not computing it."""
+    if F.silu is _SILU or defining_path(F.silu) == "torch.nn.functional.silu":
+        return None
+    return f"torch.nn.functional.silu was replaced by {named(F.silu)}"
 
 
 def _is_linear(function: Any) -> bool:

@@ -1,0 +1,106 @@
+"""Finds what of a model can be tiled, by what the modules are made of and not by their names.
+
+    the text model's modules ── a decoder layer: a layer that Hugging Face can checkpoint
+                            ├── an MLP: makes something of each token's tensors by two projections or more of its own
+                            └── experts: given tokens, their experts and the weights of these
+"""
+
+import inspect
+import re
+from collections.abc import Iterator
+from functools import lru_cache
+
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from seqtile.models.mlp import experts_of
+
+_OF_A_SEQUENCE = re.compile(r"mask|cache|past|position|state|layer|head")  # arguments that tell of other tokens, or more
+
+
+def layers_of(model: nn.Module) -> list[nn.Module]:
+    """Returns the layers of a model's text part, in their order."""
+    return [module for module in _walk(text_model_of(model)) if isinstance(module, GradientCheckpointingLayer)]
+
+
+def mlps_of(model: nn.Module) -> list[nn.Module]:
+    """Returns every module of the text part that is tiled as an MLP, inside PEFT's wrappers; not experts."""
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    modules = (module for module in _walk(text_model_of(model)) if _is_mlp(module))
+    return [module for module in modules if head is None or head not in module.modules()]
+
+
+def experts_in(model: nn.Module) -> list[nn.Module]:
+    """Returns every module of the text part that holds the weights of a mixture's experts, inside PEFT's wrappers."""
+    return [module for module in _walk(text_model_of(model)) if are_experts(module)]
+
+
+def text_model_of(model: nn.Module) -> nn.Module:
+    """Returns the part of a model, perhaps of text and images, that computes the hidden states of its head."""
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else None
+    return model if decoder is None else decoder
+
+
+def are_experts(module: nn.Module) -> bool:
+    """Says if a module holds the weights of all experts of a mixture, and is told which of them each token goes to."""
+    return len(_arguments(type(module))) == 3 and experts_of(module) > 0
+
+
+def _is_mlp(module: nn.Module) -> bool:
+    names = _arguments(type(module))
+    required = [name for name, needed in names.items() if needed]
+    if len(required) not in (1, 2) or any(_OF_A_SEQUENCE.search(name) for name in names if name not in required):
+        return False
+    children = [inside_peft(child) for child in module.children()]
+    if any(experts_of(part) for part in (module, *children)) or isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
+        return False
+    if any(isinstance(child, _ConvNd) or _holds_weights_below(child) for child in children):
+        return False
+    return sum(_is_projection(child) for child in children) >= 2
+
+
+def _is_projection(module: nn.Module) -> bool:
+    return any(len(getattr(weight, "ds_shape", weight.shape)) == 2 for weight in module.parameters(recurse=False))
+
+
+def _holds_weights_below(module: nn.Module) -> bool:
+    return any(True for child in module.children() for _ in child.parameters())
+
+
+@lru_cache(maxsize=None)
+def _arguments(cls: type) -> dict[str, bool]:
+    """Returns the names of what the forward of a class is given by position, and if it must be given."""
+    try:
+        parameters = list(inspect.signature(cls.forward).parameters.values())[1:]
+    except (ValueError, TypeError):
+        return {}
+    return {
+        parameter.name: parameter.default is parameter.empty
+        for parameter in parameters
+        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
+    }
+
+
+def _walk(module: nn.Module) -> Iterator[nn.Module]:
+    """Yields a module and all below it, of PEFT's wrappers only what runs inside."""
+    seen: set[int] = set()
+    waiting = [module]
+    while waiting:
+        module = inside_peft(waiting.pop())
+        if id(module) not in seen:
+            seen.add(id(module))
+            yield module
+            waiting += reversed(list(module.children()))
+
+
+def inside_peft(module: nn.Module) -> nn.Module:
+    """Returns the module that runs within PEFT's adapters of parameters and its copies of modules to save."""
+    while True:
+        if hasattr(module, "modules_to_save"):
+            saved = [module.modules_to_save[name] for name in module.active_adapters if name in module.modules_to_save]
+            module = saved[0] if saved and not module.disable_adapters else module.original_module
+        elif hasattr(module, "base_layer"):
+            module = module.base_layer
+        else:
+            return module

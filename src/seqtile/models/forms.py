@@ -1,0 +1,172 @@
+"""Recognises what a forward computes by its source code, whoever's class it is and whatever its parts are called.
+
+    def forward(self, x):                                    form    self.w2(F.silu(self.w1(x)) * self.w3(x))
+        gate = F.silu(self.w1(x))              ──────>       pattern self.down(F.silu(self.gate(x)) * self.up(x))
+        return self.w2(gate * self.w3(x))                    names   gate: w1, up: w3, down: w2
+
+A function is known by the code that runs, so a replaced or decorated one is never taken for what it replaces.
+"""
+
+import ast
+import copy
+import inspect
+import textwrap
+from functools import lru_cache
+from importlib.util import find_spec
+from pathlib import Path
+from types import CodeType, FunctionType
+from typing import Any
+
+_FUNCTIONAL = {"nn.functional.": "F.", "torch.nn.functional.": "F."}
+
+
+def code_of(function: Any) -> CodeType | None:
+    """Returns the code that a plain function or a method runs; None of anything else."""
+    function = getattr(function, "__func__", function)
+    return function.__code__ if type(function) is FunctionType else None
+
+
+def source_of(function: Any) -> str | None:
+    """Returns the text of a function's body without docstring and annotations; None if there is none to be read."""
+    code = code_of(function)
+    return None if code is None else _source_of(code)
+
+
+@lru_cache(maxsize=None)
+def _source_of(code: CodeType) -> str | None:
+    function = _parsed(code)
+    return None if function is None else _body_text(function)
+
+
+def source_in_file(module: str, name: str) -> str:
+    """Returns the same of what a module's file says, whatever stands in the module by now; `name` is that of a function
+    or Class.method."""
+    *owner, function = name.split(".")
+    body = _file(module).body
+    if owner:
+        body = next(node for node in body if isinstance(node, ast.ClassDef) and node.name == owner[0]).body
+    return _body_text(_plain(next(n for n in body if isinstance(n, ast.FunctionDef) and n.name == function)))
+
+
+@lru_cache(maxsize=None)
+def _file(module: str) -> ast.Module:
+    return ast.parse(Path(find_spec(module).origin).read_text(encoding="utf-8"))
+
+
+def _body_text(function: ast.FunctionDef) -> str:
+    return "\n".join(ast.unparse(statement) for statement in function.body)
+
+
+@lru_cache(maxsize=None)
+def form_of(code: CodeType) -> ast.expr | None:
+    """Returns what a function of straight-line code returns, as one expression of its arguments, which are called x, y
+    and z in their order; None of any other function."""
+    function = _parsed(code)
+    if function is None:
+        return None
+    arguments = [argument.arg for argument in function.args.args if argument.arg != "self"]
+    values: dict[str, ast.expr] = dict(zip(arguments, (ast.Name(name) for name in "xyz"), strict=False))
+    if len(arguments) > 3:
+        return None
+    for statement in function.body:
+        match statement:
+            case ast.Return(value=ast.expr() as value):
+                return _Inlined(values).visit(value)
+            case ast.Assign(targets=[ast.Name(id=name)], value=value):
+                values[name] = _Inlined(values).visit(value)
+            case ast.Assign(targets=[ast.Tuple(elts=targets)], value=value):
+                value = _Inlined(values).visit(value)
+                for i, target in enumerate(targets):
+                    if not isinstance(target, ast.Name):
+                        return None
+                    values[target.id] = ast.Subscript(value, ast.Constant(i))
+            case _:
+                return None
+    return None
+
+
+def names_in(code: CodeType | None, pattern: str) -> dict[str, str] | None:
+    """Returns what a function calls the attributes of self that `pattern` names, such as {"down": "w2"}, if its form is
+    that pattern; None if it is not. Factors may stand in either order."""
+    form = None if code is None else form_of(code)
+    names: dict[str, str] = {}
+    if form is None or not _matches(form, ast.parse(pattern, mode="eval").body, names):
+        return None
+    return names
+
+
+def _parsed(code: CodeType) -> ast.FunctionDef | None:
+    try:  # of the code, since inspect would look behind a decorator's wrapper
+        function = ast.parse(textwrap.dedent(inspect.getsource(code))).body[0]
+    except (OSError, TypeError, SyntaxError, IndexError):
+        return None
+    if not isinstance(function, ast.FunctionDef) or function.name != code.co_name:
+        return None
+    return _plain(function)
+
+
+def _plain(function: ast.FunctionDef) -> ast.FunctionDef:
+    """Returns a function without decorators, docstring and annotations."""
+    function = copy.deepcopy(function)
+    function.decorator_list, function.returns = [], None
+    for argument in ast.walk(function):
+        if isinstance(argument, ast.arg):
+            argument.annotation = None
+    if ast.get_docstring(function) is not None:
+        function.body = function.body[1:] or [ast.Pass()]
+    function.body = [_Plain().visit(statement) for statement in function.body]
+    return function
+
+
+class _Plain(ast.NodeTransformer):
+    """Drops the annotations of variables, and writes torch.nn.functional as F."""
+
+    def visit_AnnAssign(self, node: ast.AnnAssign) -> ast.stmt:
+        self.generic_visit(node)
+        return node if node.value is None else ast.Assign([node.target], node.value, lineno=node.lineno)
+
+    def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
+        for name, short in _FUNCTIONAL.items():
+            if ast.unparse(node) == name + node.attr:
+                return ast.Attribute(ast.Name(short[:-1]), node.attr)
+        self.generic_visit(node)
+        return node
+
+
+class _Inlined(ast.NodeTransformer):
+    """Puts the expression of a variable in its place."""
+
+    def __init__(self, values: dict[str, ast.expr]):
+        self.values = values
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        return self.values.get(node.id, node)
+
+
+def _matches(form: ast.AST, pattern: ast.AST, names: dict[str, str]) -> bool:
+    """Says if a form is a pattern, and adds to `names` what it calls the pattern's attributes of self."""
+    match form, pattern:
+        case ast.Attribute(value=ast.Name(id="self")), ast.Attribute(value=ast.Name(id="self")):
+            return names.setdefault(pattern.attr, form.attr) == form.attr
+        case ast.BinOp(op=ast.Mult()), ast.BinOp(op=ast.Mult()):
+            for left, right in ((form.left, form.right), (form.right, form.left)):
+                tried = dict(names)
+                if _matches(left, pattern.left, tried) and _matches(right, pattern.right, tried):
+                    names.update(tried)
+                    return True
+            return False
+    if type(form) is not type(pattern):
+        return False
+    for field in form._fields:
+        if field == "ctx":
+            continue
+        one, other = getattr(form, field, None), getattr(pattern, field, None)
+        if isinstance(one, list):
+            if len(one) != len(other) or not all(_matches(*pair, names) for pair in zip(one, other, strict=True)):
+                return False
+        elif isinstance(one, ast.AST) and isinstance(other, ast.AST):
+            if not _matches(one, other, names):
+                return False
+        elif one != other:
+            return False
+    return True

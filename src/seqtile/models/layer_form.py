@@ -1,0 +1,100 @@
+"""Recognises decoder layers of Llama's shape, whosever class they are of: those that `seqtile.ops.decoder_layer` computes.
+
+The source of a layer, of its attention, of the rotary embedding and of its norms is compared with that of the few models
+that the tests hold `decoder_layer` against. Nothing is known by its name.
+"""
+
+from functools import cache
+from typing import Any, NamedTuple
+
+from torch import nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from seqtile.models.forms import source_in_file, source_of
+from seqtile.models.placement import computed_forward, forward_in_place_of
+from seqtile.models.weights import defining_path, named
+
+
+class AttentionForm(NamedTuple):
+    """What an attention of Llama's shape does besides: projections, rotary embedding, attention, projection."""
+
+    windows: bool = False
+    """It tells the attention function of a sliding window."""
+    head_norms: bool = False
+    """It has norms of queries and keys, shared by all heads."""
+    rotary_switch: str | None = None
+    """Its attribute that says whether it has a rotary embedding."""
+
+
+class LayerForm(NamedTuple):
+    """A layer of Llama's shape, and what tells it from Llama's."""
+
+    attention: AttentionForm
+    residual_scale: str | None
+    """The layer's attribute by which what attention and MLP return is multiplied before it is added."""
+
+
+_ATTENTIONS = {
+    "llama.modeling_llama.LlamaAttention": AttentionForm(),
+    "mistral.modeling_mistral.MistralAttention": AttentionForm(windows=True),
+    "qwen2.modeling_qwen2.Qwen2Attention": AttentionForm(windows=True),
+    "qwen3.modeling_qwen3.Qwen3Attention": AttentionForm(windows=True, head_norms=True),
+    "smollm3.modeling_smollm3.SmolLM3Attention": AttentionForm(windows=True, rotary_switch="use_rope"),
+}
+_LAYERS = {
+    "llama.modeling_llama.LlamaDecoderLayer": None,
+    "granite.modeling_granite.GraniteDecoderLayer": "residual_multiplier",
+}
+
+
+def layer_form_of(layer: nn.Module) -> LayerForm | str:
+    """Returns the form of a layer of Llama's shape; of any other layer what is not Llama's."""
+    layers, attentions = _known()
+    source = source_of(_unwrapped(forward_in_place_of(layer)))
+    if source not in layers:
+        return "its forward is not that of Llama's layers"
+    attention = layer.self_attn
+    forward = computed_forward(attention)
+    if (attention_source := source_of(forward)) not in attentions:
+        return f"its attention's forward, {named(forward)}, is not Llama's"
+    names = forward.__globals__
+    if names.get("ALL_ATTENTION_FUNCTIONS") is not ALL_ATTENTION_FUNCTIONS:
+        return "its attention looks its function up in a table of its own"
+    return LayerForm(attentions[attention_source], layers[source])
+
+
+def is_llamas_rotary(function: Any) -> bool:
+    """Says if a rotary embedding is Llama's, or Liger's kernel of it."""
+    if defining_path(function) == "liger_kernel.transformers.rope.liger_rotary_pos_emb":
+        return True
+    if source_of(function) != _in_llama("apply_rotary_pos_emb"):
+        return False
+    return source_of(function.__globals__.get("rotate_half")) == _in_llama("rotate_half")
+
+
+def is_llamas_norm(forward: Any) -> bool:
+    """Says if a norm's forward is that of Llama's RMSNorm."""
+    return source_of(forward) == _in_llama("LlamaRMSNorm.forward")
+
+
+def _unwrapped(forward: Any) -> Any:
+    """Returns a layer's forward within what Hugging Face puts around it, to checkpoint it."""
+    wrapper = defining_path(forward).startswith("transformers.modeling_layers.")
+    return forward.__wrapped__ if wrapper and hasattr(forward, "__wrapped__") else forward
+
+
+@cache
+def _in_llama(name: str) -> str:
+    return source_in_file("transformers.models.llama.modeling_llama", name)
+
+
+@cache
+def _known() -> tuple[dict[str, str | None], dict[str, AttentionForm]]:
+    """Returns the layers and the attentions by their source."""
+
+    def source(name: str) -> str:
+        module, _, cls = name.rpartition(".")
+        return source_in_file(f"transformers.models.{module}", f"{cls}.forward")
+
+    layers = {source(name): scale for name, scale in _LAYERS.items()}
+    return layers, {source(name): form for name, form in _ATTENTIONS.items()}

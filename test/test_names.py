@@ -15,8 +15,8 @@ def test_all_of_them() -> None:
     for name in names:
         assert getattr(seqtile, name) is not None
     assert seqtile.apply_seqtile_to_llama is ENTRIES["apply_seqtile_to_llama"]
-    with pytest.raises(AttributeError, match="module 'seqtile' has no attribute 'apply_seqtile_to_gpt2'"):
-        seqtile.apply_seqtile_to_gpt2  # noqa: B018
+    with pytest.raises(AttributeError, match="module 'seqtile' has no attribute 'apply_seqtile_to_vit'"):
+        seqtile.apply_seqtile_to_vit  # noqa: B018
 
 
 def test_nothing_is_loaded_before() -> None:

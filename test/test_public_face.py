@@ -7,15 +7,11 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
 import seqtile
-from seqtile.arch import ARCHS
+from seqtile.models import ENTRIES
 
 STUB = Path(seqtile.__file__).with_suffix(".pyi")
 FACE = runpy.run_path(str(STUB))
-ENTRIES = [f"apply_seqtile_to_{model_type}" for model_type in ARCHS]
-
 SCRIPT = """\
 from torch import nn
 import seqtile
@@ -36,25 +32,24 @@ ERRORS = [
 
 
 def test_the_names_of_the_package_and_of_the_table() -> None:
-    functions = [name for name, value in FACE.items() if inspect.isfunction(value) and value.__module__ == "<run_path>"]
-    assert functions == ENTRIES
+    """With the transformers that `make models` was run with; an older one has fewer types."""
+    assert [name for name in FACE if name.startswith("apply_seqtile_to_")] == sorted(
+        ENTRIES, key=lambda name: (name != "apply_seqtile_to_llama", name)
+    )
     assert sorted(FACE["__all__"]) == sorted(seqtile.__all__) and set(ENTRIES) <= set(seqtile.__all__)
     for name in set(seqtile.__all__) - set(ENTRIES):
         assert FACE[name] is getattr(seqtile, name), name
 
 
-@pytest.mark.parametrize("name", ENTRIES)
-def test_signatures(name: str) -> None:
-    assert inspect.signature(FACE[name]) == inspect.signature(getattr(seqtile, name))
+def test_signatures() -> None:
+    for name in ENTRIES:
+        assert inspect.signature(FACE[name]) == inspect.signature(getattr(seqtile, name)), name
 
 
 def test_the_arguments_are_explained() -> None:
-    """Once, with the words of the package; elsewhere by the name of that function."""
+    """Once, with the words of the package."""
     llama = "apply_seqtile_to_llama"
     assert inspect.getdoc(FACE[llama]) == inspect.getdoc(getattr(seqtile, llama))
-    for name in set(ENTRIES) - {llama}:
-        first = getattr(seqtile, name).__doc__.split(":")[0]
-        assert FACE[name].__doc__ == f"{first}. Arguments and errors are those of `{llama}`."
 
 
 def test_a_type_checker_finds_what_is_wrong(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ import seqtile
 from assertions import relative_error
 from distributed.cases import Case, cases
 from seqtile.arch import ARCHS
-from seqtile.models.mlp import mlps_of
+from seqtile.models.find import experts_in, mlps_of
 from seqtile.models.placement import computed_forward
 from tiny import (
     apply_liger,
@@ -155,7 +155,7 @@ def made(case: Case) -> nn.Module:
         for parameter in model.parameters():
             parameter.mul_(0.5)
     if case.adapter == "generic":
-        for mlp in mlps_of(model):
+        for mlp in mlps_of(model) + experts_in(model):
             setattr(mlp, "activation_fn" if hasattr(mlp, "activation_fn") else "act_fn", nn.GELU())
     if case.adapter == "lora":
         from peft import LoraConfig, get_peft_model

@@ -7,13 +7,14 @@ import pytest
 import torch
 from peft import LoraConfig, get_peft_model
 from torch import nn
-from transformers import AttentionInterface
+from transformers import AttentionInterface, MambaConfig, MambaForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import seqtile
 from assertions import relative_error
 from models.layered import KINDS, LAYERED, assert_equal, tiled_copy, whole
 from seqtile.arch import ARCHS
+from seqtile.models.small import small_model
 from seqtile.offload.checkpointing import Checkpoints, hand_out
 from seqtile.offload.store import Store
 from tiny import (
@@ -221,15 +222,20 @@ def test_attention_is_asked_as_hugging_face_asks_it(arch: str, length: int) -> N
 
 
 REFUSED: dict[str, tuple[type, str, Callable[[], object]]] = {
-    "another shape": (
+    "no attention": (
         ValueError,
-        "the layers of gemma2 are not of Llama's shape; expected one of granite, llama",
-        lambda: seqtile.apply_seqtile(build("gemma2"), layer=True),
+        "the layers of MambaForCausalLM cannot be tiled",
+        lambda: seqtile.apply_seqtile(small_model(MambaForCausalLM, MambaConfig()), layer=True),
     ),
-    "classes of another shape": (
+    "classes without attention": (
         ValueError,
-        "the layers of phi3 are not",
-        lambda: seqtile.apply_seqtile_to_phi3(layer=True),
+        "the layers of MambaForCausalLM cannot be tiled",
+        lambda: seqtile.apply_seqtile_to_mamba(layer=True),
+    ),
+    "groups of heads in another shape": (
+        ValueError,
+        "attention by groups of heads reads its weights, and its forward is not that of Llama's layers",
+        lambda: seqtile.apply_seqtile(build("gemma2"), layer=True, head_groups=2),
     ),
     "a number that does not divide": (
         ValueError,

@@ -37,12 +37,14 @@ class OwnMLP(modeling_llama.LlamaMLP):
 def test_an_attention_with_a_forward_of_its_own_is_refused() -> None:
     model = tiled_copy(build("llama"))
     model.model.layers[1].self_attn.__class__ = OwnAttention
-    with pytest.raises(ValueError, match="skips its attention's forward, which is not Hugging Face's"):
+    with pytest.raises(
+        ValueError, match="cannot be tiled: its attention's forward, .*OwnAttention.forward, is not Llama's"
+    ):
         model(**whole(101))
     assert "REFUSES" in str(seqtile.status(model).layer)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(modeling_llama.LlamaAttention, "forward", OwnAttention.forward)
-        with pytest.raises(ValueError, match="skips its attention's forward"):
+        with pytest.raises(ValueError, match="cannot be tiled: its attention's forward"):
             seqtile.apply_seqtile(build("llama"), layer=True)
 
 

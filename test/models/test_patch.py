@@ -16,7 +16,7 @@ import seqtile
 import seqtile.models.fallback
 import seqtile.models.mlp
 from seqtile.arch import ARCHS
-from seqtile.models.mlp import mlps_of
+from seqtile.models.find import experts_in, mlps_of
 from seqtile.models.placement import placement_at
 from tiny import CHUNK, CLASSES, apply_liger, batch_of, build, config_of, loss_and_gradients, modeling_restored
 
@@ -76,7 +76,7 @@ def test_classes(arch: str, tmp_path) -> None:
     model = build(arch)
     assert runs_tiled(model) == [True, True]
     assert type(model).__name__ == ARCHS[arch].causal_lm_name
-    assert {type(module).__name__ for module in mlps_of(model)} == set(ARCHS[arch].mlp_names)
+    assert {type(module).__name__ for module in mlps_of(model) + experts_in(model)} == set(ARCHS[arch].mlp_names)
     model.save_pretrained(tmp_path)
     assert f'"{ARCHS[arch].causal_lm_name}"' in (tmp_path / "config.json").read_text()
     assert runs_tiled(type(model).from_pretrained(tmp_path).train()) == [True, True]

@@ -11,18 +11,8 @@ from seqtile.models.layer import groups_of, is_checkpointed
 from seqtile.models.loss import has_head
 from seqtile.models.mlp import sparsity_of
 from seqtile.models.model_types import model_types
-from seqtile.models.patch import (
-    EXPERTS,
-    LAYER,
-    LOSS,
-    MLP,
-    Part,
-    apply,
-    model_type_of,
-    parts_applied_to,
-    restore,
-    unwrapped,
-)
+from seqtile.models.parts import EXPERTS, LAYER, LOSS, MLP, Part
+from seqtile.models.patch import apply, model_type_of, parts_applied_to, refused_of, restore, unwrapped
 from seqtile.models.placement import Options, current_forward, package_of, placement_at, wrappers_at
 from seqtile.ops.chunks import resolve_chunk_tokens
 
@@ -234,9 +224,7 @@ def part_status(model: nn.Module, *parts: Part) -> PartStatus:
         if placement.options.head_groups
     }
     chunk_tokens = {
-        resolve_chunk_tokens(
-            placement.options.chunk_tokens, hidden_size, sparsity_of(module, config)
-        )
+        resolve_chunk_tokens(placement.options.chunk_tokens, hidden_size, sparsity_of(module, config))
         for module, placement in placements.items()
     }
     return PartStatus(

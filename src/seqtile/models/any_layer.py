@@ -62,10 +62,11 @@ def call_layer_tiled(
     def before_attention(hidden: torch.Tensor, *pieces: torch.Tensor) -> tuple[torch.Tensor, ...]:
         heads: list[torch.Tensor] = []
 
-        def stop(module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Any, **options: Any):
-            heads.extend(x.transpose(1, 2) for x in (q, k, v))
+        def stop(module: nn.Module, *qkv: torch.Tensor, **options: Any) -> None:
+            named = dict(zip(("query", "key", "value", "attention_mask"), qkv, strict=False)) | options
+            heads.extend(named.pop(name).transpose(1, 2) for name in ("query", "key", "value"))
             if "module" not in asked:
-                asked.update(module=module, mask=mask, options=cut.whole(options, pieces))
+                asked.update(module=module, mask=named.pop("attention_mask", None), options=cut.whole(named, pieces))
             raise _Reached
 
         try:

@@ -18,7 +18,6 @@ from torch.utils._device import DeviceContext
 from seqtile.models.weights import hooks_of, is_harmless, trained
 from seqtile.ops.tiled import Outputs, tiled
 
-
 _inside_chunk: ContextVar[bool] = ContextVar("inside_chunk", default=False)
 
 

@@ -1,14 +1,14 @@
 """Finds what of a model can be tiled, by what the modules are made of and not by their names.
 
-    the text model's modules ── a decoder layer: a layer that Hugging Face can checkpoint
-                            ├── an MLP: makes something of each token's tensors by two projections or more of its own
-                            └── experts: given tokens, their experts and the weights of these
+the text model's modules ── a decoder layer: a layer that Hugging Face can checkpoint
+                        ├── an MLP: makes something of each token's tensors by two projections or more of its own
+                        └── experts: given tokens, their experts and the weights of these
 """
 
 import inspect
 import re
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import cache
 
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
@@ -16,7 +16,9 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from seqtile.models.mlp import experts_of
 
-_OF_A_SEQUENCE = re.compile(r"mask|cache|past|position|state|layer|head")  # arguments that tell of other tokens, or more
+_OF_A_SEQUENCE = re.compile(
+    r"mask|cache|past|position|state|layer|head"
+)  # arguments that tell of other tokens, or more
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
@@ -53,7 +55,9 @@ def _is_mlp(module: nn.Module) -> bool:
     if len(required) not in (1, 2) or any(_OF_A_SEQUENCE.search(name) for name in names if name not in required):
         return False
     children = [inside_peft(child) for child in module.children()]
-    if any(experts_of(part) for part in (module, *children)) or isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
+    if any(experts_of(part) for part in (module, *children)) or isinstance(
+        module, nn.ModuleList | nn.Sequential | nn.ModuleDict
+    ):
         return False
     if any(isinstance(child, _ConvNd) or _holds_weights_below(child) for child in children):
         return False
@@ -68,7 +72,7 @@ def _holds_weights_below(module: nn.Module) -> bool:
     return any(True for child in module.children() for _ in child.parameters())
 
 
-@lru_cache(maxsize=None)
+@cache
 def _arguments(cls: type) -> dict[str, bool]:
     """Returns the names of what the forward of a class is given by position, and if it must be given."""
     try:

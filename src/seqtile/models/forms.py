@@ -11,7 +11,7 @@ import ast
 import copy
 import inspect
 import textwrap
-from functools import lru_cache
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import CodeType, FunctionType
@@ -32,7 +32,7 @@ def source_of(function: Any) -> str | None:
     return None if code is None else _source_of(code)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _source_of(code: CodeType) -> str | None:
     function = _parsed(code)
     return None if function is None else _body_text(function)
@@ -48,7 +48,7 @@ def source_in_file(module: str, name: str) -> str:
     return _body_text(_plain(next(n for n in body if isinstance(n, ast.FunctionDef) and n.name == function)))
 
 
-@lru_cache(maxsize=None)
+@cache
 def _file(module: str) -> ast.Module:
     return ast.parse(Path(find_spec(module).origin).read_text(encoding="utf-8"))
 
@@ -57,7 +57,7 @@ def _body_text(function: ast.FunctionDef) -> str:
     return "\n".join(ast.unparse(statement) for statement in function.body)
 
 
-@lru_cache(maxsize=None)
+@cache
 def form_of(code: CodeType) -> ast.expr | None:
     """Returns what a function of straight-line code returns, as one expression of its arguments, which are called x, y
     and z in their order; None of any other function."""

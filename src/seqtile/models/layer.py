@@ -25,10 +25,12 @@ from seqtile.models.find import are_experts, layers_of, text_model_of
 from seqtile.models.layer_form import LayerForm, is_llamas_norm, is_llamas_rotary, layer_form_of
 from seqtile.models.mlp import activation_of, gated_form, mlp_fallback_reason, read_mlp, sparsity_of
 from seqtile.models.placement import (
+    KNOWN_PACKAGES,
     Options,
     computed_forward,
     forward_in_place_of,
     is_patched_subclass,
+    package_of,
     placement_at,
     stand_in_for,
 )
@@ -81,7 +83,7 @@ def tiled_layer_forward(options: Options, original: Callable) -> Callable:
         cache = None if hasattr(cache, _UNFILLED) else cache
         if isinstance(form, LayerForm):
             return _llama_layer(form, options, self, hidden_states, cache, **given)
-        if cache is not None or hidden_states.dim() != 3 or any_layer_refusal(self):
+        if cache is not None or hidden_states.dim() != 3 or _is_hugging_faces_and_refused(self):
             return inner(self, hidden_states, past_key_values=cache, **given)
         check_layer(self, options)
         given |= {"past_key_values": None} if "past_key_values" in names else {}
@@ -110,6 +112,14 @@ def _chunk_tokens(layer: nn.Module, options: Options, hidden: torch.Tensor) -> i
     config = next((module.config for module in layer.modules() if hasattr(module, "config")), None)
     sparsity = max((sparsity_of(module, config) for module in layer.modules() if are_experts(module)), default=1)
     return resolve_chunk_tokens(options.chunk_tokens, hidden.shape[-1], sparsity)
+
+
+def _is_hugging_faces_and_refused(layer: nn.Module) -> bool:
+    """Says if a layer is of another kind than those that are tiled, which may share its class; one that somebody
+    changed so that it cannot be tiled is for `check_layer` to refuse."""
+    parts = [layer, *layer.children()]
+    untouched = all(package_of(computed_forward(part)) in (*KNOWN_PACKAGES, "torch") for part in parts)
+    return untouched and any_layer_refusal(layer) is not None
 
 
 def _asks_for_attentions(layer: nn.Module, given: dict[str, Any]) -> bool:

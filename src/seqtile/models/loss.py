@@ -106,7 +106,9 @@ def place_of_head(model: nn.Module) -> tuple[nn.Module, str]:
         for name, child in owner._modules.items():
             if child is head:
                 return owner, name
-    raise ValueError(f"{type(model).__name__}: expected a model with a head over a vocabulary, got none; pass the causal LM itself, or loss=False")
+    raise ValueError(
+        f"{type(model).__name__}: expected a model with a head over a vocabulary, got none; pass the causal LM itself, or loss=False"
+    )
 
 
 def has_head(model: nn.Module) -> bool:

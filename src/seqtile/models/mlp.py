@@ -30,6 +30,7 @@ from seqtile.models.weights import (
     projection_fallback_reason,
     read_projection,
     silu_fallback_reason,
+    trained,
 )
 from seqtile.ops.chunks import resolve_chunk_tokens
 from seqtile.ops.gated_mlp import gated_mlp
@@ -75,7 +76,11 @@ def gated_form(forward: Callable) -> Gated | None:
         return _seen[path][1] if path in _seen else None
     code = code_of(forward)
     ours = {"F": F, "nn": nn}  # what the patterns mean by these names
-    if not path or code is None or any(forward.__globals__.get(name, thing) is not thing for name, thing in ours.items()):
+    if (
+        not path
+        or code is None
+        or any(forward.__globals__.get(name, thing) is not thing for name, thing in ours.items())
+    ):
         return None
     if path not in _seen or _seen[path][0] is not code:
         found = None
@@ -201,7 +206,7 @@ def tiled_experts_forward(options: Options, original: Callable) -> Callable:
             hidden_states,
             top_k_index,
             top_k_weights,
-            params=[weight for name, weight in own.items() if name not in given],
+            params=[*(weight for name, weight in own.items() if name not in given), *trained(*self.children())],
             shared=given.values(),
             chunk_tokens=resolve_chunk_tokens(options.chunk_tokens, hidden_states.shape[-1], sparsity),
         )

@@ -1,61 +1,24 @@
 """Applies seqtile to Hugging Face's classes or to one model, and takes it off again.
 
-`PARTS` is the one table of what is tiled. A forward on a class is assigned where earlier imports of the class see it.
+A forward on a class is assigned where earlier imports of the class see it.
 The classes of MLPs and norms, which after Liger are shared by many architectures, are swapped for subclasses of the
 same name.
 """
 
 import sys
 import warnings
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from torch import nn
 from transformers import PreTrainedModel
 
-from seqtile.models.find import experts_in, layers_of, mlps_of
-from seqtile.models.layer import (
-    base_models_of,
-    check_layer,
-    check_norm,
-    layer_refusal,
-    norms_of,
-    tiled_layer_forward,
-    tiled_norm_forward,
-    uncached_forward,
-)
-from seqtile.models.loss import check_loss, place_of_head, tiled_loss_forward
-from seqtile.models.mlp import check_experts, check_mlp, tiled_experts_forward, tiled_mlp_forward
+from seqtile.models.loss import place_of_head
 from seqtile.models.model_types import model_classes, unfilled_model
+from seqtile.models.parts import LAYER, LOSS, PARTS, Part
 from seqtile.models.placement import Options, check_place, check_unplace, place, placement_at, unplace
-
-
-class Part(NamedTuple):
-    """A kind of module that has a tiled forward."""
-
-    option: str
-    """The option of `apply_seqtile_to_llama` that asks for it."""
-    modules: Callable[[nn.Module], list[nn.Module]]
-    """All such modules of a model."""
-    tiled_forward: Callable[[Options, Callable], Callable]
-    """Returns the tiled forward that stands in for one (a plain function)."""
-    check: Callable[[nn.Module, Options], str | None] = lambda *_: None
-    """Raises ValueError where the tiled forward would refuse a module; returns why it falls back, if it does."""
-    refusal: Callable[[nn.Module], str | None] = lambda _: None
-    """Says why a module, by its kind, is left untiled."""
-    swapped: bool = False
-    """Its class is swapped for a subclass, rather than changed."""
-
-
-LOSS = Part("loss", lambda model: [model], tiled_loss_forward, check_loss)
-MLP = Part("mlp", mlps_of, tiled_mlp_forward, check_mlp, swapped=True)
-EXPERTS = Part("mlp", experts_in, tiled_experts_forward, check_experts, swapped=True)
-LAYER = Part("layer", layers_of, tiled_layer_forward, check_layer, layer_refusal)
-NORM = Part("layer", norms_of, tiled_norm_forward, check_norm, swapped=True)
-BASE = Part("layer", base_models_of, uncached_forward)
-PARTS = (LOSS, MLP, EXPERTS, LAYER, NORM, BASE)
+from seqtile.models.proof import unproven
 
 
 @dataclass
@@ -72,6 +35,8 @@ class ClassPatch:
 
 _CLASSES: dict[str, ClassPatch] = {}  # the one registry: model_type -> what was applied to its classes
 _ASKED = "_seqtile_parts"  # on a model: the parts that were applied to it
+_REFUSED = "_seqtile_refused"  # on a model: why modules, by the names of their classes, are left untiled
+Found = tuple[nn.Module, Part, Options]
 
 
 def apply(model_type: str, model: nn.Module | None, options: Options) -> None:
@@ -90,25 +55,31 @@ def _options_of(part: Part, options: Options) -> Options:
     return options if part is LAYER else replace(options, head_groups=None)
 
 
-def _found(model: nn.Module, parts: list[tuple[Part, Options]]) -> list[tuple[nn.Module, Part, Options]]:
-    """Returns the modules of a model that can be tiled. ValueError if all that is asked for of a part cannot."""
-    found = []
+def _found(model: nn.Module, parts: list[tuple[Part, Options]]) -> tuple[list[Found], dict[str, str]]:
+    """Returns the modules of a model that can be tiled, and why others, by the names of their classes, are not.
+    ValueError if no layer can, and they are asked for."""
+    found, refused = [], {}
+    differing = unproven(model)
     for part, options in parts:
         modules = {module: part.refusal(module) for module in part.modules(model)}
+        for module in [module for module, refusal in modules.items() if refusal is None]:
+            check_place(module, options)
+            modules[module] = differing(part, module)
         found += [(module, part, options) for module, refusal in modules.items() if refusal is None]
+        refused |= {type(module).__name__: refusal for module, refusal in modules.items() if refusal is not None}
         if part is LAYER and (not modules or None not in modules.values()):
             reason = next(iter(modules.values()), "it has none that Hugging Face can checkpoint")
             raise ValueError(
                 f"layer=True: the layers of {type(model).__name__} cannot be tiled: {reason}; apply with layer=False"
             )
-    return found
+    return found, refused
 
 
 def _apply_to_classes(model_type: str, parts: list[tuple[Part, Options]]) -> None:
     found: dict[tuple[str, str], tuple[Part, Options]] = {}  # where a class is to be found -> how it is tiled
     for cls in model_classes(model_type):
         model = unfilled_model(cls, model_type)
-        for module, part, options in _found(model, parts):
+        for module, part, options in _found(model, parts)[0]:
             found |= dict.fromkeys(_names_of(type(module), cls), (part, options))
     for (module_name, name), (_, options) in found.items():
         check_place(getattr(sys.modules[module_name], name), options)
@@ -137,14 +108,13 @@ def _names_of(cls: type, model_class: type) -> list[tuple[str, str]]:
 def _apply_to_model(model: nn.Module, parts: list[tuple[Part, Options]]) -> None:
     if LOSS in (part for part, _ in parts):
         place_of_head(model)
-    found = _found(model, parts)
+    found, refused = _found(model, parts)
     for module, part, options in found:
         part.check(module, options)
-    for module, _, options in found:
-        check_place(module, options)
     classes: dict[type, type] = {}
     for module, part, options in found:
         place(module, partial(part.tiled_forward, options), options, classes)
+    setattr(model, _REFUSED, refused)
 
 
 def restore(target: nn.Module | str | None = None) -> None:
@@ -174,6 +144,7 @@ def restore(target: nn.Module | str | None = None) -> None:
         modules = list(dict.fromkeys(module for part in PARTS for module in part.modules(model)))
         _unplace_all(modules)
         vars(model).pop(_ASKED, None)
+        vars(model).pop(_REFUSED, None)
         if any(placement_at(module) for module in modules):
             warnings.warn(
                 "this model stays tiled by its classes: "
@@ -198,6 +169,11 @@ def parts_applied_to(model: nn.Module) -> frozenset[str]:
     """Returns the names of the parts that were applied to this model or to its classes."""
     classes = _CLASSES.get(model.config.model_type)
     return getattr(model, _ASKED, frozenset()) | (frozenset(classes.parts) if classes else frozenset())
+
+
+def refused_of(model: nn.Module) -> dict[str, str]:
+    """Returns why modules of this model, by the names of their classes, were left untiled."""
+    return vars(model).get(_REFUSED, {})
 
 
 def model_type_of(model: Any) -> str:

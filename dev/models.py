@@ -1,0 +1,126 @@
+"""Proves every model type of the transformers that is installed, and writes what follows from that.
+
+python -m dev.models             src/seqtile/models/proven.json: the files that hold what was proven; with the
+                                 transformers of dev/constraints.txt also the table in docs/models.md and the
+                                 functions in src/seqtile/__init__.pyi
+python -m dev.models TYPE ...    only tells
+"""
+
+import json
+import re
+import sys
+import warnings
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import CONFIG_MAPPING
+
+from seqtile.models import ENTRIES, proof
+from seqtile.models.model_types import model_classes, model_types
+from seqtile.models.parts import EXPERTS, LAYER, LOSS, MLP, Part
+from seqtile.models.proof import Finding
+from seqtile.models.small import small_model
+
+ROOT = Path(__file__).parents[1]
+PAGE, STUB = ROOT / "docs" / "models.md", ROOT / "src" / "seqtile" / "__init__.pyi"
+CONSTRAINTS = (ROOT / "dev" / "constraints.txt").read_text()
+COLUMNS: tuple[Part, ...] = (LOSS, MLP, EXPERTS, LAYER)
+
+
+def found_in(model_type: str) -> list[Finding] | str:
+    """Returns what was found of a model type; why it cannot be tried out if it cannot."""
+    try:
+        return list(proof.findings(small_model(model_classes(model_type)[0], CONFIG_MAPPING[model_type]())))
+    except Exception as error:  # of Hugging Face's code, which may raise anything
+        return f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
+
+
+def row(model_type: str, found: list[Finding]) -> str:
+    """Returns a type's line of the table."""
+    cells = [f"`{model_type}`", *(_cell([one for one in found if one.part is part]) for part in COLUMNS)]
+    cells.append("yes" if any(one.groups for one in found) else "")
+    return f"| {' | '.join(cells)} |"
+
+
+def _cell(found: list[Finding]) -> str:
+    words = ["refused" if one.refusal else "called" if one.called else "read" for one in found]
+    return ", ".join(dict.fromkeys(words))
+
+
+def table(results: dict[str, list[Finding] | str]) -> str:
+    """Returns the block of docs/models.md: the counts, the table, and the types that could not be tried out."""
+    built = {model_type: found for model_type, found in results.items() if not isinstance(found, str)}
+
+    def count(part: Part) -> int:
+        return sum(any(one.part is part and not one.refusal for one in found) for found in built.values())
+
+    both = sum(any(one.part in (MLP, EXPERTS) and not one.refusal for one in found) for found in built.values())
+    groups = sum(any(one.groups for one in found) for found in built.values())
+    lines = [
+        f"Of {len(results)} types in transformers {transformers.__version__}, {len(built)} can be built small and run on "
+        f"text alone. Tiled equals untiled for the loss of {count(LOSS)}, the MLPs or experts of {both}, the whole "
+        f"layers of {count(LAYER)}, and of {groups} by groups of heads.",
+        "",
+        "| model type | loss | MLP | experts | whole layers | head groups |",
+        "| --- | --- | --- | --- | --- | --- |",
+        *(row(model_type, found) for model_type, found in built.items()),
+        "",
+        "Not tried out, since their default config cannot be built, or their model wants images or more: "
+        + ", ".join(f"`{model_type}`" for model_type, found in results.items() if isinstance(found, str))
+        + ".",
+    ]
+    return "\n".join(lines)
+
+
+def remember(results: dict[str, list[Finding] | str]) -> None:
+    """Writes the files of classes of which no part differs to proven.json."""
+    same: set[str] = set()
+    different: set[str] = set()
+    for found in results.values():
+        for one in () if isinstance(found, str) else found:
+            if not one.cls.__module__.startswith("liger_kernel."):
+                (different if one.refusal else same).add(proof.fingerprint(one.cls.__module__))
+    known = json.loads(proof.PROVEN.read_text()) if proof.PROVEN.exists() else {}
+    known[transformers.__version__] = sorted(same - different - {""})
+    proof.PROVEN.write_text(json.dumps(known, indent=1) + "\n")
+
+
+def write_page(block: str) -> None:
+    text = PAGE.read_text()
+    before, rest = text.split("<!-- types -->\n")
+    PAGE.write_text(f"{before}<!-- types -->\n{block}\n<!-- end of types -->{rest.split('<!-- end of types -->')[1]}")
+
+
+def write_stub() -> None:
+    """Writes a line for each function, which all have the arguments of apply_seqtile_to_llama."""
+    llama = "apply_seqtile_to_llama"
+    text = STUB.read_text()
+    text = re.sub(r'    "apply_seqtile_to_.*?",\n(?!    "apply_seqtile_to_)', lambda _: "@@", text, flags=re.S)
+    text = text.replace("@@", "".join(f'    "{name}",\n' for name in sorted(ENTRIES)))
+    text = re.sub(r"\napply_seqtile_to_\w+ = .*?(?=\n\n|\Z)", "", text, flags=re.S)
+    aliases = "\n".join(f"{name} = {llama}" for name in sorted(ENTRIES) if name != llama)
+    STUB.write_text(text.rstrip() + "\n\n" + aliases + "\n")
+
+
+def main() -> None:
+    warnings.filterwarnings("ignore")
+    transformers.logging.set_verbosity_error()
+    torch.set_num_threads(1)  # what is small is slower on many
+    results: dict[str, list[Finding] | str] = {}
+    for model_type in sys.argv[1:] or model_types():
+        results[model_type] = found = found_in(model_type)
+        print(f"{model_type}: {found}" if isinstance(found, str) else row(model_type, found), flush=True)
+        for one in () if isinstance(found, str) else found:
+            if one.refusal:
+                print(f"    {one.cls.__name__}: {one.refusal}", flush=True)
+    if sys.argv[1:]:
+        return
+    remember(results)
+    if f"transformers=={transformers.__version__}" in CONSTRAINTS:
+        write_page(table(results))
+        write_stub()
+
+
+if __name__ == "__main__":
+    main()

@@ -57,10 +57,11 @@ def table(results: dict[str, list[Finding] | str]) -> str:
 
     both = sum(any(one.part in (MLP, EXPERTS) and not one.refusal for one in found) for found in built.values())
     groups = sum(any(one.groups for one in found) for found in built.values())
+    release = transformers.__version__
     lines = [
-        f"Of {len(results)} types in transformers {transformers.__version__}, {len(built)} can be built small and run on "
-        f"text alone. Tiled equals untiled for the loss of {count(LOSS)}, the MLPs or experts of {both}, the whole "
-        f"layers of {count(LAYER)}, and of {groups} by groups of heads.",
+        f"Of {len(results)} types in transformers {release}, {len(built)} can be built small and run on text. "
+        f"Tiled equals untiled for the loss of {count(LOSS)}, the MLPs or experts of {both}, the whole layers of "
+        f"{count(LAYER)}, and of {groups} by groups of heads.",
         "",
         "| model type | loss | MLP | experts | whole layers | head groups |",
         "| --- | --- | --- | --- | --- | --- |",

@@ -31,6 +31,11 @@ _PLANS = "memory/test_against_simulation.py::test_"
 _LAWS = "ops/test_head_laws.py::test_"
 CUTS = (
     Cut(
+        ("models/test_types.py::test_a_type",),
+        ("*b", "*l", "*_text", "gpt_oss", "deepseek_v3", "phimoe"),
+        "a tenth of the types and those that are most unlike; each takes a third of a second",
+    ),
+    Cut(
         (f"{_PLANS}every_architecture",),
         ("*-liger", "llama-plain", "gemma2-plain", "qwen3_moe-plain"),
         "a layer's own parts weigh more under Liger's norms",

@@ -67,23 +67,6 @@ def test_scaled_embeddings(arch: Arch) -> None:
     assert arch.embedding_scale is None or f"inputs_embeds * self.{arch.embedding_scale}" in source
 
 
-def table() -> str:
-    """Returns the table of docs/models.md."""
-    rows = [["model type", "loss", "MLP", "experts", "whole layers", "norm after MLP", "Liger"], ["---"] * 7]
-    for name, arch in ARCHS.items():
-        changed = {"capped by": arch.softcap, "times": arch.logit_scale, "over": arch.logit_divisor}
-        loss = [f"logits {how} `{field}`" for how, field in changed.items() if field is not None]
-        inner = "gate and up in one, down" if "gate_up" in arch.fused else "gate, up, down"
-        flags = (arch.routed, arch.layer, arch.norm_after, arch.liger)
-        columns = [", ".join(loss) or "plain", inner if "MLP" in arch.mlps else ""]
-        rows.append([f"`{name}`", *columns, *("yes" if flag else "" for flag in flags)])
-    return "\n".join(f"| {' | '.join(row)} |".replace("  ", " ") for row in rows)
-
-
-def test_the_pages_table() -> None:
-    assert table() in PAGE, f"docs/models.md is out of date; its table should be\n{table()}"
-
-
 def test_the_pages_status() -> None:
     """What docs/models.md says that `status` prints of Llama-3.1-8B."""
     widths = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256}

@@ -60,8 +60,8 @@ __all__ = [
     "apply_seqtile_to_deepseek_ocr2",
     "apply_seqtile_to_deepseek_v2",
     "apply_seqtile_to_deepseek_v3",
-    "apply_seqtile_to_deepseek_v32",
     "apply_seqtile_to_deepseek_v4",
+    "apply_seqtile_to_deepseek_v32",
     "apply_seqtile_to_deepseek_vl",
     "apply_seqtile_to_deepseek_vl_hybrid",
     "apply_seqtile_to_diffllama",
@@ -103,12 +103,12 @@ __all__ = [
     "apply_seqtile_to_git",
     "apply_seqtile_to_glm",
     "apply_seqtile_to_glm4",
-    "apply_seqtile_to_glm46v",
     "apply_seqtile_to_glm4_moe",
     "apply_seqtile_to_glm4_moe_lite",
     "apply_seqtile_to_glm4v",
     "apply_seqtile_to_glm4v_moe",
     "apply_seqtile_to_glm5_next",
+    "apply_seqtile_to_glm46v",
     "apply_seqtile_to_glm_moe_dsa",
     "apply_seqtile_to_glm_ocr",
     "apply_seqtile_to_glmga",
@@ -158,7 +158,7 @@ __all__ = [
     "apply_seqtile_to_kimi_linear",
     "apply_seqtile_to_kolibri1",
     "apply_seqtile_to_kosmos_2",
-    "apply_seqtile_to_kosmos_2.5",
+    "apply_seqtile_to_kosmos_2_5",
     "apply_seqtile_to_laguna",
     "apply_seqtile_to_lfm2",
     "apply_seqtile_to_lfm2_moe",
@@ -313,11 +313,11 @@ def apply_seqtile_to_llama(
     head_groups: int | str | None = None,
     chunk_tokens: int | None = None,
 ) -> None:
-    """Tiles Llama models: the loss and the MLP in memory that does not grow with length.
+    """Tiles llama models: the loss and the MLP in memory that does not grow with length.
 
     Args:
         model: the model to tile, alone, also in PEFT's wrapper; None tiles Hugging Face's classes, for every
-            LlamaForCausalLM built from then on.
+            model of this type with a head that is built from then on.
         mlp: tile the MLPs.
         loss: tile lm_head and loss: in training, with labels, no logits are computed and none are returned.
         layer: tile whole layers: everything of a layer but attention itself, and the norm behind the last layer. A
@@ -481,7 +481,7 @@ apply_seqtile_to_kimi_k25 = apply_seqtile_to_llama
 apply_seqtile_to_kimi_linear = apply_seqtile_to_llama
 apply_seqtile_to_kolibri1 = apply_seqtile_to_llama
 apply_seqtile_to_kosmos_2 = apply_seqtile_to_llama
-apply_seqtile_to_kosmos_2.5 = apply_seqtile_to_llama
+apply_seqtile_to_kosmos_2_5 = apply_seqtile_to_llama
 apply_seqtile_to_laguna = apply_seqtile_to_llama
 apply_seqtile_to_lfm2 = apply_seqtile_to_llama
 apply_seqtile_to_lfm2_moe = apply_seqtile_to_llama

@@ -38,7 +38,7 @@ def test_an_attention_with_a_forward_of_its_own_is_refused() -> None:
     model = tiled_copy(build("llama"))
     model.model.layers[1].self_attn.__class__ = OwnAttention
     with pytest.raises(
-        ValueError, match="cannot be tiled: its attention's forward, .*OwnAttention.forward, is not Llama's"
+        ValueError, match=r"cannot be tiled: its attention's forward, .*OwnAttention.forward, is not Llama's"
     ):
         model(**whole(101))
     assert "REFUSES" in str(seqtile.status(model).layer)

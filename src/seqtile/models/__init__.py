@@ -2,6 +2,7 @@
 and what another library took back.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
@@ -60,7 +61,7 @@ def _entry(model_type: str) -> Callable[..., None]:
         apply(model_type, model, Options(mlp, loss, layer, head_groups, chunk_tokens))
 
     apply_to.__name__ = apply_to.__qualname__ = _entry_name(model_type)
-    apply_to.__doc__ = f"""Tiles models of type {model_type}: the loss and the MLP in memory that does not grow with length.
+    apply_to.__doc__ = f"""Tiles {model_type} models: the loss and the MLP in memory that does not grow with length.
 
     Args:
         model: the model to tile, alone, also in PEFT's wrapper; None tiles Hugging Face's classes, for every
@@ -90,7 +91,7 @@ def _entry(model_type: str) -> Callable[..., None]:
 
 
 def _entry_name(model_type: str) -> str:
-    return f"apply_seqtile_to_{model_type.replace('-', '_')}"
+    return "apply_seqtile_to_" + re.sub(r"\W", "_", model_type)
 
 
 ENTRIES = {_entry_name(model_type): _entry(model_type) for model_type in model_types()}
@@ -187,6 +188,8 @@ def status(model: nn.Module) -> ModelStatus:
 
 def notes_on(model: nn.Module, loss: PartStatus | None, mlp: PartStatus, layer: PartStatus | None) -> Iterator[str]:
     """Yields what a reader of `status` may not expect."""
+    for name, reason in refused_of(model).items():
+        yield f"{name} is left untiled: {reason}"
     if loss is not None and loss.tiled:
         yield "in training the loss is computed without logits, which are None; skip_logits=False asks for them"
     if mlp.tiled:

@@ -438,9 +438,10 @@ def note_that_all_is_kept(model: nn.Module, tokens: int) -> None:
         return
     layer = next(iter(layers_of(model)), None)
     placement = None if layer is None else placement_at(layer)
-    if placement is None or is_checkpointed(model) or not hasattr(layer, "self_attn"):
+    attention = getattr(layer, "self_attn", None)
+    if placement is None or is_checkpointed(model) or not hasattr(attention, "head_dim"):
         return
-    config, attention = layer.self_attn.config, layer.self_attn
+    config = attention.config
     heads, kv = config.num_attention_heads * attention.head_dim, config.num_key_value_heads * attention.head_dim
     weights = config.hidden_size * (2 * heads + 2 * kv + 3 * config.intermediate_size)
     kept = config.hidden_size + heads + (heads + 2 * kv if placement.options.head_groups is None else 0)

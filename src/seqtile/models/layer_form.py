@@ -1,7 +1,7 @@
-"""Recognises decoder layers of Llama's shape, whosever class they are of: those that `seqtile.ops.decoder_layer` computes.
+"""Recognises decoder layers of Llama's shape, which `seqtile.ops.decoder_layer` computes, whosever class they are of.
 
-The source of a layer, of its attention, of the rotary embedding and of its norms is compared with that of the few models
-that the tests hold `decoder_layer` against. Nothing is known by its name.
+The source of a layer, of its attention, of the rotary embedding and of its norms is compared with that of the few
+models that the tests hold `decoder_layer` against. Nothing is known by its name.
 """
 
 from functools import cache

@@ -52,15 +52,17 @@ def tiled_loss_forward(options: Options, original: Callable) -> Callable:
     happens in eval with `skip_logits=True`; `skip_logits=False` asks for logits, and so an untiled loss, in training.
     Everything else, such as eval with logits, generation, a cache or `logits_to_keep`, is `original`'s.
     """
-    parameters = inspect.signature(original).parameters.values()
+    parameters = list(inspect.signature(original).parameters.values())
+    variadic = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)
     names = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD][1:]
     takes_skip_logits = "skip_logits" in names
     calls_torch = "loss_function" not in getattr(code_of(inspect.unwrap(original)), "co_names", ())
 
     @stand_in_for(original)
     def forward(self, *args, skip_logits=None, **kwargs):
-        inputs = dict(zip(names, args, strict=False)) | kwargs
-        if len(inputs) < len(args) + len(kwargs):
+        passed_on = args if variadic else ()  # to whoever knows their names
+        inputs = kwargs if variadic else dict(zip(names, args, strict=False)) | kwargs
+        if len(inputs) < len(args) + len(kwargs) - len(passed_on):
             raise TypeError(
                 f"expected at most {len(names)} positional arguments, none of them by name too, got {len(args)}"
             )
@@ -76,11 +78,11 @@ def tiled_loss_forward(options: Options, original: Callable) -> Callable:
         if takes_skip_logits:  # Liger's forward, whose own loss is not asked for
             inputs["skip_logits"] = False
         if not skip_logits or (calls_torch and F.cross_entropy is not _CROSS_ENTROPY):
-            return original(self, **inputs)
+            return original(self, *passed_on, **inputs)
         if inputs.get("labels") is None:  # which Hugging Face's forward wants, to compute any loss
             inputs["labels"] = inputs["shift_labels"]
         with _lazy_head(self, options):
-            return _without_logits(original(self, **inputs))
+            return _without_logits(original(self, *passed_on, **inputs))
 
     return forward
 
@@ -107,7 +109,8 @@ def place_of_head(model: nn.Module) -> tuple[nn.Module, str]:
             if child is head:
                 return owner, name
     raise ValueError(
-        f"{type(model).__name__}: expected a model with a head over a vocabulary, got none; pass the causal LM itself, or loss=False"
+        f"{type(model).__name__}: expected a model with a head over a vocabulary, got none; pass the causal LM itself, "
+        "or apply with loss=False"
     )
 
 

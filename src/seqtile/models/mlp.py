@@ -1,9 +1,9 @@
 """The tiled forwards of MLPs: of a gated MLP module, and of a mixture's experts.
 
-A gated MLP is known by its forward's source, see forms.py. Any other module that makes something of each token by itself
-is called chunk by chunk. A mixture's experts are given the tokens together with their routes; the router stays as it is, over the whole sequence: its logits are small, and so
-every token goes where it would go untiled, and what is recorded of them for the balancing loss is what Hugging Face
-records.
+A gated MLP is known by its forward's source, see forms.py. Any other module that makes something of each token by
+itself is called chunk by chunk. A mixture's experts are given the tokens together with their routes; the router stays
+as it is, over the whole sequence: its logits are small, and so every token goes where it would go untiled, and what is
+recorded of them for the balancing loss is what Hugging Face records.
 """
 
 from collections.abc import Callable

@@ -15,8 +15,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from seqtile.models.loss import place_of_head
+from seqtile.models.mlp import gated_form
 from seqtile.models.model_types import model_classes, unfilled_model
-from seqtile.models.parts import LAYER, LOSS, PARTS, Part
+from seqtile.models.parts import LAYER, LOSS, MLP, PARTS, Part
 from seqtile.models.placement import Options, check_place, check_unplace, place, placement_at, unplace
 from seqtile.models.proof import unproven
 
@@ -79,6 +80,10 @@ def _apply_to_classes(model_type: str, parts: list[tuple[Part, Options]]) -> Non
     found: dict[tuple[str, str], tuple[Part, Options]] = {}  # where a class is to be found -> how it is tiled
     for cls in model_classes(model_type):
         model = unfilled_model(cls, model_type)
+        if mlp := [(part, options) for part, options in parts if part is MLP]:  # also such as its default config lacks
+            for name, value in vars(sys.modules[cls.__module__]).items():
+                if isinstance(value, type) and issubclass(value, nn.Module) and gated_form(value.forward):
+                    found[cls.__module__, name] = mlp[0]
         for module, part, options in _found(model, parts)[0]:
             found |= dict.fromkeys(_names_of(type(module), cls), (part, options))
     for (module_name, name), (_, options) in found.items():

@@ -242,7 +242,7 @@ def check_place(owner: Owner, options: Options) -> None:
             f"the forward of {name_of(owner)} is a function from {package_of(forward)} that stands on the module, such "
             "as expert parallelism puts there; apply seqtile before it, or to the classes"
         )
-    if placement is None and (not isinstance(forward, FunctionType) or package_of(forward) not in KNOWN_PACKAGES):
+    if placement is None and (not isinstance(forward, FunctionType) or package_of(forward) not in packages_of(owner)):
         kind = f"from {package_of(forward)}" if isinstance(forward, FunctionType) else f"a {type(forward).__name__}"
         raise ValueError(
             f"the forward of {name_of(owner)} is {kind}, expected Hugging Face's or Liger's: a tiled forward would "
@@ -336,6 +336,13 @@ def package_of(forward: Callable) -> str:
             forward = forward.__wrapped__
         else:
             return package
+
+
+def packages_of(owner: Owner) -> set[str]:
+    """Returns the packages whose code a forward of `owner` may be: those that are known, and those of its class and
+    what this is derived from, such as the module that comes with a model on the hub."""
+    cls = owner if isinstance(owner, type) else type(owner)
+    return {*KNOWN_PACKAGES, *(base.__module__.split(".")[0] for base in cls.__mro__)} - {"torch", "builtins"}
 
 
 def name_of(owner: Owner) -> str:

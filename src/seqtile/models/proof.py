@@ -10,7 +10,9 @@ byte, nothing is run.
 
 import copy
 import hashlib
+import inspect
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator
 from functools import cache, partial
@@ -22,11 +24,13 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from seqtile.models.forms import code_of
 from seqtile.models.parts import BASE, EXPERTS, LAYER, LOSS, MLP, NORM, Part
 from seqtile.models.placement import Options, is_patched_subclass, place
 from seqtile.models.small import WORDS, small_config, small_model
 
 CHUNK = 7
+_LIBRARIES = ("torch", "liger_kernel", "peft", "bitsandbytes", "torchao")
 PROVEN = Path(__file__).with_name("proven.json")
 _ALONE = (LOSS, MLP, EXPERTS, LAYER)
 _WITH_LAYERS = (NORM, BASE)
@@ -40,9 +44,10 @@ def unproven(model: PreTrainedModel) -> Callable[[Part, nn.Module], str | None]:
 
     def reason_of(part: Part, module: nn.Module) -> str | None:
         cls = _own_class(module)
-        if part in _WITH_LAYERS or (_is_known(cls) and _is_known(_own_class(model))):
+        inside = module.modules() if part is LAYER else [module]
+        if part in _WITH_LAYERS or all(_is_known(_own_class(one)) for one in inside):
             return None
-        proof = _proof_of(_own_class(model), _Key(model.config))
+        proof = _proof_of(_classes_of(model)[0], _Key(model.config))
         if isinstance(proof, str):
             return f"it could not be proven on a small model of its class: {proof}"
         return proof.get((part.option, cls), "a small model of its class has no such module to prove it on")
@@ -63,6 +68,11 @@ class Finding(NamedTuple):
     """True if they are layers whose attention can be computed by groups of heads, and computes the same."""
     refusal: str | None
     """Why they must stay untiled: what differs when they are tiled; None if nothing does."""
+    error: float
+    """The largest error of the loss or of a weight's gradient, relative to its norm, against the model in float64; NaN
+    if it fails."""
+    untiled_error: float
+    """That of the untiled model."""
 
 
 def findings(model: PreTrainedModel) -> Iterator[Finding]:
@@ -76,14 +86,14 @@ def findings(model: PreTrainedModel) -> Iterator[Finding]:
     for part in _ALONE:
         tileable = [module for module in part.modules(model) if part.refusal(module) is None]
         for cls, modules in _by_class(tileable).items():
-            refusal = _difference(model, part, cls, Options(chunk_tokens=CHUNK), plain, truth)
+            refusal, error = _difference(model, part, cls, Options(chunk_tokens=CHUNK), plain, truth)
             called, groups = None, False
             if refusal is None:
                 called = part.check(modules[0], Options())
             if part is LAYER and refusal is None and called is None:
                 grouped = Options(layer=True, head_groups=2, chunk_tokens=CHUNK)
-                groups = _difference(model, part, cls, grouped, plain, truth) is None
-            yield Finding(part, cls, len(modules), called, groups, refusal)
+                groups = _difference(model, part, cls, grouped, plain, truth)[0] is None
+            yield Finding(part, cls, len(modules), called, groups, refusal, error, _worst(plain, plain, truth)[1])
 
 
 def _by_class(modules: list[nn.Module]) -> dict[type, list[nn.Module]]:
@@ -95,34 +105,44 @@ def _by_class(modules: list[nn.Module]) -> dict[type, list[nn.Module]]:
 
 def _difference(
     model: nn.Module, part: Part, cls: type, options: Options, plain: Gradients, truth: Gradients
-) -> str | None:
-    """Says what differs when the modules of a class are tiled as a part; None if nothing does."""
+) -> tuple[str | None, float]:
+    """Says what differs when the modules of a class are tiled as a part, None if nothing does; and by how much."""
+    try:
+        return _worst(_gradients(tiled_copy(model, part, cls, options)), plain, truth)
+    except Exception as error:  # whatever it is that this model's code does not bear
+        return f"it fails when it is tiled: {type(error).__name__}: {str(error)[:200]}", math.nan
+
+
+def tiled_copy(model: PreTrainedModel, part: Part, cls: type, options: Options) -> PreTrainedModel:
+    """Returns a copy of a model, the modules of a class tiled as a part."""
     tiled, classes = copy.deepcopy(model), {}
     with_it = _WITH_LAYERS if part is LAYER else ()
     found = [(part, module) for module in part.modules(tiled) if _own_class(module) is cls]
     found = [(part, module) for part, module in found if part.refusal(module) is None]
     found += [(other, module) for other in with_it for module in other.modules(tiled)]
-    try:
-        for one, module in found:
-            one.check(module, options)
-            place(module, partial(one.tiled_forward, options), options, classes)
-        return _worst(_gradients(tiled), plain, truth)
-    except Exception as error:  # whatever it is that this model's code does not bear
-        return f"it fails when it is tiled: {type(error).__name__}: {str(error)[:200]}"
+    for one, module in found:
+        one.check(module, options)
+        place(module, partial(one.tiled_forward, options), options, classes)
+    return tiled
 
 
-def _worst(tiled: Gradients, plain: Gradients, truth: Gradients) -> str | None:
-    """Says which gradient is wrong, and by how much; None if none is."""
+def _worst(tiled: Gradients, plain: Gradients, truth: Gradients) -> tuple[str | None, float]:
+    """Says which gradient is wrong, and by how much, None if none is; and returns the largest relative error."""
     if missing := plain.keys() - tiled.keys():
-        return f"{min(missing)} gets no gradient when it is tiled"
+        return f"{min(missing)} gets no gradient when it is tiled", math.nan
     whole = max(float(tensor.double().norm()) for tensor in truth.values())
+    errors, wrong = {}, []
     for name, true in truth.items():
         error, allowed = (float((found[name].double() - true.double()).norm()) for found in (tiled, plain))
         size = float(true.double().norm())
         if not error <= 4 * allowed + 1e-4 * size + 1e-7 * whole:
-            what = "the loss" if name == "loss" else f"the gradient of {name}"
-            return f"{what} differs by {error / max(size, 1e-30):.1%} when it is tiled"
-    return None
+            wrong.append(name)
+        errors[name] = error / size if size > 1e-6 * whole else 0.0
+    if not wrong:
+        return None, max(errors.values())
+    name = max(wrong, key=errors.__getitem__)
+    what = "the loss" if name == "loss" else f"the gradient of {name}"
+    return f"{what} differs by {errors[name]:.1%} when it is tiled", errors[name]
 
 
 def _gradients(model: PreTrainedModel) -> Gradients:
@@ -169,13 +189,25 @@ def _proof_of(model_class: type[PreTrainedModel], key: _Key) -> dict[tuple[str, 
 
 
 def _own_class(module: nn.Module) -> type:
-    """Returns the class whose forward a module runs untiled; FSDP2 derives classes that have none of their own."""
-    return next(cls for cls in type(module).__mro__ if "forward" in vars(cls) and not is_patched_subclass(cls))
+    """Returns the class that has the forward that a module runs untiled; FSDP2 derives classes without one, around
+    whose forward Hugging Face puts no more than it had."""
+    classes = [cls for cls in _classes_of(module) if "forward" in vars(cls)]
+    code = code_of(inspect.unwrap(classes[0].forward))
+    return [cls for cls in classes if code_of(inspect.unwrap(cls.forward)) is code][-1]
+
+
+def _classes_of(module: nn.Module) -> list[type]:
+    """Returns a module's class and what it is derived from, beneath what a tiled module is given."""
+    classes = list(type(module).__mro__)
+    tiled = [i for i, cls in enumerate(classes) if is_patched_subclass(cls)]
+    return classes[max(tiled, default=-1) + 1 :]
 
 
 def _is_known(cls: type) -> bool:
-    """Says if the file of a class is one that was proven, or Liger's, whose forwards are known one by one."""
-    return cls.__module__.startswith("liger_kernel.") or fingerprint(cls.__module__) in _proven()
+    """Says if the file of a class is one that was proven, or of a library of layers that treat every token alike."""
+    module = cls.__module__
+    layers = module.split(".")[0] in _LIBRARIES or (module.startswith("transformers.") and ".models." not in module)
+    return layers or fingerprint(module) in _proven()
 
 
 @cache

@@ -1,8 +1,9 @@
-"""Small models of any class, to try things out on: a config with its sizes cut down, of every kind of layer at least one."""
+"""Small models of any class, to try things out on: a config with its sizes cut down, and of every kind of layer one."""
 
 import copy
 import re
 from collections.abc import Callable, Iterator
+from fnmatch import fnmatchcase
 from typing import Any
 
 import torch
@@ -12,49 +13,49 @@ from transformers import PreTrainedConfig, PreTrainedModel
 HIDDEN, HEADS, HEAD_DIM, WORDS, MLP = 64, 4, 16, 131, 72
 
 
-def _at_most(limit: int) -> Callable[[int], int]:
+Rule = Callable[[int], int]
+
+
+def _at_most(limit: int) -> Rule:
     return lambda size: min(size, limit)
 
 
-_SIZES: dict[
-    str, Callable[[int], int]
-] = {  # the names of a config's sizes -> what becomes of them; the first that fits
-    r".*vocab(_size|_size_per_layer_input|_size_base)?|codebook_size|num_image_tokens|.*hash_byte_group_vocab": _at_most(
-        WORDS
-    ),
-    r"pad_token_id": lambda i: i if i < WORDS else 0,
-    r"bos_token_id": lambda i: i if i < WORDS else 1,
-    r"eos_token_id": lambda i: i if i < WORDS else 2,
-    r".*_token_(id|index)|vocab_offset": lambda i: i if i < WORDS else 3,
-    r"(num_|n_)?hidden_size_per_layer_input|d_rel|altup.*|laurel_rank|.*low_?rank|.*lora_rank|adapter_rank|.*norm_rank": (
-        _at_most(16)
-    ),
-    r"qk_head_dim": lambda _: 2 * HEAD_DIM,
-    r"rotary_dim": _at_most(HEAD_DIM // 2),
-    r".*(head_dim|head_size|headdim|d_head|dim_head|d_kv|kv_channels)": lambda _: HEAD_DIM,
-    r"mamba_(num|n)_heads": lambda _: 2 * HIDDEN // HEAD_DIM,
-    r"mamba_d_ssm": lambda _: 2 * HIDDEN,
-    r"n_mamba_heads": _at_most(2),
-    r".*(key_value_heads|kv_heads|kv_n_heads|num_key_heads|query_groups)": lambda n: min(n, 2),
-    r".*(attention_|n_|num_|value_|index_n_)heads|n_head|attention_heads": _at_most(HEADS),
-    r".*(intermediate_size(_mlp)?|ffn_dim|ffn_hidden_size|n_inner|d_inner|d_ff|dim_ff|dff|mlp_dim|feed_forward_size)": (
-        lambda _: MLP
-    ),
-    r".*(hidden_size(_global)?|d_model|n_embd|n_embed|embed_dim|embedding_(size|dim)|embd_dim|emb_dim|dim_model|hidden_dim)": (
-        lambda _: HIDDEN
-    ),
-    r"word_embed_proj_dim|lru_width|attention_hidden_size|ple_embed_dim|index_dim": lambda _: HIDDEN,
-    r"(num_|n_|encoder_|decoder_|num_encoder_|num_decoder_)(hidden_)?(layers|layer|groups)|depth": _at_most(2),
-    r".*(num_experts|num_local_experts|routed_experts|moe_num_experts)|zero_expert_num": _at_most(4),
-    r"(num_)?experts_per_tok(en)?|moe_(top_?)?k|top_k_experts|num_experts_per_tok": _at_most(2),
-    r"n_group|topk_group|num_expert_groups?|mamba_n_?groups|n_groups": lambda _: 1,
-    r"max_.*(positions|position_embeddings|seq_len|length)|n_positions|n_ctx|context_length|seq_length": _at_most(256),
-    r".*(window|window_size|attention_chunk_size|local_attention|index_topk|keep_window_size)": _at_most(16),
-    r"(mamba_)?(ssm_)?(d_state|state_size|state_dim)|(mamba_)?chunk_size|index_block_size": _at_most(16),
-    r"first_k_dense_replace|moe_layer_start_index|num_dense_layers|num_kv_shared_layers|num_nextn_predict_layers": (
-        _at_most(1)
-    ),
-}
+def _always(size: int) -> Rule:
+    return lambda _: size
+
+
+def _known_word(instead: int) -> Rule:
+    return lambda word: word if word < WORDS else instead
+
+
+_SIZES: tuple[tuple[Rule, str], ...] = (  # what becomes of a config's sizes, by their names; the first that fits
+    (_at_most(WORDS), "*vocab|*vocab_size|vocab_size_*|*_vocab_size_base|codebook_size|num_image_tokens"),
+    (_known_word(0), "pad_token_id"),
+    (_known_word(1), "bos_token_id"),
+    (_known_word(2), "eos_token_id"),
+    (_known_word(3), "*_token_id|*_token_index|vocab_offset"),
+    (_at_most(16), "*_size_per_layer_input|d_rel|altup*|*_rank|*lowrank"),
+    (_always(2 * HEAD_DIM), "qk_head_dim"),
+    (_at_most(HEAD_DIM // 2), "rotary_dim"),
+    (_always(HEAD_DIM), "*head_dim|*head_size|*headdim|*d_head|*dim_head|*d_kv|*kv_channels"),
+    (_always(2 * HIDDEN // HEAD_DIM), "mamba_num_heads|mamba_n_heads"),
+    (_always(2 * HIDDEN), "mamba_d_ssm"),
+    (_at_most(2), "n_mamba_heads|*key_value_heads|*kv_heads|*kv_n_heads|*num_key_heads|*query_groups"),
+    (_at_most(HEADS), "*_heads|n_head|n_heads"),
+    (_always(MLP), "*intermediate_size|*intermediate_size_mlp|*ffn_dim|*ffn_hidden_size|*_inner|*_ff|dff|mlp_dim"),
+    (_always(MLP), "feed_forward_size"),
+    (_always(HIDDEN), "*hidden_size|*hidden_size_global|*d_model|*n_embd|*embed_dim|*embedding_size|*embedding_dim"),
+    (_always(HIDDEN), "emb_dim|dim_model|*hidden_dim|word_embed_proj_dim|lru_width|index_dim"),
+    (_at_most(2), "num_*layers|n_*layers|n_layer|encoder_layers|decoder_layers|num_hidden_groups|depth"),
+    (_at_most(4), "*num_experts|*num_local_experts|*routed_experts|zero_expert_num"),
+    (_at_most(2), "*experts_per_tok|*experts_per_token|moe_topk|moe_top_k|moe_k|top_k_experts"),
+    (_always(1), "n_group|topk_group|num_expert_group|num_expert_groups|mamba_n_groups|mamba_ngroups|n_groups"),
+    (_at_most(256), "max_*positions|max_*position_embeddings|max_*seq_len|max_*length|n_positions|n_ctx"),
+    (_at_most(256), "context_length|seq_length"),
+    (_at_most(16), "*window|*window_size|attention_chunk_size|local_attention|index_topk"),
+    (_at_most(16), "*d_state|*state_size|chunk_size|mamba_chunk_size|index_block_size"),
+    (_at_most(1), "first_k_dense_replace|moe_layer_start_index|num_dense_layers"),
+)
 _NO_SHARING = ("num_kv_shared_layers", "num_nextn_predict_layers")
 _RATES = re.compile(r".*(drop|jitter|noise).*")  # what makes two runs of one model differ
 _OF_LAYERS = re.compile(r".*layer.*|block_types|attention_types|.*indexer_types|activation_sparsity_pattern")
@@ -91,7 +92,7 @@ def small_model(model_class: type[PreTrainedModel], config: PreTrainedConfig) ->
         torch.manual_seed(0)
         model = model_class(small).float()
         for parameter in model.parameters():
-            parameter.add_(torch.randn_like(parameter) * (0.1 if parameter.dim() == 1 else 0.05))
+            parameter.add_(torch.randn_like(parameter) * 0.1)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -112,7 +113,7 @@ def _shrink(config: PreTrainedConfig) -> None:
     layers_before = next((getattr(config, name) for name in _COUNTS if isinstance(vars(config).get(name), int)), None)
     for name, value in list(vars(config).items()):
         if isinstance(value, int) and not isinstance(value, bool):
-            rule = next((rule for pattern, rule in _SIZES.items() if re.fullmatch(pattern, name)), None)
+            rule = _rule_of(name)
             if value == heads_before and re.search("heads", name):  # as many keys and values as queries
                 rule = _at_most(HEADS)
             if name in _NO_SHARING:
@@ -132,6 +133,10 @@ def _shrink(config: PreTrainedConfig) -> None:
     if "mamba_headdim" in vars(config):
         _set(config, "mamba_headdim", 2 * HIDDEN // config.n_mamba_heads)
     _set_layers(config, layers_before)
+
+
+def _rule_of(name: str) -> Rule | None:
+    return next((rule for rule, names in _SIZES if any(fnmatchcase(name, one) for one in names.split("|"))), None)
 
 
 def _set_layers(config: PreTrainedConfig, before: int | None) -> None:

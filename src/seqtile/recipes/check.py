@@ -1,0 +1,170 @@
+"""The trial of `seqtile check`: a model, made small, tiled part by part, beside itself untiled."""
+
+import copy
+import warnings
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+
+from seqtile.models.model_types import model_classes, model_types
+from seqtile.models.parts import EXPERTS, LAYER, LOSS
+from seqtile.models.placement import Options
+from seqtile.models.proof import Finding, findings, tiled_copy
+from seqtile.models.small import WORDS, small_model
+from seqtile.recipes import Trial
+from seqtile.recipes.measure import FlopCount, LiveBytes
+
+TOKENS, CHUNK = 2048, 64  # of the step whose work and memory are measured
+
+
+class Line(NamedTuple):
+    """What came of the modules of one class."""
+
+    part: str
+    """loss, mlp, experts or layer."""
+    module: str
+    """The name of their class."""
+    count: int
+    how: str
+    """read, called or refused."""
+    reason: str | None
+    """Why they are not read."""
+    head_groups: bool
+    error: float
+    """The largest error of the loss or a gradient against float64, relative."""
+    untiled_error: float
+    flops: float | None
+    """Work of a training step of 2,048 tokens, over that of the untiled model; None of what is refused."""
+    peak: float | None
+    """The same for the bytes alive at most."""
+
+
+@dataclass(frozen=True)
+class Report:
+    """The answer of `seqtile check`."""
+
+    model: str
+    lines: list[Line]
+    untiled: list[str]
+    """Layers that are left untiled by their kind, and why."""
+
+    @property
+    def differs(self) -> bool:
+        return any(line.how == "refused" for line in self.lines)
+
+    def figures(self) -> dict[str, object]:
+        return asdict(self) | {"lines": [line._asdict() for line in self.lines], "differs": self.differs}
+
+
+def check(asked: Trial) -> Report:
+    """Builds the model small, tiles it part by part, and compares. ValueError for what cannot be tried: no config, no
+    head over a vocabulary, remote code without consent, a model that is not built or does not run on text alone."""
+    config = config_of(asked)
+    model_class = class_of(asked, config)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if asked.full:
+            model = model_class.from_pretrained(asked.model, dtype=torch.float32)
+        else:
+            model = _built(model_class, config)
+        try:
+            found = list(findings(model))
+        except Exception as error:  # of the model's own code, which may raise anything
+            raise ValueError(
+                f"{model_class.__name__} does not run on text alone: {type(error).__name__}: {error}"
+            ) from error
+        untiled = _cost(copy.deepcopy(model))
+        lines = [_line(model, one, untiled) for one in found]
+    refusals = dict.fromkeys(
+        f"{type(layer).__name__}: {reason}" for layer in LAYER.modules(model) if (reason := LAYER.refusal(layer))
+    )
+    return Report(model_class.__name__, lines, list(refusals))
+
+
+def config_of(asked: Trial) -> PreTrainedConfig:
+    """Returns the config that is meant. ValueError if there is none."""
+    path = Path(asked.model)
+    if not path.exists() and asked.model in model_types():
+        return AutoConfig.for_model(asked.model)
+    try:
+        return AutoConfig.from_pretrained(asked.model, trust_remote_code=asked.trust_remote_code)
+    except Exception as error:  # of a file that may hold anything
+        remote = "trust_remote_code" in str(error) and not asked.trust_remote_code
+        if remote:
+            raise ValueError(
+                f"{asked.model} brings code of its own, which is not run unasked: read it, and pass --trust-remote-code"
+            ) from error
+        raise ValueError(
+            f"{asked.model}: expected a config.json, a directory with one, a name on the hub, or a model type such as "
+            f"llama, got none that can be read: {' '.join(str(error).split())[:300]}"
+        ) from error
+
+
+def class_of(asked: Trial, config: PreTrainedConfig) -> type[PreTrainedModel]:
+    """Returns the class with a head that the config's model is of. ValueError if it has none."""
+    remote = getattr(config, "auto_map", {}).get("AutoModelForCausalLM")
+    if remote and config.model_type not in model_types():
+        if not asked.trust_remote_code:
+            raise ValueError(
+                f"{asked.model} brings code of its own, which is not run unasked: read it, and pass --trust-remote-code"
+            )
+        return get_class_from_dynamic_module(remote, asked.model)
+    classes = model_classes(config.model_type)
+    named = config.architectures or ()
+    return next((cls for cls in classes if cls.__name__ in named), classes[0])
+
+
+def _built(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
+    try:
+        return small_model(model_class, config)
+    except Exception as error:  # of the model's own code, which may raise anything
+        raise ValueError(f"{model_class.__name__} cannot be built small: {type(error).__name__}: {error}") from error
+
+
+def _line(model: PreTrainedModel, found: Finding, untiled: tuple[int, int]) -> Line:
+    part = "experts" if found.part is EXPERTS else found.part.option
+    how = "refused" if found.refusal else "called" if found.called else "read"
+    flops = peak = None
+    if found.refusal is None:
+        options = Options(chunk_tokens=CHUNK)
+        cost = _cost(tiled_copy(model, found.part, found.cls, options))
+        flops, peak = (ours / theirs if theirs else 1.0 for ours, theirs in zip(cost, untiled, strict=True))
+    reason = found.refusal or found.called
+    errors = found.error, found.untiled_error
+    return Line(part, found.cls.__name__, found.modules, how, reason, found.groups, *errors, flops, peak)
+
+
+def _cost(model: PreTrainedModel) -> tuple[int, int]:
+    """Returns FLOP and the most bytes alive in a training step, gradients included."""
+    ids = torch.arange(TOKENS).remainder(WORDS - 10).add(5).unsqueeze(0)
+    if type(model)._supports_sdpa:  # attention that keeps no matrix of tokens x tokens
+        model.set_attn_implementation("sdpa")
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+    with FlopCount() as flops, LiveBytes() as memory:
+        loss = model.train()(input_ids=ids, labels=ids, use_cache=False).loss
+        torch.autograd.grad(loss, weights, allow_unused=True)
+    return flops.total, memory.peak
+
+
+def print_report(report: Report, console: Console) -> None:
+    table = Table("part", "modules", "tiled", "groups", "error", "untiled", "work", "peak", box=None, header_style="")
+    for line in report.lines:
+        ratios = ("" if ratio is None else f"{ratio:.2f}" for ratio in (line.flops, line.peak))
+        groups = "yes" if line.head_groups else ""
+        errors = (f"{line.error:.0e}", f"{line.untiled_error:.0e}")
+        table.add_row(line.part, f"{line.count} {line.module}", line.how, groups, *errors, *ratios)
+    console.print(f"{report.model}, as docs/models.md explains; error, work and peak beside the untiled model")
+    console.print(table)
+    for line in report.lines:
+        if line.reason:
+            console.print(f"{line.module} is {line.how}: {line.reason}", markup=False, highlight=False)
+    for reason in report.untiled:
+        console.print(f"left untiled: {reason}", markup=False, highlight=False)
+    if not any(line.part == LOSS.option for line in report.lines):
+        console.print("the loss cannot be tiled: no head over a vocabulary")

@@ -1,0 +1,82 @@
+"""`seqtile check`: which parts of a model can be tiled, tried out on a small one."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, LlamaConfig, LlamaForCausalLM
+from typer.testing import CliRunner, Result
+
+from seqtile.cli import app
+from seqtile.models.small import small_config
+
+
+def check(*arguments: object) -> Result:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # what is small is slower on many
+    try:
+        return CliRunner().invoke(app, ["check", *map(str, arguments)])
+    finally:
+        torch.set_num_threads(threads)
+
+
+def lines(*arguments: object) -> dict[str, dict]:
+    result = check(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return {line["part"]: line for line in json.loads(result.stdout)["lines"]}
+
+
+def test_a_config_file(tmp_path: Path) -> None:
+    """With an MLP of other names, and layers of two kinds, of which one is a convolution."""
+    kinds = ["conv", "full_attention"] * 4
+    CONFIG_MAPPING["lfm2"](num_hidden_layers=8, layer_types=kinds).save_pretrained(tmp_path)
+    found = lines(tmp_path / "config.json")
+    assert {part: line["how"] for part, line in found.items()} == {"loss": "read", "mlp": "read", "layer": "called"}
+    assert found["layer"]["count"] == 1 and not found["layer"]["head_groups"]
+    for line in found.values():
+        assert line["error"] < 2 * line["untiled_error"] + 1e-5 and line["peak"] < 1.05 and line["flops"] < 1.5
+
+
+def test_a_type() -> None:
+    """A layer of Llama's shape is read; its memory shows."""
+    found = lines("cwm")
+    assert {line["how"] for line in found.values()} == {"read"} and found["layer"]["head_groups"]
+    assert found["layer"]["peak"] < 0.8 and found["layer"]["flops"] < 1.2
+
+
+def test_a_model_that_differs() -> None:
+    """Its attention mixes heads before it asks for the attention function a second time."""
+    result = check("diffllama")
+    assert result.exit_code == 1
+    assert "DiffLlamaDecoderLayer is refused: the gradient of" in result.stdout
+    assert "loss" in result.stdout and "mlp" in result.stdout
+
+
+def test_with_its_own_weights(tmp_path: Path) -> None:
+    LlamaForCausalLM(small_config(LlamaConfig())).save_pretrained(tmp_path)
+    assert {line["how"] for line in lines(tmp_path, "--full").values()} == {"read"}
+
+
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ({"model_type": "vit"}, "model type 'vit' has no head over a vocabulary"),
+        ({"model_type": "no such"}, "expected a config.json, a directory with one, a name on the hub, or a model type"),
+        ({"model_type": "llama", "hidden_size": "wide"}, "expected int, got str"),
+        (
+            {"model_type": "mine", "auto_map": {"AutoConfig": "c.C", "AutoModelForCausalLM": "m.M"}},
+            "--trust-remote-code",
+        ),
+        ({"model_type": "blip"}, "BlipForConditionalGeneration does not run on text alone"),
+    ],
+)
+def test_bad_input(tmp_path: Path, fields: dict, error: str) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    result = check(tmp_path)
+    assert result.exit_code == 1 and error in result.stdout and "Traceback" not in result.output
+
+
+def test_no_file(tmp_path: Path) -> None:
+    result = check(tmp_path / "nothing")
+    assert result.exit_code == 1 and "expected a config.json" in result.stdout

@@ -8,7 +8,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist worksteal
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test test-all test-gpu test-dist docs ledger check-cuda lint format bench bench-smoke table
+.PHONY: help setup demo test test-all test-gpu test-dist docs models ledger check-cuda lint format bench bench-smoke table
 
 help:  ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-11s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -57,6 +57,10 @@ test-gpu:  ## what a GPU can break, with the python at hand (PYTHON=...): 5 minu
 
 docs: $(STAMP)  ## the book, docs/, as a site in build/docs; a warning is an error
 	$(BIN)/python -m sphinx -q -W --keep-going -n -E -b html docs build/docs
+
+models: $(STAMP)  ## prove every model type of transformers, and write the table in docs/models.md: two minutes
+	$(BIN)/python -m dev.models
+	PYTHONPATH=$(OLDEST) $(BIN)/python -m dev.models
 
 ledger: $(STAMP)  ## predicted times on a GPU, without one; not measured
 	PYTHONPATH=test $(BIN)/python -m benchmark.ledger

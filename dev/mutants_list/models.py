@@ -9,6 +9,7 @@ HOLES = ("models/test_layer_holes.py",)
 PATHS = ("models/test_paths.py",)
 PATCH = ("models/test_patch.py",)
 PLAIN = ("models/test_plain.py",)
+TYPES = ("models/test_types.py",)
 
 MUTANTS = (
     Mutant(
@@ -20,17 +21,17 @@ MUTANTS = (
     ),
     Mutant(
         "causal LM: logits are not divided",
-        "models/loss.py",
-        '"logit_scale": scale / divisor}',
-        '"logit_scale": scale}',
+        "models/lazy_logits.py",
+        'value if name == "mul" else 1 / value',
+        "value",
         GRADIENTS,
         select="what_is_done_to_the_logits",
     ),
     Mutant(
         "causal LM: a head that falls back is not soft-capped",
         "models/loss.py",
-        "logits = torch.tanh(logits / softcap) * softcap",
-        "pass",
+        "LazyLogits(hidden, logits.head, logits.steps).real().float()",
+        "LazyLogits(hidden, logits.head).real().float()",
         PATHS,
         select="path or called_head",
     ),
@@ -61,7 +62,7 @@ MUTANTS = (
     Mutant(
         "experts: their tiles are as short as an MLP's",
         "models/mlp.py",
-        "self.num_experts / top_k_index.shape[-1]",
+        "experts_of(self) / top_k_index.shape[-1]",
         "1",
         PATCH,
         select="mixture",
@@ -77,7 +78,7 @@ MUTANTS = (
     Mutant(
         "layer: attentions that are asked for are not made",
         "models/layer.py",
-        "if (fits and not _is_zero3(self)) or asked:",
+        "if (fits and not _is_zero3(self)) or records_inside() or _asks_for_attentions(self, given):",
         "if fits and not _is_zero3(self):",
         LAYER,
         select="caches_and_outputs",
@@ -85,7 +86,7 @@ MUTANTS = (
     Mutant(
         "layer: what attention and MLP add is not scaled",
         "models/layer.py",
-        "getattr(self, arch.residual_scale) if arch.residual_scale else 1.0",
+        "getattr(layer, form.residual_scale) if form.residual_scale else 1.0",
         "1.0",
         LAYER_GRADIENTS,
         select="granite or scaled",
@@ -93,7 +94,7 @@ MUTANTS = (
     Mutant(
         "layer: positions in layers that have none",
         "models/layer.py",
-        'position_embeddings if getattr(self.self_attn, "use_rope", True) else None',
+        "position_embeddings if switch is None or getattr(attention, switch) else None",
         "position_embeddings",
         LAYER_GRADIENTS,
         select="without_positions or smollm3",
@@ -101,7 +102,7 @@ MUTANTS = (
     Mutant(
         "layer: called, without the norms of heads",
         "models/layer.py",
-        'return getattr(attention, f"{name}_norm")(heads) if hasattr(attention, f"{name}_norm") else heads',
+        'return getattr(attention, f"{name}_norm")(heads) if normed else heads',
         "return heads",
         LAYER,
         select="called",
@@ -140,17 +141,17 @@ MUTANTS = (
     ),
     Mutant(
         "uncached: a cache that was never filled is returned",
-        "models/layer.py",
+        "models/base_model.py",
         "        outputs.past_key_values = None\n",
         "",
         HOLES,
         select="no_cache",
     ),
     Mutant(
-        "patch: layers of another shape are not refused",
+        "patch: layers that cannot be tiled are not refused",
         "models/patch.py",
-        "if options.layer and not arch.layer:",
-        "if options.layer and not arch.prefix:",
+        "if part is LAYER and (not modules or None not in modules.values()):",
+        "if part is LAYER and not modules:",
         LAYER,
         select="refusals",
     ),
@@ -161,5 +162,59 @@ MUTANTS = (
         "    if placement is None:\n",
         PATCH,
         select="wrapper",
+    ),
+    Mutant(
+        "proof: a part that differs is tiled",
+        "models/proof.py",
+        "            wrong.append(name)",
+        "            pass",
+        TYPES,
+        select="differs or rotary",
+    ),
+    Mutant(
+        "proof: what is inside a layer is not looked at",
+        "models/proof.py",
+        "inside = module.modules() if part is LAYER else [module]",
+        "inside = [module]",
+        TYPES,
+        select="another_mlp_inside",
+    ),
+    Mutant(
+        "layer form: another rotary embedding is taken for Llama's",
+        "models/layer.py",
+        "if not is_llamas_rotary(_rotary_of(attention)):",
+        "if False:",
+        TYPES,
+        select="rotary",
+    ),
+    Mutant(
+        "any layer: attention is not given the whole of what a chunk was given",
+        "models/any_layer.py",
+        "found[name] = value if known else self._given[id(value)]",
+        "found[name] = value",
+        TYPES,
+        select="public_functions or whole",
+    ),
+    Mutant(
+        "find: a convolution is taken for an MLP's projection",
+        "models/find.py",
+        "if any(isinstance(child, _ConvNd) or _holds_weights_below(child) for child in children):",
+        "if any(_holds_weights_below(child) for child in children):",
+        TYPES,
+        select="convolution",
+    ),
+    Mutant(
+        "lazy logits: a bias behind the head is not scaled with it",
+        "models/lazy_logits.py",
+        "scale, added = scale * factor, [tensor * factor for tensor in added]",
+        "scale = scale * factor",
+        ("models/test_lazy_logits.py",),
+    ),
+    Mutant(
+        "loss: torch's cross-entropy gets real logits",
+        "models/lazy_logits.py",
+        "if function is F.cross_entropy and isinstance(args[0], cls) and args[0].cross_entropy is not None:",
+        "if False:",
+        ("models/test_lazy_logits.py",),
     ),
 )

@@ -21,12 +21,8 @@ class Arch:
     module: str | None = None
     softcap: str | None = None
     """The config's name for the soft cap of its logits."""
-    logit_scale: str | None = None
-    """The config's name for what its logits are multiplied by."""
-    logit_divisor: str | None = None
-    """The config's name for what its logits are divided by."""
     mlps: tuple[str, ...] = ("MLP",)
-    """The ends, behind the prefix, of the names of the classes whose forwards are tiled as MLPs."""
+    """The ends, behind the prefix, of the names of the classes of its MLPs and experts."""
 
     layer: bool = False
     """True if its layers have Llama's shape, norm, attention, norm, MLP one after the other, and can be tiled whole."""
@@ -105,7 +101,7 @@ TIED = {"tie_word_embeddings": True}
 GEMMA = {"softcap": "final_logit_softcapping", "norm": "rms_float32", "norm_after": True}
 GEMMA_SIZES = TIED | {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
 _TABLE = (
-    Arch("cohere", "Cohere", logit_scale="logit_scale", norm="layer", parallel=True, liger=False, defaults=TIED),
+    Arch("cohere", "Cohere", norm="layer", parallel=True, liger=False, defaults=TIED),
     Arch("gemma2", "Gemma2", **GEMMA, defaults=GEMMA_SIZES | {"vocab_size": 256000, "final_logit_softcapping": 30.0}),
     Arch("gemma3_text", "Gemma3", "gemma3", **GEMMA, head_norm="shared", defaults=GEMMA_SIZES | {"vocab_size": 262208}),
     Arch(
@@ -119,7 +115,6 @@ _TABLE = (
     Arch(
         "granite",
         "Granite",
-        logit_divisor="logits_scaling",
         layer=True,
         residual_scale="residual_multiplier",
         embedding_scale="embedding_multiplier",
@@ -149,10 +144,3 @@ _TABLE = (
     Arch("smollm3", "SmolLM3", layer=True, windows=True, defaults=TIED | {"num_key_value_heads": 4}),
 )
 ARCHS = {arch.model_type: arch for arch in _TABLE}
-
-
-def find_arch(model_type: str) -> Arch:
-    """Returns the entry of `model_type`; a ValueError lists the supported ones if there is none."""
-    if model_type not in ARCHS:
-        raise ValueError(f"model type {model_type!r} is not supported; seqtile supports {', '.join(ARCHS)}")
-    return ARCHS[model_type]

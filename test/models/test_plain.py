@@ -27,7 +27,7 @@ from measure import FlopCount
 from models.layered import assert_equal, whole
 from models.test_paths import PROJECTIONS, lora
 from seqtile.models.loss import head_fallback_reason
-from seqtile.models.mlp import mlp_fallback_reason
+from seqtile.models.mlp import gated_form, mlp_fallback_reason
 from seqtile.models.placement import forward_in_place_of
 from tiny import CHUNK, build, loss_and_gradients
 
@@ -407,6 +407,9 @@ def test_asked_inside_a_compiled_graph(change: Change, arch: str) -> None:
     model = change(build(arch))
     seqtile.apply_seqtile(model, layer=arch == "llama", chunk_tokens=CHUNK)
 
+    forward = forward_in_place_of(model.model.layers[0].mlp)
+    form = gated_form(forward) or forward
+
     class Asking(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -414,8 +417,7 @@ def test_asked_inside_a_compiled_graph(change: Change, arch: str) -> None:
 
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, list[str | None]]:
             layer = self.model.model.layers[0]
-            forward = forward_in_place_of(layer.mlp)
-            reasons = [mlp_fallback_reason(layer.mlp, forward), head_fallback_reason(self.model.lm_head)]
+            reasons = [mlp_fallback_reason(layer.mlp, form), head_fallback_reason(self.model.lm_head)]
             return x + 1, reasons
 
     torch._dynamo.reset()

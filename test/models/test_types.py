@@ -12,6 +12,7 @@ from transformers.models.llama import modeling_llama
 
 import seqtile
 from seqtile.models import layer_form, proof
+from seqtile.models.find import mlps_of
 from seqtile.models.model_types import model_classes, model_types
 from seqtile.models.parts import LAYER, LOSS
 from seqtile.models.small import small_model
@@ -136,3 +137,28 @@ def test_what_was_proven_is_proven_again_when_its_file_changes(monkeypatch: pyte
     proof._proof_of.cache_clear()
     assert "no such module" in proof.unproven(model)(LOSS, model) and len(runs) == 1
     proof._proof_of.cache_clear()
+
+
+class Convolution(torch.nn.Module):
+    """A convolution along the sequence between two projections."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+        self.conv = torch.nn.Conv1d(64, 64, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.conv(self.up(x).transpose(1, 2)).transpose(1, 2))
+
+
+def test_a_convolution_is_no_mlp() -> None:
+    model = small_model(LlamaForCausalLM, LlamaConfig())
+    model.model.layers[0].mlp = Convolution()
+    assert [type(mlp).__name__ for mlp in mlps_of(model)] == ["LlamaMLP"]
+
+
+def test_another_mlp_inside_a_known_layer() -> None:
+    """The layer's file was proven, and not with what somebody put into it."""
+    model = small_model(MixingGPT2, GPT2Config())
+    with pytest.raises(ValueError, match=r"the layers of MixingGPT2 cannot be tiled: the gradient of .* differs by"):
+        seqtile.apply_seqtile(model, layer=True, chunk_tokens=proof.CHUNK)

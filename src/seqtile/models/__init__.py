@@ -8,7 +8,8 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from seqtile.models.layer import groups_of, is_checkpointed
+from seqtile.models.base_model import is_checkpointed
+from seqtile.models.layer import groups_of
 from seqtile.models.loss import has_head
 from seqtile.models.mlp import sparsity_of
 from seqtile.models.model_types import model_types

@@ -1,4 +1,4 @@
-"""The tiled forwards of a decoder layer, of the norm behind the last, and of the model around them.
+"""The tiled forward of a decoder layer.
 
 A layer of Llama's shape is norm, attention, norm, gated MLP, one after the other. Where its weights can be read it is
 `seqtile.ops.decoder_layer`; where they cannot, its modules are called chunk by chunk, which costs the projections to
@@ -14,16 +14,17 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
 from seqtile.models.any_layer import any_layer_refusal, call_layer_tiled, records_inside
+from seqtile.models.base_model import UNFILLED
 from seqtile.models.fallback import call_tiled
-from seqtile.models.find import are_experts, layers_of, text_model_of
-from seqtile.models.layer_form import LayerForm, is_llamas_norm, is_llamas_rotary, layer_form_of
-from seqtile.models.mlp import activation_of, gated_form, mlp_fallback_reason, read_mlp, sparsity_of
+from seqtile.models.find import are_experts
+from seqtile.models.layer_form import LayerForm, is_llamas_rotary, layer_form_of
+from seqtile.models.mlp import Gated, activation_of, gated_form, mlp_fallback_reason, read_mlp, sparsity_of
+from seqtile.models.norm import norm_fallback_reason, read_norm
 from seqtile.models.placement import (
     KNOWN_PACKAGES,
     Options,
@@ -31,32 +32,26 @@ from seqtile.models.placement import (
     forward_in_place_of,
     is_patched_subclass,
     package_of,
-    placement_at,
     stand_in_for,
 )
 from seqtile.models.weights import (
     call_fallback_reason,
     check_not_zero3,
     check_untransformed,
-    defining_path,
     module_call_reason,
     module_fallback_reason,
-    named,
     process_fallback_reason,
     projection_fallback_reason,
     read_projection,
 )
 from seqtile.ops.chunks import resolve_chunk_tokens
 from seqtile.ops.decoder_layer import decoder_layer
-from seqtile.ops.decoder_layer.params import AttentionParams, LayerParams, MLPParams, Norm
-from seqtile.ops.rms_norm import rms_norm
+from seqtile.ops.decoder_layer.params import AttentionParams, LayerParams, MLPParams
 from seqtile.protocols import SequenceParallelAttention, SequenceParallelFunction
 
 logger = logging.get_logger(__name__)
 _FORWARD_CHECKPOINTS = "__init_subclass__" in vars(GradientCheckpointingLayer)  # since transformers 5.2x; else __call__
 AUTO = 8  # groups at most: what exists of one group only is an eighth then, and its products are wide still
-_LIGERS_NORM = "liger_kernel.transformers.rms_norm.LigerRMSNorm.forward"
-_UNFILLED = "_seqtile_unfilled"  # on a cache that only tells how masks are to be made
 
 
 def tiled_layer_forward(options: Options, original: Callable) -> Callable:
@@ -80,7 +75,7 @@ def tiled_layer_forward(options: Options, original: Callable) -> Callable:
         if (fits and not _is_zero3(self)) or records_inside() or _asks_for_attentions(self, given):
             return inner(self, hidden_states, **given)
         form, cache = _form_of(self), given.pop("past_key_values", None)
-        cache = None if hasattr(cache, _UNFILLED) else cache
+        cache = None if hasattr(cache, UNFILLED) else cache
         if isinstance(form, LayerForm):
             return _llama_layer(form, options, self, hidden_states, cache, **given)
         if cache is not None or hidden_states.dim() != 3 or _is_hugging_faces_and_refused(self):
@@ -166,7 +161,7 @@ def _llama_layer(
         sp_attention=None if sp_attention is None else sp_attention.in_groups(groups or 1),
         allow_recompute=grouped != "auto",
         extra_tensors=extra_tensors,
-        activation=activation_of(layer.mlp),
+        activation=activation_of(layer.mlp, _mlp_form(layer)),
         scale=scale,
         chunk_tokens=options.chunk_tokens,
     )
@@ -191,7 +186,7 @@ def _params_of(form: LayerForm, layer: nn.Module) -> LayerParams:
             read_projection("v_proj", attention.v_proj),
             read_projection("o_proj", attention.o_proj),
         ),
-        MLPParams(read_norm(layer.post_attention_layernorm), *read_mlp(layer.mlp)),
+        MLPParams(read_norm(layer.post_attention_layernorm), *read_mlp(layer.mlp, _mlp_form(layer))),
     )
 
 
@@ -288,7 +283,15 @@ def _reasons(form: LayerForm, layer: nn.Module) -> Iterator[str | None]:
         yield f"its MLP {reason}"
     if not is_llamas_rotary(_rotary_of(attention)):
         yield "its rotary embedding is not Llama's"
-    yield mlp_fallback_reason(mlp, forward_in_place_of(mlp))
+    forward = forward_in_place_of(mlp)
+    yield mlp_fallback_reason(mlp, gated_form(forward) or forward)
+
+
+@torch.compiler.disable(reason="seqtile reads source")
+def _mlp_form(layer: nn.Module) -> Gated:
+    form = gated_form(forward_in_place_of(layer.mlp))
+    assert form is not None, "a layer is read with its MLP"
+    return form
 
 
 def _rotary_of(attention: nn.Module) -> Callable:
@@ -331,126 +334,3 @@ def _fallback_layer(
     q, k, v = call_tiled(pre_attention, before, x, *(rotary or ()), **chunks)
     attn_output = attend(*(heads.transpose(1, 2) for heads in (q, k, v))).flatten(2)
     return call_tiled(post_attention, behind, x, attn_output, **chunks)
-
-
-def tiled_norm_forward(options: Options, original: Callable) -> Callable:
-    """Returns a forward in place of `original`, an RMSNorm's forward (a plain function); rows need no chunks.
-
-    `original` itself in evaluation, where a sequence fits in a chunk, and for heads [B, S, H, K].
-    """
-
-    @stand_in_for(original)
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        fits = hidden_states.shape[:-1].numel() <= resolve_chunk_tokens(options.chunk_tokens, hidden_states.shape[-1])
-        if fits or not self.training or hidden_states.dim() != 3 or process_fallback_reason() is not None:
-            return original(self, hidden_states)
-        return rms_norm(hidden_states, *read_norm(self))
-
-    return forward
-
-
-def read_norm(norm: nn.Module) -> Norm:
-    """Reads weight and eps. Under ZeRO-3 each reading is a collective."""
-    return Norm(norm.weight, norm.variance_epsilon)
-
-
-def norms_of(model: nn.Module) -> list[nn.Module]:
-    """Returns the norms behind the last layer, which the tiled forward computes; none if it is another kind."""
-    return [child for child in text_model_of(model).children() if _is_norm(child)]
-
-
-def _is_norm(module: nn.Module) -> bool:
-    forward = computed_forward(module)
-    return defining_path(forward) == _LIGERS_NORM or is_llamas_norm(forward)
-
-
-def check_norm(norm: nn.Module, options: Options) -> None:
-    """Raises ValueError where the tiled forward would not compute what `norm` computes."""
-    if (reason := norm_fallback_reason("norm", norm)) is not None:
-        raise ValueError(f"a tiled norm reads its weight, and {reason}; apply with layer=False")
-
-
-def norm_fallback_reason(name: str, norm: nn.Module) -> str | None:
-    """Says why a norm must be called rather than read; see `process_fallback_reason`, too."""
-    cls = type(norm)
-    if not _is_norm(norm):
-        own = "forward" in vars(norm)
-        return f"{name} has a forward of its own" if own else f"{name} is a {named(cls)}"
-    if getattr(norm, "offset", 0) or getattr(norm, "casting_mode", "llama") != "llama":
-        return f"{name} is another kind of RMSNorm than Llama's"
-    reason = call_fallback_reason(norm)
-    return None if reason is None else f"{name} {reason}"
-
-
-def base_models_of(model: nn.Module) -> list[nn.Module]:
-    """Returns the text model without its head, if it makes caches."""
-    base = text_model_of(model)
-    names = inspect.signature(type(base).forward).parameters
-    return [base] if {"past_key_values", "use_cache"} <= set(names) and base is not model else []
-
-
-def uncached_forward(options: Options, original: Callable) -> Callable:
-    """Returns a forward in place of `original`, that of a model without its head (a plain function), which fills no
-    cache in training, unless it is given one.
-
-    Hugging Face's config asks for a cache by default, in training too, and makes other masks where there is one: so
-    there is one, which stays empty and is not returned.
-    """
-    names = list(inspect.signature(original).parameters)[1:]
-
-    @stand_in_for(original)
-    def forward(self, *args, **kwargs):
-        given = dict(zip(names, args, strict=False)) | kwargs
-        if not _makes_cache(self, given, options):
-            return original(self, *args, **kwargs)
-        logger.warning_once(
-            "layers that are tiled as a whole make no cache in training; pass use_cache=False, or a cache to be filled"
-        )
-        if not all(isinstance(layer_form_of(layer), LayerForm) for layer in layers_of(self)):
-            return original(self, **given | {"use_cache": False})
-        cache = DynamicCache(config=self.config)
-        setattr(cache, _UNFILLED, True)
-        outputs = original(self, **given | {"past_key_values": cache})
-        if isinstance(outputs, tuple):
-            return tuple(output for output in outputs if output is not cache)
-        outputs.past_key_values = None
-        return outputs
-
-    return forward
-
-
-def _makes_cache(model: nn.Module, given: dict[str, Any], options: Options) -> bool:
-    """Says if a model that is called so would fill a cache of its own while it is trained on more than a chunk."""
-    if not (model.training and torch.is_grad_enabled()) or given.get("past_key_values") is not None:
-        return False
-    wanted = given.get("use_cache")
-    if not (model.config.use_cache if wanted is None else wanted):
-        return False
-    ids, embeds = given.get("input_ids"), given.get("inputs_embeds")
-    tokens = ids.numel() if ids is not None else 0 if embeds is None else embeds.shape[:-1].numel()
-    return tokens > resolve_chunk_tokens(options.chunk_tokens, model.config.hidden_size)
-
-
-def note_that_all_is_kept(model: nn.Module, tokens: int) -> None:
-    """Says so, once, where a model in training has tiled layers that are not checkpointed, and keep more each than its
-    weights take."""
-    if not (model.training and torch.is_grad_enabled()) or torch.compiler.is_compiling():
-        return
-    layer = next(iter(layers_of(model)), None)
-    placement = None if layer is None else placement_at(layer)
-    attention = getattr(layer, "self_attn", None)
-    if placement is None or is_checkpointed(model) or not hasattr(attention, "head_dim"):
-        return
-    config = attention.config
-    heads, kv = config.num_attention_heads * attention.head_dim, config.num_key_value_heads * attention.head_dim
-    weights = config.hidden_size * (2 * heads + 2 * kv + 3 * config.intermediate_size)
-    kept = config.hidden_size + heads + (heads + 2 * kv if placement.options.head_groups is None else 0)
-    if tokens * kept > weights:
-        logger.warning_once(
-            "whole layers are tiled, but activation checkpointing is off: at this length every layer keeps more for "
-            "its backward than its weights take; model.gradient_checkpointing_enable() has it keep its input alone"
-        )
-
-
-def is_checkpointed(model: nn.Module) -> bool:
-    return any(getattr(layer, "gradient_checkpointing", False) for layer in layers_of(model))

@@ -19,9 +19,9 @@ from torch import nn
 from transformers.loss import loss_utils
 from transformers.utils import ModelOutput
 
+from seqtile.models.base_model import note_that_all_is_kept
 from seqtile.models.fallback import call_tiled
 from seqtile.models.forms import code_of
-from seqtile.models.layer import note_that_all_is_kept
 from seqtile.models.lazy_logits import LazyLogits
 from seqtile.models.placement import Options, stand_in_for
 from seqtile.models.weights import (
@@ -198,7 +198,10 @@ def _loss(
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
     targets = shift_labels.to(logits.device)
-    return compute(logits, targets, ignore_index=ignore_index, num_items=num_items_in_batch)
+    loss = compute(logits, targets, ignore_index=ignore_index, num_items=num_items_in_batch)
+    return (
+        untiled(logits.real("its loss"), labels, vocab_size, **arguments, **kwargs) if loss is NotImplemented else loss
+    )
 
 
 def _cross_entropy(

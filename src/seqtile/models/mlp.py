@@ -7,6 +7,7 @@ recorded of them for the balancing loss is what Hugging Face records.
 """
 
 from collections.abc import Callable
+from functools import cache
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -50,6 +51,8 @@ class Gated(NamedTuple):
     """The activation, a module that the MLP holds; None where the forward names a function."""
     activation: str | None = None
     """That function, as `gated_mlp` calls it."""
+    ligers: bool = False
+    """It is one of Liger's kernels."""
 
 
 _HALF = "self.gate(x).chunk(2, dim=-1)"
@@ -60,35 +63,31 @@ _PATTERNS = {  # see forms.py -> the activation, where it is a function
 }
 _LIGER = "liger_kernel.transformers"
 _LIGERS = {  # where one of Liger's forwards was written, which call its kernels
-    f"{_LIGER}.geglu.LigerGEGLUMLP.forward": Gated("gate_proj", "up_proj", "down_proj", None, "gelu_tanh"),
-    f"{_LIGER}.swiglu.LigerPhi3SwiGLUMLP.forward": Gated("gate_up_proj", None, "down_proj", None, "silu"),
-    f"{_LIGER}.swiglu.LigerQwen3MoeSwiGLUMLP.forward": Gated("gate_proj", "up_proj", "down_proj", None, "silu"),
-    f"{_LIGER}.swiglu.LigerSwiGLUMLP.forward": Gated("gate_proj", "up_proj", "down_proj", None, "silu"),
+    f"{_LIGER}.geglu.LigerGEGLUMLP.forward": Gated("gate_proj", "up_proj", "down_proj", None, "gelu_tanh", True),
+    f"{_LIGER}.swiglu.LigerPhi3SwiGLUMLP.forward": Gated("gate_up_proj", None, "down_proj", None, "silu", True),
+    f"{_LIGER}.swiglu.LigerQwen3MoeSwiGLUMLP.forward": Gated("gate_proj", "up_proj", "down_proj", None, "silu", True),
+    f"{_LIGER}.swiglu.LigerSwiGLUMLP.forward": Gated("gate_proj", "up_proj", "down_proj", None, "silu", True),
 }
-_seen: dict[str, tuple[CodeType, Gated | None]] = {}  # where a forward was written -> its code, what it is
 
 
 def gated_form(forward: Callable) -> Gated | None:
-    """Returns what an MLP's forward that `gated_mlp` computes calls its parts; None of any other forward."""
+    """Returns what an MLP's forward that `gated_mlp` computes calls its parts; None of any other forward. Not for a
+    compiler, which cannot trace the reading of source."""
     if (path := defining_path(forward)) in _LIGERS:
         return _LIGERS[path]
-    if torch.compiler.is_compiling():  # whose tracer cannot read source; what is tiled was seen before
-        return _seen[path][1] if path in _seen else None
-    code = code_of(forward)
     ours = {"F": F, "nn": nn}  # what the patterns mean by these names
-    if (
-        not path
-        or code is None
-        or any(forward.__globals__.get(name, thing) is not thing for name, thing in ours.items())
-    ):
+    code = code_of(forward)
+    if not path or code is None or any(forward.__globals__.get(name, ours[name]) is not ours[name] for name in ours):
         return None
-    if path not in _seen or _seen[path][0] is not code:
-        found = None
-        for pattern, activation in _PATTERNS.items():
-            if (names := names_in(code, pattern)) is not None:
-                found = Gated(names["gate"], names.get("up"), names["down"], names.get("act"), activation)
-        _seen[path] = code, found
-    return _seen[path][1]
+    return _form_of(code)
+
+
+@cache
+def _form_of(code: CodeType) -> Gated | None:
+    for pattern, activation in _PATTERNS.items():
+        if (names := names_in(code, pattern)) is not None:
+            return Gated(names["gate"], names.get("up"), names["down"], names.get("act"), activation)
+    return None
 
 
 def tiled_mlp_forward(options: Options, original: Callable) -> Callable:
@@ -101,7 +100,7 @@ def tiled_mlp_forward(options: Options, original: Callable) -> Callable:
     different lengths.
     """
 
-    gated_form(original)
+    form = gated_form(original)
 
     @stand_in_for(original)
     def forward(self, x: torch.Tensor, *others: torch.Tensor, **kwargs: Any) -> torch.Tensor:
@@ -116,7 +115,7 @@ def tiled_mlp_forward(options: Options, original: Callable) -> Callable:
                 "untiled and keep what they keep untiled; for less memory train on longer sequences, or pass a smaller "
                 "chunk_tokens"
             )
-        if (reason := mlp_fallback_reason(self, original)) is not None:
+        if (reason := mlp_fallback_reason(self, form or original)) is not None:
             check_not_zero3(self, reason)
 
             def of_chunk(*pieces: torch.Tensor) -> torch.Tensor:
@@ -124,40 +123,40 @@ def tiled_mlp_forward(options: Options, original: Callable) -> Callable:
 
             return call_tiled(of_chunk, [self], x, *others, chunk_tokens=options.chunk_tokens)
         arguments: dict[str, Any] = {"up_weight": None}
-        for name, projection in zip(("gate", "up", "down"), read_mlp(self), strict=True):
+        for name, projection in zip(("gate", "up", "down"), read_mlp(self, form), strict=True):
             if projection is not None:
                 arguments[f"{name}_weight"] = projection.weight
                 arguments[f"{name}_bias"] = projection.bias
                 arguments[f"{name}_lora"] = projection.adapter
-        activation = _activation_name(self, gated_form(original))
+        activation = activation_of(self, form)
         return gated_mlp(x, **arguments, activation=activation, chunk_tokens=options.chunk_tokens)
 
     return forward
 
 
-def read_mlp(mlp: nn.Module) -> tuple[Projection, Projection | None, Projection]:
+def read_mlp(mlp: nn.Module, form: Gated) -> tuple[Projection, Projection | None, Projection]:
     """Returns gate, up and down; up is None where gate holds it."""
-    form = gated_form(forward_in_place_of(mlp))
     gate, *up, down = (read_projection(name, getattr(mlp, name)) for name in _projections(form))
     return gate, up[0] if up else None, down
 
 
-def activation_of(mlp: nn.Module) -> str:
+def activation_of(mlp: nn.Module, form: Gated) -> str:
     """Returns the activation of an MLP that `gated_mlp` computes, as that names it."""
-    return _activation_name(mlp, gated_form(forward_in_place_of(mlp)))
+    return form.activation or activation_name(getattr(mlp, form.module))
 
 
 def check_mlp(mlp: nn.Module, options: Options) -> str | None:
     """Raises ValueError where the tiled MLP would refuse to run; returns why it falls back."""
-    if (reason := mlp_fallback_reason(mlp, forward_in_place_of(mlp))) is not None:
+    forward = forward_in_place_of(mlp)
+    if (reason := mlp_fallback_reason(mlp, gated_form(forward) or forward)) is not None:
         check_not_zero3(mlp, reason)
     return reason
 
 
-def mlp_fallback_reason(mlp: nn.Module, forward: Callable) -> str | None:
-    """Says why an MLP that has this forward is called rather than read."""
-    if (form := gated_form(forward)) is None:
-        return f"its forward is {named(forward)}"
+def mlp_fallback_reason(mlp: nn.Module, form: Gated | Callable) -> str | None:
+    """Says why an MLP is called rather than read; given the form of its forward, or a forward that has none."""
+    if not isinstance(form, Gated):
+        return f"its forward is {named(form)}"
     if (reason := process_fallback_reason()) is not None:
         return reason
     for name in _projections(form):
@@ -165,15 +164,11 @@ def mlp_fallback_reason(mlp: nn.Module, forward: Callable) -> str | None:
             return reason
     if form.module is not None:
         return activation_fallback_reason(getattr(mlp, form.module))
-    return silu_fallback_reason() if defining_path(forward) not in _LIGERS else None
+    return None if form.ligers else silu_fallback_reason()
 
 
 def _projections(form: Gated) -> tuple[str, ...]:
     return (form.gate, form.down) if form.up is None else (form.gate, form.up, form.down)
-
-
-def _activation_name(mlp: nn.Module, form: Gated) -> str:
-    return form.activation or activation_name(getattr(mlp, form.module))
 
 
 def tiled_experts_forward(options: Options, original: Callable) -> Callable:

@@ -5,19 +5,12 @@ from typing import NamedTuple
 
 from torch import nn
 
+from seqtile.models.base_model import base_models_of, uncached_forward
 from seqtile.models.find import experts_in, layers_of, mlps_of
-from seqtile.models.layer import (
-    base_models_of,
-    check_layer,
-    check_norm,
-    layer_refusal,
-    norms_of,
-    tiled_layer_forward,
-    tiled_norm_forward,
-    uncached_forward,
-)
+from seqtile.models.layer import check_layer, layer_refusal, tiled_layer_forward
 from seqtile.models.loss import check_loss, tiled_loss_forward
 from seqtile.models.mlp import check_experts, check_mlp, tiled_experts_forward, tiled_mlp_forward
+from seqtile.models.norm import check_norm, norms_of, tiled_norm_forward
 from seqtile.models.placement import Options
 
 

@@ -1,0 +1,65 @@
+"""The tiled forward of the norm behind the last layer, and what may be read of a norm."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from seqtile.models.find import text_model_of
+from seqtile.models.layer_form import is_llamas_norm
+from seqtile.models.placement import Options, computed_forward, stand_in_for
+from seqtile.models.weights import call_fallback_reason, defining_path, named, process_fallback_reason
+from seqtile.ops.chunks import resolve_chunk_tokens
+from seqtile.ops.decoder_layer.params import Norm
+from seqtile.ops.rms_norm import rms_norm
+
+_LIGERS_NORM = "liger_kernel.transformers.rms_norm.LigerRMSNorm.forward"
+
+
+def tiled_norm_forward(options: Options, original: Callable) -> Callable:
+    """Returns a forward in place of `original`, an RMSNorm's forward (a plain function); rows need no chunks.
+
+    `original` itself in evaluation, where a sequence fits in a chunk, and for heads [B, S, H, K].
+    """
+
+    @stand_in_for(original)
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        fits = hidden_states.shape[:-1].numel() <= resolve_chunk_tokens(options.chunk_tokens, hidden_states.shape[-1])
+        if fits or not self.training or hidden_states.dim() != 3 or process_fallback_reason() is not None:
+            return original(self, hidden_states)
+        return rms_norm(hidden_states, *read_norm(self))
+
+    return forward
+
+
+def read_norm(norm: nn.Module) -> Norm:
+    """Reads weight and eps. Under ZeRO-3 each reading is a collective."""
+    return Norm(norm.weight, norm.variance_epsilon)
+
+
+def norms_of(model: nn.Module) -> list[nn.Module]:
+    """Returns the norms behind the last layer, which the tiled forward computes; none if it is another kind."""
+    return [child for child in text_model_of(model).children() if _is_norm(child)]
+
+
+def _is_norm(module: nn.Module) -> bool:
+    forward = computed_forward(module)
+    return defining_path(forward) == _LIGERS_NORM or is_llamas_norm(forward)
+
+
+def check_norm(norm: nn.Module, options: Options) -> None:
+    """Raises ValueError where the tiled forward would not compute what `norm` computes."""
+    if (reason := norm_fallback_reason("norm", norm)) is not None:
+        raise ValueError(f"a tiled norm reads its weight, and {reason}; apply with layer=False")
+
+
+def norm_fallback_reason(name: str, norm: nn.Module) -> str | None:
+    """Says why a norm must be called rather than read; see `process_fallback_reason`, too."""
+    cls = type(norm)
+    if not _is_norm(norm):
+        own = "forward" in vars(norm)
+        return f"{name} has a forward of its own" if own else f"{name} is a {named(cls)}"
+    if getattr(norm, "offset", 0) or getattr(norm, "casting_mode", "llama") != "llama":
+        return f"{name} is another kind of RMSNorm than Llama's"
+    reason = call_fallback_reason(norm)
+    return None if reason is None else f"{name} {reason}"

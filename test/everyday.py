@@ -31,6 +31,11 @@ _PLANS = "memory/test_against_simulation.py::test_"
 _LAWS = "ops/test_head_laws.py::test_"
 CUTS = (
     Cut(
+        tuple(f"models/test_families.py::test_{name}" for name in ("packed", "checkpointed", "lora", "bfloat16")),
+        ("*gpt_oss*", "*qwen3_5_text*", "*deepseek_v3*"),
+        "experts, layers of two kinds, and an attention of its own; half a second each",
+    ),
+    Cut(
         ("models/test_types.py::test_a_type",),
         ("*b", "*l", "*_text", "gpt_oss", "deepseek_v3", "phimoe"),
         "a tenth of the types and those that are most unlike; each takes a third of a second",

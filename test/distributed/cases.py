@@ -14,6 +14,20 @@ ADAPTERS = ("full", "lora", "generic")
 CHECKPOINTING = ("plain", "ckpt", "reentrant")
 LAYER = ("segments", "groups")
 LIGER = ("none", "class", "model", "again")
+FAMILIES = {  # model types without an entry in the table -> True if their MLPs, or experts, are called
+    "gpt_oss": True,
+    "qwen3_5_text": False,
+    "qwen3_5_moe_text": True,
+    "qwen3_next": True,
+    "gemma4_text": False,
+    "gemma4_unified_text": False,
+    "deepseek_v3": True,
+    "glm4_moe": True,
+    "qwen3_vl": False,
+    "ministral3": False,
+    "olmo3": False,
+    "seed_oss": True,
+}
 VARIANTS = {
     "torch": ("fsdp2_group", "fsdp2_head", "fsdp2_mlp", "fsdp2_keep", "fsdp2_mixed"),
     "zero": ("zero2_offload",),
@@ -41,7 +55,8 @@ class Case(NamedTuple):
     @property
     def mlp(self) -> bool:
         """Whether the MLPs are tiled as well as the loss: not the experts under ZeRO-3, where that is refused."""
-        return not (self.strategy == "zero3" and ARCHS[self.arch].routed)
+        called = FAMILIES[self.arch] if self.arch in FAMILIES else ARCHS[self.arch].routed
+        return not (self.strategy == "zero3" and called)
 
     @property
     def tree(self) -> str:
@@ -99,6 +114,13 @@ def layers() -> list[Case]:
     ]
 
 
+def families() -> list[Case]:
+    """The families of test_families.py under the parallelisms that shard weights; ZeRO-3 refuses layers that are
+    called."""
+    found = [Case(name, "fsdp2", "full", "ckpt", "none", "segments") for name in FAMILIES]
+    return found + [Case(name, "zero3", "full", "plain", "none") for name in FAMILIES]
+
+
 def cases(full: bool) -> list[Case]:
     """All; or of the matrix as few as have every architecture, every two of parallelism, adapter and checkpointing, and
     every order of Liger in every family of parallelisms; few with Liger, whose kernels are interpreted."""
@@ -111,7 +133,7 @@ def cases(full: bool) -> list[Case]:
             for case, pair in zip(found, pairs, strict=True)
         ]
         found = [found[i] for i in covering(parts)]
-    return found + variants() + layers()
+    return found + variants() + layers() + families()
 
 
 TREES = sorted({case.tree for case in matrix()})

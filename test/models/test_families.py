@@ -1,0 +1,148 @@
+"""The families that people train now, each in the ways in which it is trained: as untiled, all parts tiled."""
+
+import copy
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import CONFIG_MAPPING, PreTrainedModel
+
+import seqtile
+from seqtile.models.model_types import model_classes
+from seqtile.models.small import WORDS, small_model
+
+CHUNK = 7
+FAMILIES = {  # the parts that are tiled, by status
+    "gpt_oss": ("called", "called"),
+    "qwen3_5_text": ("read", "called"),
+    "qwen3_5_moe_text": ("called", "called"),
+    "qwen3_next": ("called", "called"),
+    "gemma4_text": ("read", "called"),
+    "gemma4_unified_text": ("read", "called"),
+    "deepseek_v3": ("called", "called"),
+    "glm4_moe": ("called", "called"),
+    "qwen3_vl": ("read", "called"),
+    "ministral3": ("read", "called"),
+    "olmo3": ("read", "called"),
+    "seed_oss": ("called", "called"),
+}
+
+
+def made(model_type: str, **changes: object) -> PreTrainedModel:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        return small_model(model_classes(model_type)[0], CONFIG_MAPPING[model_type](**changes)).train()
+    finally:
+        torch.set_num_threads(threads)
+
+
+def batch(length: int = 40) -> dict[str, torch.Tensor]:
+    ids = torch.randint(5, WORDS - 5, (2, length))
+    return {"input_ids": ids, "labels": ids.masked_fill(torch.rand(ids.shape) < 0.3, -100)}
+
+
+def gradients(model: torch.nn.Module, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+    model.zero_grad(set_to_none=True)
+    loss = model(**inputs, use_cache=False).loss
+    loss.backward()
+    found = {name: weight.grad for name, weight in model.named_parameters() if weight.grad is not None}
+    return {"loss": loss.detach()} | {name: gradient.clone() for name, gradient in found.items()}
+
+
+def errors(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> dict[str, float]:
+    """Of every tensor relative to its norm, or to a millionth of all of them."""
+    assert found.keys() == truth.keys()
+    least = 1e-6 * max(tensor.norm() for tensor in truth.values())
+    return {name: float((found[name] - true).norm() / max(true.norm(), least)) for name, true in truth.items()}
+
+
+def tiled_copy(model: torch.nn.Module, **options: object) -> torch.nn.Module:
+    tiled = copy.deepcopy(model)
+    seqtile.apply_seqtile(tiled, layer=True, chunk_tokens=CHUNK, **options)
+    return tiled
+
+
+def assert_same(model: torch.nn.Module, tiled: torch.nn.Module, **inputs: torch.Tensor) -> None:
+    truth = gradients(model, **inputs)
+    nudged = copy.deepcopy(model)
+    with torch.no_grad():
+        for weight in nudged.parameters():
+            weight.mul_(1 + 2**-23)
+    ill = errors(gradients(nudged, **inputs), truth)  # what an ulp of the weights does to a gradient
+    for name, error in errors(gradients(tiled, **inputs), truth).items():
+        assert error <= 2 * ill[name] + 2e-5, f"{name}: {error:.1e}, nudged {ill[name]:.1e}"
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_parts(model_type: str) -> None:
+    model = made(model_type)
+    tiled = tiled_copy(model)
+    status = seqtile.status(tiled)
+    mlp, layer = FAMILIES[model_type]
+    assert (status.loss.tiled, status.loss.fallback, status.mlp.tiled) == (1, None, status.mlp.total)
+    assert ("read" if status.mlp.fallback is None else "called") == mlp
+    assert 0 < status.layer.tiled and ("read" if status.layer.fallback is None else "called") == layer
+    assert_same(model, tiled, **batch())
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_packed(model_type: str) -> None:
+    """Three documents, one after the other, told by their positions."""
+    model = made(model_type)
+    positions = torch.cat([torch.arange(length) for length in (11, 3, 26)]).unsqueeze(0)
+    inputs = {name: tensor[:1] for name, tensor in batch().items()}
+    assert_same(model, tiled_copy(model), **inputs, position_ids=positions)
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_checkpointed(model_type: str, reentrant: bool) -> None:
+    model = made(model_type)
+    tiled = tiled_copy(model)
+    for each in (model, tiled):
+        each.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    assert_same(model, tiled, **batch())
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_lora(model_type: str, when: str) -> None:
+    base = made(model_type)
+    tiled_base = tiled_copy(base) if when == "before" else copy.deepcopy(base)
+    config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False, task_type="CAUSAL_LM")
+    torch.manual_seed(3)
+    model = get_peft_model(base, config)
+    tiled = get_peft_model(tiled_base, config)
+    tiled.load_state_dict(model.state_dict())
+    if when == "after":
+        seqtile.apply_seqtile(tiled, layer=True, chunk_tokens=CHUNK)
+    assert_same(model, tiled, **batch())
+
+
+@pytest.mark.parametrize("model_type", FAMILIES)
+def test_bfloat16(model_type: str) -> None:
+    """All gradients together: of a weight of a dozen numbers the error of bfloat16 is luck."""
+    model = made(model_type)
+    inputs = batch()
+    truth = gradients(model, **inputs)
+    model = model.to(torch.bfloat16)
+    tiled = tiled_copy(model)
+
+    def error(found: dict[str, torch.Tensor]) -> float:
+        return sum(float((found[name].float() - true).norm() ** 2) for name, true in truth.items()) ** 0.5
+
+    assert error(gradients(tiled, **inputs)) <= 2 * error(gradients(model, **inputs)) + 1e-3
+
+
+def test_image_tokens() -> None:
+    """A model of images and text, given an image."""
+    model = made("qwen3_vl")
+    config, vision = model.config, model.config.vision_config
+    patches = torch.randn(16, vision.in_channels * vision.temporal_patch_size * vision.patch_size**2)
+    ids = torch.randint(5, WORDS - 5, (1, 40))
+    ids[ids == config.image_token_id] = 7
+    ids[0, 3:7] = config.image_token_id
+    types = (ids == config.image_token_id).long()
+    inputs = {"input_ids": ids, "labels": ids.clone(), "pixel_values": patches, "mm_token_type_ids": types}
+    assert_same(model, tiled_copy(model), **inputs, image_grid_thw=torch.tensor([[1, 4, 4]]))

@@ -1,7 +1,8 @@
-"""The table of architectures. One entry each; a field is added only when a real architecture needs it.
+"""The table of architectures that can be planned. One entry each; a field is added only when a real one needs it.
 
-Everything that seqtile knows of an architecture by its name is here: to add one is to add its entry, and the tests,
-which run over the table, say whether the entry is true. Reading it imports neither torch nor transformers.
+What is tiled of a model is found in its code, see models/find.py; what is planned of it without its code is here, and
+the tests, which run over the table, say whether an entry is true. docs/adding-a-model.md has the steps. Reading it
+imports neither torch nor transformers.
 """
 
 import sys

@@ -3,7 +3,7 @@
 `test/memory/test_against_simulation.py` holds them against every allocation of simulated steps, to 5 %. The sums follow
 Hugging Face's code line by line, `seqtile.ops`, `seqtile.sp`, and FlashAttention-2's workspace: dq in
 float32, and dk and dv for every query head where heads share keys. What waits outside of the layer is in `step`. All in
-bytes of one GPU, for its tokens.
+bytes of one GPU, for its tokens. Every layer is checkpointed, and keeps its input alone between forward and backward.
 
 A layer is run in one of two ways, and each has moments of its own, in the order of its backward:
 

@@ -1,5 +1,5 @@
-"""The public faces: one line that tiles a Hugging Face model, and `status`, which tells what of it is tiled, by whom,
-and what another library took back.
+"""The public functions: one line that tiles a Hugging Face model, and `status`, which tells what of it is tiled, by
+whom, and what another library took back.
 """
 
 import re

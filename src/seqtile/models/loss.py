@@ -248,7 +248,8 @@ def _cross_entropy(
 def _fallback_losses(
     logits: LazyLogits, targets: torch.Tensor, ignore_index: int, chunk_tokens: int | None
 ) -> torch.Tensor:
-    """Computes the loss of every token under a head that is called: its logits once more in the backward. 4 u."""
+    """Computes the loss of every token under a head that is called, ignored ones too: its logits once more in the
+    backward. 4 u of all tokens."""
 
     def losses_of(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         real = LazyLogits(hidden, logits.head, logits.steps).real().float().flatten(0, -2)

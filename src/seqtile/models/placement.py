@@ -1,4 +1,4 @@
-"""Putting one tiled forward in one place and taking it off again.
+"""Installs a tiled forward on a class or a module, and removes it.
 
 On a class the forward is assigned. A module gets a class of its own, derived from the one it had, whose forward runs
 what the module holds:

@@ -3,7 +3,7 @@
 A module is read if calling it does what its class says and nothing else: a plain nn.Linear, a plain LoRA of PEFT's over
 one, a plain activation. Everything is known by the object itself: a function by the module in which it was written, a
 class by identity, never by a name alone, which anything can take. Whatever is not known is called as it is, chunk by
-chunk, see `fallback.py`; the `why_...` functions here say why, or return None.
+chunk, see `fallback.py`. The functions here that end in `_reason` say why, or return None; `seqtile.status` shows it.
 
 A TorchDispatchMode is no reason to call: it sees what is computed here as well, operation by operation.
 """

@@ -8,6 +8,8 @@ gradient, and then d_W += d_logits' hidden and d_hidden = d_logits W. Three matr
                                                                     ├──mm──> d_hidden [C, D]
                                                                     └──mm──> added to d_W [V, D], float32
 
+Where all labelled tokens fit in one chunk there is no sum, and d_W is one product in its own dtype.
+
 Of one total the gradients are ready when its forward ends, up to the upstream gradient. Of one value a token the
 chunks are recomputed in the backward, because only there is each token's upstream gradient known.
 Source: Arctic Long Sequence Training, 3.1; Mini-Sequence Transformer, algorithms 2 and 4. Exact, not approximate.

@@ -1,12 +1,12 @@
 """The node that saves a function's inputs before the function runs.
 
-Non-reentrant `torch.utils.checkpoint` recomputes a region only up to the last tensor that the region saved. What an
-autograd Function saves is packed only after its forward has run, so a Function that saves its own inputs is always run
-again. `save_early` places an identity before it that saves them instead:
+Non-reentrant `torch.utils.checkpoint` recomputes a region only up to the last tensor that the region saved, its early
+stop. What an autograd Function saves is packed only after its forward has run, so a Function that saves its own inputs
+is always run again. `save_early` places an identity before it that saves them instead:
 
     forward         x ── SaveEarly ── x ── GatedMLP ── y   the Function saves nothing, and keeps SaveEarly's node
     recomputation   x ── SaveEarly ┃                       the last tensor is saved: it stops here
-    backward                       x ── GatedMLP ── y      reads node.saved_tensors
+    backward                       x ── GatedMLP           reads node.saved_tensors, and computes gate and up once more
 
 Where nothing behind the Function saves a tensor either, as in a Llama layer, its forward is never run a second time: a
 tiled MLP under checkpointing then costs what an untiled one costs. Nothing is detected and nothing is skipped by a

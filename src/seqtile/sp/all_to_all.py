@@ -190,7 +190,7 @@ class AllToAllFunction(torch.autograd.Function):
         return None, *ctx.all_to_all.reversed().start(gradients)()
 
 
-def tokens_to_heads(q_heads: int, kv_heads: int, local: int, ctx: SequenceParallel) -> AllToAll:
+def plan_tokens_to_heads(q_heads: int, kv_heads: int, local: int, ctx: SequenceParallel) -> AllToAll:
     """Returns the all-to-all of q, k and v from shards of `local` tokens to head shares."""
     length = local * ctx.size
     shares = [head_share(rank, ctx.size, q_heads, kv_heads, length) for rank in range(ctx.size)]

@@ -59,8 +59,8 @@ def apply_ulysses(model: PreTrainedModel, ctx: SequenceParallel) -> None:
 
 
 def restore(model: PreTrainedModel) -> None:
-    """Takes `apply_ulysses` back, of the model that it was given; any other model it leaves as it is. Raises TypeError
-    for anything but a Hugging Face model."""
+    """Takes `apply_ulysses` back, of the model that it was given; any other model it leaves as it is. What
+    `apply_seqtile` did stays, see `seqtile.restore`. Raises TypeError for anything but a Hugging Face model."""
     model = _without_adapter(model)
     if (applied := vars(model).pop(_APPLIED, None)) is not None:
         for handle in applied.handles:

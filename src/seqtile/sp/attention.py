@@ -1,6 +1,7 @@
 """Attention over a sequence whose tokens are sharded over ranks: from tokens to heads, attention of whole sequences by
 the model's own attention, and back.
 
+With `layer=True` it is ops/decoder_layer/qkv.py that starts the first all-to-all, once a group of heads.
 Source: Arctic Long Sequence Training, 3.2.
 """
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from seqtile.protocols import Arriving, SequenceParallelAttention, SequenceParallelFunction
-from seqtile.sp.all_to_all import AllToAll, AllToAllFunction, head_share, tokens_to_heads
+from seqtile.sp.all_to_all import AllToAll, AllToAllFunction, head_share, plan_tokens_to_heads
 from seqtile.sp.backends import LocalAttention, attend, check
 from seqtile.sp.groups import device_of, gather
 from seqtile.sp.layout import Layout
@@ -43,7 +44,7 @@ class UlyssesAttention(SequenceParallelAttention):
     @property
     def all_to_all(self) -> AllToAll:
         heads, layout = (self.q_heads, self.kv_heads), self.layout
-        return layout.once(heads, lambda: tokens_to_heads(*heads, layout.local, layout.ctx))
+        return layout.once(heads, lambda: plan_tokens_to_heads(*heads, layout.local, layout.ctx))
 
     @property
     def local(self) -> LocalAttention:

@@ -24,7 +24,7 @@ from seqtile.ops.decoder_layer.attention_graph import (
     AttentionGraph,
     UntrackedLeaves,
     excess_saved_bytes,
-    record,
+    run_and_record,
 )
 from seqtile.ops.decoder_layer.params import AttentionParams, LayerSizes
 from seqtile.ops.decoder_layer.qkv import QKV, Inputs, QKVByGroup, QKVGradients
@@ -146,19 +146,20 @@ def _attend(
     state = ForwardState.now(qkv.views[0].device) if call.grouped and call.allow_recompute else None
     if repeats:
         return call.own_tokens(call.attend_heads(*qkv.views)), GroupAttention(state=state), []
-    run = record(call.attend_heads, call.own_tokens, qkv.views, qkv.bases, keep_qkv=not call.grouped, known=leaves)
-    size = excess_saved_bytes(run.attn_output, run.saved, call.extra_tensors) if call.grouped and first else 0
+    keeps = {"keep_qkv": not call.grouped, "known": leaves}
+    run = run_and_record(call.attend_heads, call.own_tokens, qkv.views, qkv.bases, **keeps)
+    size = excess_saved_bytes(run.raw_output, run.saved, call.extra_tensors) if call.grouped and first else 0
     if call.grouped and first and call.sp_attention is not None:
         size = call.sp_attention.agree_on_max(size)
     if size and not call.allow_recompute:
         raise ValueError(
             f"this attention saves {size} bytes for its backward besides queries, keys, values and its output of "
-            f"{run.out.numel() * run.out.element_size()} bytes; by groups of heads it would have to be computed once "
+            f"{run.local_output.nbytes} bytes; by groups of heads it would have to be computed once "
             f"more: pass head_groups={call.sizes.groups} to have it so, or use flash attention, or sdpa without a mask"
         )
     if size:
-        return run.out, GroupAttention(state=state), []
-    return run.out, GroupAttention(run.graph, len(run.saved)), run.saved
+        return run.local_output, GroupAttention(state=state), []
+    return run.local_output, GroupAttention(run.graph, len(run.saved)), run.saved
 
 
 class _Backward:
@@ -218,7 +219,7 @@ class _Backward:
         bases = () if qkv is None else qkv.bases
         if graph is None:
             with state.forward_autocast(), state.forward_random():
-                run = record(
+                run = run_and_record(
                     self.call.attend_heads, self.call.own_tokens, qkv.views, qkv.bases, keep_qkv=True, known=self.leaves
                 )
             graph, saved, bases = run.graph, run.saved, ()

@@ -146,15 +146,16 @@ class AttentionGraph(NamedTuple):
 class RecordedAttention(NamedTuple):
     """An attention that has run."""
 
-    out: torch.Tensor
-    attn_output: torch.Tensor
+    local_output: torch.Tensor
+    """What finish made of what attention returned: that of this rank's tokens."""
+    raw_output: torch.Tensor
     """The tensor that attention itself returned."""
     graph: AttentionGraph
     saved: list[torch.Tensor]
     """The tensors that the graph needs saved for its backward."""
 
 
-def record(
+def run_and_record(
     attend: Attend,
     finish: Callable[[torch.Tensor], torch.Tensor],
     qkv: Sequence[torch.Tensor],

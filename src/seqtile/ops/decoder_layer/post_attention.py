@@ -106,13 +106,13 @@ class _Chunks:
     ):
         o, mlp = params
         count = min(len(x), sizes.chunk_tokens)
-        self._layout, self._o, self._norm, self._x, self._attended = sizes, o.to(sizes.dtype), mlp.norm, x, attn_output
+        self._sizes, self._o, self._norm, self._x, self._attended = sizes, o.to(sizes.dtype), mlp.norm, x, attn_output
         self.rows = x.new_empty(count, x.shape[1], dtype=sizes.dtype)
         self.mlp = MLPChunk(self.rows, count, mlp[1:], sizes.activation)
 
     def each_chunk(self, out: torch.Tensor | None = None) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
         """Yields every chunk with h [C, D], written to `out` [T, D] if given, and norm(h) [C, D] in `rows`."""
-        sizes, x = self._layout, self._x
+        sizes, x = self._sizes, self._x
         buffer = torch.empty_like(x[: len(self.rows)]) if out is None else None
         for chunk in chunks(len(x), sizes.chunk_tokens):
             rows = self.rows[: chunk.stop - chunk.start]

@@ -99,6 +99,7 @@ def attention(full: str) -> None:
         assert spread.forward == 2 * layers, f"{case}: {spread.forward} all-to-alls in the forward"
         assert spread.backward == (4 if spread.recomputes else 2) * layers, f"{case}: {spread.backward} in the backward"
     whole_layers(ctx, full)
+    layers_of_other_shapes(ctx)
     axes(ctx)
 
 
@@ -113,6 +114,16 @@ def whole_layers(ctx: sp.SequenceParallel, full: str) -> None:
             once = 2 if found == 1 else 3  # back and there; for groups there once more
             assert spread.forward == 2 * attentions, f"{case}: {spread.forward} all-to-alls in the forward"
             assert spread.backward == (once + 2 * spread.recomputes) * attentions, f"{case}: {spread.backward}"
+
+
+def layers_of_other_shapes(ctx: sp.SequenceParallel) -> None:
+    """The same with layers that are called around their attention: two all-to-alls a layer and direction."""
+    others = [case for case in attention_cases() if case[2] in ("gemma2", "gemma3_text", "phi3")]
+    for i, case in enumerate(on_ranks(ctx.size, others)):
+        spread = compared(i, *case, ctx, layer=True)
+        layers = spread.model.config.num_hidden_layers
+        assert spread.forward == 2 * layers, f"{case}: {spread.forward} all-to-alls in the forward"
+        assert spread.backward == (4 if spread.recomputes else 2) * layers, f"{case}: {spread.backward} in the backward"
 
 
 def axes(ctx: sp.SequenceParallel) -> None:

@@ -65,7 +65,8 @@ def _is_mlp(module: nn.Module) -> bool:
 
 
 def _is_projection(module: nn.Module) -> bool:
-    return any(len(getattr(weight, "ds_shape", weight.shape)) == 2 for weight in module.parameters(recurse=False))
+    weights = [*module.parameters(recurse=False), *module.buffers(recurse=False)]  # a quantiser's may be buffers
+    return any(len(getattr(weight, "ds_shape", weight.shape)) == 2 for weight in weights)
 
 
 def _holds_weights_below(module: nn.Module) -> bool:

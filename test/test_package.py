@@ -142,7 +142,10 @@ def test_wheel_and_sdist_hold_what_they_should(built: Built) -> None:
     source = {str(file.relative_to(ROOT / "src")) for file in (ROOT / "src").rglob("*.py*") if file.suffix != ".pyc"}
     about = ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE")
     about = {f"{name}.dist-info/{part}" for part in about}
-    assert files.keys() == source | {"seqtile/py.typed"} | about and "seqtile/__init__.pyi" in files
+    assert (
+        files.keys() == source | {"seqtile/py.typed", "seqtile/models/proven.json"} | about
+        and "seqtile/__init__.pyi" in files
+    )
     assert f"\nVersion: {seqtile.__version__}\n" in files[f"{name}.dist-info/METADATA"].decode()
 
     with tarfile.open(built.sdist) as archive:

@@ -19,7 +19,7 @@ Step = Callable[[nn.Parameter], None]
 
 def adamw(parameter: nn.Parameter) -> Step:
     """As in PyTorch's tutorial on optimizer steps inside the backward."""
-    optimizer = torch.optim.AdamW([parameter], lr=1e-3)
+    optimizer = torch.optim.AdamW([parameter], lr=1e-3, eps=1e-3)  # else a gradient near 0 turns rounding into a step
     return lambda _: optimizer.step()
 
 

@@ -73,6 +73,8 @@ def tiled_layer_forward(options: Options, original: Callable) -> Callable:
         tokens = hidden_states.shape[:-1].numel()
         fits = tokens <= resolve_chunk_tokens(options.chunk_tokens, hidden_states.shape[-1])
         if (fits and not _is_zero3(self)) or records_inside() or _asks_for_attentions(self, given):
+            if not fits and self.training and records_inside():
+                logger.warning_once("what layers compute inside is recorded (a router's logits?), so they run untiled")
             return inner(self, hidden_states, **given)
         form, cache = _form_of(self), given.pop("past_key_values", None)
         cache = None if hasattr(cache, UNFILLED) else cache

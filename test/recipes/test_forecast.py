@@ -96,7 +96,7 @@ def test_an_unknown_type_is_named(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(fields | {"num_attention_heads": 4, "vocab_size": 100}))
     text = said(str(tmp_path))
     assert "note: model type new is not known; planned as a Llama, which may be far off" in text
-    assert "apply_seqtile(" not in text and "apply_liger" not in text
+    assert "seqtile.apply_seqtile(model)" in text and "apply_liger" not in text
     assert json.loads(said(str(tmp_path), "--json"))["notes"] == [
         "model type new is not known; planned as a Llama, which may be far off"
     ]

@@ -139,9 +139,7 @@ def to_turn_on(plan: Plan) -> list[str]:
     lines.append('model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="flash_attention_2")')
     if setup.lora_rank is not None:
         lines.append(f'model = get_peft_model(model, LoraConfig(r={setup.lora_rank}, target_modules="all-linear"))')
-    if setup.tiles and (shape.assumed or shape.inside is not None):
-        lines.append("seqtile.linear_cross_entropy and seqtile.tiled by hand: see the notes")
-    elif setup.tiles:
+    if setup.tiles:
         options = "" if "mlp" in setup.tiles else ", mlp=False"
         options += ", layer=True" if "layer" in setup.tiles else ""
         groups = f'"{setup.head_groups}"' if setup.head_groups == "auto" else setup.head_groups

@@ -26,11 +26,7 @@ class Arch:
     """The ends, behind the prefix, of the names of the classes of its MLPs and experts."""
 
     layer: bool = False
-    """True if its layers have Llama's shape, norm, attention, norm, MLP one after the other, and can be tiled whole."""
-    windows: bool = False
-    """True if its layers tell attention of a sliding window."""
-    residual_scale: str | None = None
-    """Its layers' name for the factor of what attention and MLP add."""
+    """True if its layers have Llama's shape, norm, attention, norm, MLP one after the other, and are read when tiled."""
 
     norm: str = "rms"
     """The kind of its norms: "rms", whose weight multiplies in the model's dtype, "rms_float32", whose weight
@@ -117,11 +113,10 @@ _TABLE = (
         "granite",
         "Granite",
         layer=True,
-        residual_scale="residual_multiplier",
         embedding_scale="embedding_multiplier",
     ),
     Arch("llama", "Llama", layer=True),
-    Arch("mistral", "Mistral", layer=True, windows=True, attention_bias="", defaults={"num_key_value_heads": 8}),
+    Arch("mistral", "Mistral", layer=True, attention_bias="", defaults={"num_key_value_heads": 8}),
     Arch(
         "mixtral",
         "Mixtral",
@@ -132,8 +127,8 @@ _TABLE = (
     ),
     Arch("olmo2", "Olmo2", norm="rms_float32", norm_before=False, norm_after=True, head_norm="own"),
     Arch("phi3", "Phi3", fused=("qkv", "gate_up"), attention_bias=""),
-    Arch("qwen2", "Qwen2", layer=True, windows=True, attention_bias="qkv", defaults={"attention_bias": True}),
-    Arch("qwen3", "Qwen3", layer=True, windows=True, head_norm="shared", defaults={"head_dim": 128}),
+    Arch("qwen2", "Qwen2", layer=True, attention_bias="qkv", defaults={"attention_bias": True}),
+    Arch("qwen3", "Qwen3", layer=True, head_norm="shared", defaults={"head_dim": 128}),
     Arch(
         "qwen3_moe",
         "Qwen3Moe",
@@ -142,6 +137,6 @@ _TABLE = (
         mlp_width="moe_intermediate_size",
         defaults={"num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
     ),
-    Arch("smollm3", "SmolLM3", layer=True, windows=True, defaults=TIED | {"num_key_value_heads": 4}),
+    Arch("smollm3", "SmolLM3", layer=True, defaults=TIED | {"num_key_value_heads": 4}),
 )
 ARCHS = {arch.model_type: arch for arch in _TABLE}

@@ -26,7 +26,7 @@ class Arch:
     """The ends, behind the prefix, of the names of the classes of its MLPs and experts."""
 
     layer: bool = False
-    """True if its layers have Llama's shape, norm, attention, norm, MLP one after the other, and are read when tiled."""
+    """True if its layers have Llama's shape, norm, attention, norm, MLP one after the other; tiled, they are read."""
 
     norm: str = "rms"
     """The kind of its norms: "rms", whose weight multiplies in the model's dtype, "rms_float32", whose weight

@@ -15,6 +15,7 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.progress import Progress
 
 from seqtile import __version__
 from seqtile.recipes import Job, Trial
@@ -101,13 +102,24 @@ def plan(asked: Question) -> None:
             "layer inputs on the host are tried in any case; leave activations out", param_hint="--offload"
         )
     console = Console(soft_wrap=True)
+    progress = Progress(console=Console(stderr=True), transient=True)  # of a simulation, where there is one
+    task = progress.add_task("", total=8)
+
+    def each(step: str) -> None:
+        progress.start()
+        progress.update(task, description=step, advance=1)
+
     with errors_printed(console):
-        found = forecast(asked)
+        try:
+            found = forecast(asked, each)
+        finally:
+            if progress.live.is_started:  # else it would print an empty line
+                progress.stop()
     if asked.as_json:
         print(json.dumps(figures(found), indent=2))
     else:
         print_forecast(found, console)
-    if asked.seq_len is not None and not found.plan.fits:
+    if asked.seq_len is not None and not found.fits(asked.seq_len):
         raise typer.Exit(1)
 
 

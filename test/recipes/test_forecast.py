@@ -97,9 +97,9 @@ def test_an_unknown_type_is_named(tmp_path: Path) -> None:
     text = said(str(tmp_path))
     assert "note: model type new is not known; planned as a Llama, which may be far off" in text
     assert "seqtile.apply_seqtile(model)" in text and "apply_liger" not in text
-    assert json.loads(said(str(tmp_path), "--json"))["notes"] == [
-        "model type new is not known; planned as a Llama, which may be far off"
-    ]
+    first, second = json.loads(said(str(tmp_path), "--json"))["notes"]
+    assert first == "model type new is not known; planned as a Llama, which may be far off"
+    assert second.startswith("it cannot be simulated: ") and "expected a config.json" in second
 
 
 def test_json() -> None:

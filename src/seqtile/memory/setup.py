@@ -146,6 +146,10 @@ OTHER_KINDS = ("n_routed_experts", "num_experts", "num_local_experts", "moe_inte
 """The names in a config that tell of experts or of latent attention."""
 
 
+class NoFormula(ValueError):
+    """A model whose memory no formula here tells."""
+
+
 @dataclass(frozen=True)
 class Shape:
     """The widths of a causal LM, in elements."""
@@ -282,7 +286,7 @@ def shape_of(config: Any) -> Shape:
     try:
         shape = _shape_of_fields(fields)
     except ValueError as error:
-        raise ValueError(f"{named}{error}") from error
+        raise type(error)(f"{named}{error}") from error  # NoFormula too
     inside = config.get("model_type") if fields is not config else None
     return replace(shape, inside=inside, quantised=bool(config.get("quantization_config")))
 
@@ -321,9 +325,9 @@ def _shape_of_fields(fields: Mapping[str, Any]) -> Shape:
     biased = arch.attention_bias != "" and flag("attention_bias")
     if not arch.routed and any(fields.get(name) for name in OTHER_KINDS):
         planned = " and ".join(name for name, other in ARCHS.items() if other.routed)
-        raise ValueError(f"model type {model_type} has experts or latent attention; of such, {planned} are planned")
+        raise NoFormula(f"model type {model_type} has experts or latent attention; of such, {planned} are planned")
     if arch.routed and (fields.get("mlp_only_layers") or fields.get("decoder_sparse_step", 1) != 1):
-        raise ValueError("layers of two kinds, with experts and without, are not planned")
+        raise NoFormula("layers of two kinds, with experts and without, are not planned")
     hidden, heads = width("hidden_size"), width("num_attention_heads")
     head_dim = width("head_dim", max(1, hidden // heads))
     kv_heads = width("num_key_value_heads", heads)

@@ -28,6 +28,7 @@ def _known_word(instead: int) -> Rule:
     return lambda word: word if word < WORDS else instead
 
 
+_FIRST_LAYERS = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")  # of another kind
 _SIZES: tuple[tuple[Rule, str], ...] = (  # what becomes of a config's sizes, by their names; the first that fits
     (_at_most(WORDS), "*vocab|*vocab_size|vocab_size_*|*_vocab_size_base|codebook_size|num_image_tokens"),
     (_known_word(0), "pad_token_id"),
@@ -54,7 +55,7 @@ _SIZES: tuple[tuple[Rule, str], ...] = (  # what becomes of a config's sizes, by
     (_at_most(256), "context_length|seq_length"),
     (_at_most(16), "*window|*window_size|attention_chunk_size|local_attention|index_topk"),
     (_at_most(16), "*d_state|*state_size|chunk_size|mamba_chunk_size|index_block_size"),
-    (_at_most(1), "first_k_dense_replace|moe_layer_start_index|num_dense_layers"),
+    (_at_most(1), "|".join(_FIRST_LAYERS)),
 )
 _NO_SHARING = ("num_kv_shared_layers", "num_nextn_predict_layers")
 _RATES = re.compile(r".*(drop|jitter|noise).*")  # what makes two runs of one model differ
@@ -72,6 +73,22 @@ def small_config(config: PreTrainedConfig) -> PreTrainedConfig:
         _set_rotary(part, of_images=len(parts) > 1)
     small._attn_implementation = "eager"
     return small
+
+
+def with_few_layers(config: PreTrainedConfig) -> PreTrainedConfig:
+    """Returns a copy of a config with all its widths, and one layer of every kind, two at least."""
+    few = copy.deepcopy(config)
+    for part in _parts_of(few):
+        before = _first_of(part, _COUNTS)
+        for name in vars(part).keys() & {*_COUNTS, *_FIRST_LAYERS, *_NO_SHARING}:
+            limit = 0 if name in _NO_SHARING else 1 if name in _FIRST_LAYERS else 2
+            _set(part, name, min(getattr(part, name) or 0, limit))
+        _set_layers(part, before)
+    return few
+
+
+def _first_of(config: PreTrainedConfig, names: tuple[str, ...]) -> int | None:
+    return next((getattr(config, name) for name in names if isinstance(vars(config).get(name), int)), None)
 
 
 def config_for(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedConfig:
@@ -109,8 +126,8 @@ def _parts_of(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
 
 def _shrink(config: PreTrainedConfig) -> None:
     whole_head = vars(config).get("qk_head_dim", -1) == vars(config).get("head_dim")  # without and with rotation
-    heads_before = next((getattr(config, name) for name in _HEADS if isinstance(vars(config).get(name), int)), None)
-    layers_before = next((getattr(config, name) for name in _COUNTS if isinstance(vars(config).get(name), int)), None)
+    heads_before = _first_of(config, _HEADS)
+    layers_before = _first_of(config, _COUNTS)
     for name, value in list(vars(config).items()):
         if isinstance(value, int) and not isinstance(value, bool):
             rule = _rule_of(name)

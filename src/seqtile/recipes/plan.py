@@ -1,5 +1,6 @@
 """The forecast of `seqtile plan`: the longest sequence with each feature on, what to turn on, and what a step holds."""
 
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields
 from typing import Annotated, Any
 
@@ -8,7 +9,8 @@ from rich.table import Column, Table
 from typer import Argument, Option
 
 from seqtile.memory import KNOWN, OFFLOAD, TILES, Longest, Plan, Setup, ladder, longest, plan, shape_of
-from seqtile.recipes import number_or_name
+from seqtile.memory.setup import NoFormula
+from seqtile.recipes import Trial, number_or_name
 
 GIB = 2**30
 
@@ -62,20 +64,28 @@ class Forecast:
     model: str
     rungs: list[tuple[Setup, Longest]]
     """With more and more turned on."""
-    plan: Plan
-    """A step of the length that was asked for, with the least that it needs, or of the longest that fits."""
+    plan: Plan | None
+    """A step of the length that was asked for, with the least that it needs, or of the longest that fits; None of a
+    model that no formula tells of."""
     turn_on: list[str]
     """The lines of Python that set up what the plan needs, in their order; none if it does not fit."""
     remedies: dict[str, int]
     """Where the plan does not fit: options, and the longest sequence with them."""
     notes: list[str]
+    simulated: dict[str, int]
+    """For a model type without a formula: what is tiled, and the longest sequence on one GPU with it, simulated."""
+
+    def fits(self, seq_len: int) -> bool:
+        """Says if a sequence of the length that was asked for fits."""
+        return self.plan.fits if self.plan else max(self.simulated.values(), default=0) >= seq_len
 
 
-def forecast(asked: Question) -> Forecast:
-    """Answers a question; with `layer` or `head_groups` the plan has them, even where less would do. Raises ValueError
-    as `seqtile.memory` does, with the names of options in the place of its own."""
+def forecast(asked: Question, each: Callable[[str], None] = lambda step: None) -> Forecast:
+    """Answers a question, and calls `each` with the name of every step of a simulation before it is run; with `layer`
+    or `head_groups` the plan has them, even where less would do. Raises ValueError as `seqtile.memory` does, with the
+    names of options in the place of its own."""
     try:
-        return _forecast(asked)
+        return _forecast(asked, each)
     except ValueError as error:
         name, found, rest = str(error).partition(": ")
         if not found or not hasattr(asked, name):
@@ -83,8 +93,15 @@ def forecast(asked: Question) -> Forecast:
         raise ValueError(f"--{name.removesuffix('_gib').replace('_', '-')}: {rest}") from error
 
 
-def _forecast(asked: Question) -> Forecast:
-    shape, setup, sizes = shape_of(asked.model), asked.setup(), {"batch_size": asked.batch_size}
+def _forecast(asked: Question, each: Callable[[str], None]) -> Forecast:
+    setup, sizes = asked.setup(), {"batch_size": asked.batch_size}
+    try:
+        shape = shape_of(asked.model)
+    except NoFormula as error:
+        simulated, notes = _simulated(asked, each)
+        if not simulated:
+            raise ValueError(f"{error}; and {notes[-1]}") from error
+        return Forecast(asked.model, [], None, [], {}, [f"{error}, and so it is simulated alone", *notes], simulated)
     in_groups = setup["head_groups"] is not None
     if asked.layer or in_groups:  # what cannot be is said, rather than left out
         plan(shape, seq_len=1, tiles=TILES, **sizes, **setup)
@@ -101,7 +118,33 @@ def _forecast(asked: Question) -> Forecast:
     if shape.positions is not None and seq_len > shape.positions:
         notes.append(f"it is configured for {shape.positions:,} positions at most")
     fitting = (to_turn_on(step), {}) if step.fits else ([], remedies(rungs, step))
-    return Forecast(asked.model, rungs, step, *fitting, notes)
+    simulated, more = _simulated(asked, each) if shape.assumed else ({}, [])
+    return Forecast(asked.model, rungs, step, *fitting, notes + more, simulated)
+
+
+def _simulated(asked: Question, each: Callable[[str], None]) -> tuple[dict[str, int], list[str]]:
+    """Returns the longest sequences of a model without a formula, by running its code without data, and notes."""
+    known = plan(next(iter(KNOWN)), seq_len=1, **asked.setup())  # which has the same bytes a parameter
+    setup = known.setup
+    if setup.gpus > 1 or setup.lora_rank is not None or setup.offload:
+        return {}, ["it is simulated for one GPU alone, without LoRA and offload"]
+    import torch
+
+    from seqtile.recipes.check import class_of, config_of
+    from seqtile.recipes.simulate import parameters_of, simulations
+
+    found: dict[str, int] = {}
+    try:
+        config = config_of(Trial(asked.model))
+        model_class = class_of(Trial(asked.model), config)
+        count = parameters_of(model_class, config)
+        held = sum(known.peak.parts[part] for part in ("weights", "optimizer")) / known.shape.parameters * count
+        free = setup.gpu_memory_gib * GIB - held - known.peak.parts["reserved"]
+        for simulation in simulations(model_class, config, getattr(torch, setup.dtype), each):
+            found[simulation.tiled] = simulation.longest(free, asked.batch_size)
+    except Exception as error:  # of the model's own code, which may raise anything on tensors without data
+        return found, [f"it cannot be simulated: {' '.join(str(error).split())[:200]}"]
+    return found, [f"simulated with its own code, which has {count / 1e9:,.2f} billion parameters"]
 
 
 def remedies(rungs: list[tuple[Setup, Longest]], plan: Plan) -> dict[str, int]:
@@ -162,6 +205,8 @@ def to_turn_on(plan: Plan) -> list[str]:
 def figures(forecast: Forecast) -> dict[str, Any]:
     """Returns all of it, for `--json`; sizes in GiB."""
     plan = forecast.plan
+    if plan is None:
+        return {"model": forecast.model, "notes": forecast.notes, "simulated": forecast.simulated}
     return {
         "model": forecast.model,
         "parameters": plan.shape.parameters,
@@ -180,6 +225,7 @@ def figures(forecast: Forecast) -> dict[str, Any]:
         },
         "turn_on": forecast.turn_on,
         "remedies": forecast.remedies,
+        "simulated": forecast.simulated,
     }
 
 
@@ -202,6 +248,10 @@ def in_gib(parts: dict[str, int]) -> dict[str, float]:
 
 def print_forecast(forecast: Forecast, console: Console) -> None:
     """Prints it as tables, and what to turn on, or what does not fit."""
+    if forecast.plan is None:
+        console.print("\n".join([forecast.model, *(f"note: {note}" for note in forecast.notes)]), highlight=False)
+        console.print(simulated_table(forecast.simulated))
+        return
     plan, shape, setup = forecast.plan, forecast.plan.shape, forecast.plan.setup
     gpus = f"{setup.gpus} GPUs, ZeRO-{setup.zero_stage}, each" if setup.gpus > 1 else "1 GPU"
     count = shape.parameters
@@ -209,6 +259,8 @@ def print_forecast(forecast: Forecast, console: Console) -> None:
     lines = [f"{forecast.model}: {size} parameters, {shape.layers} layers; {gpus} of {setup.gpu_memory_gib:g} GiB"]
     lines += [f"note: {note}" for note in forecast.notes]
     console.print("\n".join(lines), highlight=False)
+    if forecast.simulated:
+        console.print(simulated_table(forecast.simulated))
     console.print(rungs_table(forecast.rungs))
     console.print(parts_table(plan))
     if plan.fits:
@@ -217,6 +269,14 @@ def print_forecast(forecast: Forecast, console: Console) -> None:
         lines = [f"This does not fit in {plan.bound}."]
         lines += [f"With {option}: {tokens:,} tokens at most." for option, tokens in forecast.remedies.items()]
     console.print("\n".join(lines), highlight=False)
+
+
+def simulated_table(simulated: dict[str, int]) -> Table:
+    columns = Column("tiled"), Column("tokens", justify="right")
+    table = Table(*columns, title="Longest sequence, simulated", caption="On one GPU, every layer checkpointed.")
+    for tiled, tokens in simulated.items():
+        table.add_row(tiled, f"{tokens:,}")
+    return table
 
 
 def rungs_table(rungs: list[tuple[Setup, Longest]]) -> Table:

@@ -1,0 +1,81 @@
+"""`seqtile plan` of a model type that it has no formula for: its own code, run without data."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING
+from typer.testing import CliRunner
+
+from seqtile import memory
+from seqtile.cli import app
+from seqtile.models.model_types import model_classes
+from seqtile.recipes import simulate
+from seqtile.recipes.simulate import FEATURES, simulations
+
+
+@pytest.fixture(autouse=True)
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(simulate, "CHUNKS", 8)
+
+
+SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 8,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "vocab_size": 4096,
+}
+TILES = dict(zip(FEATURES, ((), ("loss",), ("loss", "mlp"), ("loss", "mlp", "layer")), strict=True))
+
+
+@pytest.mark.parametrize("model_type", ["llama", "gemma2"])
+def test_where_there_is_a_formula_too(model_type: str) -> None:
+    """Most of the layers are not run, and 300,000 tokens are more than the simulation has."""
+    config = CONFIG_MAPPING[model_type](**SIZES)
+    steps: list[str] = []
+    for simulation in simulations(model_classes(model_type)[0], config, torch.bfloat16, steps.append):
+        if simulation.tiled == "loss, MLP, layer" and model_type == "gemma2":
+            continue  # which the formulas do not have
+        parts = memory.plan(config.to_dict(), seq_len=300_000, tiles=TILES[simulation.tiled]).peak.parts
+        planned = sum(size for name, size in parts.items() if name not in ("weights", "optimizer", "reserved"))
+        assert simulation.others == 6
+        assert simulation.bytes_of(300_000) == pytest.approx(planned, rel=0.05), simulation.tiled
+        longest = simulation.longest(2**30, batch_size=2)
+        assert simulation.bytes_of(2 * longest) <= 2**30 < simulation.bytes_of(2 * longest + 2)
+    assert len(steps) == 2 * len(FEATURES) and len(set(steps)) == len(steps)
+
+
+def said(config: Path, *options: str) -> str:
+    result = CliRunner().invoke(app, ["plan", str(config), *options])
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+def test_the_command(tmp_path: Path) -> None:
+    CONFIG_MAPPING["olmo3"](**SIZES | {"layer_types": None}).save_pretrained(tmp_path)
+    found = json.loads(said(tmp_path, "--json"))
+    lengths = list(found["simulated"].values())
+    assert list(found["simulated"]) == list(FEATURES) and lengths == sorted(lengths) and lengths[0] > 0
+    assert "simulated with its own code" in found["notes"][-1]
+    assert "Longest sequence, simulated" in said(tmp_path)
+    assert "it is simulated for one GPU alone" in said(tmp_path, "--gpus", "2")
+
+
+def test_experts_without_a_formula(tmp_path: Path) -> None:
+    sizes = SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": None}
+    CONFIG_MAPPING["gpt_oss"](**sizes).save_pretrained(tmp_path)
+    found = json.loads(said(tmp_path, "--json"))
+    lengths = list(found["simulated"].values())
+    assert list(found["simulated"]) == list(FEATURES) and 0 < lengths[0] < lengths[2] < lengths[3]
+    assert "and so it is simulated alone" in found["notes"][0]
+    assert CliRunner().invoke(app, ["plan", str(tmp_path), "--seq-len", str(lengths[3] + 1)]).exit_code == 1
+
+
+def test_states_along_the_sequence(tmp_path: Path) -> None:
+    CONFIG_MAPPING["jamba"]().save_pretrained(tmp_path)
+    result = CliRunner().invoke(app, ["plan", str(tmp_path)])
+    assert result.exit_code == 1 and "it cannot be simulated: some of its layers have no" in result.stdout

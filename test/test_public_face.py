@@ -66,3 +66,9 @@ def test_a_type_checker_finds_what_is_wrong(tmp_path: Path) -> None:
     variables = os.environ | {"PYTHONPATH": str(STUB.parents[1])}
     found = subprocess.run(command, cwd=tmp_path, env=variables, capture_output=True, text=True, timeout=600)
     assert [line for line in found.stdout.splitlines() if ": error:" in line] == ERRORS, found.stdout + found.stderr
+
+
+def test_every_name_is_on_the_page() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "api.md").read_text()
+    for name in set(seqtile.__all__) - set(ENTRIES):
+        assert f":: {name}\n" in page or f"seqtile.{name}" in page, name

@@ -1,5 +1,6 @@
 """Every model type of Hugging Face's is tiled as docs/models.md says, and computes the same tiled."""
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,6 +19,10 @@ from seqtile.models.parts import LAYER, LOSS
 from seqtile.models.small import small_model
 
 PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
+COUNTS = (
+    r"Of (\d+) types in transformers .*, (\d+) can be built small .* for the loss of (\d+), the MLPs or experts of "
+    r"(\d+), the whole layers of (\d+), and of (\d+) by groups"
+)
 documented = pytest.mark.skipif(
     f"transformers {transformers.__version__}," not in PAGE, reason="the page is of another transformers"
 )
@@ -29,6 +34,15 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(1)  # what is small is slower on many
     yield
     torch.set_num_threads(threads)
+
+
+def test_the_counts_in_readme() -> None:
+    types, tried, loss, mlp, layers, groups = (int(found) for found in re.search(COUNTS, PAGE).groups())
+    readme = " ".join((Path(__file__).parents[2] / "README.md").read_text().split())
+    assert (
+        f"[{tried} types tried](docs/models.md#the-table) the loss is tiled in {loss}, MLPs or experts in {mlp}, whole "
+        f"layers in {layers}, {groups} of these by head groups; {types - tried} more could not be tried"
+    ) in readme
 
 
 @documented

@@ -30,6 +30,7 @@ class Cut(NamedTuple):
 _PLANS = "memory/test_against_simulation.py::test_"
 _LAWS = "ops/test_head_laws.py::test_"
 CUTS = (
+    Cut(("recipes/test_simulate.py::test_where",), ("llama",), "7 s; the other goes through the same lines"),
     Cut(
         tuple(f"models/test_families.py::test_{name}" for name in ("packed", "checkpointed", "lora", "bfloat16")),
         ("*gpt_oss*", "*qwen3_5_text*", "*deepseek_v3*"),

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from rich.console import Console
 from transformers import CONFIG_MAPPING
 from typer.testing import CliRunner
 
@@ -12,6 +13,7 @@ from seqtile import memory
 from seqtile.cli import app
 from seqtile.models.model_types import model_classes
 from seqtile.recipes import simulate
+from seqtile.recipes.plan import Forecast, print_forecast
 from seqtile.recipes.simulate import FEATURES, simulations
 
 
@@ -61,18 +63,20 @@ def test_the_command(tmp_path: Path) -> None:
     lengths = list(found["simulated"].values())
     assert list(found["simulated"]) == list(FEATURES) and lengths == sorted(lengths) and lengths[0] > 0
     assert "simulated with its own code" in found["notes"][-1]
-    assert "Longest sequence, simulated" in said(tmp_path)
     assert "it is simulated for one GPU alone" in said(tmp_path, "--gpus", "2")
 
 
-def test_experts_without_a_formula(tmp_path: Path) -> None:
+def test_experts_without_a_formula(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     sizes = SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": None}
     CONFIG_MAPPING["gpt_oss"](**sizes).save_pretrained(tmp_path)
     found = json.loads(said(tmp_path, "--json"))
     lengths = list(found["simulated"].values())
     assert list(found["simulated"]) == list(FEATURES) and 0 < lengths[0] < lengths[2] < lengths[3]
     assert "and so it is simulated alone" in found["notes"][0]
-    assert CliRunner().invoke(app, ["plan", str(tmp_path), "--seq-len", str(lengths[3] + 1)]).exit_code == 1
+    forecast = Forecast("it", [], None, [], {}, [], found["simulated"])
+    assert forecast.fits(lengths[3]) and not forecast.fits(lengths[3] + 1)
+    print_forecast(forecast, Console())
+    assert "Longest sequence, simulated" in capsys.readouterr().out
 
 
 def test_states_along_the_sequence(tmp_path: Path) -> None:

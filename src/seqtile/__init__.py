@@ -13,6 +13,7 @@ _SUBPACKAGES = ("memory", "models", "modules", "offload", "sp")
 _NAMES = {
     "LossMetrics": "seqtile.ops.linear_cross_entropy",
     "LowRank": "seqtile.ops.linear",
+    "TokenValues": "seqtile.ops.linear_log_probs",
     "apply_seqtile": "seqtile.models",
     "gated_mlp": "seqtile.ops.gated_mlp",
     "linear_cross_entropy": "seqtile.ops.linear_cross_entropy",

@@ -10,12 +10,13 @@ from seqtile.models import apply_seqtile, restore, status
 from seqtile.ops.gated_mlp import gated_mlp
 from seqtile.ops.linear import LowRank
 from seqtile.ops.linear_cross_entropy import LossMetrics, linear_cross_entropy
-from seqtile.ops.linear_log_probs import linear_log_probs
+from seqtile.ops.linear_log_probs import TokenValues, linear_log_probs
 from seqtile.ops.tiled import tiled
 
 __all__ = [
     "LossMetrics",
     "LowRank",
+    "TokenValues",
     "apply_seqtile",
     "apply_seqtile_to_afmoe",
     "apply_seqtile_to_apertus",

@@ -31,7 +31,7 @@ def inputs(rows: int, vocab: int, dtype: torch.dtype, device: str) -> tuple[torc
 def reference(
     products: torch.Tensor, target: torch.Tensor, options: LossOptions, vectors: dict[str, torch.Tensor | None]
 ) -> list[torch.Tensor]:
-    """Losses, log-sum-exp, entropies, and the gradient as the kernel leaves it."""
+    """Losses, log-sum-exp, entropies, the gradient as the kernel leaves it, sums of squares and means."""
     leaf = products.detach().clone().requires_grad_()
     scales = {"logit_scale": options.logit_scale, "softcap": options.softcap, "temperature": options.temperature}
     logits = logits_of(leaf, vectors["bias"], **scales)
@@ -49,7 +49,7 @@ def reference(
         if scale is not None:
             total = total + values * scale
     (gradient,) = torch.autograd.grad(total.sum() * options.temperature / options.logit_scale, leaf)
-    return [losses, lse, entropies, gradient]
+    return [losses, lse, entropies, gradient, logits.softmax(1).square().sum(1), logits.mean(1)]
 
 
 def run(
@@ -57,13 +57,20 @@ def run(
 ) -> dict[str, torch.Tensor]:
     """The kernel's outputs, all of them, in poisoned buffers."""
     rows, device = products.shape[0], str(products.device)
-    outputs = {name: poisoned(rows, dtype=torch.float32, device=device) for name in ("losses", "lse", "entropy")}
+    names = ("losses", "lse", "entropy", "squares", *(("mean",) if arguments.get("class_weight") is None else ()))
+    outputs = {name: poisoned(rows, dtype=torch.float32, device=device) for name in names}
     outputs["predicted"] = torch.full_like(target, -7)
     losses = outputs["losses"]
     cross_entropy_(
         products, target, losses, options, **{k: v for k, v in outputs.items() if k != "losses"}, **arguments
     )
     return outputs
+
+
+def values_of(ours: dict[str, torch.Tensor], products: torch.Tensor) -> list[torch.Tensor]:
+    """The kernel's outputs in the reference's order; with class weights it has no means."""
+    means = [ours["mean"]] if "mean" in ours else []
+    return [ours["losses"], ours["lse"], ours["entropy"], products, ours["squares"], *means]
 
 
 @pytest.mark.parametrize(
@@ -84,7 +91,7 @@ def test_values_and_gradient(
 
     ours = run(products, target, options, write_grad=True, **vectors)
 
-    for value, theirs, true in zip((ours["losses"], ours["lse"], ours["entropy"], products), same, truth, strict=True):
+    for value, theirs, true in zip(values_of(ours, products), same, truth, strict=False):
         assert_as_exact(value, theirs, true)
     assert slab[:, vocab:].isnan().all(), "wrote past a row"
 
@@ -94,7 +101,7 @@ def test_real_vocabularies(rows: int, vocab: int, device: str) -> None:
     products, _, target = inputs(rows, vocab, torch.bfloat16, device)
     same, truth = (reference(tile, target, PLAIN, NONE) for tile in (products, products.double()))
     ours = run(products, target, write_grad=True)
-    for value, theirs, true in zip((ours["losses"], ours["lse"], ours["entropy"], products), same, truth, strict=True):
+    for value, theirs, true in zip(values_of(ours, products), same, truth, strict=True):
         assert_as_exact(value, theirs, true)
 
 
@@ -150,7 +157,7 @@ def test_logits_far_from_zero(device: str) -> None:
     target = torch.randint(0, 1000, (63,), device=device)
     truth = reference(products.double(), target, PLAIN, NONE)
     ours = run(products, target, write_grad=True)
-    for value, true in zip((ours["losses"], ours["entropy"], products), (truth[0], *truth[2:]), strict=True):
+    for value, true in zip((ours["losses"], ours["entropy"], products), (truth[0], *truth[2:4]), strict=True):
         assert relative_error(value, true) <= 1e-6
 
 
@@ -181,7 +188,7 @@ def test_row_offsets_are_int64(device: str) -> None:
     products = slab.as_strided((4, vocab), (stride, 1))
     products.copy_(torch.randn(4, vocab, device=device))
     target = torch.randint(0, vocab, (4,), device=device)
-    losses, _, _, gradient = reference(products.contiguous(), target, PLAIN, NONE)
+    losses, _, _, gradient, *_ = reference(products.contiguous(), target, PLAIN, NONE)
     ours = run(products, target, write_grad=True)
     torch.testing.assert_close(ours["losses"], losses)
     torch.testing.assert_close(products.contiguous(), gradient)
@@ -191,8 +198,8 @@ def test_row_offsets_are_int64(device: str) -> None:
 def test_the_custom_op_is_sound(which: str, device: str) -> None:
     """As torch.compile sees it: what it says it writes is what it writes."""
     products, target = torch.randn(5, 100, device=device), torch.randint(0, 100, (5,), device=device)
-    losses, lse, entropy = torch.empty(3, 5, device=device).unbind()
-    outputs = (lse, entropy, torch.empty_like(target)) if which == "everything" else (None, None, None)
+    losses, lse, entropy, mean, squares = torch.empty(5, 5, device=device).unbind()
+    outputs = (lse, entropy, torch.empty_like(target), mean, squares) if which == "everything" else (None,) * 5
     bias = torch.randn(100, device=device)
     arguments = (products, target, losses, True, 1.0, 0.0, 1.0, 0.0, 0.0, bias, None, *outputs, None, None, None)
     torch.library.opcheck(torch.ops.seqtile.cross_entropy_, arguments)

@@ -22,7 +22,8 @@ LOSS_OPTIONS = {
 }
 LOG_PROBS_OPTIONS = {
     "temperature": 0.7,
-    "return_entropy": True,
+    "outputs": ("entropy", "mean_logit"),
+    "to_be_summed": True,
     "ignore_index": 7,
     "softcap": 5.0,
     "logit_scale": 0.5,

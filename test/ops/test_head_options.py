@@ -137,32 +137,31 @@ def test_metrics(device: str, head: dict, data: st.DataObject) -> None:
     check(ours, metrics_reference, head, device, upstream, **options)
 
 
-def log_probs_reference(
-    hidden, weight, target, *, bias, ignore_index, softcap, logit_scale, temperature, return_entropy, **_
-):
+def log_probs_reference(hidden, weight, target, *, bias, ignore_index, softcap, logit_scale, temperature, outputs, **_):
     """Log-probabilities [T], or with the entropies [2, T]."""
     logits = logits_of(hidden @ weight.T, bias, softcap=softcap, logit_scale=logit_scale, temperature=temperature)
     log_probs = -losses_of(logits, target, ignore_index=ignore_index)
     labelled = torch.ones_like(target, dtype=torch.bool) if ignore_index is None else target != ignore_index
-    return torch.stack([log_probs, entropies_of(logits) * labelled]) if return_entropy else log_probs
+    return torch.stack([log_probs, entropies_of(logits) * labelled]) if outputs else log_probs
 
 
 @drawn
 @given(head=heads(), data=st.data())
 def test_linear_log_probs(device: str, head: dict, data: st.DataObject) -> None:
-    return_entropy = data.draw(st.booleans())
-    options = {"temperature": data.draw(st.sampled_from([1.0, 0.6, 2.0])), "return_entropy": return_entropy}
+    outputs = data.draw(st.sampled_from([(), ("entropy",)]))
+    options = {"temperature": data.draw(st.sampled_from([1.0, 0.6, 2.0])), "outputs": outputs}
+    options["to_be_summed"] = data.draw(st.booleans())
     tokens = head["operands"][0].shape[0]
 
     def ours(*operands: torch.Tensor, **arguments: object) -> torch.Tensor:
         result = linear_log_probs(*operands, **arguments)
-        return torch.stack(result) if return_entropy else result
+        return torch.stack([result[0], result[1].entropy]) if outputs else result
 
     check(
         ours,
         log_probs_reference,
         head,
         device,
-        torch.randn(2, tokens) if return_entropy else torch.randn(tokens),
+        torch.randn(2, tokens) if outputs else torch.randn(tokens),
         **options,
     )

@@ -5,6 +5,7 @@ from assertions import assert_as_exact
 from head_reference import IGNORE, entropies_of, logits_of
 from measure import FlopCount
 from seqtile import linear_cross_entropy, linear_log_probs
+from seqtile.ops.linear_log_probs import TokenValues
 
 D, V = 64, 1000
 
@@ -38,14 +39,39 @@ def test_policy_gradient(dtype: torch.dtype, device: str) -> None:
             old = log_probs.detach() + 0.1 * torch.sin(torch.arange(190, device=device))
         loss = policy_loss(log_probs, entropies_of(logits) * labelled, old, advantage)
         results.append([log_probs, *torch.autograd.grad(loss, (h, w))])
-    log_probs, entropies = linear_log_probs(
-        hidden, weight, target, temperature=0.8, return_entropy=True, chunk_tokens=63
+    log_probs, (entropies, *_) = linear_log_probs(
+        hidden, weight, target, temperature=0.8, outputs=["entropy"], chunk_tokens=63
     )
     assert log_probs.dtype == entropies.dtype == torch.float32
     loss = policy_loss(log_probs, entropies, old, advantage)
     ours = [log_probs, *torch.autograd.grad(loss, (hidden, weight))]
     for value, true, same in zip(ours, *results, strict=True):
         assert_as_exact(value, same, true)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_values(dtype: torch.dtype, device: str) -> None:
+    hidden, weight, target = make(190, device, dtype)
+    results = []
+    for reference_dtype in (dtype, torch.float64):
+        logits = logits_of(hidden.to(reference_dtype) @ weight.to(reference_dtype).T, temperature=0.8)
+        labelled = target != IGNORE
+        squares = logits.softmax(1).square().sum(1) * labelled
+        results.append([entropies_of(logits) * labelled, logits.mean(1) * labelled, squares])
+    largest = ((hidden @ weight.T).argmax(1) == target) & labelled
+    target[:20] = (hidden @ weight.T).argmax(1)[:20].where(labelled[:20], IGNORE)  # some are predicted right
+    largest[:20] = labelled[:20]
+    options = {"temperature": 0.8, "chunk_tokens": 63}
+    log_probs, values = linear_log_probs(hidden, weight, target, outputs=TokenValues._fields, **options)
+    assert values.is_largest.equal(largest) and values.is_largest.any()
+    torch.testing.assert_close(log_probs, linear_log_probs(hidden, weight, target, **options), rtol=0, atol=0)
+    ours = (values.entropy, values.mean_logit, values.sum_squared_probs)
+    for value, same, true in zip(ours, *results, strict=True):
+        assert_as_exact(value, same, true)
+        assert not value[~labelled].any()
+    assert [value.requires_grad for value in values] == [True, False, False, False]
+    _, some = linear_log_probs(hidden, weight, target, outputs=["mean_logit"], **options)
+    assert some.mean_logit.equal(values.mean_logit) and (some.entropy, some.is_largest) == (None, None)
 
 
 def test_is_minus_the_loss_of_every_token(device: str) -> None:
@@ -55,10 +81,11 @@ def test_is_minus_the_loss_of_every_token(device: str) -> None:
     torch.testing.assert_close(log_probs.view(-1), -losses, rtol=0, atol=0)
 
 
-def test_only_entropies_are_differentiated(device: str) -> None:
+@pytest.mark.parametrize("summed", [False, True])
+def test_only_entropies_are_differentiated(summed: bool, device: str) -> None:
     hidden, weight, target = make(190, device)
-    _, entropies = linear_log_probs(hidden, weight, target, return_entropy=True, chunk_tokens=63)
-    ours = torch.autograd.grad(entropies.sum(), (hidden, weight))
+    _, values = linear_log_probs(hidden, weight, target, outputs=["entropy"], to_be_summed=summed, chunk_tokens=63)
+    ours = torch.autograd.grad(values.entropy.sum(), (hidden, weight))
     results = []
     for dtype in (torch.float32, torch.float64):
         h, w = (x.detach().to(dtype).requires_grad_() for x in (hidden, weight))
@@ -83,12 +110,13 @@ def test_products(frozen: str | None) -> None:
     assert flops.total == (3 if frozen is None else 2) * unit and not flops.unknown
 
 
-def test_no_token_labelled(device: str) -> None:
+@pytest.mark.parametrize("summed", [False, True])
+def test_no_token_labelled(summed: bool, device: str) -> None:
     hidden, weight, _ = make(63, device)
     target = torch.full((63,), IGNORE, device=device)
-    log_probs, entropies = linear_log_probs(hidden, weight, target, return_entropy=True)
-    assert log_probs.count_nonzero() == entropies.count_nonzero() == 0
-    (log_probs.sum() + entropies.sum()).backward()
+    log_probs, values = linear_log_probs(hidden, weight, target, outputs=TokenValues._fields, to_be_summed=summed)
+    assert all(value.count_nonzero() == 0 for value in (log_probs, *values))
+    (log_probs.sum() + (0 if summed else values.entropy.sum())).backward()
     assert hidden.grad.count_nonzero() == weight.grad.count_nonzero() == 0
 
 
@@ -103,21 +131,47 @@ def test_autocast(device: str) -> None:
     torch.testing.assert_close(log_probs, expected, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("upstream", ["equal", "different", "with entropies"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_to_be_summed(dtype: torch.dtype, upstream: str, device: str) -> None:
+    """The same gradients, whatever they turn out to be; for 3 u if they are those of one sum."""
+    hidden, weight, target = make(190, device, dtype)
+    factors = torch.full((190,), -0.25, device=device)
+    if upstream == "different":
+        factors += torch.randn(190, device=device)
+    elif upstream == "equal":
+        factors[target == IGNORE] = 7.0  # which no token sees
+
+    def gradients(dtype: torch.dtype, **options: object) -> list[torch.Tensor]:
+        operands = [x.detach().to(dtype).requires_grad_() for x in (hidden, weight)]
+        log_probs, values = linear_log_probs(*operands, target, outputs=["entropy"], chunk_tokens=63, **options)
+        loss = (log_probs * factors).sum() + (values.entropy.sum() if upstream == "with entropies" else 0)
+        return torch.autograd.grad(loss, operands)
+
+    unit = 2 * int((target != IGNORE).sum()) * D * V
+    with FlopCount() as flops:
+        ours = gradients(dtype, to_be_summed=True)
+    assert flops.total == (3 if upstream == "equal" else 6) * unit
+    for value, same, true in zip(ours, gradients(dtype), gradients(torch.float32), strict=True):
+        assert_as_exact(value, same, true)
+
+
 def test_second_derivatives_raise(device: str) -> None:
     hidden, weight, target = make(63, device)
     with pytest.raises(RuntimeError, match="create_graph"):
         torch.autograd.grad(linear_log_probs(hidden, weight, target).sum(), hidden, create_graph=True)
 
 
-def test_compiles_in_one_graph(device: str) -> None:
+@pytest.mark.parametrize("summed", [False, True])
+def test_compiles_in_one_graph(summed: bool, device: str) -> None:
     hidden, weight, target = make(190, device)
     target.clamp_(min=0)
 
     def step(hidden, weight):
-        log_probs, entropies = linear_log_probs(
-            hidden * 1.0, weight, target, ignore_index=None, return_entropy=True, chunk_tokens=63
+        log_probs, values = linear_log_probs(
+            hidden * 1.0, weight, target, ignore_index=None, outputs=["entropy"], to_be_summed=summed, chunk_tokens=63
         )
-        return (log_probs * entropies).sum()
+        return (log_probs * values.entropy).sum()
 
     eager = step(hidden, weight)
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True)(hidden, weight)
@@ -133,6 +187,8 @@ def test_compiles_in_one_graph(device: str) -> None:
         ({"temperature": torch.ones(())}, TypeError, "temperature is tensor"),
         ({"ignore_index": None}, ValueError, "target holds -100, expected 0 <= target < 1000; pass ignore_index"),
         ({"softcap": -1.0}, ValueError, "softcap is -1.0"),
+        ({"outputs": ["entropies"]}, ValueError, r"outputs is \['entropies'\], expected some of entropy, is_largest"),
+        ({"outputs": "entropy"}, ValueError, "outputs is 'entropy', expected some of"),
     ],
     ids=str,
 )

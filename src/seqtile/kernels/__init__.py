@@ -30,6 +30,10 @@ class RowVectors(NamedTuple):
     """[C] float32, **written**: the entropy of their softmax."""
     predicted: torch.Tensor | None = None
     """[C] int64, **written**: the index of the largest."""
+    mean: torch.Tensor | None = None
+    """[C] float32, **written**: the mean of the logits."""
+    squares: torch.Tensor | None = None
+    """[C] float32, **written**: the sum of the squares of their softmax."""
     row_scale: torch.Tensor | None = None
     """[C] float32; None for ones."""
     lse_scale: torch.Tensor | None = None

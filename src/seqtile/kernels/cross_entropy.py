@@ -60,10 +60,10 @@ def _logits(
 @triton.jit
 def _add_step(
     start, row_ptr, bias_ptr, class_weight_ptr, vocab, logit_scale, softcap, temperature,
-    largest, total, centred, predicted, weights, weighted,
+    largest, total, centred, squares, predicted, weights, weighted,
     MASKED: tl.constexpr, HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, TEMPERED: tl.constexpr,
-    HAS_CLASS_WEIGHT: tl.constexpr, SMOOTHED: tl.constexpr, ENTROPY: tl.constexpr, PREDICTED: tl.constexpr,
-    THREADS: tl.constexpr, COLUMNS: tl.constexpr,
+    HAS_CLASS_WEIGHT: tl.constexpr, SUMMED: tl.constexpr, ENTROPY: tl.constexpr, SQUARES: tl.constexpr,
+    PREDICTED: tl.constexpr, THREADS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Returns every thread's statistics [THREADS] with what the step at `start` adds to them."""
     columns = start + tl.arange(0, THREADS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
@@ -82,8 +82,10 @@ def _add_step(
     if ENTROPY:
         products = exponentials * tl.where(exponentials > 0, difference, 0.0)
         centred = decay * (centred + (largest - new) * total) + tl.sum(products, 1)
+    if SQUARES:
+        squares = squares * decay * decay + tl.sum(exponentials * exponentials, 1)
     total = total * decay + tl.sum(exponentials, 1)
-    if SMOOTHED:
+    if SUMMED:
         mask = columns < vocab if MASKED else None
         x = tl.where(mask, x, 0.0) if MASKED else x
         if HAS_CLASS_WEIGHT:
@@ -91,51 +93,53 @@ def _add_step(
             weights += of_class
             x *= of_class
         weighted += x
-    return new, total, centred, predicted, weights, weighted
+    return new, total, centred, squares, predicted, weights, weighted
 
 
 @triton.jit
 def _statistics(
     row_ptr, bias_ptr, class_weight_ptr, vocab, logit_scale, softcap, temperature,
     HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, TEMPERED: tl.constexpr,
-    HAS_CLASS_WEIGHT: tl.constexpr, SMOOTHED: tl.constexpr, ENTROPY: tl.constexpr, PREDICTED: tl.constexpr,
-    THREADS: tl.constexpr, COLUMNS: tl.constexpr,
+    HAS_CLASS_WEIGHT: tl.constexpr, SUMMED: tl.constexpr, ENTROPY: tl.constexpr, SQUARES: tl.constexpr,
+    PREDICTED: tl.constexpr, THREADS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Returns, of one row's logits x, the largest, sum(exp(x - largest)), entropy, the index of the largest, and sums
-    of class_weight and of class_weight * x. What is not asked for is meaningless."""
+    """Returns, of one row's logits x, the largest, sum(exp(x - largest)), entropy, the sum of squares of their softmax,
+    the index of the largest, and sums of class_weight and of class_weight * x. What is not asked for is meaningless."""
     largest = tl.full([THREADS], SMALLEST, tl.float32)
     nothing = tl.full([THREADS], 0.0, tl.float32)
-    total, centred = nothing, nothing  # of exp(x - largest), of exp(x - largest) (x - largest)
+    total, centred, squares = nothing, nothing, nothing  # of e = exp(x - largest), of e (x - largest), of e e
     by_column = tl.full([THREADS, COLUMNS], 0.0, tl.float32)  # sums over columns that Triton 3.7 cannot do in a loop
     weights, weighted = by_column, by_column
     predicted = tl.full([THREADS], 0, tl.int32)
     whole = vocab // (THREADS * COLUMNS) * (THREADS * COLUMNS)
     for start in range(0, whole, THREADS * COLUMNS):
-        largest, total, centred, predicted, weights, weighted = _add_step(
+        largest, total, centred, squares, predicted, weights, weighted = _add_step(
             start, row_ptr, bias_ptr, class_weight_ptr, vocab, logit_scale, softcap, temperature,
-            largest, total, centred, predicted, weights, weighted,
-            False, HAS_BIAS, SCALED, CAPPED, TEMPERED, HAS_CLASS_WEIGHT, SMOOTHED, ENTROPY, PREDICTED, THREADS, COLUMNS,
+            largest, total, centred, squares, predicted, weights, weighted, False,
+            HAS_BIAS, SCALED, CAPPED, TEMPERED, HAS_CLASS_WEIGHT, SUMMED, ENTROPY, SQUARES, PREDICTED, THREADS, COLUMNS,
         )  # fmt: skip
     if whole < vocab:
-        largest, total, centred, predicted, weights, weighted = _add_step(
+        largest, total, centred, squares, predicted, weights, weighted = _add_step(
             whole, row_ptr, bias_ptr, class_weight_ptr, vocab, logit_scale, softcap, temperature,
-            largest, total, centred, predicted, weights, weighted,
-            True, HAS_BIAS, SCALED, CAPPED, TEMPERED, HAS_CLASS_WEIGHT, SMOOTHED, ENTROPY, PREDICTED, THREADS, COLUMNS,
+            largest, total, centred, squares, predicted, weights, weighted, True,
+            HAS_BIAS, SCALED, CAPPED, TEMPERED, HAS_CLASS_WEIGHT, SUMMED, ENTROPY, SQUARES, PREDICTED, THREADS, COLUMNS,
         )  # fmt: skip
     row_max = tl.max(largest, 0)
     decay = tl.exp2((largest - row_max) * LOG2E)
     row_sum = tl.sum(total * decay, 0)
-    entropy, first, weight_sum, weighted_sum = 0.0, 0, vocab * 1.0, 0.0
+    entropy, square_sum, first, weight_sum, weighted_sum = 0.0, 0.0, 0, vocab * 1.0, 0.0
     if ENTROPY:
         centred_sum = tl.sum(decay * (centred + tl.where(total > 0, largest - row_max, 0.0) * total), 0)
         entropy = tl.log(row_sum) - centred_sum / row_sum
+    if SQUARES:
+        square_sum = tl.sum(squares * decay * decay, 0) / (row_sum * row_sum)
     if PREDICTED:
         first = tl.min(tl.where(largest == row_max, predicted, vocab), 0)
-    if SMOOTHED:
+    if SUMMED:
         weighted_sum = tl.sum(tl.sum(weighted, 1), 0)
         if HAS_CLASS_WEIGHT:
             weight_sum = tl.sum(tl.sum(weights, 1), 0)
-    return row_max, row_sum, entropy, first, weight_sum, weighted_sum
+    return row_max, row_sum, entropy, square_sum, first, weight_sum, weighted_sum
 
 
 @triton.jit
@@ -178,6 +182,8 @@ def _cross_entropy_kernel(
     lse_ptr,
     entropy_ptr,
     predicted_ptr,
+    mean_ptr,
+    squares_ptr,
     row_scale_ptr,
     lse_scale_ptr,
     entropy_scale_ptr,
@@ -196,6 +202,8 @@ def _cross_entropy_kernel(
     STORE_LSE: tl.constexpr,
     STORE_ENTROPY: tl.constexpr,
     STORE_PREDICTED: tl.constexpr,
+    STORE_MEAN: tl.constexpr,
+    STORE_SQUARES: tl.constexpr,
     WRITE_GRAD: tl.constexpr,
     SCALE_ROWS: tl.constexpr,
     LSE_GRAD: tl.constexpr,
@@ -212,10 +220,10 @@ def _cross_entropy_kernel(
     target_logit, _ = _logits(
         row_ptr, bias_ptr, label, vocab, logit_scale, softcap, temperature, False, HAS_BIAS, SCALED, CAPPED, TEMPERED
     )
-    row_max, row_sum, entropy, predicted, weight_sum, weighted_sum = _statistics(
+    row_max, row_sum, entropy, square_sum, predicted, weight_sum, weighted_sum = _statistics(
         row_ptr, bias_ptr, class_weight_ptr, vocab, logit_scale, softcap, temperature,
-        HAS_BIAS, SCALED, CAPPED, TEMPERED, HAS_CLASS_WEIGHT, SMOOTHED, STORE_ENTROPY or ENTROPY_GRAD, STORE_PREDICTED,
-        THREADS, COLUMNS,
+        HAS_BIAS, SCALED, CAPPED, TEMPERED, HAS_CLASS_WEIGHT, SMOOTHED or STORE_MEAN, STORE_ENTROPY or ENTROPY_GRAD,
+        STORE_SQUARES, STORE_PREDICTED, THREADS, COLUMNS,
     )  # fmt: skip
     # Kept apart where digits matter: x - row_max is nearly exact, x - lse has lost those below lse's own.
     row_sum = tl.where(in_range, row_sum, float("nan"))
@@ -236,6 +244,10 @@ def _cross_entropy_kernel(
         tl.store(entropy_ptr + row, tl.where(in_range, entropy, float("nan")))
     if STORE_PREDICTED:
         tl.store(predicted_ptr + row, predicted)
+    if STORE_MEAN:
+        tl.store(mean_ptr + row, tl.where(in_range, weighted_sum / vocab, float("nan")))
+    if STORE_SQUARES:
+        tl.store(squares_ptr + row, tl.where(in_range, square_sum, float("nan")))
 
     if WRITE_GRAD:
         row_scale = tl.load(row_scale_ptr + row) if SCALE_ROWS else 1.0
@@ -274,6 +286,7 @@ def cross_entropy_(
 ) -> None:
     """Launches the kernel, see `dispatch.cross_entropy_`."""
     given = [vector for vector in (target, losses, *vectors) if vector is not None]
+    assert vectors.mean is None or vectors.class_weight is None  # the sum that it is made of is weighted
     assert logits.stride(1) == 1 and all(vector.is_contiguous() for vector in given)
     rows, vocab = logits.shape
     _cross_entropy_kernel[(rows,)](
@@ -293,6 +306,8 @@ def cross_entropy_(
         STORE_LSE=vectors.lse is not None,
         STORE_ENTROPY=vectors.entropy is not None,
         STORE_PREDICTED=vectors.predicted is not None,
+        STORE_MEAN=vectors.mean is not None,
+        STORE_SQUARES=vectors.squares is not None,
         WRITE_GRAD=write_grad,
         SCALE_ROWS=vectors.row_scale is not None,
         LSE_GRAD=vectors.lse_scale is not None,

@@ -88,10 +88,11 @@ def _cross_entropy_(
 torch.library.custom_op(
     "seqtile::cross_entropy_",
     _cross_entropy_,
-    mutates_args=("logits", "losses", "lse", "entropy", "predicted"),
+    mutates_args=("logits", "losses", "lse", "entropy", "predicted", "mean", "squares"),
     schema="(Tensor(a!) logits, Tensor target, Tensor(b!) losses, bool write_grad, float logit_scale, float softcap, "
     "float temperature, float label_smoothing, float z_loss, Tensor? bias, Tensor? class_weight, Tensor(c!)? lse, "
-    "Tensor(d!)? entropy, Tensor(e!)? predicted, Tensor? row_scale, Tensor? lse_scale, Tensor? entropy_scale) -> ()",
+    "Tensor(d!)? entropy, Tensor(e!)? predicted, Tensor(f!)? mean, Tensor(g!)? squares, Tensor? row_scale, "
+    "Tensor? lse_scale, Tensor? entropy_scale) -> ()",
 ).register_fake(lambda *args: None)
 
 

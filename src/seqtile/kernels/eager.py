@@ -21,7 +21,7 @@ def cross_entropy_(
     vectors: RowVectors,
     write_grad: bool,
 ) -> None:
-    bias, class_weight, lse, entropy, predicted, row_scale, lse_scale, entropy_scale = vectors
+    bias, class_weight, lse, entropy, predicted, mean, squares, row_scale, lse_scale, entropy_scale = vectors
     vocab = logits.shape[1]
     weights = torch.ones((), device=logits.device) if class_weight is None else class_weight
     of_class = options.label_smoothing / vocab
@@ -43,7 +43,11 @@ def cross_entropy_(
             lse[rows] = row_lse.squeeze(1)
         if predicted is not None:
             predicted[rows] = x.argmax(dim=1)
+        if mean is not None:
+            mean[rows] = x.mean(dim=1).masked_fill_(~in_range.squeeze(1), torch.nan)
         probability = logp.exp()
+        if squares is not None:
+            squares[rows] = probability.square().sum(dim=1)
         if entropy is not None or entropy_scale is not None:
             row_entropy = -(probability * logp).masked_fill_(probability == 0, 0.0).sum(dim=1, keepdim=True)
         if entropy is not None:

@@ -4,6 +4,8 @@ They hold no weight: the head's is passed at every call, so that it may be tied 
 that something else shards.
 """
 
+from collections.abc import Collection
+
 import torch
 from torch import nn
 
@@ -68,7 +70,8 @@ class LinearLogProbs(nn.Module):
         self,
         *,
         temperature: float = 1.0,
-        return_entropy: bool = False,
+        outputs: Collection[str] = (),
+        to_be_summed: bool = False,
         ignore_index: int | None = -100,
         softcap: float | None = None,
         logit_scale: float = 1.0,

@@ -150,12 +150,13 @@ def _loss(
     num_items: int | float | torch.Tensor | None,
     return_metrics: bool,
 ) -> tuple[torch.Tensor, LossMetrics | None]:
+    wanted = ("lse", "entropy", "predicted") if return_metrics else ()
     if reduction == "none":
-        values = Values(*PerTokenLossFunction.apply(settings, return_metrics, return_metrics, *operands))
+        values = Values(*PerTokenLossFunction.apply(settings, wanted, True, *operands))
         loss = scatter_to_tokens(values.losses, operands.rows, shape)
     else:
-        values = Values(*SummedLossFunction.apply(settings, return_metrics, torch.is_grad_enabled(), *operands))
-        loss = values.losses
+        loss, *values = SummedLossFunction.apply(settings, wanted, torch.is_grad_enabled(), *operands)
+        values = Values(*values)
         if reduction == "mean" and num_items is None and operands.labelled() == 0:
             loss = loss + math.nan  # torch's mean of nothing, whose gradients are zeros
         elif reduction == "mean":

@@ -1,11 +1,33 @@
 """Log-probabilities of given tokens under a linear head, with the logits of one chunk alive at a time."""
 
+from collections.abc import Collection
+from typing import NamedTuple
+
 import torch
 
 from seqtile.ops.linear_cross_entropy import prepare_head, run_head, scatter_to_tokens
-from seqtile.ops.logit_chunks import Operands, PerTokenLossFunction, Settings, Values
+from seqtile.ops.logit_chunks import Operands, PerTokenLossFunction, Settings, SummedLossFunction, Values
 
 _OP = "linear_log_probs"
+_VALUES = {"entropy": "entropy", "is_largest": "predicted", "mean_logit": "mean", "sum_squared_probs": "squares"}
+"""The fields of `TokenValues`, and of `logit_chunks.Values`."""
+
+
+class TokenValues(NamedTuple):
+    """Values of every token besides its log-probability, from the same pass over the logits; None where not asked for.
+
+    Of target's shape, 0 (False) for ignored tokens; float32 unless said otherwise. The distribution is
+    softmax(logits / temperature). `entropy` is differentiable, the others are not.
+    """
+
+    entropy: torch.Tensor | None = None
+    """The entropy of the distribution, in nats."""
+    is_largest: torch.Tensor | None = None
+    """bool: the target has the largest logit (the first, of several)."""
+    mean_logit: torch.Tensor | None = None
+    """The mean of logits / temperature over the vocabulary."""
+    sum_squared_probs: torch.Tensor | None = None
+    """The sum of the squares of the probabilities."""
 
 
 def linear_log_probs(
@@ -14,14 +36,15 @@ def linear_log_probs(
     target: torch.Tensor,
     *,
     temperature: float = 1.0,
-    return_entropy: bool = False,
+    outputs: Collection[str] = (),
+    to_be_summed: bool = False,
     bias: torch.Tensor | None = None,
     ignore_index: int | None = -100,
     softcap: float | None = None,
     logit_scale: float = 1.0,
     accumulate_dtype: torch.dtype | None = torch.float32,
     chunk_tokens: int | None = None,
-) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
+) -> torch.Tensor | tuple[torch.Tensor, TokenValues]:
     """Computes log softmax(logits / temperature)[target] of every token without the logits: for RL and distillation.
 
     The logits are logit_scale * hidden @ weight.T + bias, soft-capped. Arguments, dtypes, errors, autocast and
@@ -29,20 +52,27 @@ def linear_log_probs(
 
     Args:
         temperature: divides the logits after the cap, as sampling does; more than 0.
-        return_entropy: return (log_probs, entropies), the entropies in nats and differentiable too.
+        outputs: names of fields of `TokenValues`: return (log_probs, TokenValues) with these.
+        to_be_summed: expect that the caller sums or averages the log-probabilities, so that all of them have the same
+            upstream gradient, and compute the gradients in the forward. Where they turn out to have different ones,
+            the backward computes the gradients again: it costs time, and is as exact.
 
     Returns:
         float32 of target's shape, 0 for ignored tokens.
 
     FLOPs: 4 u, where u = 2 n D V for n labelled tokens: 1 in the forward, 3 in the backward, which recomputes the
-    chunks since only there each token's upstream gradient is known.
+    chunks since only there each token's upstream gradient is known. With `to_be_summed` 3 u, all in the forward; 6 u
+    if the upstream gradients differ, or entropies have one (in a compiled graph 4 u in any case).
 
     Memory: forward one chunk of logits [chunk_tokens, V]; backward the chunk, d_hidden (the size of `hidden`), d_weight
     in float32 and its rounding; if some tokens are ignored also a chunk [chunk_tokens, D]. Nothing else grows with T
-    but a few numbers a token. Until the backward has run, the operands are kept.
+    but a few numbers a token. Until the backward has run, the operands are kept. With `to_be_summed` all of it in the
+    forward, as `linear_cross_entropy`.
 
     Raises TypeError, ValueError as `linear_cross_entropy`; RuntimeError in a backward with `create_graph=True`.
     """
+    if isinstance(outputs, str) or not set(outputs) <= set(_VALUES):
+        raise ValueError(f"{_OP}: outputs is {outputs!r}, expected some of {', '.join(_VALUES)}")
     operands, settings = prepare_head(
         _OP,
         hidden,
@@ -56,13 +86,23 @@ def linear_log_probs(
         logit_scale=logit_scale,
         temperature=temperature,
     )
-    log_probs, entropies = run_head(_OP, _log_probs, operands, ignore_index, target.shape, settings, return_entropy)
-    return (log_probs, entropies) if return_entropy else log_probs
+    arguments = (target.shape, settings, tuple(outputs), to_be_summed)
+    log_probs, values = run_head(_OP, _log_probs, operands, ignore_index, *arguments)
+    return (log_probs, values) if outputs else log_probs
 
 
 def _log_probs(
-    operands: Operands, shape: torch.Size, settings: Settings, return_entropy: bool
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    values = Values(*PerTokenLossFunction.apply(settings, return_entropy, False, *operands))
-    entropies = scatter_to_tokens(values.entropy, operands.rows, shape) if return_entropy else None
-    return scatter_to_tokens(-values.losses, operands.rows, shape), entropies
+    operands: Operands, shape: torch.Size, settings: Settings, outputs: tuple[str, ...], to_be_summed: bool
+) -> tuple[torch.Tensor, TokenValues]:
+    wanted = tuple(_VALUES[name] for name in outputs)
+    arguments = (settings, wanted, torch.is_grad_enabled(), *operands)
+    if to_be_summed and not torch.compiler.is_compiling():
+        _, *values = SummedLossFunction.apply(*arguments)
+    else:
+        values = PerTokenLossFunction.apply(*arguments)
+    values = Values(*values)
+    if values.predicted is not None:
+        labels = operands.target if operands.rows is None else operands.target[operands.rows]
+        values = values._replace(predicted=values.predicted == labels)
+    found = {name: scatter_to_tokens(getattr(values, _VALUES[name]), operands.rows, shape) for name in outputs}
+    return scatter_to_tokens(-values.losses, operands.rows, shape), TokenValues(**found)

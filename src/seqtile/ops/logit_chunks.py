@@ -15,7 +15,7 @@ chunks are recomputed in the backward, because only there is each token's upstre
 Source: Arctic Long Sequence Training, 3.1; Mini-Sequence Transformer, algorithms 2 and 4. Exact, not approximate.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -62,25 +62,25 @@ class Operands(NamedTuple):
         """Returns hidden states of labelled tokens [C, D]: a view, unless some are ignored or the dtype is another."""
         return (self.hidden[chunk] if self.rows is None else self.hidden[self.rows[chunk]]).to(settings.dtype)
 
-    def new_values(self, entropy: bool = False, metrics: bool = False) -> "Values":
-        """Allocates the losses and what else is wanted."""
+    def new_values(self, wanted: Collection[str] = ()) -> "Values":
+        """Allocates the losses and the fields of `Values` that are wanted."""
         losses = self.hidden.new_empty(self.labelled(), dtype=torch.float32)
-        return Values(
-            losses,
-            lse=torch.empty_like(losses) if metrics else None,
-            entropy=torch.empty_like(losses) if entropy else None,
-            predicted=torch.empty_like(losses, dtype=torch.int64) if metrics else None,
-        )
+        dtypes = {name: torch.int64 if name == "predicted" else torch.float32 for name in wanted}
+        return Values(losses, **{name: torch.empty_like(losses, dtype=dtype) for name, dtype in dtypes.items()})
 
 
 class Values(NamedTuple):
     """Values of every labelled token, float32 [n]; None where not wanted."""
 
     losses: torch.Tensor
-    lse: torch.Tensor | None
-    entropy: torch.Tensor | None
-    predicted: torch.Tensor | None
-    """int64 [n], the token of the largest logit."""
+    lse: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
+    predicted: torch.Tensor | None = None
+    """int64 [n], the token of the largest logit; without a gradient, as the two below."""
+    mean: torch.Tensor | None = None
+    """The mean logit."""
+    squares: torch.Tensor | None = None
+    """The sum of the squares of the probabilities."""
 
 
 @dataclass
@@ -176,31 +176,35 @@ def _empty_gradients(operands: Operands, settings: Settings, needs: Sequence[boo
 
 
 class SummedLossFunction(torch.autograd.Function):
-    """The sum of the losses of `operands`, and if wanted their log-sum-exp and entropies, all three with gradients, and
-    their predicted tokens.
+    """The sum of the losses of `operands`, and their `Values`, of which those named in `wanted` besides the losses.
 
     3 matrix products in all, 1 without gradients. The upstream gradient is applied in the backward, once, in float32,
     in place, and what it is applied to is given away: a second backward (`retain_graph=True`) recomputes the chunks.
-    So does a backward in which log-sum-exps or entropies have a gradient, which is known only there: 3 products more.
+    So does a backward whose gradients are not those of one factor for all tokens, which is known only there: because
+    log-sum-exps or entropies have one, or the tokens' losses have different ones. 3 products more.
     """
 
     @staticmethod
-    def forward(ctx, settings: Settings, metrics: bool, differentiate: bool, *operands: torch.Tensor | None):
+    def forward(ctx, settings: Settings, wanted: tuple[str, ...], differentiate: bool, *operands: torch.Tensor | None):
         operands = Operands(*operands)
-        values = operands.new_values(metrics, metrics)
+        values = operands.new_values(wanted)
         ctx.needs = [differentiate and needed for needed in ctx.needs_input_grad[3:6]]
         _prepare_backward(ctx, settings, operands, values)
         ctx.gradients, ctx.unit = _summed_gradients(ctx, operands, values)
-        return values.losses.sum(), *values[1:]
+        return values.losses.sum(), *values
 
     @staticmethod
-    def backward(ctx, upstream: torch.Tensor | None, *d_metrics: torch.Tensor | None):
+    def backward(ctx, upstream: torch.Tensor | None, *d_values: torch.Tensor | None):
         check_first_derivative("linear_cross_entropy")
         gradients, ctx.gradients = ctx.gradients, None
-        if any(d_values is not None for d_values in d_metrics):
+        d_losses, *d_metrics = d_values
+        if upstream is None and d_losses is not None:
+            upstream, d_losses = _one_factor(d_losses)
+        if d_losses is not None or any(d_metric is not None for d_metric in d_metrics):
             del gradients  # before there are others
             operands = _saved(ctx)
-            d_losses = None if upstream is None else upstream.expand(operands.labelled())
+            if upstream is not None:
+                d_losses = upstream.expand(operands.labelled()) + (0 if d_losses is None else d_losses)
             return _recomputed(ctx, operands, d_losses, *d_metrics)
         if upstream is None:
             return (None,) * 9
@@ -210,15 +214,24 @@ class SummedLossFunction(torch.autograd.Function):
         return None, None, None, *_scaled(ctx, gradients, upstream * ctx.unit), None, None, None
 
 
+def _one_factor(d_losses: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+    """Returns the factor that `d_losses` [n] holds for every token, and None; or None and `d_losses`, if they differ.
+
+    Waits for the device, in a backward that has nothing else to do yet.
+    """
+    first = d_losses[0] if len(d_losses) else d_losses.new_ones(())
+    return (first, None) if bool((d_losses == first).all()) else (None, d_losses)
+
+
 class PerTokenLossFunction(torch.autograd.Function):
-    """The loss of every labelled token, and if wanted its log-sum-exp and entropy, all with gradients, and predicted
-    token. One matrix product in the forward, three in the backward; nothing but the operands is kept.
+    """The `Values` of `operands`: their losses and those named in `wanted`. One matrix product in the forward, three in
+    the backward; nothing but the operands is kept.
     """
 
     @staticmethod
-    def forward(ctx, settings: Settings, entropy: bool, metrics: bool, *operands: torch.Tensor | None):
+    def forward(ctx, settings: Settings, wanted: tuple[str, ...], differentiate: bool, *operands: torch.Tensor | None):
         operands = Operands(*operands)
-        values = operands.new_values(entropy or metrics, metrics)
+        values = operands.new_values(wanted)
         _prepare_backward(ctx, settings, operands, values)
         losses_and_gradients(operands, settings, values)
         return tuple(values)
@@ -235,8 +248,7 @@ def _prepare_backward(ctx, settings: Settings, operands: Operands, values: Value
     ctx.main_grads = [main_grad_of(parameter) for parameter in (operands.weight, operands.bias)]
     ctx.save_for_backward(*operands)
     ctx.set_materialize_grads(False)
-    if values.predicted is not None:
-        ctx.mark_non_differentiable(values.predicted)
+    ctx.mark_non_differentiable(*[value for value in values[3:] if value is not None])
 
 
 def _summed_gradients(ctx, operands: Operands, values: Values) -> tuple[Gradients, torch.Tensor | float]:
@@ -250,8 +262,8 @@ def _summed_gradients(ctx, operands: Operands, values: Values) -> tuple[Gradient
 
 def _recomputed(ctx, operands: Operands, *d_values: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
     """Returns the gradients where every labelled token has upstream gradients of its own, [n] float32: `d_values`, of
-    its loss, log-sum-exp and entropy, and None of its predicted token. One pass over the chunks."""
-    values, (d_losses, d_lse, d_entropy, _) = operands.new_values(), d_values
+    its loss, log-sum-exp and entropy, and None of the others. One pass over the chunks."""
+    values, (d_losses, d_lse, d_entropy, *_) = operands.new_values(), d_values
     d_losses = torch.zeros_like(values.losses) if d_losses is None else d_losses
     of_losses = d_losses if operands.class_weight is None else d_losses * power_of_two(operands.class_weight)
     unit = power_of_two(of_losses, d_lse, d_entropy)

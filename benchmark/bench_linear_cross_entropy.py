@@ -18,6 +18,7 @@ from torch import nn
 from seqtile import linear_cross_entropy
 
 ROWS = 64  # that are looked at in full size
+TRL_WORDS = 32768  # of the vocabulary at a time, as in trl.trainer.utils
 
 
 @dataclass
@@ -117,6 +118,21 @@ def quack(head: Head) -> Forward:
     return Forward(lambda: chunked_linear_cross_entropy(head.hidden, head.weight, head.target))
 
 
+def trl(head: Head) -> Forward:
+    """TRL's head, which SFTTrainer uses; on a CPU it is not its kernels that run but their fallback."""
+    needs("trl", gpu=False)
+    from trl.kernels import ChunkedLogProbFunction
+
+    def compute() -> torch.Tensor:
+        labelled = head.target >= 0
+        rows, labels = head.hidden[labelled], head.target[labelled]
+        return -ChunkedLogProbFunction.apply(rows, head.weight, None, labels, 1.0, TRL_WORDS, head.softcap, 1.0, ())[
+            0
+        ].mean()
+
+    return Forward(compute)
+
+
 def seqtile(head: Head, **options: int) -> Forward:
     options = {"softcap": head.softcap} | options
     return Forward(lambda: linear_cross_entropy(head.hidden, head.weight, head.target, **options))
@@ -130,6 +146,7 @@ CONTESTANTS: dict[str, Callable[[Head], Forward]] = {
     "deepspeed_tiled": deepspeed_tiled,
     "cce": cce,
     "quack": quack,
+    "trl": trl,
     "seqtile": seqtile,
 }
 

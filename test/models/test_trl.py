@@ -9,25 +9,18 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
-from transformers import PreTrainedTokenizerFast, Trainer
+from transformers import Trainer
 
 import seqtile
 import seqtile.models.loss
 import seqtile.models.mlp
 from assertions import assert_each_as_exact, relative_error
 from tiny import CHUNK, VOCAB, build, modeling_restored
+from trl_trainers import LENGTHS, token_documents, trainer
 
 datasets = pytest.importorskip("datasets")
 trl = pytest.importorskip("trl")
-
-LENGTHS = (61, 130, 19, 23, 101, 77, 44, 95)  # two of them a batch: some batches fit in a chunk
-TEMPLATE = (
-    "{% for message in messages %}{% if message['role'] == 'assistant' %}"
-    "{% generation %}{{ message['content'] + ' </s>' }}{% endgeneration %}"
-    "{% else %}{{ '<s> ' + message['content'] + ' ' }}{% endif %}{% endfor %}"
-)
 
 
 class OwnLoss(trl.SFTTrainer):
@@ -61,22 +54,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter]:
         seqtile.restore()
 
 
-def tokenizer() -> PreTrainedTokenizerFast:
-    words = ["<pad>", "<s>", "</s>", *(f"w{i}" for i in range(3, VOCAB))]
-    backend = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="w3"))
-    backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    tokens = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
-    tokens.chat_template = TEMPLATE
-    return tokens
-
-
-def token_documents() -> Any:
-    """Documents of random tokens, each with a prompt before its completion."""
-    masks = [[0] * (length // 3) + [1] * (length - length // 3) for length in LENGTHS]
-    rows = [{"input_ids": torch.randint(3, VOCAB, (len(m),)).tolist(), "completion_mask": m} for m in masks]
-    return datasets.Dataset.from_list(rows)
-
-
 def chats() -> Any:
     """Conversations of random words, two turns each."""
 
@@ -86,32 +63,6 @@ def chats() -> Any:
     roles = ("user", "assistant", "user", "assistant")
     return datasets.Dataset.from_list(
         [{"messages": [turn(role, length // 4 + i) for i, role in enumerate(roles)]} for length in LENGTHS]
-    )
-
-
-def trainer(cls: type, model: nn.Module, documents: Any, output: Path, peft_config: Any = None, **changes: object):
-    options = {
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "train_sampling_strategy": "sequential",
-        "max_steps": 3,
-        "learning_rate": 1.0,
-        "lr_scheduler_type": "constant",
-        "optim": "sgd",
-        "max_grad_norm": 0.0,
-        "logging_steps": 1,
-        "use_cpu": True,
-        "bf16": False,
-        "save_strategy": "no",
-        "disable_tqdm": True,
-    }
-    return cls(
-        model=model,
-        args=trl.SFTConfig(output_dir=str(output), **options | changes),
-        train_dataset=documents,
-        eval_dataset=documents,
-        processing_class=tokenizer(),
-        peft_config=peft_config,
     )
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from seqtile.kernels import LossOptions
 from seqtile.kernels.dispatch import cross_entropy_
@@ -217,10 +218,11 @@ class SummedLossFunction(torch.autograd.Function):
 def _one_factor(d_losses: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Returns the factor that `d_losses` [n] holds for every token, and None; or None and `d_losses`, if they differ.
 
-    Waits for the device, in a backward that has nothing else to do yet.
+    Waits for the device, in a backward that has nothing else to do yet. In a simulation, without values, it is one.
     """
     first = d_losses[0] if len(d_losses) else d_losses.new_ones(())
-    return (first, None) if bool((d_losses == first).all()) else (None, d_losses)
+    equal = isinstance(d_losses, FakeTensor) or d_losses.is_meta or bool((d_losses == first).all())
+    return (first, None) if equal else (None, d_losses)
 
 
 class PerTokenLossFunction(torch.autograd.Function):

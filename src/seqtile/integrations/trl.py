@@ -1,0 +1,135 @@
+"""TRL's trainers on seqtile's head: SFT's loss for three matrix products where TRL's own takes four, and the
+log-probabilities of GRPO, RLOO, DPO and KTO, with fewer live bytes.
+
+    SFTTrainer.compute_loss ─ model(fused_lm_head=True) ─ _ChunkedLogProbFunction.apply ─ linear_log_probs
+      says that what it gets will be summed                 the name that is replaced
+
+All else stays TRL's: its losses, metrics, packing and masks, and what it does with prompts, adapters and ranks.
+"""
+
+import hashlib
+import inspect
+from collections.abc import Callable
+from contextvars import ContextVar
+from functools import wraps
+from typing import Any
+
+import torch
+from transformers.utils import logging
+
+from seqtile.ops.linear_log_probs import TokenValues, linear_log_probs
+
+logger = logging.get_logger(__name__)
+_VALUES = {"entropy": "entropy", "log_sum_sq_probs": "sum_squared_probs"}
+_VALUES |= {"mean_logits": "mean_logit", "is_top1": "is_largest"}
+"""TRL's names of values, in its order, and those of `TokenValues`."""
+_KNOWN = ("422d009f04b66659", "1d8220b44273cdf3", "ca448211ff653fe6")  # of 1.16, see `_fingerprint`
+_LOGITS = 45 * 2**20  # elements of a chunk of logits, where TRL's has 128 Mi
+_to_be_summed: ContextVar[bool] = ContextVar("to_be_summed", default=False)
+
+
+def apply_seqtile_to_trl() -> None:
+    """Has the trainers of TRL 1.16 compute log-probabilities by `linear_log_probs`; call it once, before training.
+
+    Replaces `_ChunkedLogProbFunction` in `trl.trainer.utils` and wraps `SFTTrainer.compute_loss`. With u = 2 n D V FLOP
+    of n labelled tokens, SFT's `loss_type="nll"` costs 3 u, "dft" and the other trainers 4 u. Memory is that of
+    `linear_log_probs`, in chunks of at most 45 Mi logits where no weight gradient of half precision makes room for
+    more. What TRL computes from all logits, with `label_smoothing_factor` or `compute_loss_func`, stays TRL's, and so
+    does a head that ZeRO-3 has partitioned. MLPs and layers are `apply_seqtile`'s, or `SeqtileCallback`'s.
+
+    Raises:
+        ImportError: TRL is not installed.
+        ValueError: it is another version, or another library has replaced what is to be replaced; nothing is changed.
+    """
+    import trl
+    from trl.trainer import sft_trainer, utils
+
+    head, compute_loss = utils._ChunkedLogProbFunction, sft_trainer.SFTTrainer.compute_loss
+    if isinstance(head, _Head):
+        return
+    found = [
+        _fingerprint(function) for function in (utils.add_fused_lm_head, getattr(head, "forward", None), compute_loss)
+    ]
+    if tuple(found) != _KNOWN:
+        names = ("add_fused_lm_head", "_ChunkedLogProbFunction", "SFTTrainer.compute_loss")
+        unknown = [name for name, is_, known in zip(names, found, _KNOWN, strict=True) if is_ != known]
+        raise ValueError(
+            f"trl {trl.__version__}: expected {' and '.join(unknown)} of TRL 1.16, got others; seqtile tiles MLPs and "
+            "layers under any version, apply_seqtile(model) before the trainer is built"
+        )
+    utils._ChunkedLogProbFunction = _Head(head, utils._use_triton)
+    utils._use_triton = lambda device: True  # so that a CPU, too, computes the labelled tokens alone
+    sft_trainer.SFTTrainer.compute_loss = _announced(compute_loss)
+
+
+def restore_trl() -> None:
+    """Puts back what `apply_seqtile_to_trl` replaced."""
+    from trl.trainer import sft_trainer, utils
+
+    if isinstance(head := utils._ChunkedLogProbFunction, _Head):
+        utils._ChunkedLogProbFunction, utils._use_triton = head.original, head.original_use_triton
+        sft_trainer.SFTTrainer.compute_loss = sft_trainer.SFTTrainer.compute_loss.__wrapped__
+
+
+def _fingerprint(function: Any) -> str:
+    """Returns the beginning of the SHA-256 of a function's source; of anything else nothing."""
+    return hashlib.sha256(inspect.getsource(function).encode()).hexdigest()[:16] if inspect.isfunction(function) else ""
+
+
+def _announced(compute_loss: Callable) -> Callable:
+    @wraps(compute_loss)
+    def announcing(self, *args: Any, **kwargs: Any) -> Any:
+        if self.compute_loss_func is not None or self.label_smoother is not None:
+            logger.warning_once("compute_loss_func and label_smoothing_factor: TRL computes this loss from all logits")
+        token = _to_be_summed.set(self.args.loss_type == "nll")
+        try:
+            return compute_loss(self, *args, **kwargs)
+        finally:
+            _to_be_summed.reset(token)
+
+    return announcing
+
+
+class _Head:
+    """Stands in for TRL's autograd function: `apply` takes and returns what that one's does."""
+
+    def __init__(self, original: Any, original_use_triton: Callable):
+        self.original, self.original_use_triton = original, original_use_triton
+
+    def apply(
+        self,
+        hidden: torch.Tensor,  # [n, D]
+        weight: torch.Tensor,  # [V, D]
+        bias: torch.Tensor | None,  # [V]
+        targets: torch.Tensor,  # [n]
+        temperature: float,
+        chunk_size: int,
+        softcap: float | None = None,
+        logit_scale: float = 1.0,
+        outputs: tuple[str, ...] = tuple(_VALUES),
+    ) -> tuple[torch.Tensor | None, ...]:
+        if hidden.numel() == 0 or hasattr(weight, "ds_id"):
+            arguments = (hidden, weight, bias, targets, temperature, chunk_size, softcap, logit_scale, outputs)
+            return self.original.apply(*arguments)
+        if not torch.is_autocast_enabled(hidden.device.type):
+            weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
+        # The rounded gradient of a half-precision weight is as large as D tokens' logits, which are gone by then.
+        makes_room = weight.requires_grad and weight.dtype.itemsize == 2
+        wanted = [ours for theirs, ours in _VALUES.items() if theirs in outputs]
+        result = linear_log_probs(
+            hidden,
+            weight,
+            targets,
+            bias=None if bias is None else bias * logit_scale,  # which TRL scales, too
+            temperature=temperature,
+            softcap=softcap,
+            logit_scale=logit_scale,
+            outputs=wanted,
+            to_be_summed=_to_be_summed.get(),
+            ignore_index=None,
+            chunk_tokens=None if makes_room else max(1, _LOGITS // weight.shape[0]),
+        )
+        log_probs, values = result if wanted else (result, TokenValues())
+        entropy, is_largest, mean_logit, sum_squared_probs = values
+        log_sum_squared = None if sum_squared_probs is None else sum_squared_probs.log()
+        return log_probs, entropy, log_sum_squared, mean_logit, is_largest  # in TRL's order

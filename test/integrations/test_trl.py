@@ -1,0 +1,209 @@
+"""TRL's trainers with seqtile's head train as with their own: the same losses, metrics and weights."""
+
+import math
+from collections.abc import Iterator
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from benchmark.ledger import Ledger, Prediction, without_data
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM
+
+import seqtile.integrations.trl
+import trl_trainers
+from assertions import relative_error
+from measure import LiveBytes
+from seqtile.integrations.trl import _to_be_summed, apply_seqtile_to_trl, restore_trl
+from tiny import VOCAB, build
+from trl_trainers import LENGTHS, token_documents, tokenizer
+
+trl = pytest.importorskip("trl")
+utils = pytest.importorskip("trl.trainer.utils")
+datasets = pytest.importorskip("datasets")
+CLOCKS = ("runtime", "per_second", "step_time", "learning_rate", "epoch", "num_input")
+
+
+@pytest.fixture(autouse=True)
+def own_head() -> Iterator[None]:
+    yield
+    restore_trl()
+
+
+def words(count: int) -> str:
+    return " ".join(f"w{i}" for i in torch.randint(3, VOCAB, (count,)).tolist())
+
+
+def pairs() -> Any:
+    rows = [{"prompt": words(7), "chosen": words(n // 4), "rejected": words(n // 5)} for n in LENGTHS]
+    return datasets.Dataset.from_list(rows)
+
+
+def judged() -> Any:
+    rows = [{"prompt": words(7), "completion": words(n // 4), "label": i % 3 > 0} for i, n in enumerate(LENGTHS)]
+    return datasets.Dataset.from_list(rows)
+
+
+def prompts() -> Any:
+    return datasets.Dataset.from_list([{"prompt": words(6)} for _ in LENGTHS])
+
+
+SAMPLED = {"num_generations": 2, "max_completion_length": 9}
+CASES = {
+    "sft": ("SFT", token_documents, {"completion_only_loss": True}),
+    "sft-packed": ("SFT", token_documents, {"packing": True, "max_length": 150, "packing_strategy": "wrapped"}),
+    "sft-dft": ("SFT", token_documents, {"loss_type": "dft"}),
+    "sft-smoothing": ("SFT", token_documents, {"label_smoothing_factor": 0.1}),
+    "dpo": ("DPO", pairs, {"loss_type": ["sigmoid", "sft"]}),
+    "kto": ("KTO", judged, {}),
+    "grpo": ("GRPO", prompts, {**SAMPLED, "temperature": 0.7, "beta": 0.1}),
+    "rloo": ("RLOO", prompts, {**SAMPLED, "beta": 0.1}),
+}
+
+
+def trained(name: str, start: Path, documents: Any, output: Path) -> tuple[list[dict[str, float]], dict]:
+    """What a trainer of the model that is saved in `start` logs in three steps, and how far it moved the weights."""
+    kind, _, options = CASES[name]
+    model = AutoModelForCausalLM.from_pretrained(start)
+    before = {key: parameter.detach().clone() for key, parameter in model.named_parameters()}
+    trainer = trl_trainers.trainer(getattr(trl, f"{kind}Trainer"), model, documents, output, **options)
+    torch.manual_seed(1)
+    trainer.train()
+    if kind == "SFT":
+        trainer.evaluate()
+    moved = {key: parameter.detach() - before[key] for key, parameter in model.named_parameters()}
+    return trainer.state.log_history, moved
+
+
+def assert_same_log(ours: list[dict[str, float]], theirs: list[dict[str, float]]) -> None:
+    assert len(ours) == len(theirs) >= 4
+    for our, their in zip(ours, theirs, strict=True):
+        assert our.keys() == their.keys()
+        for name in [name for name in their if not name.endswith(CLOCKS)]:
+            same = math.isclose(our[name], their[name], rel_tol=1e-5, abs_tol=1e-5)
+            assert same or (math.isnan(our[name]) and math.isnan(their[name])), (name, our[name], their[name])
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("arch", ["llama", "gemma2", "qwen3_moe"])
+def test_same_training(arch: str, name: str, tmp_path: Path) -> None:
+    model, documents = build(arch), CASES[name][1]()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    model.save_pretrained(tmp_path / "start")
+    tokenizer().save_pretrained(tmp_path / "start")
+    theirs, their_moves = trained(name, tmp_path / "start", documents, tmp_path)
+    apply_seqtile_to_trl()
+    ours, our_moves = trained(name, tmp_path / "start", documents, tmp_path)
+    assert_same_log(ours, theirs)
+    whole = [torch.cat([moved.flatten() for moved in moves.values()]) for moves in (our_moves, their_moves)]
+    assert whole[1].norm() > 0 and relative_error(*whole) <= 3e-5
+
+
+class HeadProducts(TorchDispatchMode):
+    """FLOP of the products that have the vocabulary in them."""
+
+    flops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in ("mm", "addmm", "addmm_"):
+            left, right = args[:2] if name == "mm" else args[1:3]
+            if VOCAB in (*left.shape, *right.shape):
+                self.flops += 2 * left.numel() * right.shape[-1]
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("loss_type", "units"), [("nll", 3), ("dft", 4)])
+def test_products(loss_type: str, units: int, tmp_path: Path) -> None:
+    """Of the labelled tokens alone: 3 u where they are summed, 4 u where each has a factor of its own."""
+    apply_seqtile_to_trl()
+    model, documents = build("llama"), token_documents()
+    options = {"loss_type": loss_type, "completion_only_loss": True, "max_steps": 1, "gradient_accumulation_steps": 1}
+    trainer = trl_trainers.trainer(trl.SFTTrainer, model, documents, tmp_path, **options)
+    labels = next(iter(trainer.get_train_dataloader()))["labels"][:, 1:]
+    with HeadProducts() as head:
+        trainer.train()
+    assert 0 < (labels != -100).sum() < labels.numel()
+    assert head.flops == units * 2 * int((labels != -100).sum()) * VOCAB * model.config.hidden_size
+
+
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRL's kernels, which a simulation cannot run, are taken for operations that read and write the same bytes."""
+    kernels = import_module("trl.kernels.chunked_logprob")
+
+    def add(total: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> None:
+        half = {} if a.dtype == torch.float32 else {"out_dtype": torch.float32}
+        torch.addmm(total, a, b, **half, out=total)
+
+    monkeypatch.setattr(kernels, "_forward_tile", lambda tile, *args, **options: tile.amax())
+    monkeypatch.setattr(kernels, "_backward_tile", lambda tile, *args, **options: tile.mul_(1.0))
+    monkeypatch.setattr(kernels, "_addmm_fp32", add)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_beside_trls_own(dtype: torch.dtype, frozen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Llama-3.1-8B's head and 8,192 labelled tokens, simulated: predicted time on an H200 and bytes beyond d_weight."""
+    on_a_gpu(monkeypatch)
+    tokens, size, vocab = 8192, 4096, 128256
+
+    def step() -> tuple[float, int]:
+        with without_data():
+            hidden = torch.empty(tokens, size, dtype=dtype).requires_grad_()
+            weight = torch.empty(vocab, size, dtype=dtype).requires_grad_(not frozen)
+            target = torch.empty(tokens, dtype=torch.int64)
+            with Ledger() as ledger, LiveBytes() as memory:
+                arguments = (hidden, weight, None, target, 1.0, 32768, None, 1.0, ("log_probs", "entropy", "is_top1"))
+                utils._ChunkedLogProbFunction.apply(*arguments)[0].sum().backward()
+        summed_and_rounded = 0 if frozen else weight.numel() * {2: 4 + 2, 4: 4}[dtype.itemsize]
+        return Prediction(ledger.entries).seconds(), memory.peak - summed_and_rounded
+
+    their_time, their_bytes = step()
+    apply_seqtile_to_trl()
+    token = _to_be_summed.set(True)
+    our_time, our_bytes = step()
+    _to_be_summed.reset(token)
+    assert our_time <= 0.80 * their_time and our_bytes <= 0.5 * their_bytes
+
+
+def test_label_smoothing_is_left_to_trl_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said = []
+    monkeypatch.setattr(seqtile.integrations.trl.logger, "warning_once", said.append)
+    apply_seqtile_to_trl()
+    options = {"label_smoothing_factor": 0.1, "max_steps": 1, "gradient_accumulation_steps": 1}
+    trl_trainers.trainer(trl.SFTTrainer, build("llama"), token_documents(), tmp_path, **options).train()
+    assert said == ["compute_loss_func and label_smoothing_factor: TRL computes this loss from all logits"]
+
+
+def test_no_label_at_all() -> None:
+    """A batch whose labels are all ignored gives zeros that have a gradient, as in TRL."""
+    apply_seqtile_to_trl()
+    model = build("llama")
+    utils.add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    ids = torch.randint(3, VOCAB, (2, 9))
+    output = model(input_ids=ids, labels=torch.full_like(ids, -100), fused_lm_head=True)
+    assert not output.log_probs.any() and not output.label_mask.any()
+    output.log_probs.sum().backward()
+    assert not model.lm_head.weight.grad.any()
+
+
+def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(utils, "add_fused_lm_head", lambda model, **options: None)
+    before = utils._ChunkedLogProbFunction, utils._use_triton, trl.SFTTrainer.compute_loss
+    with pytest.raises(ValueError, match=r"trl [\d.]+: expected add_fused_lm_head of TRL 1\.16, got others; .*layers"):
+        apply_seqtile_to_trl()
+    assert before == (utils._ChunkedLogProbFunction, utils._use_triton, trl.SFTTrainer.compute_loss)
+
+
+def test_restore() -> None:
+    before = utils._ChunkedLogProbFunction, utils._use_triton, trl.SFTTrainer.compute_loss
+    for _ in range(2):
+        apply_seqtile_to_trl()
+    assert trl.SFTTrainer.compute_loss is not before[2]
+    for _ in range(2):
+        restore_trl()
+    assert before == (utils._ChunkedLogProbFunction, utils._use_triton, trl.SFTTrainer.compute_loss)

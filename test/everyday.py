@@ -30,7 +30,21 @@ class Cut(NamedTuple):
 _PLANS = "memory/test_against_simulation.py::test_"
 _LAWS = "ops/test_head_laws.py::test_"
 CUTS = (
-    Cut(("recipes/test_simulate.py::test_where",), ("llama",), "7 s; the other goes through the same lines"),
+    Cut(
+        ("recipes/test_simulate.py::test_where", "recipes/test_simulate.py::test_experts"),
+        ("llama",),
+        "10 s each; the others go through the same lines",
+    ),
+    Cut(
+        (
+            "bench/test_run.py::test_what_a_file",
+            "bench/test_gpu_tests.py::test_alone",
+            "bench/test_gpu_tests.py::test_side",
+        ),
+        (),
+        "10 to 20 s each of processes that start processes; make bench-smoke starts the same",
+    ),
+    Cut(("recipes/test_on_ranks.py::test_two_groups",), ("fsdp2",), "8 s; ZeRO-3 over groups is among the cases of sp"),
     Cut(
         tuple(f"models/test_families.py::test_{name}" for name in ("packed", "checkpointed", "lora", "bfloat16")),
         ("*gpt_oss*", "*qwen3_5_text*", "*deepseek_v3*"),
@@ -64,7 +78,6 @@ CUTS = (
     Cut(
         (f"{_PLANS}layers_tiled_as_a_whole_with_every_feature",),
         (
-            "4096-*",
             "6144-*",
             "65536-*'head_groups': 2}",
             "65536-*'gpus': 8, 'offload*",
@@ -84,8 +97,8 @@ CUTS = (
     ),
     Cut(
         ("kernels/test_compiled.py::test_nothing",),
-        ("sm_90-*",),
-        "the GPU that is measured on; the other three are compiled by make test-all",
+        ("sm_90-*-bf16", *(f"sm_90-{name}-fp*" for name in ("loss_llama", "gated_silu", "norm_4096", "rotary"))),
+        "the GPU that is measured on, in the dtype that is trained in; make test-all compiles for three others too",
     ),
     Cut(
         (f"{_LAWS}memory_of_the_eager_twin",),
@@ -126,15 +139,11 @@ CUTS = (
     Cut(("test_package.py::test_wheel",), (), "minutes: an empty environment, to which pip brings torch"),
     Cut(
         ("examples/test_examples.py::test_ranks",),
-        ("*-forked",),
-        "30 s by torchrun; of forked ranks the lines are the same",
+        ("fsdp2_sp-forked", "trainer_sp-forked"),
+        "30 s by torchrun, of forked ranks the lines are the same; 11 s of DeepSpeed, with which sp's cases train too",
     ),
     Cut(("sp/test_sequence_parallel.py::test_trainer[",), ("4-2",), "two groups of two ranks do all that one does"),
-    Cut(
-        ("recipes/test_finetune.py::test_ended_early",),
-        ("interrupted",),
-        "20 s each; the first Ctrl-C is the one that saves",
-    ),
+    Cut(("recipes/test_finetune.py::test_ended_early",), (), "20 s each; test_on_ranks.py interrupts a rank"),
     Cut(("recipes/test_finetune.py::test_no_mask",), ("gemma3_text",), "it has the layers of both others"),
     Cut(("recipes/test_documents.py::test_pieces",), ("unigram", "words", "lines"), "SmolLM2's tokenizer takes 5 s"),
     Cut(("bench/test_run.py::test_time_that_is_up",), (), "7 s; smoke runs have no deadline"),
@@ -145,7 +154,6 @@ CUTS = (
             "llama-liger, seqtile, build",
             "*build, liger model, seqtile",
             "mistral-*",
-            "qwen3-*",
             "*liger, build, seqtile model",
         ),
         "2 s each; every answer of status and every way back are among these",

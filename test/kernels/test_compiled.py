@@ -98,6 +98,7 @@ LAUNCHES: dict[str, Launch] = {
     "loss_granite": loss(49_152, logit_scale=0.125),
     "loss_alone": loss(128_256, write_grad=False),
     "loss_metrics": loss(128_256, *METRICS),
+    "log_probs_values": loss(128_256, "entropy", "predicted", "mean", "squares", write_grad=False, temperature=0.7),
     "loss_smoothed": loss(128_256, label_smoothing=0.1),
     "log_probs_backward": loss(128_256, "row_scale", "entropy_scale", temperature=0.7),
     "z_loss_by_hand": loss(128_256, "row_scale", "lse_scale"),

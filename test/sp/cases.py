@@ -1,5 +1,7 @@
 """What is spread over ranks in the tests: kinds of heads, kinds of sequences, reducers of gradients."""
 
+from collections import Counter
+
 import torch
 
 from seqtile.arch import ARCHS
@@ -109,13 +111,14 @@ def layer_cases() -> list[tuple[str, str, str, dict, int | str | None, bool]]:
 
 
 def on_ranks(count: int, cases: list[tuple]) -> list[tuple]:
-    """Which cases so many ranks run every day: each is run by two ranks or by four, and one in eleven by one alone.
-
-    Of heads and kinds of sequences, of which the cases are the product, each meets either number of ranks.
-    """
+    """Which cases so many ranks run every day: one in eleven one alone; of the product of heads and kinds of sequences
+    a quarter two ranks and a quarter four, so that each head and each kind meets either; of the others each half."""
     if count == 1:
         return cases[:: len(HEADS) - 1]
-    return [case for i, case in enumerate(cases) if (i + i // len(KINDS)) % 2 == (count == 4)]
+    times = Counter(heads for heads, *_ in cases)
+    periods = [4 if times[heads] > 1 else 2 for heads, *_ in cases]
+    found = [(i + i // len(KINDS)) % period == (count // 2 - 1) * period // 2 for i, period in enumerate(periods)]
+    return [case for case, is_run in zip(cases, found, strict=True) if is_run]
 
 
 def batch_of_kind(kind: str) -> dict[str, torch.Tensor]:

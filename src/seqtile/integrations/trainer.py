@@ -1,0 +1,76 @@
+"""Hugging Face's Trainer, and the trainers over it (TRL's, with PEFT or without): seqtile as one callback."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from types import MethodType
+from typing import Any
+
+from accelerate.utils import (
+    convert_outputs_to_fp32,
+    extract_model_from_parallel,
+    get_mixed_precision_context_manager,
+)
+from torch import nn
+from transformers import TrainerCallback
+from transformers.utils import logging
+
+from seqtile.models import apply_seqtile, status
+from seqtile.models.patch import unwrapped
+from seqtile.models.placement import inwards, package_of
+
+logger = logging.get_logger(__name__)
+
+
+class SeqtileCallback(TrainerCallback):
+    """Tiles the model when training begins: `Trainer(..., callbacks=[SeqtileCallback()])`.
+
+    By then Trainer has applied Liger and wrapped the model, so this works wherever Trainer does. What is tiled is said
+    in the log (at level INFO), and what is not and why (at level WARNING).
+
+    Args:
+        options: those of `apply_seqtile`, such as layer=True. `loss` is False unless given where the trainer computes
+            the loss by a head of its own, as TRL's do; see `seqtile.integrations.trl` for these.
+
+    Raises what `apply_seqtile` raises; what it applies to is not changed then.
+    """
+
+    def __init__(self, **options: Any):
+        self.options = options
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
+        """Tiles `model`."""
+        model = unwrapped(extract_model_from_parallel(model))
+        own_head = any(package_of(forward) == "trl" for forward in inwards(model))
+        options = {"loss": False} | self.options if own_head else self.options
+        with nullcontext() if own_head else _below_autocast(model):
+            apply_seqtile(model, **options)
+        if state.is_world_process_zero:
+            _log(model, options)
+
+
+def _log(model: nn.Module, options: dict[str, Any]) -> None:
+    found = status(model)
+    logger.info(f"seqtile: {found}")
+    for part in (found.loss, found.mlp, found.layer):
+        if part is not None and options.get(part.name, True) and part.tiled < part.total:
+            logger.warning(f"seqtile: {part.name}: {part}")
+
+
+@contextmanager
+def _below_autocast(model: nn.Module) -> Iterator[None]:
+    """Takes Accelerate's mixed precision off the model's own forward, and puts it around what stands there afterwards.
+
+    Accelerate wraps the forward when it prepares a model, and would otherwise go on calling the one that it found.
+    """
+    original = vars(model).get("_original_forward")
+    if original is not None:
+        del model.forward
+        if original.__func__ is not type(model).forward:
+            model.forward = original
+    try:
+        yield
+    finally:
+        if original is not None:
+            model._original_forward = model.forward
+            with_autocast = get_mixed_precision_context_manager(native_amp=True)(model.forward.__func__)
+            model.forward = MethodType(convert_outputs_to_fp32(with_autocast), model)

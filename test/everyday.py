@@ -30,6 +30,7 @@ class Cut(NamedTuple):
 _PLANS = "memory/test_against_simulation.py::test_"
 _LAWS = "ops/test_head_laws.py::test_"
 CUTS = (
+    Cut(("test_fitting.py::test_a_type_without",), (), "20 s of simulation"),
     Cut(
         ("recipes/test_simulate.py::test_where", "recipes/test_simulate.py::test_experts"),
         ("llama",),

@@ -9,12 +9,13 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_SUBPACKAGES = ("memory", "models", "modules", "offload", "sp")
+_SUBPACKAGES = ("integrations", "memory", "models", "modules", "offload", "sp")
 _NAMES = {
     "LossMetrics": "seqtile.ops.linear_cross_entropy",
     "LowRank": "seqtile.ops.linear",
     "TokenValues": "seqtile.ops.linear_log_probs",
     "apply_seqtile": "seqtile.models",
+    "fit": "seqtile.fitting",
     "gated_mlp": "seqtile.ops.gated_mlp",
     "linear_cross_entropy": "seqtile.ops.linear_cross_entropy",
     "linear_log_probs": "seqtile.ops.linear_log_probs",

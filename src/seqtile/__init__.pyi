@@ -5,7 +5,8 @@
 
 from torch import nn
 
-from seqtile import memory, models, modules, offload, sp
+from seqtile import integrations, memory, models, modules, offload, sp
+from seqtile.fitting import fit
 from seqtile.models import apply_seqtile, restore, status
 from seqtile.ops.gated_mlp import gated_mlp
 from seqtile.ops.linear import LowRank
@@ -290,7 +291,9 @@ __all__ = [
     "apply_seqtile_to_zamba",
     "apply_seqtile_to_zamba2",
     "apply_seqtile_to_zaya",
+    "fit",
     "gated_mlp",
+    "integrations",
     "linear_cross_entropy",
     "linear_log_probs",
     "memory",

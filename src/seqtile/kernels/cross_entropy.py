@@ -172,6 +172,13 @@ def _write_gradient(
 
 
 @triton.jit
+def _store(place, value, in_range, WANTED: tl.constexpr):
+    """Stores a value of a row, NaN if the row's target is none."""
+    if WANTED:
+        tl.store(place, tl.where(in_range, value, float("nan")))
+
+
+@triton.jit
 def _cross_entropy_kernel(
     logits_ptr,
     logits_row_stride,
@@ -238,16 +245,12 @@ def _cross_entropy_kernel(
     if SMOOTHED:
         loss += of_class * (weight_sum * lse - weighted_sum)
     tl.store(loss_ptr + row, loss)
-    if STORE_LSE:
-        tl.store(lse_ptr + row, lse)
-    if STORE_ENTROPY:
-        tl.store(entropy_ptr + row, tl.where(in_range, entropy, float("nan")))
     if STORE_PREDICTED:
         tl.store(predicted_ptr + row, predicted)
-    if STORE_MEAN:
-        tl.store(mean_ptr + row, tl.where(in_range, weighted_sum / vocab, float("nan")))
-    if STORE_SQUARES:
-        tl.store(squares_ptr + row, tl.where(in_range, square_sum, float("nan")))
+    _store(lse_ptr + row, lse, in_range, STORE_LSE)
+    _store(entropy_ptr + row, entropy, in_range, STORE_ENTROPY)
+    _store(mean_ptr + row, weighted_sum / vocab, in_range, STORE_MEAN)
+    _store(squares_ptr + row, square_sum, in_range, STORE_SQUARES)
 
     if WRITE_GRAD:
         row_scale = tl.load(row_scale_ptr + row) if SCALE_ROWS else 1.0

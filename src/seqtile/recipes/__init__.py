@@ -53,6 +53,9 @@ class Job:
     offload: Annotated[
         bool, _MEMORY("--offload", help="Keep the inputs of checkpointed layers in host memory, not on the GPU.")
     ] = False
+    fit: Annotated[
+        bool, _MEMORY("--fit", help="Choose among these three: the cheapest with which a step fits in memory.")
+    ] = False
     sequence_parallel: Annotated[
         int, _GPUS(help="GPUs that share a sequence, under torchrun; the others train on sequences of their own.")
     ] = 1
@@ -91,6 +94,10 @@ class Job:
             (self.device not in (None, "cpu", "cuda"), f"--device is {self.device!r}, expected cpu or cuda"),
             (groups != "auto" and isinstance(groups, str), f"--head-groups is {groups!r}, expected a number or auto"),
             (groups is not None and not self.layer, "--head-groups is for layers tiled as a whole; pass --layer too"),
+            (
+                self.fit and (self.layer or self.offload),
+                "--fit chooses --layer, --head-groups and --offload: leave these out, or --fit",
+            ),
             (self.shard not in SHARDS, f"--shard is {self.shard!r}, expected one of {', '.join(SHARDS)}"),
             (alone and shared_by != 1, f"--sequence-parallel is {shared_by}, but this is one process; {start}"),
             (self.compare and not alone, "--compare is for one process: leave it out, or torchrun"),

@@ -20,6 +20,9 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 import seqtile
+from seqtile.fitting import cheapest, gpu_memory_at_hand
+from seqtile.memory.setup import GIB
+from seqtile.offload.store import available
 from seqtile.recipes import Job, check_output, checkpoint_in, number_or_name
 from seqtile.recipes.checkpoint import check_same
 from seqtile.recipes.data import is_out_of_memory, load_config, load_tokenizer, sequences, standard_library
@@ -45,6 +48,7 @@ def finetune(job: Job, console: Console) -> dict[str, Any]:
         raise ValueError("--offload moves what checkpointing keeps off a GPU, but --device is cpu; leave it out")
     alone = job.local_rank is None
     with nullcontext() if alone else sequence_group(job) as ctx, TemporaryDirectory() as files:
+        job = fitted(job, console) if job.fit else job
         run = prepared(job, console, 1 if alone else ctx.data_parallel_size, Path(files) / "tokenizer")
         if alone:
             baseline, tiled = runs_alone(run, console)
@@ -65,6 +69,30 @@ def finetune(job: Job, console: Console) -> dict[str, Any]:
         on = "" if checkpoint_in(job.output) is None else "; --resume goes on from its checkpoint"
         raise KeyboardInterrupt(f"after step {done} of {job.steps}; what was trained until then is saved{on}")
     return report
+
+
+def fitted(job: Job, console: Console) -> Job:
+    """Returns the job with the cheapest features that fit, see `seqtile.fit`. ValueError if none do."""
+    memory = available() / GIB
+    if job.device == "cuda" and job.local_rank is None:  # in a process of its own, whose part of the GPU goes with it
+        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
+            gpu_memory = pool.submit(gpu_memory_at_hand).result()
+    else:
+        gpu_memory = gpu_memory_at_hand() if job.device == "cuda" else memory
+    found = cheapest(
+        load_config(job.model),
+        seq_len=job.seq_len,
+        host=job.device == "cuda",
+        dtype=job.dtype,
+        gpus=1 if job.local_rank is None else dist.get_world_size(),
+        sequence_parallel=job.sequence_parallel,
+        gpu_memory_gib=gpu_memory,
+        host_memory_gib=memory,
+    )
+    console.print(str(found), highlight=False, soft_wrap=True)
+    groups = found.setup.head_groups
+    chosen = {"layer": found.options["layer"], "head_groups": groups and str(groups), "offload": found.offload}
+    return replace(job, fit=False, **chosen)
 
 
 def prepared(job: Job, console: Console, groups: int, tokenizer_files: Path) -> Run:

@@ -1,0 +1,185 @@
+"""seqtile.fit: what it turns on, in which order, that memory.plan agrees, and what it refuses with nothing changed."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+import seqtile
+import seqtile.recipes.simulate
+from seqtile import memory
+from seqtile.fitting import cheapest
+from seqtile.models.base_model import is_checkpointed
+from seqtile.recipes.simulate import FEATURES, Simulation
+from tiny import batch_of, build
+
+LLAMA_8B = LlamaConfig(
+    hidden_size=4096,
+    intermediate_size=14336,
+    num_hidden_layers=32,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    vocab_size=128256,
+)
+QLORA = {"lora_rank": 16, "dtype": "bfloat16"}
+ON_24 = {"gpu_memory_gib": 24, "host_memory_gib": 200}
+
+
+def on_meta(config: object, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(config, dtype=dtype)
+
+
+def on(found: object) -> tuple[str, ...]:
+    return tuple(line.split("(")[0][5:].strip() for line in found.lines if line.startswith("  on "))
+
+
+@pytest.mark.parametrize("seq_len", [5_000, 30_000, 40_000, 100_000, 135_000])
+def test_the_cheapest_that_fits(seq_len: int) -> None:
+    """The first of a fixed order, by memory.plan."""
+    found = cheapest(LLAMA_8B, seq_len=seq_len, **QLORA, **ON_24)
+    host = {"offload": ("activations",)}
+    rungs = [{"tiles": ("loss", "mlp")}, {"tiles": memory.TILES}, {"tiles": memory.TILES} | host]
+    rungs.append(rungs[-1] | {"head_groups": "auto"})
+    plans = [memory.plan(LLAMA_8B, seq_len=seq_len, **QLORA, **ON_24, **rung) for rung in rungs]
+    first = next(plan for plan in plans if plan.fits)
+    assert found.plan == first and found.setup == first.setup and len(on(found)) == plans.index(first) + 1
+    assert found.offload == ("activations" in first.setup.offload)
+    assert found.options == {"layer": "layer" in first.setup.tiles, "head_groups": first.setup.head_groups}
+    assert f"{first.gpu_bytes / 2**30:.1f} of 24.0 GiB, fits" in str(found)
+
+
+def test_every_feature_is_needed_somewhere() -> None:
+    lengths = [2**n for n in range(10, 17)]
+    longest = [
+        memory.longest(LLAMA_8B, **QLORA, **ON_24, tiles=tiles).tokens for tiles in (("loss", "mlp"), memory.TILES)
+    ]
+    assert 0 < longest[0] < longest[1]
+    sizes = {
+        len(on(cheapest(LLAMA_8B, seq_len=n, **QLORA, **ON_24))) for n in (*lengths, longest[0], longest[1], 135_000)
+    }
+    assert sizes == {1, 2, 3, 4}
+
+
+def test_too_long_tells_the_longest() -> None:
+    most = memory.longest(LLAMA_8B, **QLORA, **ON_24, tiles=memory.TILES, offload="activations", head_groups="auto")
+    found = cheapest(LLAMA_8B, seq_len=most.tokens, **QLORA, **ON_24)
+    assert len(on(found)) == 4
+    with pytest.raises(ValueError, match=f"seq_len: expected at most {most.tokens:,} tokens, got {most.tokens + 1:,}"):
+        cheapest(LLAMA_8B, seq_len=most.tokens + 1, **QLORA, **ON_24)
+    with pytest.raises(ValueError, match="seq_len: weights and optimizer alone are too large, got 100"):
+        cheapest(LLAMA_8B, seq_len=100, **ON_24)
+
+
+def test_dry_run_changes_nothing(capsys: pytest.CaptureFixture) -> None:
+    """On a machine without a GPU, for one that is meant."""
+    model = on_meta(LLAMA_8B)
+    found = seqtile.fit(model, seq_len=400_000, gpu_memory_gib=160, host_memory_gib=1900, dry_run=True)
+    assert capsys.readouterr().out == f"{found}\n" and found.offload
+    same = memory.plan(
+        LLAMA_8B, seq_len=400_000, gpu_memory_gib=160, host_memory_gib=1900, tiles=memory.TILES, offload="activations"
+    )
+    assert found.plan == same
+    assert not is_checkpointed(model) and seqtile.status(model).mlp.tiled == 0
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+def test_what_is_chosen_is_applied(checkpointed: bool) -> None:
+    model = build("llama")
+    if checkpointed:
+        model.gradient_checkpointing_enable()
+    found = seqtile.fit(model, seq_len=101, gpu_memory_gib=2)
+    status = seqtile.status(model)
+    assert (status.loss.tiled, status.mlp.tiled, status.layer) == (1, 2, None) and found.setup.dtype == "float32"
+    assert is_checkpointed(model) and not found.offload
+    model(**batch_of(1, 101)).loss.backward()
+
+
+def test_layers_groups_and_offload_are_applied() -> None:
+    model = build("llama")
+    at_most = {"seq_len": 900_000, "host_memory_gib": 8}
+    needed = memory.plan(
+        model.config, seq_len=900_000, dtype="float32", tiles=memory.TILES, offload="activations", head_groups="auto"
+    )
+    with pytest.warns(UserWarning, match="checkpoint"):  # on a CPU offload is that
+        seqtile.fit(model, gpu_memory_gib=needed.gpu_bytes / 2**30, **at_most)
+    status = seqtile.status(model)
+    assert status.layer.tiled == 2 and status.layer.head_groups == 2 and is_checkpointed(model)
+
+
+def test_lora_is_planned() -> None:
+    peft = pytest.importorskip("peft")
+    model = peft.get_peft_model(build("llama"), peft.LoraConfig(r=4, target_modules=["q_proj"]))
+    assert seqtile.fit(model, seq_len=101, gpu_memory_gib=2).setup.lora_rank == 4
+    assert seqtile.status(model).mlp.tiled == 2
+
+
+QWEN = Qwen3_5TextConfig(
+    vocab_size=5000, hidden_size=64, intermediate_size=256, num_hidden_layers=2, layer_types=["full_attention"] * 2
+)
+
+
+@pytest.mark.parametrize(("gib", "tiled"), [(2.5, 1), (1.6, 2), (1.4, 0)])
+def test_of_a_simulation_the_first_that_fits(gib: float, tiled: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Weights and optimizer, 1 GiB for CUDA, and what is said to be simulated: a GiB, or half of one."""
+
+    def simulated(cls: type, *_: object) -> list[Simulation]:
+        assert cls is Qwen3_5ForCausalLM
+        return [Simulation(name, of * 2.0**30, 1, 0, 0, 0) for name, of in zip(FEATURES, (3, 2, 1, 0.5), strict=True)]
+
+    monkeypatch.setattr(seqtile.recipes.simulate, "simulations", simulated)
+    model = on_meta(QWEN, torch.float32)
+    if not tiled:
+        with pytest.raises(ValueError, match="too large"):
+            seqtile.fit(model, seq_len=4000, gpu_memory_gib=gib)
+        return
+    found = seqtile.fit(model, seq_len=4000, gpu_memory_gib=gib, dry_run=True)
+    assert len(on(found)) == tiled and found.options == {"layer": tiled == 2, "head_groups": None}
+    held = sum(weight.numel() for weight in model.parameters()) * 12 / 2**30
+    assert found.gpu_gib == pytest.approx(1 + held + (1, 0.5)[tiled - 1], abs=1e-4)
+    with pytest.raises(ValueError, match="it is simulated for one GPU alone, without LoRA"):
+        seqtile.fit(model, seq_len=4000, gpu_memory_gib=2, lora_rank=4)
+
+
+def test_a_type_without_a_formula_is_simulated() -> None:
+    model = on_meta(QWEN, torch.float32)
+    found = seqtile.fit(model, seq_len=4000, gpu_memory_gib=2, dry_run=True)
+    assert on(found) == ("loss and MLPs in chunks",) and found.plan is None
+    assert "simulated with its own code" in str(found) and 1 < found.gpu_gib < 2
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "message"),
+    [
+        ({"seq_len": 0}, ValueError, "seq_len: expected a positive int, got 0"),
+        ({"seq_len": 101, "batch_size": 0}, ValueError, "batch_size: expected a positive int"),
+        ({"seq_len": 101, "optimiser": "sgd"}, TypeError, "did you mean optimizer"),
+        ({"seq_len": 101, "gpu_memory_gib": -1}, ValueError, "gpu_memory_gib: expected more than 0"),
+        ({"seq_len": 10**9}, ValueError, "seq_len: expected at most"),
+    ],
+    ids=str,
+)
+def test_bad_input_changes_nothing(options: dict, error: type[Exception], message: str) -> None:
+    model = build("llama")
+    with pytest.raises(error, match=message):
+        seqtile.fit(model, **{"gpu_memory_gib": 2, "host_memory_gib": 2} | options)
+    assert seqtile.status(model).mlp.tiled == 0 and not is_checkpointed(model)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is one")
+def test_without_a_gpu() -> None:
+    with pytest.raises(ValueError, match="gpu_memory_gib: torch sees no GPU; pass the GiB"):
+        seqtile.fit(build("llama"), seq_len=101)
+    with pytest.raises(TypeError, match="expected a Hugging Face model"):
+        seqtile.fit(nn.Linear(2, 2), seq_len=101, gpu_memory_gib=2)
+
+
+@pytest.mark.gpu
+def test_memory_at_hand() -> None:
+    free, total = torch.cuda.mem_get_info()
+    kept = torch.empty(2**30, dtype=torch.uint8, device="cuda")
+    found = seqtile.fit(build("llama", "cuda"), seq_len=101)
+    assert math.isclose(found.setup.gpu_memory_gib, min(total, free + 2**30) / 2**30, abs_tol=0.5)
+    del kept

@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 OLDEST := $(VENV)/transformers-oldest
+AXOLOTL := $(VENV)/axolotl
 STAMP := $(VENV)/.up-to-date
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 PYTEST := $(BIN)/python -m pytest -q -n 2 --dist worksteal
@@ -15,13 +16,14 @@ help:  ## list the targets
 
 setup: $(STAMP)  ## make .venv from dev/constraints.txt; nothing to do when it is up to date
 
-$(STAMP): pyproject.toml dev/constraints.txt dev/no-deps.txt dev/transformers-oldest.txt
+$(STAMP): pyproject.toml dev/constraints.txt dev/no-deps.txt dev/transformers-oldest.txt dev/axolotl.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) -c dev/constraints.txt torch
 	$(PIP) -c dev/constraints.txt -e '.[dev,docs,bench,demo,liger,deepspeed]'
 	$(PIP) --no-deps -r dev/no-deps.txt
-	rm -rf $(OLDEST)
+	rm -rf $(OLDEST) $(AXOLOTL)
 	$(PIP) --no-deps --target $(OLDEST) -r dev/transformers-oldest.txt
+	$(PIP) --no-deps --target $(AXOLOTL) -r dev/axolotl.txt
 	touch $@
 
 demo: $(STAMP)  ## fine-tune a real model on real long documents, untiled and tiled, and compare; LONG=1: on 8,192 tokens, 10 minutes on 2 cores
@@ -35,6 +37,7 @@ test: $(STAMP)  ## the tests of every day, without a GPU: as they are, in Triton
 	$(PYTEST) -m "not gpu"
 	TRITON_INTERPRET=1 $(PYTEST) -m "not gpu" $(INTERPRETED)
 	PYTHONPATH=$(OLDEST) $(PYTEST) -m "not gpu and not dist" -k "not compile" $(ON_OLDEST)
+	PYTHONPATH=$(AXOLOTL):$(OLDEST) $(BIN)/python -m pytest -q test/integrations/test_axolotl.py
 
 test-dist: $(STAMP)  ## of them, those that start several processes
 	$(PYTEST) -m dist
@@ -44,6 +47,7 @@ test-all: $(STAMP)  ## every case of every test, see test/everyday.py, and of ev
 	$(PYTEST) --full -m "not gpu"
 	TRITON_INTERPRET=1 $(PYTEST) --full -m "not gpu" $(INTERPRETED)
 	PYTHONPATH=$(OLDEST) $(PYTEST) --full -m "not gpu and not dist" test/models test/sp
+	PYTHONPATH=$(AXOLOTL):$(OLDEST) $(BIN)/python -m pytest -q test/integrations/test_axolotl.py
 	$(BIN)/python -m benchmark.run --size small
 
 # With WHEELS=DIR: the python at hand (PYTHON=...), and of what it lacks the wheels in DIR, see dev/wheels.sh; no network.

@@ -1,0 +1,91 @@
+"""Axolotl: seqtile as a plugin.
+
+plugins: [seqtile.integrations.axolotl.SeqtilePlugin]
+seqtile: true
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from axolotl.integrations.base import BasePlugin
+from pydantic import BaseModel, Field, model_validator
+from torch import nn
+
+import seqtile
+from seqtile import offload
+
+_COLLIDING = ("tiled_mlp", "liger_glu_activation", "liger_fused_linear_cross_entropy", "cut_cross_entropy")
+_OWN_LORA = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel")
+"""What replaces the forwards of MLPs, and of attention, and is on by default under LoRA."""
+_OPTIMIZERS = {"adamw_8bit": "adamw_8bit", "adamw_bnb_8bit": "adamw_8bit", "sgd": "sgd"}
+"""Axolotl's names, and those of `memory.Setup`; any other is planned as adamw."""
+
+
+class SeqtileArgs(BaseModel):
+    """The options that a YAML may have for seqtile."""
+
+    seqtile: bool | None = Field(default=None, description="Compute the loss and the MLPs in chunks of the sequence.")
+    seqtile_layer: bool | None = Field(default=None, description="The rest of each layer but attention, too.")
+    seqtile_head_groups: int | str | None = Field(
+        default=None, description="With seqtile_layer: attention by so many groups of kv heads, or auto."
+    )
+    seqtile_offload: bool | None = Field(
+        default=None, description="Keep the layers' inputs in host memory; with gradient_checkpointing: false."
+    )
+    seqtile_fit: bool | None = Field(
+        default=None, description="Choose these: the cheapest with which sequence_len fits; on one GPU."
+    )
+
+    @model_validator(mode="after")
+    def check_seqtile(self) -> "SeqtileArgs":
+        """Raises ValueError for options that collide."""
+        asked = [name for name in SeqtileArgs.model_fields if getattr(self, name)]
+        others = [name for name in (*_COLLIDING, *_taken(vars(self))) if getattr(self, name, None)]
+        chosen = [name for name in asked if name not in ("seqtile", "seqtile_fit")]
+        if asked and not self.seqtile:
+            raise ValueError(f"{asked[0]}: expected seqtile: true with it")
+        if self.seqtile and others:
+            raise ValueError(f"seqtile: true and {others[0]} tile the same part of a model; leave one out")
+        if self.seqtile_fit and chosen:
+            raise ValueError(f"seqtile_fit chooses {chosen[0]}; leave one out")
+        if self.seqtile_head_groups and not self.seqtile_layer:
+            raise ValueError("seqtile_head_groups: expected seqtile_layer: true with it")
+        if (self.seqtile_offload or self.seqtile_fit) and getattr(self, "gradient_checkpointing", None):
+            name = "seqtile_offload" if self.seqtile_offload else "seqtile_fit"
+            raise ValueError(f"{name} checkpoints by itself: expected gradient_checkpointing: false with it")
+        return self
+
+
+def _taken(cfg: Mapping[str, Any]) -> tuple[str, ...]:
+    """Returns which of Axolotl's LoRA kernels replace what seqtile tiles."""
+    return _OWN_LORA if cfg.get("seqtile_layer") or cfg.get("seqtile_fit") else _OWN_LORA[:1]
+
+
+class SeqtilePlugin(BasePlugin):
+    """Tiles the model once Axolotl has loaded it, with its adapters."""
+
+    def register(self, cfg: dict[str, Any]) -> None:
+        """Leaves off those of Axolotl's LoRA kernels that replace what is tiled, unless the YAML asks for them."""
+        for name in _taken(cfg) if cfg.get("seqtile") else ():
+            if cfg.get(name) is None:
+                cfg[name] = False
+
+    def get_input_args(self) -> str:
+        """Returns where the options are declared."""
+        return "seqtile.integrations.axolotl.SeqtileArgs"
+
+    def post_model_load(self, cfg: Any, model: nn.Module) -> None:
+        """Applies what the YAML asks for; raises what `apply_seqtile`, `fit` and `offload.enable` raise."""
+        if not cfg.seqtile:
+            return
+        if cfg.seqtile_fit:
+            optimizer = _OPTIMIZERS.get(str(cfg.optimizer), "adamw")
+            setup = {"dtype": "bfloat16"} if cfg.bf16 else {}
+            seqtile.fit(model, seq_len=cfg.sequence_len, batch_size=cfg.micro_batch_size, optimizer=optimizer, **setup)
+            return
+        groups = cfg.seqtile_head_groups
+        groups = int(groups) if str(groups).isdigit() else groups
+        seqtile.apply_seqtile(model, layer=bool(cfg.seqtile_layer), head_groups=groups)
+        if cfg.seqtile_offload:
+            offload.enable(getattr(model, "get_base_model", lambda: model)())
+        print(seqtile.status(model))

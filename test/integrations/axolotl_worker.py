@@ -1,0 +1,41 @@
+"""Trains with Axolotl as its command does, once for each YAML that is named, and prints what came of it as JSON."""
+
+import json
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).parent
+
+
+def main(paths: list[str]) -> None:
+    from axolotl.cli.args import TrainerCliArgs
+    from axolotl.cli.config import load_cfg
+    from axolotl.common.datasets import load_datasets
+    from axolotl.train import train
+
+    import seqtile
+
+    for path in paths:
+        try:
+            cfg = load_cfg(path)
+        except ValueError as error:
+            print("RESULT", json.dumps({"error": str(error)}))
+            continue
+        model, _, trainer = train(cfg=cfg, dataset_meta=load_datasets(cfg=cfg, cli_args=TrainerCliArgs()))
+        status = seqtile.status(model)
+        base = seqtile.models.unwrapped(model)
+        found = {
+            "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
+            "moved": sum(
+                float(weight.double().square().sum()) for weight in model.parameters() if weight.requires_grad
+            ),
+            "tiled": [status.loss.tiled, status.mlp.tiled, status.layer.tiled if status.layer else 0],
+            "groups": status.layer.head_groups if status.layer else None,
+            "checkpointed": any(layer.gradient_checkpointing for layer in base.model.layers),
+        }
+        print("RESULT", json.dumps(found), flush=True)
+
+
+if __name__ == "__main__":  # Axolotl starts processes
+    sys.path.insert(0, str(HERE / "stand_ins"))
+    main(sys.argv[1:])

@@ -1,0 +1,1 @@
+"""Stands in for the package that Axolotl imports and, unless asked to, does not use."""

@@ -1,0 +1,104 @@
+"""Axolotl's own loader and trainer with seqtile's plugin, on a tiny model.
+
+`make test` runs it with the transformers that Axolotl pins, see dev/axolotl.txt.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+import torch
+
+from tiny import VOCAB, build
+
+pytestmark = pytest.mark.skipif(find_spec("axolotl") is None, reason="axolotl is not installed")
+PLUGIN = """
+plugins: [seqtile.integrations.axolotl.SeqtilePlugin]
+seqtile: true
+"""
+RUN = """
+base_model: model
+datasets: [{path: data.jsonl, ds_type: json, type: completion}]
+sequence_len: 101
+max_steps: 2
+micro_batch_size: 2
+gradient_accumulation_steps: 2
+learning_rate: 0.01
+lr_scheduler: constant
+optimizer: sgd
+output_dir: out
+dataset_num_proc: 1
+bf16: false
+tf32: false
+use_cpu: true
+gradient_checkpointing: true
+seed: 1
+"""
+LORA = "adapter: lora\nlora_r: 4\nlora_alpha: 8\nlora_target_linear: true\n"
+LIGER = "plugins: [seqtile.integrations.axolotl.SeqtilePlugin, axolotl.integrations.liger.LigerPlugin]\nseqtile: true\n"
+CUT = LIGER.replace("liger.LigerPlugin", "cut_cross_entropy.CutCrossEntropyPlugin")
+OWN_CHECKPOINTS = RUN.replace("gradient_checkpointing: true", "gradient_checkpointing: false")
+GOOD = {
+    "untiled": RUN,
+    "tiled": RUN + PLUGIN,
+    "untiled lora": RUN + LORA + "lora_mlp_kernel: false\nlora_qkv_kernel: false\nlora_o_kernel: false\n",
+    "tiled lora": RUN + LORA + PLUGIN + "seqtile_layer: true\nseqtile_head_groups: 2\n",
+    "offload": OWN_CHECKPOINTS + PLUGIN + "seqtile_layer: true\nseqtile_head_groups: auto\nseqtile_offload: true\n",
+}
+BAD = {  # a plugin stays registered, so those with others come last
+    "seqtile_layer: expected seqtile: true": RUN + PLUGIN.replace("true", "false") + "seqtile_layer: true\n",
+    "seqtile: true and tiled_mlp tile the same part of a model; leave one out": RUN + PLUGIN + "tiled_mlp: true\n",
+    "seqtile: true and lora_mlp_kernel": RUN + LORA + PLUGIN + "lora_mlp_kernel: true\n",
+    "seqtile_fit chooses seqtile_layer": OWN_CHECKPOINTS + PLUGIN + "seqtile_fit: true\nseqtile_layer: true\n",
+    "seqtile_head_groups: expected seqtile_layer: true": RUN + PLUGIN + "seqtile_head_groups: 2\n",
+    "seqtile_offload checkpoints by itself": RUN + PLUGIN + "seqtile_offload: true\n",
+    "seqtile: true and liger_glu_activation": RUN + LIGER + "liger_glu_activation: true\n",
+    "seqtile: true and liger_fused_linear_cross_entropy": RUN + LIGER + "liger_fused_linear_cross_entropy: true\n",
+    "seqtile: true and cut_cross_entropy": RUN + CUT,
+}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
+    """What came of each YAML, in one process."""
+    from trl_trainers import tokenizer
+
+    place = tmp_path_factory.mktemp("axolotl")
+    torch.manual_seed(0)
+    build("llama").save_pretrained(place / "model")
+    tokenizer().save_pretrained(place / "model")
+    words = torch.randint(3, VOCAB, (12, 240)).tolist()
+    rows = [json.dumps({"text": " ".join(f"w{i}" for i in row)}) for row in words]
+    (place / "data.jsonl").write_text("\n".join(rows))
+    files = [place / f"{i}.yaml" for i in range(len(GOOD | BAD))]
+    for file, text in zip(files, (GOOD | BAD).values(), strict=True):
+        file.write_text(text)
+    here = os.pathsep.join(str(Path(entry).resolve()) for entry in sys.path)
+    environment = os.environ | {"PYTHONPATH": here, "AXOLOTL_DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
+    worker = Path(__file__).with_name("axolotl_worker.py")
+    ended = subprocess.run(
+        [sys.executable, str(worker), *map(str, files)], cwd=place, env=environment, capture_output=True, text=True
+    )
+    found = [json.loads(line[7:]) for line in ended.stdout.splitlines() if line.startswith("RESULT ")]
+    assert len(found) == len(files), ended.stdout[-2000:] + ended.stderr[-4000:]
+    return dict(zip(GOOD | BAD, found, strict=True))
+
+
+def test_same_training(results: dict[str, dict]) -> None:
+    for tiled, untiled in (("tiled", "untiled"), ("offload", "untiled"), ("tiled lora", "untiled lora")):
+        ours, theirs = results[tiled], results[untiled]
+        assert len(theirs["losses"]) == 2 and theirs["tiled"] == [0, 0, 0]
+        assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-4)
+        assert ours["moved"] == pytest.approx(theirs["moved"], rel=1e-6)
+    assert results["tiled"]["tiled"] == [1, 2, 0] and results["tiled lora"]["tiled"][2] == 2
+    assert results["tiled lora"]["groups"] == results["offload"]["groups"] == 2
+    assert results["offload"]["checkpointed"]
+
+
+@pytest.mark.parametrize("message", BAD)
+def test_collisions_are_refused_by_name(message: str, results: dict[str, dict]) -> None:
+    assert message in results[message].get("error", "it ran")

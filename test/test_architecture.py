@@ -23,7 +23,7 @@ SUBPACKAGES = {  # subpackage -> those that it may import
     "offload": set(),
     "sp": {"arch", "protocols"},
     "memory": {"arch"},
-    "integrations": {"ops", "models", "fitting"},
+    "integrations": {"ops", "models", "offload", "fitting"},
     "fitting": {"models", "offload", "memory", "recipes"},
     "recipes": {"fitting", "arch", "ops", "modules", "models", "offload", "sp", "memory", "__init__"},
     "cli": {"recipes", "memory", "__init__"},

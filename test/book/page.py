@@ -16,7 +16,7 @@ from recipes.tiny_pretrained import save_tiny
 from tiny import CLASSES, VOCAB, build
 
 ROOT = Path(__file__).parents[2]
-HIDDEN, NEEDS = "<!-- test", re.compile(r"<!-- needs (a GPU|several processes) -->")
+HIDDEN, NEEDS = "<!-- test", re.compile(r"<!-- needs (a GPU|several processes|LLaMA-Factory|ms-swift) -->")
 
 
 @dataclass

@@ -5,6 +5,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -16,10 +17,8 @@ import torch
 from tiny import VOCAB, build
 
 pytestmark = pytest.mark.skipif(find_spec("axolotl") is None, reason="axolotl is not installed")
-PLUGIN = """
-plugins: [seqtile.integrations.axolotl.SeqtilePlugin]
-seqtile: true
-"""
+PAGE = Path(__file__).parents[2] / "docs" / "axolotl.md"
+PLUGIN = re.search(r"^```yaml\n(.*?)^```", PAGE.read_text(), re.S | re.M)[1]  # what users copy
 RUN = """
 base_model: model
 datasets: [{path: data.jsonl, ds_type: json, type: completion}]

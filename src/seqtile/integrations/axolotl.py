@@ -11,8 +11,10 @@ from axolotl.integrations.base import BasePlugin
 from pydantic import BaseModel, Field, model_validator
 from torch import nn
 
-import seqtile
-from seqtile import offload
+from seqtile.fitting import fit
+from seqtile.models import apply_seqtile, status
+from seqtile.models.patch import unwrapped
+from seqtile.offload import enable
 
 _COLLIDING = ("tiled_mlp", "liger_glu_activation", "liger_fused_linear_cross_entropy", "cut_cross_entropy")
 _OWN_LORA = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel")
@@ -81,11 +83,11 @@ class SeqtilePlugin(BasePlugin):
         if cfg.seqtile_fit:
             optimizer = _OPTIMIZERS.get(str(cfg.optimizer), "adamw")
             setup = {"dtype": "bfloat16"} if cfg.bf16 else {}
-            seqtile.fit(model, seq_len=cfg.sequence_len, batch_size=cfg.micro_batch_size, optimizer=optimizer, **setup)
+            fit(model, seq_len=cfg.sequence_len, batch_size=cfg.micro_batch_size, optimizer=optimizer, **setup)
             return
         groups = cfg.seqtile_head_groups
         groups = int(groups) if str(groups).isdigit() else groups
-        seqtile.apply_seqtile(model, layer=bool(cfg.seqtile_layer), head_groups=groups)
+        apply_seqtile(model, layer=bool(cfg.seqtile_layer), head_groups=groups)
         if cfg.seqtile_offload:
-            offload.enable(getattr(model, "get_base_model", lambda: model)())
-        print(seqtile.status(model))
+            enable(unwrapped(model))
+        print(status(model))

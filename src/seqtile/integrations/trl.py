@@ -23,7 +23,11 @@ logger = logging.get_logger(__name__)
 _VALUES = {"entropy": "entropy", "log_sum_sq_probs": "sum_squared_probs"}
 _VALUES |= {"mean_logits": "mean_logit", "is_top1": "is_largest"}
 """TRL's names of values, in its order, and those of `TokenValues`."""
-_KNOWN = ("422d009f04b66659", "1d8220b44273cdf3", "ca448211ff653fe6")  # of 1.16, see `_fingerprint`
+_KNOWN = {  # of 1.16, see `_fingerprint`
+    "add_fused_lm_head": "422d009f04b66659",
+    "_ChunkedLogProbFunction": "1d8220b44273cdf3",
+    "SFTTrainer.compute_loss": "ca448211ff653fe6",
+}
 _LOGITS = 45 * 2**20  # elements of a chunk of logits, where TRL's has 128 Mi
 _to_be_summed: ContextVar[bool] = ContextVar("to_be_summed", default=False)
 
@@ -44,21 +48,18 @@ def apply_seqtile_to_trl() -> None:
     import trl
     from trl.trainer import sft_trainer, utils
 
-    head, compute_loss = utils._ChunkedLogProbFunction, sft_trainer.SFTTrainer.compute_loss
+    head, compute_loss = getattr(utils, "_ChunkedLogProbFunction", None), sft_trainer.SFTTrainer.compute_loss
     if isinstance(head, _Head):
         return
-    found = [
-        _fingerprint(function) for function in (utils.add_fused_lm_head, getattr(head, "forward", None), compute_loss)
-    ]
-    if tuple(found) != _KNOWN:
-        names = ("add_fused_lm_head", "_ChunkedLogProbFunction", "SFTTrainer.compute_loss")
-        unknown = [name for name, is_, known in zip(names, found, _KNOWN, strict=True) if is_ != known]
+    found = (getattr(utils, "add_fused_lm_head", None), getattr(head, "forward", None), compute_loss)
+    unknown = [name for name, one in zip(_KNOWN, found, strict=True) if _fingerprint(one) != _KNOWN[name]]
+    if unknown:
         raise ValueError(
             f"trl {trl.__version__}: expected {' and '.join(unknown)} of TRL 1.16, got others; seqtile tiles MLPs and "
             "layers under any version, apply_seqtile(model) before the trainer is built"
         )
-    utils._ChunkedLogProbFunction = _Head(head, utils._use_triton)
-    utils._use_triton = lambda device: True  # so that a CPU, too, computes the labelled tokens alone
+    utils._ChunkedLogProbFunction, on_gpu = _Head(head, utils._use_triton), utils._use_triton
+    utils._use_triton = lambda device: device.type == "cpu" or on_gpu(device)  # the labelled tokens alone on a CPU, too
     sft_trainer.SFTTrainer.compute_loss = _announced(compute_loss)
 
 
@@ -97,20 +98,11 @@ class _Head:
         self.original, self.original_use_triton = original, original_use_triton
 
     def apply(
-        self,
-        hidden: torch.Tensor,  # [n, D]
-        weight: torch.Tensor,  # [V, D]
-        bias: torch.Tensor | None,  # [V]
-        targets: torch.Tensor,  # [n]
-        temperature: float,
-        chunk_size: int,
-        softcap: float | None = None,
-        logit_scale: float = 1.0,
-        outputs: tuple[str, ...] = tuple(_VALUES),
-    ) -> tuple[torch.Tensor | None, ...]:
+        self, hidden, weight, bias, targets, temperature, chunk_size, cap=None, scale=1.0, outputs=tuple(_VALUES)
+    ):
+        """hidden [n, D], weight [V, D], bias [V] or None, targets [n]; five values [n], None where not in `outputs`."""
         if hidden.numel() == 0 or hasattr(weight, "ds_id"):
-            arguments = (hidden, weight, bias, targets, temperature, chunk_size, softcap, logit_scale, outputs)
-            return self.original.apply(*arguments)
+            return self.original.apply(hidden, weight, bias, targets, temperature, chunk_size, cap, scale, outputs)
         if not torch.is_autocast_enabled(hidden.device.type):
             weight, bias = weight.to(hidden.dtype), None if bias is None else bias.to(hidden.dtype)
         # The rounded gradient of a half-precision weight is as large as D tokens' logits, which are gone by then.
@@ -120,16 +112,15 @@ class _Head:
             hidden,
             weight,
             targets,
-            bias=None if bias is None else bias * logit_scale,  # which TRL scales, too
+            bias=None if bias is None else bias * scale,  # TRL scales it with the product
             temperature=temperature,
-            softcap=softcap,
-            logit_scale=logit_scale,
+            softcap=cap,
+            logit_scale=scale,
             outputs=wanted,
             to_be_summed=_to_be_summed.get(),
             ignore_index=None,
             chunk_tokens=None if makes_room else max(1, _LOGITS // weight.shape[0]),
         )
         log_probs, values = result if wanted else (result, TokenValues())
-        entropy, is_largest, mean_logit, sum_squared_probs = values
-        log_sum_squared = None if sum_squared_probs is None else sum_squared_probs.log()
-        return log_probs, entropy, log_sum_squared, mean_logit, is_largest  # in TRL's order
+        entropy, is_largest, mean_logit, squares = values
+        return log_probs, entropy, None if squares is None else squares.log(), mean_logit, is_largest

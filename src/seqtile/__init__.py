@@ -18,6 +18,7 @@ _NAMES = {
     "fit": "seqtile.fitting",
     "gated_mlp": "seqtile.ops.gated_mlp",
     "linear_cross_entropy": "seqtile.ops.linear_cross_entropy",
+    "linear_divergence": "seqtile.ops.linear_divergence",
     "linear_log_probs": "seqtile.ops.linear_log_probs",
     "restore": "seqtile.models",
     "status": "seqtile.models",

@@ -11,6 +11,7 @@ from seqtile.models import apply_seqtile, restore, status
 from seqtile.ops.gated_mlp import gated_mlp
 from seqtile.ops.linear import LowRank
 from seqtile.ops.linear_cross_entropy import LossMetrics, linear_cross_entropy
+from seqtile.ops.linear_divergence import linear_divergence
 from seqtile.ops.linear_log_probs import TokenValues, linear_log_probs
 from seqtile.ops.tiled import tiled
 
@@ -295,6 +296,7 @@ __all__ = [
     "gated_mlp",
     "integrations",
     "linear_cross_entropy",
+    "linear_divergence",
     "linear_log_probs",
     "memory",
     "models",

@@ -40,3 +40,29 @@ class RowVectors(NamedTuple):
     """[C] float32; None for zeros."""
     entropy_scale: torch.Tensor | None = None
     """[C] float32; None for zeros."""
+
+
+class DivergenceOptions(NamedTuple):
+    """Of both heads: logits = cap(scale * products + bias) / temperature, as `LossOptions` has it."""
+
+    beta: float
+    """0 for KL(teacher, student), 1 for KL(student, teacher), between them the Jensen-Shannon divergence of beta."""
+    temperature: float = 1.0
+    student_scale: float = 1.0
+    student_softcap: float = 0.0
+    """0 for no cap."""
+    teacher_scale: float = 1.0
+    teacher_softcap: float = 0.0
+
+
+class DivergenceVectors(NamedTuple):
+    """Vectors that a call reads or, if they are given, **writes**; contiguous."""
+
+    student_bias: torch.Tensor | None = None
+    """[V], any of the three dtypes."""
+    teacher_bias: torch.Tensor | None = None
+    """[V], likewise."""
+    entropy: torch.Tensor | None = None
+    """[C] float32, **written**: the entropy of the student's softmax."""
+    row_scale: torch.Tensor | None = None
+    """[C] float32; None for ones."""

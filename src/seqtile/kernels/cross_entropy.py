@@ -172,10 +172,10 @@ def _write_gradient(
 
 
 @triton.jit
-def _store(place, value, in_range, WANTED: tl.constexpr):
+def _store(values_ptr, row, value, in_range, WANTED: tl.constexpr):
     """Stores a value of a row, NaN if the row's target is none."""
     if WANTED:
-        tl.store(place, tl.where(in_range, value, float("nan")))
+        tl.store(values_ptr + row, tl.where(in_range, value, float("nan")))
 
 
 @triton.jit
@@ -247,10 +247,10 @@ def _cross_entropy_kernel(
     tl.store(loss_ptr + row, loss)
     if STORE_PREDICTED:
         tl.store(predicted_ptr + row, predicted)
-    _store(lse_ptr + row, lse, in_range, STORE_LSE)
-    _store(entropy_ptr + row, entropy, in_range, STORE_ENTROPY)
-    _store(mean_ptr + row, weighted_sum / vocab, in_range, STORE_MEAN)
-    _store(squares_ptr + row, square_sum, in_range, STORE_SQUARES)
+    _store(lse_ptr, row, lse, in_range, STORE_LSE)
+    _store(entropy_ptr, row, entropy, in_range, STORE_ENTROPY)
+    _store(mean_ptr, row, weighted_sum / vocab, in_range, STORE_MEAN)
+    _store(squares_ptr, row, square_sum, in_range, STORE_SQUARES)
 
     if WRITE_GRAD:
         row_scale = tl.load(row_scale_ptr + row) if SCALE_ROWS else 1.0

@@ -10,18 +10,19 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from seqtile.kernels import LossOptions, RowVectors, eager
+from seqtile.kernels import DivergenceOptions, DivergenceVectors, LossOptions, RowVectors, eager
 
 try:
     import triton
 except ModuleNotFoundError:
     triton = None
 else:
-    from seqtile.kernels import cross_entropy, gated_activation, rotary
+    from seqtile.kernels import cross_entropy, divergence, gated_activation, rotary
     from seqtile.kernels import rms_norm as norms
 
     PROGRAMS = {
         "cross_entropy_": cross_entropy,
+        "divergence_": divergence,
         "gated_activation_": gated_activation,
         "gated_activation_backward_": gated_activation,
         "rms_norm": norms,
@@ -94,6 +95,31 @@ torch.library.custom_op(
     "Tensor(d!)? entropy, Tensor(e!)? predicted, Tensor(f!)? mean, Tensor(g!)? squares, Tensor? row_scale, "
     "Tensor? lse_scale, Tensor? entropy_scale) -> ()",
 ).register_fake(lambda *args: None)
+
+
+def divergence_(
+    student: torch.Tensor,
+    teacher: torch.Tensor,
+    losses: torch.Tensor,
+    options: DivergenceOptions,
+    *,
+    write: tuple[bool, bool] = (False, False),
+    **vectors: torch.Tensor | None,
+) -> None:
+    """Computes the divergence of every row of two chunks of products, and writes its gradients over them.
+
+    Args:
+        student, teacher: [C, V] each, any of the three dtypes, last dimension contiguous: products, which `options` and
+            biases make logits. **Destroyed** where `write` says so: the chunk holds afterwards the gradient of
+            sum(row_scale * losses) with respect to the capped logits' argument, times `temperature`.
+        losses: [C] float32, **written**.
+        write: whether to write the student's gradient, and the teacher's.
+        vectors: the fields of `DivergenceVectors`.
+
+    Reads 6 * C * V elements with gradients, 4 without, and writes what is asked for; allocates nothing (the eager twin:
+    some blocks of rows of 1 MiB).
+    """
+    run("divergence_", student, teacher, losses, options, DivergenceVectors(**vectors), write)
 
 
 def gated_activation_(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:

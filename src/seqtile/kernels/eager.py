@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from seqtile.kernels import LossOptions, RowVectors
+from seqtile.kernels import DivergenceOptions, DivergenceVectors, LossOptions, RowVectors
 
 BLOCK_BYTES = 2**20  # a float32 copy of some rows, so that its passes stay in a core's cache
 
@@ -69,6 +69,54 @@ def cross_entropy_(
             surprise = (probability * (logp + row_entropy)).masked_fill_(probability == 0, 0.0)
             gradient -= entropy_scale[rows].unsqueeze(1) * surprise
         logits[rows] = gradient if slope is None else gradient.mul_(slope)
+
+
+def divergence_(
+    student: torch.Tensor,
+    teacher: torch.Tensor,
+    losses: torch.Tensor,
+    options: DivergenceOptions,
+    vectors: DivergenceVectors,
+    write: tuple[bool, bool],
+) -> None:
+    beta = options.beta
+    heads = [
+        (
+            student,
+            vectors.student_bias,
+            LossOptions(options.student_scale, options.student_softcap, options.temperature),
+        ),
+        (
+            teacher,
+            vectors.teacher_bias,
+            LossOptions(options.teacher_scale, options.teacher_softcap, options.temperature),
+        ),
+    ]
+    for rows in _row_blocks(student):
+        logits, slopes = zip(*(_logits(chunk[rows], bias, own) for chunk, bias, own in heads), strict=True)
+        logp, logq = (x.log_softmax(dim=1) for x in logits)
+        p, q = logp.exp(), logq.exp()
+        if vectors.entropy is not None:
+            vectors.entropy[rows] = -(p * logp).masked_fill_(p == 0, 0.0).sum(dim=1)
+        log_mixed = None if beta in (0, 1) else ((1 - beta) * p + beta * q).clamp_(min=1e-38).log_()
+        p_term = (logp - (logq if log_mixed is None else log_mixed)).masked_fill_(p == 0, 0.0)
+        q_term = (logq - (logp if log_mixed is None else log_mixed)).masked_fill_(q == 0, 0.0)
+        of_student, of_teacher = (p * p_term).sum(dim=1, keepdim=True), (q * q_term).sum(dim=1, keepdim=True)
+        losses[rows] = (
+            (beta * of_teacher + (1 - beta) * of_student).squeeze(1)
+            if log_mixed is not None
+            else (of_student if beta else of_teacher).squeeze(1)
+        )
+        of_p, of_q = (beta, 1 - beta) if log_mixed is None else (1 - beta, beta)
+        gradients = (
+            p - q if beta == 0 else of_p * p * (p_term - of_student),
+            q - p if beta == 1 else of_q * q * (q_term - of_teacher),
+        )
+        for (chunk, *_), gradient, slope, wanted in zip(heads, gradients, slopes, write, strict=True):
+            if wanted:
+                if vectors.row_scale is not None:
+                    gradient = gradient * vectors.row_scale[rows].unsqueeze(1)
+                chunk[rows] = gradient if slope is None else gradient * slope
 
 
 def _row_blocks(rows_of: torch.Tensor) -> Iterator[slice]:

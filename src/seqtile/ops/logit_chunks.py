@@ -200,7 +200,7 @@ class SummedLossFunction(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         d_losses, *d_metrics = d_values
         if upstream is None and d_losses is not None:
-            upstream, d_losses = _one_factor(d_losses)
+            upstream, d_losses = one_factor(d_losses)
         if d_losses is not None or any(d_metric is not None for d_metric in d_metrics):
             del gradients  # before there are others
             operands = _saved(ctx)
@@ -215,7 +215,7 @@ class SummedLossFunction(torch.autograd.Function):
         return None, None, None, *_scaled(ctx, gradients, upstream * ctx.unit), None, None, None
 
 
-def _one_factor(d_losses: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+def one_factor(d_losses: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
     """Returns the factor that `d_losses` [n] holds for every token, and None; or None and `d_losses`, if they differ.
 
     Waits for the device, in a backward that has nothing else to do yet. In a simulation, without values, it is one.

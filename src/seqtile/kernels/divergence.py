@@ -1,0 +1,165 @@
+"""Row-wise divergence of two softmaxes over one vocabulary, with its gradients, in Triton.
+
+One program takes one row of products of each head and reads both three times: for their log-sum-exps, for the
+divergence, and to write the gradients over them. What the two distributions are compared by is their log-probabilities,
+of which the largest logit has been taken off before: so equal rows have a divergence of 0 to float32's precision.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from seqtile.kernels import DivergenceOptions, DivergenceVectors
+from seqtile.kernels.cross_entropy import COLUMNS, LOG2E, NUM_WARPS, THREADS, _logits, _statistics
+
+FORWARD, REVERSE, MIXED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+TINY = tl.constexpr(1e-38)
+
+
+@triton.jit
+def _probabilities(
+    columns, vocab, row_ptr, bias_ptr, scale, softcap, temperature, row_max, log_sum,
+    MASKED: tl.constexpr, HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, TEMPERED: tl.constexpr,
+):  # fmt: skip
+    """Returns probabilities of `columns`, their logarithms, and the slope of the cap."""
+    x, slope = _logits(
+        row_ptr, bias_ptr, columns, vocab, scale, softcap, temperature, MASKED, HAS_BIAS, SCALED, CAPPED, TEMPERED
+    )
+    logp = x - row_max - log_sum
+    return tl.exp2(logp * LOG2E), logp, slope
+
+
+@triton.jit
+def _terms(p, logp, q, logq, beta, KIND: tl.constexpr):
+    """Returns of every word log(p / m) and log(q / m), m being what a distribution is compared with: the other one, or
+    their mixture. 0 where the distribution itself is 0, and so counts for nothing."""
+    if KIND == MIXED:
+        logm = tl.log(tl.maximum((1.0 - beta) * p + beta * q, TINY))
+        return tl.where(p > 0, logp - logm, 0.0), tl.where(q > 0, logq - logm, 0.0)
+    return tl.where(p > 0, logp - logq, 0.0), tl.where(q > 0, logq - logp, 0.0)
+
+
+@triton.jit
+def _divergence_kernel(
+    student_ptr, student_stride, teacher_ptr, teacher_stride,
+    student_bias_ptr, teacher_bias_ptr, loss_ptr, entropy_ptr, row_scale_ptr,
+    vocab, beta, temperature, student_scale, student_cap, teacher_scale, teacher_cap,
+    KIND: tl.constexpr,
+    STUDENT_BIAS: tl.constexpr, STUDENT_SCALED: tl.constexpr, STUDENT_CAPPED: tl.constexpr,
+    TEACHER_BIAS: tl.constexpr, TEACHER_SCALED: tl.constexpr, TEACHER_CAPPED: tl.constexpr,
+    TEMPERED: tl.constexpr, STORE_ENTROPY: tl.constexpr, SCALE_ROWS: tl.constexpr,
+    STUDENT_GRAD: tl.constexpr, TEACHER_GRAD: tl.constexpr, THREADS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)  # int64: row * stride passes 2**31 within one chunk
+    student_row, teacher_row = student_ptr + row * student_stride, teacher_ptr + row * teacher_stride
+    s_max, s_sum, entropy, _, _, _, _ = _statistics(
+        student_row, student_bias_ptr, student_bias_ptr, vocab, student_scale, student_cap, temperature,
+        STUDENT_BIAS, STUDENT_SCALED, STUDENT_CAPPED, TEMPERED, False, False, STORE_ENTROPY, False, False,
+        THREADS, COLUMNS,
+    )  # fmt: skip
+    t_max, t_sum, _, _, _, _, _ = _statistics(
+        teacher_row, teacher_bias_ptr, teacher_bias_ptr, vocab, teacher_scale, teacher_cap, temperature,
+        TEACHER_BIAS, TEACHER_SCALED, TEACHER_CAPPED, TEMPERED, False, False, False, False, False, THREADS, COLUMNS,
+    )  # fmt: skip
+    s_log, t_log = tl.log(s_sum), tl.log(t_sum)
+    of_student, of_teacher = tl.full([THREADS], 0.0, tl.float32), tl.full([THREADS], 0.0, tl.float32)
+    for start in range(0, vocab, THREADS * COLUMNS):
+        columns = start + tl.arange(0, THREADS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+        p, logp, _ = _probabilities(
+            columns, vocab, student_row, student_bias_ptr, student_scale, student_cap, temperature, s_max, s_log,
+            True, STUDENT_BIAS, STUDENT_SCALED, STUDENT_CAPPED, TEMPERED,
+        )  # fmt: skip
+        q, logq, _ = _probabilities(
+            columns, vocab, teacher_row, teacher_bias_ptr, teacher_scale, teacher_cap, temperature, t_max, t_log,
+            True, TEACHER_BIAS, TEACHER_SCALED, TEACHER_CAPPED, TEMPERED,
+        )  # fmt: skip
+        p_term, q_term = _terms(p, logp, q, logq, beta, KIND)
+        of_student += tl.sum(p * p_term, 1)
+        of_teacher += tl.sum(q * q_term, 1)
+    student_sum, teacher_sum = tl.sum(of_student, 0), tl.sum(of_teacher, 0)
+    if KIND == FORWARD:
+        loss = teacher_sum
+    elif KIND == REVERSE:
+        loss = student_sum
+    else:
+        loss = beta * teacher_sum + (1.0 - beta) * student_sum
+    tl.store(loss_ptr + row, loss)
+    if STORE_ENTROPY:
+        tl.store(entropy_ptr + row, entropy)
+    if STUDENT_GRAD or TEACHER_GRAD:
+        row_scale = tl.load(row_scale_ptr + row) if SCALE_ROWS else 1.0
+        for start in range(0, vocab, THREADS * COLUMNS):
+            columns = start + tl.arange(0, THREADS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
+            p, logp, s_slope = _probabilities(
+                columns, vocab, student_row, student_bias_ptr, student_scale, student_cap, temperature, s_max, s_log,
+                True, STUDENT_BIAS, STUDENT_SCALED, STUDENT_CAPPED, TEMPERED,
+            )  # fmt: skip
+            q, logq, t_slope = _probabilities(
+                columns, vocab, teacher_row, teacher_bias_ptr, teacher_scale, teacher_cap, temperature, t_max, t_log,
+                True, TEACHER_BIAS, TEACHER_SCALED, TEACHER_CAPPED, TEMPERED,
+            )  # fmt: skip
+            p_term, q_term = _terms(p, logp, q, logq, beta, KIND)
+            _store_gradients(
+                student_row + columns, teacher_row + columns, columns < vocab, p, p_term, student_sum, q, q_term,
+                teacher_sum, beta, row_scale * s_slope, row_scale * t_slope, KIND, STUDENT_GRAD, TEACHER_GRAD,
+            )  # fmt: skip
+
+
+@triton.jit
+def _store_gradients(
+    student_place, teacher_place, mask, p, p_term, student_sum, q, q_term, teacher_sum, beta, s_scale, t_scale,
+    KIND: tl.constexpr, STUDENT_GRAD: tl.constexpr, TEACHER_GRAD: tl.constexpr,
+):  # fmt: skip
+    """Writes the gradients of both rows' capped logits, or of one."""
+    if KIND == FORWARD:
+        d_student, d_teacher = p - q, q * (q_term - teacher_sum)
+    elif KIND == REVERSE:
+        d_student, d_teacher = p * (p_term - student_sum), q - p
+    else:
+        d_student, d_teacher = (1.0 - beta) * p * (p_term - student_sum), beta * q * (q_term - teacher_sum)
+    if STUDENT_GRAD:
+        tl.store(student_place, (d_student * s_scale).to(student_place.dtype.element_ty), mask=mask)
+    if TEACHER_GRAD:
+        tl.store(teacher_place, (d_teacher * t_scale).to(teacher_place.dtype.element_ty), mask=mask)
+
+
+def divergence_(
+    student: torch.Tensor,
+    teacher: torch.Tensor,
+    losses: torch.Tensor,
+    options: DivergenceOptions,
+    vectors: DivergenceVectors,
+    write: tuple[bool, bool],
+) -> None:
+    """Launches the kernel, see `dispatch.divergence_`."""
+    given = [vector for vector in (losses, *vectors) if vector is not None]
+    assert student.stride(1) == teacher.stride(1) == 1 and all(vector.is_contiguous() for vector in given)
+    rows, vocab = student.shape
+    _divergence_kernel[(rows,)](
+        student,
+        student.stride(0),
+        teacher,
+        teacher.stride(0),
+        vectors.student_bias,
+        vectors.teacher_bias,
+        losses,
+        vectors.entropy,
+        vectors.row_scale,
+        vocab,
+        *options,
+        KIND={0.0: 0, 1.0: 1}.get(options.beta, 2),
+        STUDENT_BIAS=vectors.student_bias is not None,
+        STUDENT_SCALED=options.student_scale != 1,
+        STUDENT_CAPPED=options.student_softcap > 0,
+        TEACHER_BIAS=vectors.teacher_bias is not None,
+        TEACHER_SCALED=options.teacher_scale != 1,
+        TEACHER_CAPPED=options.teacher_softcap > 0,
+        TEMPERED=options.temperature != 1,
+        STORE_ENTROPY=vectors.entropy is not None,
+        SCALE_ROWS=vectors.row_scale is not None,
+        STUDENT_GRAD=write[0],
+        TEACHER_GRAD=write[1],
+        THREADS=THREADS,
+        COLUMNS=COLUMNS,
+        num_warps=NUM_WARPS,
+    )

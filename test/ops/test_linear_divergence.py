@@ -93,8 +93,10 @@ def test_values_and_gradients(
     )
     assert found.dtype == entropies.dtype == torch.float32 and not entropies.requires_grad
     gradients = torch.autograd.grad((found * (upstream if reduction == "none" else -0.3)).sum(), leaves_of(arguments))
-    if reduction == "sum":
-        results = [[result[0].sum(), *result[1:]] for result in results]
+    if reduction == "sum":  # of one number it would be luck which is nearer to the truth
+        every = linear_divergence(**arguments, mask=mask, reduction="none", chunk_tokens=40)
+        torch.testing.assert_close(found, every.sum())
+        found = every
     for value, same, true in zip([found, entropies, *gradients], *results, strict=True):
         assert_as_exact(value, same, true)
 
@@ -216,7 +218,7 @@ def test_autocast(device: str) -> None:
         ({"student_hidden": torch.randn(0, WIDTHS[0])}, ValueError, "expected .* with tokens"),
         ({"teacher_softcap": -1.0}, ValueError, "teacher_softcap is -1.0"),
     ],
-    ids=lambda value: str(value)[:40],
+    ids=lambda value: value if isinstance(value, str) else "",
 )  # fmt: skip
 def test_bad_input(changes: dict, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=f"linear_divergence: .*{message}"):

@@ -42,7 +42,15 @@ def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [sum(ids) / VOCAB / 8 for ids in completion_ids]
 
 
-def trainer(cls: type, model: nn.Module, documents: Any, output: Path, peft_config: Any = None, **changes: object):
+def trainer(
+    cls: type,
+    model: nn.Module,
+    documents: Any,
+    output: Path,
+    peft_config: Any = None,
+    given: dict[str, Any] | None = None,
+    **changes: object,
+):
     options = {
         "per_device_train_batch_size": 2,
         "gradient_accumulation_steps": 2,
@@ -69,4 +77,5 @@ def trainer(cls: type, model: nn.Module, documents: Any, output: Path, peft_conf
         processing_class=tokenizer(),
         peft_config=peft_config,
         **rewards,
+        **(given or {}),
     )

@@ -20,6 +20,7 @@ _NAMES = {
     "linear_cross_entropy": "seqtile.ops.linear_cross_entropy",
     "linear_divergence": "seqtile.ops.linear_divergence",
     "linear_log_probs": "seqtile.ops.linear_log_probs",
+    "linear_topk_divergence": "seqtile.ops.linear_topk_divergence",
     "restore": "seqtile.models",
     "status": "seqtile.models",
     "tiled": "seqtile.ops.tiled",

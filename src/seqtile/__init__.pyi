@@ -13,6 +13,7 @@ from seqtile.ops.linear import LowRank
 from seqtile.ops.linear_cross_entropy import LossMetrics, linear_cross_entropy
 from seqtile.ops.linear_divergence import linear_divergence
 from seqtile.ops.linear_log_probs import TokenValues, linear_log_probs
+from seqtile.ops.linear_topk_divergence import linear_topk_divergence
 from seqtile.ops.tiled import tiled
 
 __all__ = [
@@ -298,6 +299,7 @@ __all__ = [
     "linear_cross_entropy",
     "linear_divergence",
     "linear_log_probs",
+    "linear_topk_divergence",
     "memory",
     "models",
     "modules",

@@ -60,6 +60,7 @@ CASES = {
     "kto": ("KTO", judged, {}),
     "grpo": ("GRPO", prompts, {**SAMPLED, "temperature": 0.7, "beta": 0.1}),
     "rloo": ("RLOO", prompts, {**SAMPLED, "beta": 0.1}),
+    "distillation": ("Distillation", prompts, {"max_completion_length": 9, "beta": 0.5, "temperature": 0.7}),
 }
 
 
@@ -68,7 +69,10 @@ def trained(name: str, start: Path, documents: Any, output: Path) -> tuple[list[
     kind, _, options = CASES[name]
     model = AutoModelForCausalLM.from_pretrained(start)
     before = {key: parameter.detach().clone() for key, parameter in model.named_parameters()}
-    trainer = trl_trainers.trainer(getattr(trl, f"{kind}Trainer"), model, documents, output, **options)
+    teacher = str(start.with_name("teacher"))
+    given = {"teacher_model": AutoModelForCausalLM.from_pretrained(teacher)} if kind == "Distillation" else None
+    options = {"learning_rate": 1.0 if kind == "SFT" else 0.01} | options  # rounding must not grow from step to step
+    trainer = trl_trainers.trainer(getattr(trl, f"{kind}Trainer"), model, documents, output, given=given, **options)
     torch.manual_seed(1)
     trainer.train()
     if kind == "SFT":
@@ -95,6 +99,7 @@ def test_same_training(arch: str, name: str, tmp_path: Path) -> None:
             parameter.mul_(0.5)
     model.save_pretrained(tmp_path / "start")
     tokenizer().save_pretrained(tmp_path / "start")
+    build(arch).save_pretrained(tmp_path / "teacher")
     theirs, their_moves = trained(name, tmp_path / "start", documents, tmp_path)
     apply_seqtile_to_trl()
     ours, our_moves = trained(name, tmp_path / "start", documents, tmp_path)

@@ -327,7 +327,9 @@ def test_a_setup_can_be_changed() -> None:
 def test_the_pages_output(monkeypatch: pytest.MonkeyPatch) -> None:
     """The command that docs/planning.md begins with prints what is shown there."""
     monkeypatch.setenv("COLUMNS", "100")
-    command, output = re.search(r"```bash\nseqtile (plan .*)\n```.*?```text\n(.*?)\n```\n", PAGE, re.DOTALL).groups()
+    command, output = re.search(
+        r"```bash\nseqtile (plan [^\n]*)\n```.*?```text\n(.*?)\n```\n", PAGE, re.DOTALL
+    ).groups()
     assert CliRunner().invoke(app, command.split()).output.rstrip() == output
 
 

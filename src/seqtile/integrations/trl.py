@@ -12,11 +12,14 @@ import inspect
 from collections.abc import Callable
 from contextvars import ContextVar
 from functools import wraps
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any
 
 import torch
 from transformers.utils import logging
 
+from seqtile.integrations.trl_distillation import divergence_loss
 from seqtile.ops.linear_log_probs import TokenValues, linear_log_probs
 
 logger = logging.get_logger(__name__)
@@ -27,6 +30,7 @@ _KNOWN = {  # of 1.16, see `_fingerprint`
     "add_fused_lm_head": "422d009f04b66659",
     "_ChunkedLogProbFunction": "1d8220b44273cdf3",
     "SFTTrainer.compute_loss": "ca448211ff653fe6",
+    "_chunked_divergence_loss": "550cb45191ab1654",
 }
 _LOGITS = 45 * 2**20  # elements of a chunk of logits, where TRL's has 128 Mi
 _to_be_summed: ContextVar[bool] = ContextVar("to_be_summed", default=False)
@@ -35,7 +39,8 @@ _to_be_summed: ContextVar[bool] = ContextVar("to_be_summed", default=False)
 def apply_seqtile_to_trl() -> None:
     """Has the trainers of TRL 1.16 compute log-probabilities by `linear_log_probs`; call it once, before training.
 
-    Replaces `_ChunkedLogProbFunction` in `trl.trainer.utils` and wraps `SFTTrainer.compute_loss`. With u = 2 n D V FLOP
+    Replaces `_ChunkedLogProbFunction` in `trl.trainer.utils`, wraps `SFTTrainer.compute_loss`, and puts
+    `linear_divergence` in the place of DistillationTrainer's `_chunked_divergence_loss`. With u = 2 n D V FLOP
     of n labelled tokens, SFT's `loss_type="nll"` costs 3 u, "dft" and the other trainers 4 u. Memory is that of
     `linear_log_probs`, in chunks of at most 45 Mi logits where no weight gradient of half precision makes room for
     more. What TRL computes from all logits, with `label_smoothing_factor` or `compute_loss_func`, stays TRL's, and so
@@ -51,7 +56,9 @@ def apply_seqtile_to_trl() -> None:
     head, compute_loss = getattr(utils, "_ChunkedLogProbFunction", None), sft_trainer.SFTTrainer.compute_loss
     if isinstance(head, _Head):
         return
-    found = (getattr(utils, "add_fused_lm_head", None), getattr(head, "forward", None), compute_loss)
+    distillation = _module("trl.trainer.distillation_trainer")
+    divergence = getattr(distillation, "_chunked_divergence_loss", None)
+    found = (getattr(utils, "add_fused_lm_head", None), getattr(head, "forward", None), compute_loss, divergence)
     unknown = [name for name, one in zip(_KNOWN, found, strict=True) if _fingerprint(one) != _KNOWN[name]]
     if unknown:
         raise ValueError(
@@ -61,6 +68,7 @@ def apply_seqtile_to_trl() -> None:
     utils._ChunkedLogProbFunction, on_gpu = _Head(head, utils._use_triton), utils._use_triton
     utils._use_triton = lambda device: device.type == "cpu" or on_gpu(device)  # the labelled tokens alone on a CPU, too
     sft_trainer.SFTTrainer.compute_loss = _announced(compute_loss)
+    distillation._chunked_divergence_loss = _tiled_divergence(divergence)
 
 
 def restore_trl() -> None:
@@ -70,6 +78,12 @@ def restore_trl() -> None:
     if isinstance(head := utils._ChunkedLogProbFunction, _Head):
         utils._ChunkedLogProbFunction, utils._use_triton = head.original, head.original_use_triton
         sft_trainer.SFTTrainer.compute_loss = sft_trainer.SFTTrainer.compute_loss.__wrapped__
+        distillation = _module("trl.trainer.distillation_trainer")
+        distillation._chunked_divergence_loss = distillation._chunked_divergence_loss.__wrapped__
+
+
+def _module(name: str) -> Any:
+    return import_module(name) if find_spec(name) else None
 
 
 def _fingerprint(function: Any) -> str:
@@ -89,6 +103,15 @@ def _announced(compute_loss: Callable) -> Callable:
             _to_be_summed.reset(token)
 
     return announcing
+
+
+def _tiled_divergence(original: Callable) -> Callable:
+    @wraps(original)
+    def divergence(*args: Any, **kwargs: Any) -> Any:
+        sharded = any(hasattr(value, "ds_id") for value in (*args, *kwargs.values()))  # ZeRO-3, which TRL gathers
+        return (original if sharded else divergence_loss)(*args, **kwargs)
+
+    return divergence
 
 
 class _Head:

@@ -1,0 +1,219 @@
+"""The divergence of a student's next token from the k likeliest of a teacher, with the student's logits of one chunk
+alive at a time; see `heads.py`.
+
+Of a chunk's logits [C, V] the k that the teacher knows, [C, k], are taken out; what remains is the tail, whose
+log-sum-exp and gradient are those of the kernel of cross-entropy. Taken out, not subtracted: so the tail's probability
+is exact, however small it is beside theirs.
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+
+from seqtile.kernels import LossOptions
+from seqtile.kernels.dispatch import cross_entropy_
+from seqtile.ops.checks import check_dense, check_device, check_no_transform
+from seqtile.ops.chunks import resolve_chunk_tokens
+from seqtile.ops.heads import Head, Rows, check_mask, reduced
+from seqtile.ops.linear_cross_entropy import check_number, check_reduction, labelled_rows, values_known
+
+_OP = "linear_topk_divergence"
+_SLACK = 1e-2  # by which half-precision log-probabilities may sum up to more than 1
+
+
+def linear_topk_divergence(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    ids: torch.Tensor,
+    log_probs: torch.Tensor,
+    *,
+    tail: bool = True,
+    temperature: float = 1.0,
+    mask: torch.Tensor | None = None,
+    reduction: str = "mean",
+    num_items: int | float | torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    softcap: float | None = None,
+    logit_scale: float = 1.0,
+    chunk_tokens: int | None = None,
+) -> torch.Tensor:
+    """Computes KL(teacher, student) from the teacher's log-probabilities of k tokens, without the student's logits.
+
+    With q the teacher's probabilities of its tokens `ids` and p = softmax(student's logits / temperature): the sum over
+    these of q log(q / p); with `tail` also r log(r / s), where r and s are what teacher and student leave to all other
+    tokens together. Without, what the teacher leaves is ignored: `log_probs` may be normalised over the k before.
+
+    Args:
+        hidden, weight, bias, softcap, logit_scale, mask, reduction, num_items, chunk_tokens: as in `linear_divergence`,
+            of the student.
+        ids: [..., k] integers of the tokens' shape and k < V, different from each other.
+        log_probs: [..., k] floating point, the teacher's at the same temperature; -inf for what counts for nothing.
+            They get no gradient.
+        tail: whether the remaining probability counts, as one more outcome.
+
+    Returns:
+        As `linear_divergence`.
+
+    FLOPs, with u = 2 n D V: 3 u; with "none" 4 u; without gradients 1 u.
+
+    Memory: a chunk of logits, d_hidden, d_weight in float32 and its rounding; if some tokens are left out a chunk of
+    hidden states. Nothing else grows with T but a few numbers a token. It breaks the graph of torch.compile.
+
+    Raises:
+        TypeError, ValueError: as `linear_divergence`; on a CPU also ids outside [0, V) or twice in a row, and
+            log-probabilities that are none: positive, NaN, or of more than 1 in all. On a GPU, where looking would mean
+            waiting for the device, such a token's divergence and gradients are NaN, ids that are there twice apart.
+        RuntimeError: in a backward with `create_graph=True`.
+    """
+    check_reduction(_OP, reduction, num_items)
+    options = LossOptions(
+        logit_scale=check_number(_OP, "logit_scale", logit_scale, -math.inf),
+        softcap=0.0 if softcap is None else check_number(_OP, "softcap", softcap, 0, above=True),
+        temperature=check_number(_OP, "temperature", temperature, 0, above=True),
+    )
+    if options.logit_scale == 0:
+        raise ValueError(f"{_OP}: logit_scale is 0, expected another number: all logits would be the same")
+    head = Head(hidden, weight, bias)
+    head.check(_OP)
+    check_mask(_OP, mask, hidden)
+    _check_teacher(hidden, weight.shape[0], ids, log_probs)
+    tokens = resolve_chunk_tokens(chunk_tokens, hidden.shape[-1])
+    return _run(head, ids, log_probs, mask, options, tail, tokens, reduction, num_items)
+
+
+@torch.compiler.disable(reason="seqtile counts the tokens, and writes logits and gradients in one memory")
+def _run(
+    head: Head,
+    ids: torch.Tensor,
+    log_probs: torch.Tensor,
+    mask: torch.Tensor | None,
+    options: LossOptions,
+    tail: bool,
+    tokens: int,
+    reduction: str,
+    num_items: int | float | torch.Tensor | None,
+) -> torch.Tensor:
+    check_no_transform(_OP)
+    rows = None if mask is None else labelled_rows(mask.reshape(-1), False)
+    ids, log_probs = ids.reshape(-1, ids.shape[-1]), log_probs.detach().reshape(-1, ids.shape[-1])
+    _check_values(ids if rows is None else ids[rows], log_probs if rows is None else log_probs[rows], len(head.weight))
+    count = len(ids) if rows is None else len(rows)
+    bias = head.flat().bias
+
+    def compute(logits, chunk, losses, _, scale, write) -> None:
+        places = chunk if rows is None else rows[chunk]
+        teacher = _Teacher.of(ids[places], log_probs[places], tail, head.weight.shape[0])
+        _row_losses(logits[0], teacher, losses, scale, bias, options, write[0])
+
+    of_bias = 1 / options.temperature
+    factors = ((options.logit_scale * of_bias, of_bias),)
+    settings = Rows(_OP, compute, factors, tokens, reduction != "none" and torch.is_grad_enabled(), count)
+    return reduced(settings, [head], rows, reduction, num_items)[0]
+
+
+class _Teacher(NamedTuple):
+    """Of the rows of a chunk."""
+
+    ids: torch.Tensor
+    """[C, k] int64, all inside the vocabulary."""
+    logq: torch.Tensor
+    """[C, k] float32; NaN in a row with an id outside, or a log-probability that is none."""
+    rest: torch.Tensor
+    """[C, 1] float32, the probability of all other tokens; 0 if it does not count."""
+
+    @classmethod
+    def of(cls, ids: torch.Tensor, log_probs: torch.Tensor, tail: bool, vocab: int) -> "_Teacher":
+        ids, logq = ids.long(), log_probs.float()
+        total = logq.exp().sum(1, keepdim=True)
+        bad = ((ids < 0) | (ids >= vocab)).any(1, keepdim=True) | ~(total <= 1 + _SLACK)
+        rest = (1 - total).clamp(min=0) if tail else torch.zeros_like(total)
+        return cls(ids.clamp(0, vocab - 1), logq.masked_fill(bad, torch.nan), rest)
+
+
+def _row_losses(
+    products: torch.Tensor,
+    teacher: _Teacher,
+    losses: torch.Tensor,
+    scale: torch.Tensor | None,
+    bias: torch.Tensor | None,
+    options: LossOptions,
+    write: bool,
+) -> None:
+    """Writes the losses of a chunk of products [C, V], and with `write` the gradient of sum(scale * losses) over them,
+    up to logit_scale / temperature."""
+    ids, logq, rest = teacher
+    x, slope = _transformed(products.gather(1, ids), None if bias is None else bias[ids], options)  # [C, k]
+    products.scatter_(1, ids, -math.copysign(math.inf, options.logit_scale))
+    lse = torch.empty_like(losses)
+    unused, target = torch.empty_like(losses), torch.zeros_like(losses, dtype=torch.int64)
+    cross_entropy_(products, target, unused, options, lse=lse, bias=bias)
+    holes = lse  # of the tail and, under a cap, which keeps -inf from being -inf, of what was taken out
+    if options.softcap > 0:
+        taken_out = ids.shape[1] * (-options.softcap / options.temperature - lse).exp()
+        lse = lse + torch.log1p(-taken_out.clamp(max=1))
+    log_tail = lse.unsqueeze(1)
+    log_sum = torch.logaddexp(log_tail, x.logsumexp(1, keepdim=True))  # [C, 1]
+    logp, logs = x - log_sum, log_tail - log_sum
+    q = logq.exp()
+    terms = torch.where(q == 0, 0.0, q * (logq - logp)).sum(1, keepdim=True)
+    losses.copy_((terms + torch.where(rest == 0, 0.0, rest * (rest.log() - logs))).squeeze(1))
+    if not write:
+        return
+    total = q.sum(1, keepdim=True) + rest
+    of_row = torch.ones_like(rest) if scale is None else scale.unsqueeze(1)
+    # Of the others' softmax, which is what the kernel multiplies: total * s - rest, as far as these are in its sum.
+    of_tail = of_row * (total * logs.exp() - rest) * (holes.unsqueeze(1) - log_tail).exp()
+    of_tail = torch.where(log_tail == -math.inf, 0.0, of_tail).squeeze(1).contiguous()
+    none = torch.zeros_like(losses)
+    cross_entropy_(products, target, unused, options, write_grad=True, bias=bias, row_scale=none, lse_scale=of_tail)
+    products.scatter_(1, ids, (of_row * slope * (total * logp.exp() - q)).to(products.dtype))
+
+
+def _transformed(
+    products: torch.Tensor, bias: torch.Tensor | None, options: LossOptions
+) -> tuple[torch.Tensor, torch.Tensor | float]:
+    """Returns float32 logits of these products, and the slope of their cap."""
+    x = products.float() * options.logit_scale
+    if bias is not None:
+        x = x + bias
+    if options.softcap == 0:
+        return x / options.temperature, 1.0
+    capped = (x / options.softcap).tanh()
+    return capped * options.softcap / options.temperature, 1 - capped.square()
+
+
+def _check_teacher(hidden: torch.Tensor, vocab: int, ids: torch.Tensor, log_probs: torch.Tensor) -> None:
+    """Raises TypeError or ValueError for ids or log-probabilities that do not fit."""
+    tokens = tuple(hidden.shape[:-1])
+    for name, tensor in (("ids", ids), ("log_probs", log_probs)):
+        check_dense(_OP, name, tensor)
+        check_device(_OP, name, tensor, "hidden", hidden)
+        if tensor.dim() == 0 or tuple(tensor.shape[:-1]) != tokens:
+            raise ValueError(f"{_OP}: {name} has shape {list(tensor.shape)}, expected {[*tokens, 'k']}")
+    if ids.shape != log_probs.shape or not 0 < ids.shape[-1] < vocab:
+        raise ValueError(
+            f"{_OP}: ids has shape {list(ids.shape)} and log_probs {list(log_probs.shape)}, expected the same, with "
+            f"0 < k < {vocab}"
+        )
+    if ids.is_floating_point() or ids.dtype == torch.bool:
+        raise TypeError(f"{_OP}: ids is {ids.dtype}, expected torch.int64 or a smaller integer")
+    if not log_probs.is_floating_point():
+        raise TypeError(f"{_OP}: log_probs is {log_probs.dtype}, expected a floating-point dtype")
+    if log_probs.requires_grad:
+        raise ValueError(f"{_OP}: log_probs requires a gradient, which it does not get; pass log_probs.detach()")
+
+
+def _check_values(ids: torch.Tensor, log_probs: torch.Tensor, vocab: int) -> None:
+    """Raises ValueError for ids or log-probabilities [n, k] that are none, on a CPU."""
+    if ids.device.type != "cpu" or not values_known(ids) or ids.numel() == 0:
+        return
+    outside, ordered = ids[(ids < 0) | (ids >= vocab)], ids.sort(1).values
+    if outside.numel():
+        raise ValueError(f"{_OP}: ids holds {outside[0].item()}, expected 0 <= id < {vocab}; mask such tokens")
+    if (ordered[:, 1:] == ordered[:, :-1]).any():
+        raise ValueError(f"{_OP}: ids holds a token twice in a row, expected k different ones")
+    total = log_probs.double().exp().sum(1)
+    if not (total <= 1 + _SLACK).all():  # NaN, too
+        worst = total[~(total <= 1 + _SLACK)][0].item()
+        raise ValueError(f"{_OP}: log_probs of a token are of probability {worst:g} in all, expected at most 1")

@@ -107,7 +107,9 @@ def test_same_training(arch: str, name: str, tmp_path: Path) -> None:
     ours, our_moves = trained(name, tmp_path / "start", documents, tmp_path)
     assert_same_log(ours, theirs)
     whole = [torch.cat([moved.flatten() for moved in moves.values()]) for moves in (our_moves, their_moves)]
-    assert whole[1].norm() > 0 and relative_error(*whole) <= 3e-5
+    weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    rounding = 1.2e-7 * weights.norm() / whole[1].norm()  # of weights, of which the moves are differences
+    assert whole[1].norm() > 0 and relative_error(*whole) <= 3e-5 + rounding
 
 
 class HeadProducts(TorchDispatchMode):

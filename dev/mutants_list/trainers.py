@@ -1,0 +1,106 @@
+"""Wrong changes to losses of post-training, to seqtile.fit and to what trainers are given."""
+
+from mutants_list.mutant import Mutant
+
+LOG_PROBS = ("ops/test_linear_log_probs.py",)
+DIVERGENCE = ("ops/test_linear_divergence.py",)
+TOP_K = ("ops/test_linear_topk_divergence.py",)
+TRL = ("integrations/test_trl.py",)
+
+MUTANTS = (
+    Mutant(
+        "log-probs: factors that differ are taken for one",
+        "ops/logit_chunks.py",
+        "return (first, None) if equal else (None, d_losses)",
+        "return first, None",
+        LOG_PROBS,
+    ),
+    Mutant(
+        "log-probs: the mean logit counts the padding of a row",
+        "kernels/eager.py",
+        "mean[rows] = x.mean(dim=1)",
+        "mean[rows] = x.sum(dim=1) / (vocab + 1)",
+        LOG_PROBS,
+    ),
+    Mutant(
+        "divergence: the student's reverse gradient lacks its mean",
+        "kernels/eager.py",
+        "p - q if beta == 0 else of_p * p * (p_term - of_student),",
+        "p - q if beta == 0 else of_p * p * p_term,",
+        DIVERGENCE,
+    ),
+    Mutant(
+        "divergence: the mixture's weights are swapped",
+        "kernels/eager.py",
+        "((1 - beta) * p + beta * q).clamp_(min=1e-38)",
+        "((1 - beta) * q + beta * p).clamp_(min=1e-38)",
+        DIVERGENCE,
+    ),
+    Mutant(
+        "heads: the teacher's bias gets the scale of its products",
+        "ops/linear_divergence.py",
+        "(options.teacher_scale * of_bias, of_bias)",
+        "(options.teacher_scale * of_bias, options.teacher_scale * of_bias)",
+        DIVERGENCE,
+    ),
+    Mutant(
+        "heads: a second backward uses sums that were given away",
+        "ops/heads.py",
+        "(rows, *operands), sums, ctx.sums = ctx.saved_tensors, ctx.sums, None",
+        "(rows, *operands), sums = ctx.saved_tensors, ctx.sums",
+        DIVERGENCE,
+    ),
+    Mutant(
+        "top-k: what a cap leaves of the tokens taken out stays in the tail",
+        "ops/linear_topk_divergence.py",
+        "if options.softcap > 0:\n        taken_out",
+        "if False:\n        taken_out",
+        TOP_K,
+    ),
+    Mutant(
+        "top-k: the tail's gradient forgets the teacher",
+        "ops/linear_topk_divergence.py",
+        "(total * logs.exp() - rest)",
+        "(total * logs.exp())",
+        TOP_K,
+    ),
+    Mutant(
+        "trl: every trainer's log-probabilities are taken for summed",
+        "integrations/trl.py",
+        'self.args.loss_type == "nll"',
+        "True",
+        TRL,
+        select="products",
+    ),
+    Mutant(
+        "trl: mean logits and hits change places",
+        "integrations/trl.py",
+        "squares.log(), mean_logit, is_largest",
+        "squares.log(), is_largest, mean_logit",
+        TRL,
+        select="llama",
+    ),
+    Mutant(
+        "trl: another version is patched",
+        "integrations/trl.py",
+        "    if unknown:\n",
+        "    if False:\n",
+        TRL,
+        select="version",
+    ),
+    Mutant(
+        "callback: Accelerate's autocast is lost",
+        "integrations/trainer.py",
+        "model.forward = MethodType(convert_outputs_to_fp32(with_autocast), model)",
+        "pass",
+        ("integrations/test_trainer.py",),
+        select="autocast",
+    ),
+    Mutant(
+        "fit: the layer inputs go to the host before whole layers are tried",
+        "fitting.py",
+        '"layers in chunks": ({"tiles": TILES}, "no more products"),',
+        '"layers in chunks": ({"tiles": TILES, "offload": ("activations",)}, "no more products"),',
+        ("test_fitting.py",),
+    ),
+)

@@ -15,7 +15,16 @@ import torch
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 LOST = 86  # the exit status of a process whose device was lost: another one can go on
-PACKAGES = ("torch", "triton", "transformers", "liger-kernel", "deepspeed", "cut-cross-entropy", "quack-kernels")
+PACKAGES = (
+    "torch",
+    "triton",
+    "transformers",
+    "liger-kernel",
+    "deepspeed",
+    "trl",
+    "cut-cross-entropy",
+    "quack-kernels",
+)
 CLOCKS = ("driver_version", "clocks.sm", "clocks.max.sm", "clocks.mem", "power.limit", "temperature.gpu")
 
 

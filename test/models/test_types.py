@@ -3,12 +3,23 @@
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from dev import models
-from transformers import CONFIG_MAPPING, GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
+from transformers import (
+    CONFIG_MAPPING,
+    AttentionInterface,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Olmo2Config,
+    Olmo2ForCausalLM,
+)
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama import modeling_llama
 
 import seqtile
@@ -163,6 +174,27 @@ class Convolution(torch.nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.down(self.conv(self.up(x).transpose(1, 2)).transpose(1, 2))
+
+
+def test_attention_is_given_the_whole() -> None:
+    """A layer that is called chunk by chunk gives its attention function what belongs to the whole sequence."""
+    shapes: list[dict[str, torch.Size]] = []
+
+    def watched(module: torch.nn.Module, q: torch.Tensor, *args: Any, **options: Any) -> Any:
+        given = {"q": q} | options
+        shapes.append({name: value.shape for name, value in given.items() if isinstance(value, torch.Tensor)})
+        return sdpa_attention_forward(module, q, *args, **options)
+
+    AttentionInterface.register("watched", watched)
+    model, length = small_model(Olmo2ForCausalLM, Olmo2Config()).train(), 3 * proof.CHUNK + 1
+    model.set_attn_implementation("watched")
+    inputs = {"input_ids": torch.randint(3, 50, (2, length)), "position_ids": torch.arange(length).repeat(2, 1)}
+    model(**inputs, use_cache=False)
+    untiled = shapes.copy()
+    seqtile.apply_seqtile(model, layer=True, chunk_tokens=proof.CHUNK)
+    shapes.clear()
+    model(**inputs, use_cache=False)
+    assert untiled[0]["position_ids"] == (2, length) and shapes == untiled
 
 
 def test_a_convolution_is_no_mlp() -> None:

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from functools import cache
 
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from seqtile.models.mlp import experts_of
@@ -55,11 +54,11 @@ def _is_mlp(module: nn.Module) -> bool:
     if len(required) not in (1, 2) or any(_OF_A_SEQUENCE.search(name) for name in names if name not in required):
         return False
     children = [inside_peft(child) for child in module.children()]
-    if any(experts_of(part) for part in (module, *children)) or isinstance(
-        module, nn.ModuleList | nn.Sequential | nn.ModuleDict
-    ):
+    if isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
         return False
-    if any(isinstance(child, _ConvNd) or _holds_weights_below(child) for child in children):
+    if any(experts_of(part) for part in (module, *children)):  # a convolution's weight has three dimensions, too
+        return False
+    if any(_holds_weights_below(child) for child in children):
         return False
     return sum(_is_projection(child) for child in children) >= 2
 

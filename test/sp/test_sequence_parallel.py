@@ -31,6 +31,14 @@ def test_reducers(family: str) -> None:
 
 
 @pytest.mark.dist
+def test_post_training() -> None:
+    """Losses of policy gradients, of preferences and of distillation over documents packed in one row."""
+    output = ranks(2, WORKER, "post_training")
+    expected = [f"rank {rank}: {loss} equal" for rank in range(2) for loss in ("grpo", "dpo", "distillation")]
+    assert [line for line in expected if line not in output] == []
+
+
+@pytest.mark.dist
 def test_refusals() -> None:
     output = ranks(2, WORKER, "refusals")
     assert all(f"rank {rank}: refused what it must" in output for rank in range(2))

@@ -1,0 +1,105 @@
+"""Losses of GRPO, DPO and distillation of packed documents over the ranks that share them, against one process."""
+
+import copy
+import faulthandler
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import seqtile
+from assertions import relative_error
+from seqtile import sp
+from seqtile.sp.data import completed
+from sp.first_rank import by_first_rank
+from tiny import VOCAB, build
+
+TIME_LIMIT = 120  # seconds
+LENGTHS = (17, 30, 9, 41)  # chosen and rejected by turns, or four answers; none ends where a rank's part does
+PROMPT = 4
+Reduce = Callable[[Tensor], Tensor]
+
+
+def packed() -> dict[str, Tensor]:
+    """Four documents, prompt and completion, in one row; of each token its document, and an advantage."""
+    ids = torch.randint(3, VOCAB, (1, sum(LENGTHS)))
+    positions = torch.cat([torch.arange(length) for length in LENGTHS])[None]
+    documents = torch.repeat_interleave(torch.arange(len(LENGTHS)), torch.tensor(LENGTHS))[None]
+    return {
+        "input_ids": ids,
+        "position_ids": positions,
+        "labels": ids.masked_fill(positions < PROMPT, -100),
+        "documents": documents,
+        "advantages": torch.randn(len(LENGTHS))[documents],
+        "old": torch.randn(ids.shape) * 0.1 - 5,
+    }
+
+
+def hidden_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    inputs = {name: batch[name] for name in ("input_ids", "position_ids", "batch_hash")}
+    return model.model(**inputs, use_cache=False).last_hidden_state
+
+
+def log_probs_of(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    head = model.lm_head.weight
+    return seqtile.linear_log_probs(hidden_of(model, batch), head, batch["shift_labels"], chunk_tokens=11)
+
+
+def grpo(model: nn.Module, reference: nn.Module, batch: dict[str, Tensor], reduce: Reduce) -> Tensor:
+    log_probs = log_probs_of(model, batch)
+    with torch.no_grad():
+        away = log_probs_of(reference, batch) - log_probs
+    ratio, advantages = (log_probs - batch["old"]).exp(), batch["advantages"]
+    clipped = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+    divergence = (away + log_probs.detach() - log_probs).exp() - (away + log_probs.detach() - log_probs) - 1
+    counts = batch["shift_labels"] != -100
+    return reduce(-((clipped - 0.1 * divergence) * counts).sum() / batch["num_items_in_batch"])
+
+
+def dpo(model: nn.Module, reference: nn.Module, batch: dict[str, Tensor], reduce: Reduce) -> Tensor:
+    def sums(of: nn.Module) -> Tensor:
+        nothing = torch.zeros(len(LENGTHS))
+        return reduce(nothing.index_add(0, batch["documents"][0], log_probs_of(of, batch)[0]))
+
+    with torch.no_grad():
+        before = sums(reference)
+    chosen, rejected = (sums(model) - before).view(-1, 2).unbind(1)
+    return -F.logsigmoid(0.1 * (chosen - rejected)).mean()
+
+
+def distillation(model: nn.Module, teacher: nn.Module, batch: dict[str, Tensor], reduce: Reduce) -> Tensor:
+    heads = [tensor for of in (model, teacher) for tensor in (hidden_of(of, batch), of.lm_head.weight)]
+    share = seqtile.linear_divergence(*heads, beta=0.5, mask=batch["shift_labels"] != -100, reduction="sum")
+    return reduce(share / batch["num_items_in_batch"])
+
+
+def by_one(loss_of: Callable[..., Tensor], model: nn.Module, *arguments: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    loss = loss_of(model, *arguments, lambda share: share)
+    loss.backward()
+    return loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def post_training() -> None:
+    from sp.worker import averaged
+
+    faulthandler.dump_traceback_later(TIME_LIMIT, exit=True)
+    ctx = sp.initialize(2)
+    for i, loss_of in enumerate((grpo, dpo, distillation)):
+        torch.manual_seed(i)
+        one, reference = build("llama"), build("llama").requires_grad_(False)
+        batch, many = packed(), copy.deepcopy(one)
+        whole = completed(batch)
+        loss, gradients = by_first_rank(by_one, loss_of, one, reference, whole | {"batch_hash": None})
+        for model in (many, reference):
+            sp.apply_ulysses(model, ctx)
+        seqtile.apply_seqtile(many, chunk_tokens=11, loss=False)
+        ours = loss_of(many, reference, sp.shard(batch, ctx), lambda share: sp.reduce_loss(share, ctx))
+        ours.backward()
+        assert relative_error(ours.detach(), loss) <= 1e-5, loss_of.__name__
+        assert any(gradient.norm() > 0 for gradient in gradients.values())
+        for name, gradient in averaged(many).items():
+            error = relative_error(gradient, gradients[name])
+            assert error <= 1e-5, f"{loss_of.__name__}: {name} is {error:.1e} off"
+        print(f"rank {ctx.rank}: {loss_of.__name__} equal", flush=True)

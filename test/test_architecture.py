@@ -35,6 +35,7 @@ FOREIGN = {  # package -> the subpackages that may import it; a package that is 
     "deepspeed": {"recipes"},
     "transformers": {"models", "sp", "recipes", "offload", "integrations"},
     "accelerate": {"integrations"},
+    "bitsandbytes": {"models"},
     "trl": {"integrations"},
     "axolotl": {"integrations"},
     "pydantic": {"integrations"},

@@ -46,7 +46,7 @@ def runs_tiled(model: nn.Module) -> list[bool]:
     """Whether the loss and the MLPs are tiled, by what a training step does, and whether `status` says so too."""
     with pytest.MonkeyPatch.context() as patch:
         calls = []
-        for room, name in ((seqtile.models.mlp, "gated_mlp"), (seqtile.models.fallback, "tiled")):
+        for room, name in ((seqtile.models.mlp, "gated_mlp_of"), (seqtile.models.fallback, "tiled")):
             function = getattr(room, name)
             patch.setattr(room, name, lambda *args, f=function, **kw: calls.append(1) or f(*args, **kw))
         loss_tiled = model(**batch_of(1, 101)).logits is None

@@ -48,7 +48,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter]:
         monkeypatch.setattr(module, name, lambda *args, **kw: counted.update([name]) or function(*args, **kw))
 
     count(seqtile.models.loss, "linear_cross_entropy")
-    count(seqtile.models.mlp, "gated_mlp")
+    count(seqtile.models.mlp, "gated_mlp_of")
     with modeling_restored():
         yield counted
         seqtile.restore()
@@ -116,7 +116,7 @@ def both(
     theirs = run(trainer(cls, model, documents, output, **options))
     assert not calls
     ours = run(trainer(cls, tiled_copy(start, how), documents, output, **options))
-    assert calls["gated_mlp"] > 0 and (calls["linear_cross_entropy"] > 0) == (cls is OwnLoss)
+    assert calls["gated_mlp_of"] > 0 and (calls["linear_cross_entropy"] > 0) == (cls is OwnLoss)
     return ours, theirs
 
 

@@ -44,6 +44,7 @@ from seqtile.models.weights import (
     projection_fallback_reason,
     read_projection,
 )
+from seqtile.ops.checks import autocast_dtype
 from seqtile.ops.chunks import resolve_chunk_tokens
 from seqtile.ops.decoder_layer import decoder_layer
 from seqtile.ops.decoder_layer.params import AttentionParams, LayerParams, MLPParams
@@ -137,7 +138,7 @@ def _llama_layer(
     """Computes the output [B, S, D] of a layer of Llama's shape."""
     attention = layer.self_attn
     grouped = None if cache is not None else options.head_groups
-    reason = check_layer(layer, replace(options, head_groups=grouped))
+    reason = check_layer(layer, replace(options, head_groups=grouped), autocast_dtype(hidden) or hidden.dtype)
     if reason and module_call_reason():  # every call matters, that of the attention, too, which no chunk can make
         inner = forward_in_place_of(layer)
         inner = inner.__wrapped__ if _FORWARD_CHECKPOINTS else inner
@@ -242,16 +243,16 @@ def layer_refusal(layer: nn.Module) -> str | None:
 
 
 @torch.compiler.disable(reason="seqtile looks at what the modules of a layer are")
-def check_layer(layer: nn.Module, options: Options) -> str | None:
+def check_layer(layer: nn.Module, options: Options, dtype: torch.dtype | None = None) -> str | None:
     """Raises ValueError where a tiled layer would refuse to run, or not compute what `layer` computes; returns why its
-    modules are called rather than read, None if they are read."""
+    modules are called rather than read, None if they are read. `dtype`: of its products, where that is known."""
     check_untransformed()
     form = layer_form_of(layer)
     if isinstance(form, LayerForm):
         attention = layer.self_attn
         if (changed := module_fallback_reason(attention, recording=False)) is not None:
             raise ValueError(f"a tiled layer skips its attention's forward, which {changed}; apply with layer=False")
-        reason = layer_fallback_reason(form, layer)
+        reason = layer_fallback_reason(form, layer, dtype)
     else:
         reason = form
     if (refusal := layer_refusal(layer)) is not None:
@@ -265,12 +266,13 @@ def check_layer(layer: nn.Module, options: Options) -> str | None:
     return reason
 
 
-def layer_fallback_reason(form: LayerForm, layer: nn.Module) -> str | None:
+def layer_fallback_reason(form: LayerForm, layer: nn.Module, dtype: torch.dtype | None = None) -> str | None:
     """Says why the modules of a layer of Llama's shape are called rather than read."""
-    return process_fallback_reason() or next((reason for reason in _reasons(form, layer) if reason is not None), None)
+    found = (reason for reason in _reasons(form, layer, dtype) if reason is not None)
+    return process_fallback_reason() or next(found, None)
 
 
-def _reasons(form: LayerForm, layer: nn.Module) -> Iterator[str | None]:
+def _reasons(form: LayerForm, layer: nn.Module, dtype: torch.dtype | None) -> Iterator[str | None]:
     attention, mlp = layer.self_attn, layer.mlp
     for name in ("input_layernorm", "post_attention_layernorm"):
         yield norm_fallback_reason(name, getattr(layer, name))
@@ -278,7 +280,7 @@ def _reasons(form: LayerForm, layer: nn.Module) -> Iterator[str | None]:
         if form.attention.head_norms:
             yield norm_fallback_reason(name, getattr(attention, name))
     for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-        yield projection_fallback_reason(name, getattr(attention, name))
+        yield projection_fallback_reason(name, getattr(attention, name), dtype)
     if gated_form(computed_forward(mlp)) is None:
         yield "its MLP has a forward of its own"
     if (reason := call_fallback_reason(mlp)) is not None:
@@ -286,7 +288,7 @@ def _reasons(form: LayerForm, layer: nn.Module) -> Iterator[str | None]:
     if not is_llamas_rotary(_rotary_of(attention)):
         yield "its rotary embedding is not Llama's"
     forward = forward_in_place_of(mlp)
-    yield mlp_fallback_reason(mlp, gated_form(forward) or forward)
+    yield mlp_fallback_reason(mlp, gated_form(forward) or forward, dtype)
 
 
 @torch.compiler.disable(reason="seqtile reads source")

@@ -24,6 +24,7 @@ from seqtile.models.fallback import call_tiled
 from seqtile.models.forms import code_of
 from seqtile.models.lazy_logits import LazyLogits
 from seqtile.models.placement import Options, stand_in_for
+from seqtile.models.quantised import is_quantised
 from seqtile.models.weights import (
     call_inside,
     check_not_zero3,
@@ -164,6 +165,8 @@ def check_loss(model: nn.Module, options: Options) -> str | None:
 def head_fallback_reason(head: nn.Module) -> str | None:
     """Says why lm_head is called rather than read."""
     reason = process_fallback_reason() or projection_fallback_reason("lm_head", head)
+    if reason is None and is_quantised(head):
+        return "lm_head is quantised"
     return "lm_head has an adapter" if reason is None and hasattr(head, "lora_A") else reason
 
 

@@ -33,8 +33,9 @@ from seqtile.models.weights import (
     silu_fallback_reason,
     trained,
 )
+from seqtile.ops.checks import autocast_dtype
 from seqtile.ops.chunks import resolve_chunk_tokens
-from seqtile.ops.gated_mlp import gated_mlp
+from seqtile.ops.gated_mlp import gated_mlp_of
 from seqtile.ops.linear import Projection
 
 logger = logging.get_logger(__name__)
@@ -115,21 +116,15 @@ def tiled_mlp_forward(options: Options, original: Callable) -> Callable:
                 "untiled and keep what they keep untiled; for less memory train on longer sequences, or pass a smaller "
                 "chunk_tokens"
             )
-        if (reason := mlp_fallback_reason(self, form or original)) is not None:
+        if (reason := mlp_fallback_reason(self, form or original, autocast_dtype(x) or x.dtype)) is not None:
             check_not_zero3(self, reason)
 
             def of_chunk(*pieces: torch.Tensor) -> torch.Tensor:
                 return original(self, *(piece.contiguous() for piece in pieces))  # some call view
 
             return call_tiled(of_chunk, [self], x, *others, chunk_tokens=options.chunk_tokens)
-        arguments: dict[str, Any] = {"up_weight": None}
-        for name, projection in zip(("gate", "up", "down"), read_mlp(self, form), strict=True):
-            if projection is not None:
-                arguments[f"{name}_weight"] = projection.weight
-                arguments[f"{name}_bias"] = projection.bias
-                arguments[f"{name}_lora"] = projection.adapter
-        activation = activation_of(self, form)
-        return gated_mlp(x, **arguments, activation=activation, chunk_tokens=options.chunk_tokens)
+        params = tuple(projection for projection in read_mlp(self, form) if projection is not None)
+        return gated_mlp_of(x, params, activation_of(self, form), options.chunk_tokens)
 
     return forward
 
@@ -153,14 +148,15 @@ def check_mlp(mlp: nn.Module, options: Options) -> str | None:
     return reason
 
 
-def mlp_fallback_reason(mlp: nn.Module, form: Gated | Callable) -> str | None:
-    """Says why an MLP is called rather than read; given the form of its forward, or a forward that has none."""
+def mlp_fallback_reason(mlp: nn.Module, form: Gated | Callable, dtype: torch.dtype | None = None) -> str | None:
+    """Says why an MLP is called rather than read; given the form of its forward, or a forward that has none, and the
+    dtype of its products where that is known."""
     if not isinstance(form, Gated):
         return f"its forward is {named(form)}"
     if (reason := process_fallback_reason()) is not None:
         return reason
     for name in _projections(form):
-        if (reason := projection_fallback_reason(name, getattr(mlp, name, None))) is not None:
+        if (reason := projection_fallback_reason(name, getattr(mlp, name, None), dtype)) is not None:
             return reason
     if form.module is not None:
         return activation_fallback_reason(getattr(mlp, form.module))

@@ -25,6 +25,7 @@ from torch.nn.modules import module as module_module
 from torch.utils._device import DeviceContext
 from transformers.activations import GELUTanh, SiLUActivation
 
+from seqtile.models.quantised import decoding_reason, encoding_of, is_quantised
 from seqtile.ops.checks import DTYPES
 from seqtile.ops.linear import Projection
 
@@ -130,6 +131,11 @@ def linear_fallback_reason(module: Any) -> str | None:
     return module_fallback_reason(module)
 
 
+def quantised_fallback_reason(module: Any) -> str | None:
+    """Says why calling a quantised layer is not F.linear(x, its decoded weight, module.bias)."""
+    return decoding_reason(module) or module_fallback_reason(module)
+
+
 def activation_name(activation: Any) -> str | None:
     """Returns the name of an activation of this class in `gated_mlp`; None if it has none."""
     return _ACTIVATIONS.get(type(activation), (None,))[0]
@@ -222,18 +228,23 @@ def read_projection(name: str, module: nn.Module) -> Projection:
     layers = _layers_of(module)
     assert isinstance(layers, Layers), f"{name} {layers}"
     base, a, b, scale = layers
-    weight = _whole(name, base.weight)
+    encoding = encoding_of(base)
+    weight = _whole(name, base.weight) if encoding is None else base.weight.data
     if a is None:
-        return Projection(weight, base.bias)
-    return Projection(weight, base.bias, _whole(name, a.weight), _whole(name, b.weight), scale)
+        return Projection(weight, base.bias, encoding=encoding)
+    return Projection(weight, base.bias, _whole(name, a.weight), _whole(name, b.weight), scale, encoding)
 
 
-def projection_fallback_reason(name: str, module: nn.Module | None) -> str | None:
-    """Says why a projection must be called rather than read; see `process_fallback_reason`, too."""
+def projection_fallback_reason(name: str, module: nn.Module | None, dtype: torch.dtype | None = None) -> str | None:
+    """Says why a projection must be called rather than read, given the dtype of its products where that is known; see
+    `process_fallback_reason`, too."""
     layers = _layers_of(module)
     if isinstance(layers, str):
         return f"{name} {layers}"
-    for layer in layers[:3]:
+    computes_in = getattr(layers.base, "compute_dtype", None) if is_quantised(layers.base) else None
+    if computes_in is not None and dtype not in (None, computes_in):
+        return f"{name} computes in {computes_in}, where its input is in {dtype}"
+    for layer in layers[is_quantised(layers.base) : 3]:
         weight = None if layer is None else layer.weight
         if weight is not None and type(weight) not in _PLAIN and not isinstance(weight, DTensor):
             return f"{name}.weight is a {named(type(weight))}"
@@ -256,17 +267,23 @@ def _layers_of(module: Any) -> Layers | str:
     """Returns the layers of a plain linear layer or of a plain LoRA over one; of anything else what it is instead."""
     if _is_lora(module):
         return _lora_layers(module)
+    if is_quantised(module):
+        return quantised_fallback_reason(module) or Layers(module)
     return linear_fallback_reason(module) or Layers(module)
 
 
 def _is_lora(module: Any) -> bool:
-    """Says if a module is PEFT's LoRA of a linear layer, and of no subclass."""
-    return type(module) is getattr(sys.modules.get("peft.tuners.lora.layer"), "Linear", None)
+    """Says if a module is PEFT's LoRA of a linear layer, plain or of 4 bits, and of no subclass."""
+    kinds = (("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.bnb", "Linear4bit"))
+    return type(module) in [getattr(sys.modules[name], kind, None) for name, kind in kinds if name in sys.modules]
 
 
 def _lora_layers(module: Any) -> Layers | str:
     """Returns the layers of PEFT's LoRA: without dropout, of the plain kind, at most one active adapter, not merged."""
-    if defining_path(type(module).forward) != "peft.tuners.lora.layer.Linear.forward":
+    if defining_path(type(module).forward) not in (
+        "peft.tuners.lora.layer.Linear.forward",
+        "peft.tuners.lora.bnb.Linear4bit.forward",
+    ):
         return f"is a {named(type(module))}, whose forward was replaced"
     if (reason := module_fallback_reason(module)) is not None:
         return reason

@@ -103,6 +103,12 @@ def gated_mlp(
         raise ValueError(f"{_OP}: without up_weight, gate_weight holds up too: pass its bias and adapter as gate's")
     else:
         params = (gate, down)
+    return gated_mlp_of(x, params, activation, chunk_tokens)
+
+
+def gated_mlp_of(x: torch.Tensor, params: Projections, activation: str, chunk_tokens: int | None) -> torch.Tensor:
+    """Computes `gated_mlp` of projections, whose weights may be stored otherwise: such a one is decoded once in a
+    forward and once in a backward, and dropped at its end."""
     _check(x, params, activation)
     chunk_tokens = resolve_chunk_tokens(chunk_tokens, x.shape[-1])
     fits = x.shape[:-1].numel() <= chunk_tokens
@@ -214,22 +220,24 @@ def _check(x: torch.Tensor, params: Projections, activation: str) -> None:
     named = dict(zip(("gate", "down") if fused else ("gate", "up", "down"), params, strict=True))
     operands: dict[str, Any] = {"x": x}
     for name, projection in named.items():
-        operands[f"{name}_weight"] = projection.weight
+        if projection.encoding is None:
+            operands[f"{name}_weight"] = projection.weight
         if projection.bias is not None:
             operands[f"{name}_bias"] = projection.bias
     check_operands(_OP, "x", operands)
     if x.dim() == 0 or x.numel() == 0:
         raise ValueError(f"{_OP}: x has shape {list(x.shape)}, expected [..., D] with at least one token")
-    gate = params[0].weight
-    if gate.dim() != 2 or gate.shape[1] != x.shape[-1] or (fused and gate.shape[0] % 2):
+    gate = params[0].shape
+    if len(gate) != 2 or gate[1] != x.shape[-1] or (fused and gate[0] % 2):
         expected = "[2M, D]" if fused else "[M, D]"
-        raise ValueError(f"{_OP}: gate_weight has shape {list(gate.shape)}, expected {expected} with D = {x.shape[-1]}")
-    rows, hidden = gate.shape
+        raise ValueError(f"{_OP}: gate_weight has shape {list(gate)}, expected {expected} with D = {x.shape[-1]}")
+    rows, hidden = gate
     for name, projection in named.items():
         shape = (hidden, rows // 2 if fused else rows) if name == "down" else (rows, hidden)
-        check_shape(
-            _OP, f"{name}_weight", projection.weight, shape, "[D, M]" if name == "down" else "gate_weight's [M, D]"
-        )
+        if tuple(projection.shape) != shape:
+            meaning = "[D, M]" if name == "down" else "gate_weight's [M, D]"
+            found = list(projection.shape)
+            raise ValueError(f"{_OP}: {name}_weight has shape {found}, expected {meaning} = {list(shape)}")
         if projection.bias is not None:
             check_shape(_OP, f"{name}_bias", projection.bias, shape[:1], f"one number a row of {name}_weight")
         if projection.a is not None or projection.b is not None:

@@ -12,7 +12,7 @@ Parameters travel as trees: NamedTuples of `Projection` and other NamedTuples, w
 None. The sums of their gradients are a tree of the same form, with a `WeightGrad` in the place of a tensor.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple, TypeVar
 
@@ -155,11 +155,19 @@ class LowRank(NamedTuple):
     """The factor of what the adapter adds, such as alpha / r."""
 
 
+class Encoding:
+    """How a frozen weight is stored that is not [out, in] numbers: `decode` makes these of it. A leaf of a tree of
+    parameters that is no tensor."""
+
+    def __init__(self, shape: torch.Size, decode: Callable[[torch.Tensor], torch.Tensor]):
+        self.shape, self.decode = shape, decode
+
+
 class Projection(NamedTuple):
     """A linear layer with at most one adapter: y = x weight' + bias + scale * (x a') b'."""
 
     weight: torch.Tensor
-    """[out, in]"""
+    """[out, in]; anything of a weight that is stored otherwise."""
     bias: torch.Tensor | None
     """[out]"""
     a: torch.Tensor | None = None
@@ -167,10 +175,24 @@ class Projection(NamedTuple):
     b: torch.Tensor | None = None
     """[out, r]"""
     scale: float = 1.0
+    encoding: Encoding | None = None
+    """How the weight is stored, if otherwise."""
 
     @classmethod
     def of(cls, weight: torch.Tensor, bias: torch.Tensor | None, adapter: LowRank | None) -> "Projection":
         return cls(weight, bias, *(adapter or ()))
+
+    @property
+    def shape(self) -> torch.Size:
+        """[out, in]"""
+        return self.weight.shape if self.encoding is None else self.encoding.shape
+
+    def decoded(self) -> "Projection":
+        """Returns the projection with its weight as [out, in] numbers: a copy of one that is stored otherwise, to be
+        kept no longer than it is computed with."""
+        if self.encoding is None:
+            return self
+        return self._replace(weight=self.encoding.decode(self.weight), encoding=None)
 
     @property
     def adapter(self) -> LowRank | None:
@@ -179,20 +201,21 @@ class Projection(NamedTuple):
     def slice_out(self, rows: slice) -> "Projection":
         """Returns the projection to some of the outputs."""
         bias, b = (None if tensor is None else tensor[rows] for tensor in (self.bias, self.b))
-        return Projection(self.weight[rows], bias, self.a, b, self.scale)
+        return Projection(self.decoded().weight[rows], bias, self.a, b, self.scale)
 
     def slice_in(self, columns: slice) -> "Projection":
         """Returns the projection of some of the inputs, without the bias."""
         a = None if self.a is None else self.a[:, columns]
-        return Projection(self.weight[:, columns], None, a, self.b, self.scale)
+        return Projection(self.decoded().weight[:, columns], None, a, self.b, self.scale)
 
     def to(self, dtype: torch.dtype) -> "Projection":
         """Returns the operands of the products in `dtype`: copies where that changes something."""
-        return Projection(*(None if tensor is None else tensor.to(dtype) for tensor in self[:4]), self.scale)
+        tensors = self.decoded()[:4]
+        return Projection(*(None if tensor is None else tensor.to(dtype) for tensor in tensors), self.scale)
 
     def differentiable(self, x: torch.Tensor) -> torch.Tensor:
         """Computes y [..., out] of x [..., in] by operations that autograd follows."""
-        y = F.linear(x, self.weight, self.bias)
+        y = F.linear(x, self.decoded().weight.to(x.dtype) if self.encoding else self.weight, self.bias)
         if self.a is None:
             return y
         return y + F.linear(F.linear(x, self.a.to(x.dtype)), self.b.to(x.dtype)) * self.scale
@@ -257,7 +280,7 @@ class FusedProjection:
     def begin_weight_grads(self, sums: Sequence[Projection]) -> Projection:
         """Returns the sums of the stack's gradients, of those tensors of which a part has a sum in `sums`."""
         needs = [any(part[i] is not None for part in sums) for i in range(4)]
-        return begin_weight_grads(self.projection, [*needs, False], [None] * 5)
+        return begin_weight_grads(self.projection, [*needs, False, False], [None] * 6)
 
     def add_to_parts(self, stacked: Projection, sums: Sequence[Projection]) -> None:
         """Adds the sums of the stack's gradients to those of the whole parts."""

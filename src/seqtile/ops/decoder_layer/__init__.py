@@ -80,8 +80,8 @@ def decoder_layer(
     sizes = LayerSizes(
         batch,
         length,
-        heads=len(attention.q.weight) // head_dim,
-        kv_heads=len(attention.k.weight) // head_dim,
+        heads=attention.q.shape[0] // head_dim,
+        kv_heads=attention.k.shape[0] // head_dim,
         head_dim=head_dim,
         groups=head_groups or 1,
         chunk_tokens=resolve_chunk_tokens(chunk_tokens, hidden),
@@ -108,8 +108,9 @@ def _check(
     """Raises TypeError or ValueError, see `decoder_layer`."""
     attention, mlp = params
     operands = {"x": x, "norm": attention.norm.weight, "mlp_norm": mlp.norm.weight}
-    operands |= {f"{name}_weight": getattr(attention, name).weight for name in ("q", "k", "v", "o")}
-    operands |= {f"{name}_weight": getattr(mlp, name).weight for name in ("gate", "up", "down")}
+    projections = {name: getattr(attention, name) for name in ("q", "k", "v", "o")}
+    projections |= {name: getattr(mlp, name) for name in ("gate", "up", "down")}
+    operands |= {f"{name}_weight": one.weight for name, one in projections.items() if one.encoding is None}
     check_operands("decoder_layer", "x", operands)
     if rotary is not None and any(angles.requires_grad for angles in rotary):
         raise ValueError("decoder_layer: expected fixed angles, got some that require a gradient; leave it untiled")

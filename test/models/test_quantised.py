@@ -1,0 +1,139 @@
+"""Bases of 4 bits, by the real bitsandbytes, under PEFT's LoRA: read, tiled, and equal to the untiled model."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import seqtile
+from assertions import relative_error
+from measure import FlopCount, LiveBytes, eager_memory
+from seqtile.models.quantised import encoding_of
+from tiny import CHUNK, batch_of, build
+
+bnb = pytest.importorskip("bitsandbytes")
+peft = pytest.importorskip("peft")
+KINDS = {
+    "nf4": {"quant_type": "nf4", "compress_statistics": False},
+    "nf4, double": {"quant_type": "nf4", "compress_statistics": True},
+    "fp4": {"quant_type": "fp4", "compress_statistics": True},
+}
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def quantised(model: nn.Module, compute_dtype: torch.dtype | None = torch.float32, **options: Any) -> nn.Module:
+    """The model with the projections of its layers in 4 bits, frozen."""
+    for module in list(model.model.layers.modules()):
+        for name, child in list(module.named_children()):
+            if name in PROJECTIONS:
+                layer = bnb.nn.Linear4bit(
+                    child.in_features, child.out_features, child.bias is not None, compute_dtype, **options
+                )
+                layer.load_state_dict(child.state_dict())
+                setattr(module, name, layer.to("cpu"))
+    return model.requires_grad_(False)
+
+
+def with_lora(model: nn.Module) -> nn.Module:
+    config = peft.LoraConfig(r=4, target_modules=list(PROJECTIONS), init_lora_weights=False)
+    return peft.get_peft_model(model, config).train()
+
+
+def step(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    model.zero_grad()
+    loss = model(**batch).loss
+    loss.backward()
+    found = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return loss.detach(), found
+
+
+def assert_same_step(ours: nn.Module, theirs: nn.Module) -> None:
+    batch = batch_of(2, 101)
+    (loss, gradients), (expected, same) = step(ours, batch), step(theirs, batch)
+    torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
+    assert gradients.keys() == same.keys() and len(same) > 0
+    for name, gradient in same.items():
+        assert gradient.norm() > 0 and relative_error(gradients[name], gradient) <= 2e-5, name
+
+
+@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.parametrize("options", [{}, {"layer": True}, {"layer": True, "head_groups": 2}], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("arch", ["llama", "qwen3", "gemma2"])
+def test_equals_untiled(arch: str, kind: str, options: dict, checkpointed: bool) -> None:
+    if arch == "gemma2" and "head_groups" in options:
+        pytest.skip("its layers have no groups")
+    theirs = with_lora(quantised(build(arch), **KINDS[kind]))
+    ours = copy.deepcopy(theirs)
+    seqtile.apply_seqtile(ours, chunk_tokens=CHUNK, **options)
+    status = seqtile.status(ours)
+    assert status.mlp.tiled == 2 and (arch == "gemma2" or (status.layer or status.mlp).fallback is None)
+    if checkpointed:
+        for model in (ours, theirs):
+            model.get_base_model().gradient_checkpointing_enable({"use_reentrant": False})
+    assert_same_step(ours, theirs)
+
+
+def test_without_an_adapter() -> None:
+    """The gradient goes through to what is trained below."""
+    theirs = quantised(build("llama"), **KINDS["nf4"])
+    theirs.model.embed_tokens.requires_grad_(True)
+    ours = copy.deepcopy(theirs)
+    seqtile.apply_seqtile(ours, chunk_tokens=CHUNK, layer=True)
+    assert_same_step(ours, theirs)
+
+
+def test_another_dtype_is_called() -> None:
+    """A layer that computes in bfloat16 what it is given in float32 is called: read it would compute in float32."""
+    theirs = with_lora(quantised(build("llama"), torch.bfloat16, **KINDS["nf4"]))
+    ours = copy.deepcopy(theirs)
+    seqtile.apply_seqtile(ours, chunk_tokens=CHUNK)
+    batch = batch_of(2, 101)
+    torch.testing.assert_close(ours(**batch).loss, theirs(**batch).loss, rtol=1e-5, atol=0)
+
+
+def test_products() -> None:
+    """Of a frozen MLP in 4 bits, checkpointed: 3 u in the forward, and 2 u and 3 u in the backward."""
+    model = quantised(build("llama"), **KINDS["nf4"])
+    seqtile.apply_seqtile(model, chunk_tokens=CHUNK)
+    mlp, x = model.model.layers[0].mlp, torch.randn(1, 101, 48, requires_grad=True)
+    unit = 2 * 101 * 48 * 130
+    with FlopCount() as flops:
+        y = mlp(x)
+    assert flops.total == 3 * unit
+    with FlopCount() as flops:
+        y.sum().backward()
+    assert flops.total == 5 * unit and not flops.unknown
+
+
+@eager_memory
+def test_memory() -> None:
+    """At most what the same MLP takes over a base of numbers, and its decoded weights once."""
+    hidden, width, tokens = 256, 704, 4096
+
+    def peak(model: nn.Module) -> int:
+        seqtile.apply_seqtile(model, chunk_tokens=64)
+        x = torch.randn(1, tokens, hidden, requires_grad=True)
+        mlp = model.model.layers[0].mlp
+        mlp(x).sum().backward()
+        with LiveBytes() as memory:
+            mlp(x).sum().backward()
+        return memory.peak
+
+    plain = build("llama", hidden_size=hidden, intermediate_size=width).requires_grad_(False)
+    of_four_bits = quantised(copy.deepcopy(plain), **KINDS["nf4, double"])
+    decoded = 3 * 4 * hidden * width
+    assert peak(of_four_bits) <= 1.05 * (peak(plain) + decoded)
+
+
+def test_status_and_a_weight_that_is_not_quantised_yet() -> None:
+    layer = bnb.nn.Linear4bit(48, 48, bias=False, **KINDS["nf4"])
+    layer.weight.quant_state = layer.quant_state = None
+    model = build("llama")
+    model.model.layers[0].mlp.down_proj = bnb.nn.Linear4bit(130, 48, bias=False)
+    model.model.layers[0].mlp.down_proj.weight.quant_state = None
+    seqtile.apply_seqtile(model, chunk_tokens=CHUNK)
+    assert "not yet quantised" in str(seqtile.status(model).mlp)
+    assert encoding_of(nn.Linear(2, 2)) is None

@@ -18,10 +18,10 @@ def main(paths: list[str]) -> None:
     for path in paths:
         try:
             cfg = load_cfg(path)
+            model, _, trainer = train(cfg=cfg, dataset_meta=load_datasets(cfg=cfg, cli_args=TrainerCliArgs()))
         except ValueError as error:
-            print("RESULT", json.dumps({"error": str(error)}))
+            print("RESULT", json.dumps({"error": str(error)}), flush=True)
             continue
-        model, _, trainer = train(cfg=cfg, dataset_meta=load_datasets(cfg=cfg, cli_args=TrainerCliArgs()))
         status = seqtile.status(model)
         base = seqtile.models.unwrapped(model)
         found = {

@@ -55,6 +55,7 @@ BAD = {  # a plugin stays registered, so those with others come last
     "seqtile_fit chooses seqtile_layer": OWN_CHECKPOINTS + PLUGIN + "seqtile_fit: true\nseqtile_layer: true\n",
     "seqtile_head_groups: expected seqtile_layer: true": RUN + PLUGIN + "seqtile_head_groups: 2\n",
     "seqtile_offload checkpoints by itself": RUN + PLUGIN + "seqtile_offload: true\n",
+    "gpu_memory_gib: torch sees no GPU": OWN_CHECKPOINTS + PLUGIN + "seqtile_fit: true\n",
     "seqtile: true and liger_glu_activation": RUN + LIGER + "liger_glu_activation: true\n",
     "seqtile: true and liger_fused_linear_cross_entropy": RUN + LIGER + "liger_fused_linear_cross_entropy: true\n",
     "seqtile: true and cut_cross_entropy": RUN + CUT,

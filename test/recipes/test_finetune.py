@@ -22,15 +22,17 @@ from assertions import relative_error
 from launch import interruptible
 from measure import LiveBytes
 from recipes.tiny_pretrained import save_tiny
-from seqtile import __version__
+from seqtile import __version__, memory
 from seqtile.cli import app
 from seqtile.recipes import Job
 from seqtile.recipes.data import is_out_of_memory, load_config
+from seqtile.recipes.finetune import fitted
 from seqtile.recipes.output import picture, print_table, running_means
 from seqtile.recipes.train import Run, has_square_mask, in_words, loaded, loss_of, sequence_group, train
 from seqtile.sp import backends
 from tiny import build, config_of
 
+FITS = (("loss", "mlp"), memory.TILES)
 TEXT = "a long document, of words and words and words; "
 
 
@@ -153,6 +155,19 @@ def lines_until(beginning: str, process: subprocess.Popen) -> list[str]:
         lines.append(process.stdout.readline())
         assert lines[-1], (lines, process.stderr.read())
     return lines[1:]
+
+
+def test_fit(pretrained: Path, capsys: pytest.CaptureFixture) -> None:
+    """The cheapest features with which a step fits; on a CPU in its own memory, and with no other to offload to."""
+    job, size = Job(model=str(pretrained), seq_len=100_000, fit=True, device="cpu"), Console(soft_wrap=True)
+    loose, tight = (memory.plan(config_of("llama"), seq_len=100_000, dtype="float32", tiles=tiles) for tiles in FITS)
+    for plan, layer in ((loose, False), (tight, True)):
+        with patch("seqtile.recipes.finetune.available", lambda size=plan.gpu_bytes: size):
+            found = fitted(job, size)
+        assert (found.fit, found.layer, found.head_groups, found.offload) == (False, layer, None, False)
+    assert capsys.readouterr().out.count("GiB, fits") == 2
+    with pytest.raises(ValueError, match="--fit chooses --layer, --head-groups and --offload"):
+        replace(job, layer=True).check()
 
 
 @pytest.mark.parametrize(

@@ -53,7 +53,7 @@ def watch() -> None:
     """Counts what computes the parts of a model; fits Liger's kernels to Triton's interpreter."""
     for part, package, module, name in (
         ("loss", SEQTILE, loss, "linear_cross_entropy"),
-        ("mlp", SEQTILE, mlp, "gated_mlp"),
+        ("mlp", SEQTILE, mlp, "gated_mlp_of"),
         ("loss", LIGER, functional, "liger_fused_linear_cross_entropy"),
         ("rope", LIGER, rope, "dispatch"),
     ):

@@ -44,10 +44,10 @@ MUTANTS = (
         select="refused",
     ),
     Mutant(
-        "MLP: the bias of up is not read",
+        "MLP: the biases are not read",
         "models/mlp.py",
-        'arguments[f"{name}_bias"] = projection.bias',
-        'arguments[f"{name}_bias"] = None if name == "up" else projection.bias',
+        "params = tuple(projection for projection",
+        "params = tuple(projection._replace(bias=None) for projection",
         GRADIENTS,
         select="gradients_equal and granite",
     ),

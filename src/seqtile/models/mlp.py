@@ -124,7 +124,7 @@ def tiled_mlp_forward(options: Options, original: Callable) -> Callable:
 
             return call_tiled(of_chunk, [self], x, *others, chunk_tokens=options.chunk_tokens)
         params = tuple(projection for projection in read_mlp(self, form) if projection is not None)
-        return gated_mlp_of(x, params, activation_of(self, form), options.chunk_tokens)
+        return gated_mlp_of(x, params, activation_of(self, form), chunk_tokens=options.chunk_tokens)
 
     return forward
 

@@ -32,6 +32,20 @@ _LAWS = "ops/test_head_laws.py::test_"
 CUTS = (
     Cut(("test_fitting.py::test_a_type_without",), (), "20 s of simulation"),
     Cut(
+        ("integrations/test_trl.py::test_same_training",),
+        ("llama-*", "*-sft", "gemma2-dpo", "qwen3_moe-distillation"),
+        "half a second each; what a model's head is to be given is the same for every trainer",
+    ),
+    Cut(
+        (
+            "ops/test_linear_divergence.py::test_values",
+            "ops/test_linear_topk_divergence.py::test_values",
+            "models/test_quantised.py::test_equals",
+        ),
+        EVERY_PAIR,
+        "of 147 cases",
+    ),
+    Cut(
         ("recipes/test_simulate.py::test_where", "recipes/test_simulate.py::test_experts"),
         ("llama",),
         "10 s each; the others go through the same lines",

@@ -14,6 +14,7 @@ UNMEASURED = "Not yet measured on a GPU."
 TITLES = {
     "linear_cross_entropy": "The loss",
     "masked_prompt": "The loss, three of four tokens a prompt",
+    "linear_divergence": "A student's divergence from a frozen teacher",
     "gated_mlp": "The MLP, checkpointed",
     "decoder_layer": "A decoder layer, checkpointed",
     "offload": "Six layers, MLPs tiled, checkpoints on the GPU or in host memory",

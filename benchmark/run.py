@@ -28,6 +28,7 @@ HERE = Path(__file__).parent
 SUBJECTS = {
     "linear_cross_entropy": 18,
     "masked_prompt": 4,
+    "linear_divergence": 4,
     "gated_mlp": 8,
     "decoder_layer": 18,
     "model_step": 56,

@@ -41,6 +41,7 @@ CUTS = (
             "ops/test_linear_divergence.py::test_values",
             "ops/test_linear_topk_divergence.py::test_values",
             "models/test_quantised.py::test_equals",
+            "models/test_quantised.py::test_torchao_equals",
         ),
         EVERY_PAIR,
         "of 147 cases",

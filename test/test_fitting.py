@@ -112,8 +112,20 @@ def test_layers_groups_and_offload_are_applied() -> None:
 def test_lora_is_planned() -> None:
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(build("llama"), peft.LoraConfig(r=4, target_modules=["q_proj"]))
-    assert seqtile.fit(model, seq_len=101, gpu_memory_gib=2).setup.lora_rank == 4
+    found = seqtile.fit(model, seq_len=101, gpu_memory_gib=2).setup
+    assert found.lora_rank == 4 and not found.load_in_4bit
     assert seqtile.status(model).mlp.tiled == 2
+
+
+def test_4_bits_are_planned() -> None:
+    bnb = pytest.importorskip("bitsandbytes")
+    peft = pytest.importorskip("peft")
+    model = build("llama")
+    for layer in model.model.layers:
+        down = layer.mlp.down_proj
+        layer.mlp.down_proj = bnb.nn.Linear4bit(down.in_features, down.out_features, bias=False).to("cpu")
+    model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["down_proj"]))
+    assert seqtile.fit(model, seq_len=101, gpu_memory_gib=2, dry_run=True).setup.load_in_4bit
 
 
 QWEN = Qwen3_5TextConfig(

@@ -17,6 +17,7 @@ from seqtile.models import apply_seqtile
 from seqtile.models.base_model import is_checkpointed
 from seqtile.models.patch import model_type_of, unwrapped
 from seqtile.models.placement import is_patched_subclass
+from seqtile.models.quantised import has_4_bits
 from seqtile.offload import enable as enable_offload
 from seqtile.offload.checkpointing import enable_checkpointing
 from seqtile.offload.store import available
@@ -126,7 +127,8 @@ def _setup_of_model(model: nn.Module, inner: nn.Module) -> dict[str, Any]:
     ranks = [config.r for config in getattr(model, "peft_config", {}).values() if hasattr(config, "r")]
     dtype = str(inner.dtype).removeprefix("torch.")
     expect("dtype", dtype in DTYPES, f"weights in one of {', '.join(DTYPES)}", dtype)
-    return {"dtype": dtype} | ({"lora_rank": max(ranks)} if ranks else {})
+    adapters = {"lora_rank": max(ranks), "load_in_4bit": has_4_bits(inner)} if ranks else {}
+    return {"dtype": dtype} | adapters
 
 
 def cheapest(config: Any, *, seq_len: int, batch_size: int = 1, host: bool = True, **setup: Any) -> Fit:

@@ -2,6 +2,8 @@
 warp load 512 bytes at once, and the loops of the cross-entropy are short."""
 
 from collections.abc import Callable
+from importlib import import_module
+from pkgutil import iter_modules
 
 import pytest
 import torch
@@ -10,9 +12,20 @@ triton = pytest.importorskip("triton")
 pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="the interpreter replaces the compiler")
 
 from kernels.ahead import TARGETS, Compiled, compiled  # noqa: E402
-from seqtile.kernels import LossOptions, RowVectors, cross_entropy, gated_activation, rms_norm, rotary  # noqa: E402  # noqa: E402
+from seqtile import kernels  # noqa: E402
+from seqtile.kernels import (  # noqa: E402
+    DivergenceOptions,
+    DivergenceVectors,
+    LossOptions,
+    RowVectors,
+    cross_entropy,
+    divergence,
+    gated_activation,
+    rms_norm,
+    rotary,
+)
 
-MODULES = (cross_entropy, gated_activation, rms_norm, rotary)
+MODULES = [import_module(f"seqtile.kernels.{found.name}") for found in iter_modules(kernels.__path__)]
 ROWS = 4096
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 Launch = Callable[[torch.dtype], object]
@@ -35,6 +48,20 @@ def loss(vocab: int, *given: str, write_grad: bool = True, **options: float) -> 
         cross_entropy.cross_entropy_(
             logits, target, losses, LossOptions(**options), RowVectors(**arguments), write_grad
         )
+
+    return launch
+
+
+def of_two_heads(beta: float, *given: str, write: tuple[bool, bool] = (True, False), **options: float) -> Launch:
+    """The divergence of a chunk of Llama's words, with what is `given`."""
+
+    def launch(dtype: torch.dtype) -> None:
+        student, teacher = empty(ROWS, 128_256, dtype=dtype), empty(ROWS, 128_256, dtype=dtype)
+        vectors = {name: empty(ROWS) for name in ("entropy", "row_scale")}
+        vectors |= {name: empty(128_256, dtype=dtype) for name in ("student_bias", "teacher_bias")}
+        arguments = {name: vector if name in given else None for name, vector in vectors.items()}
+        chosen, found = DivergenceOptions(beta, **options), DivergenceVectors(**arguments)
+        divergence.divergence_(student, teacher, empty(ROWS), chosen, found, write)
 
     return launch
 
@@ -105,6 +132,23 @@ LAUNCHES: dict[str, Launch] = {
     "loss_everything": loss(
         128_256, *EVERYTHING, logit_scale=0.5, softcap=30.0, temperature=0.7, label_smoothing=0.1, z_loss=1e-4
     ),
+    "divergence_forward": of_two_heads(0.0),
+    "divergence_reverse": of_two_heads(1.0),
+    "divergence_mixed": of_two_heads(0.5),
+    "divergence_alone": of_two_heads(0.0, write=(False, False)),
+    "divergence_everything": of_two_heads(
+        0.5,
+        "entropy",
+        "row_scale",
+        "student_bias",
+        "teacher_bias",
+        write=(True, True),
+        temperature=0.7,
+        student_scale=0.5,
+        student_softcap=30.0,
+        teacher_scale=0.5,
+        teacher_softcap=30.0,
+    ),
     **{f"gated_{name}": forward(14_336, name) for name in ("silu", "gelu_tanh")},
     **{f"gated_backward_{name}": backward(14_336, name) for name in ("silu", "gelu_tanh")},
     **{f"norm_{width}": norm(width) for width in (2880, 4096, 5120, 8192)},
@@ -143,7 +187,7 @@ def test_loops_of_the_loss(name: str) -> None:
     assert kernel.resident == 2048 // (32 * cross_entropy.NUM_WARPS)
 
 
-@pytest.mark.parametrize("name", [name for name in LAUNCHES if "loss" in name or "log_probs" in name])
+@pytest.mark.parametrize("name", [name for name in LAUNCHES if name.startswith(("loss", "log_probs", "divergence"))])
 def test_no_thread_waits_inside_a_loop(name: str) -> None:
     assert all(loop.count("BAR") == 0 for loop in of_loss(name).loops)
 

@@ -214,6 +214,40 @@ def materialise(model: nn.Module) -> None:
                 tensors[name] = made[id(old)]
 
 
+def with_4_bits(model: nn.Module, dtype: torch.dtype) -> None:
+    """Puts bitsandbytes' layers in the place of the projections, on the meta device."""
+    from bitsandbytes.nn import Linear4bit
+
+    for module in list(model.modules()):
+        for name, child in list(module.named_children()):
+            if name in LINEAR:
+                bias = child.bias is not None
+                options = {"compute_dtype": dtype, "quant_type": "nf4", "compress_statistics": True}
+                layer = Linear4bit(child.in_features, child.out_features, bias, **options).to(dtype)
+                setattr(module, name, layer.requires_grad_(False))
+    model.is_loaded_in_4bit = True  # as PEFT asks
+
+
+def quantise(model: nn.Module) -> None:
+    """Makes their weights what a GPU would."""
+    from bitsandbytes.functional import QuantState
+    from bitsandbytes.nn import Linear4bit
+
+    for module in model.modules():
+        if isinstance(module, Linear4bit):
+            weight = module.weight
+            blocks = weight.numel() // 64
+            scales = QuantState(
+                torch.empty(-(-blocks // 256)), code=torch.empty(256), blocksize=256, dtype=torch.float32
+            )
+            kind = {"code": torch.empty(16), "blocksize": 64, "quant_type": "nf4", "dtype": weight.dtype}
+            of_blocks = torch.empty(blocks, dtype=torch.uint8)
+            state = QuantState(of_blocks, weight.shape, **kind, offset=torch.empty(()), state2=scales)
+            codes = torch.empty(weight.numel() // 2, 1, dtype=torch.uint8)
+            module.weight = nn.Parameter(codes, requires_grad=False)
+            module.weight.quant_state = state
+
+
 def build(config: PreTrainedConfig, setup: Setup, modes: ExitStack, host: HostMemory, rank: int) -> nn.Module:
     """The model as it would be on one of the GPUs of `setup`."""
     if setup.gpus > 1:
@@ -225,11 +259,15 @@ def build(config: PreTrainedConfig, setup: Setup, modes: ExitStack, host: HostMe
         model = causal_lm = AutoModelForCausalLM.from_config(
             config, attn_implementation="no_scores", dtype=getattr(torch, setup.dtype)
         )
+        if setup.load_in_4bit:
+            with_4_bits(model, model.dtype)
         if setup.lora_rank is not None:
             model = get_peft_model(model, LoraConfig(r=setup.lora_rank, target_modules=LINEAR))
             causal_lm.enable_input_require_grads()
     modes.enter_context(FakeTensorMode())
     materialise(model.train())
+    if setup.load_in_4bit:
+        quantise(model)
     tiled = {part: part in setup.tiles for part in ("mlp", "loss", "layer")}
     if any(tiled.values()):
         seqtile.apply_seqtile(model, **tiled, head_groups=setup.head_groups, chunk_tokens=setup.chunk_tokens)

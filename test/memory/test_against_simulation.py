@@ -89,6 +89,12 @@ def test_untiled_parts(arch: str, tiles: tuple[str, ...]) -> None:
         (512 * K, {"gpus": 8, "sequence_parallel": 8, "liger": True, "offload": ("activations",)}),
         (512 * K, {"gpus": 16, "sequence_parallel": 16, "liger": True}),
         (128 * K, {"gpus": 8, "sequence_parallel": 4, "lora_rank": 16}),
+        (8 * K, {"lora_rank": 16, "load_in_4bit": True}),
+        (64 * K, {"lora_rank": 16, "load_in_4bit": True}),
+        (20 * K, {"lora_rank": 16, "load_in_4bit": True, "tiles": ()}),
+        (64 * K, {"lora_rank": 16, "load_in_4bit": True, "liger": True, "offload": ("activations",)}),
+        (32 * K, {"lora_rank": 16, "load_in_4bit": True, "tiles": memory.TILES}),
+        (32 * K, {"lora_rank": 16, "load_in_4bit": True, "tiles": memory.TILES, "head_groups": "auto"}),
     ],
     ids=lambda value: str(value // K) if isinstance(value, int) else "-".join(map(str, value)) or "plain",
 )

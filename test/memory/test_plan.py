@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedConfig
 from typer.testing import CliRunner
 
 from seqtile import memory
@@ -21,7 +21,8 @@ from tiny import config_of
 
 LLAMA = "meta-llama/Llama-3.1-8B"
 GIB = 2**30
-PAGE = (Path(__file__).parents[2] / "docs" / "planning.md").read_text()
+DOCS = Path(__file__).parents[2] / "docs"
+PAGE = (DOCS / "planning.md").read_text()
 PARAMETERS = {  # as their model cards have them, in millions
     "meta-llama/Llama-3.1-8B": 8030,
     "meta-llama/Llama-3.1-70B": 70554,
@@ -89,7 +90,7 @@ def test_another_type_is_taken_for_a_llama() -> None:
     assert shape.notes == ["model type new is not known; planned as a Llama, which may be far off"]
     assert memory.shape_of(fields | {"vocab_size": 100}).assumed, "no type at all"
     quantised = memory.shape_of(fields | {"vocab_size": 100, "model_type": "llama", "quantization_config": {"bits": 4}})
-    assert quantised.notes == ["its quantization_config is not planned; weights are counted in full"]
+    assert quantised.notes == ["its quantization_config is not read: weights are counted in full without load_in_4bit"]
     assert not any(known.assumed for known in memory.KNOWN.values())
     assert not any(memory.shape_of(tiny_config(arch)).assumed for arch in ARCHS)
 
@@ -216,6 +217,9 @@ def test_the_published_ladder() -> None:
         ({"offload": ("gradients",)}, "offload: expected some of"),
         ({"keep_last": -1}, "keep_last: expected 0 or more layers"),
         ({"lora_rank": 0}, "lora_rank: expected a positive int"),
+        ({"load_in_4bit": True}, "load_in_4bit: expected False, or a lora_rank besides"),
+        ({"load_in_4bit": 4, "lora_rank": 8}, "load_in_4bit: expected True or False, got 4"),
+        ({"load_in_4bit": True, "lora_rank": 8, "offload": "weights"}, "offload of weights: expected none"),
         ({"gpu_memory_gib": 0}, "gpu_memory_gib: expected more than 0 GiB"),
         ({"host_memory_gib": float("nan")}, "host_memory_gib: expected more than 0 GiB"),
         ({"gpu_memory_gib": float("inf")}, "gpu_memory_gib: expected more than 0 GiB, got inf"),
@@ -362,6 +366,38 @@ def test_the_pages_tables() -> None:
         setup = {"gpus": int(gpus), "sequence_parallel": int(gpus), "offload": offload, "liger": True}
         planned = memory.plan(names[model], seq_len=int(tokens.replace(",", "")), **setup)
         assert gib == f"{planned.gpu_bytes / GIB:.1f}"
+
+
+def test_the_lengths_over_4_bits() -> None:
+    """The table of docs/quantised-bases.md."""
+    names = {name.split("/")[1]: name for name in memory.KNOWN}
+    page = (DOCS / "quantised-bases.md").read_text()
+    rows = re.findall(r"^\| (\S+) +\| +(\d+) GiB \|(.*)\|$", page, re.MULTILINE)
+    assert len(rows) == 9
+    whole = {"tiles": memory.TILES, "head_groups": "auto"}
+    more = {"tiles": ()}, {}, whole, whole | {"offload": ("activations",)}
+    for model, gib, lengths in rows:
+        setup = {"gpu_memory_gib": int(gib), "lora_rank": 16, "load_in_4bit": True}
+        found = [f"{memory.longest(names[model], **setup | each).tokens:,}" for each in more]
+        assert [cell.strip() for cell in lengths.split("|")] == found
+
+
+def test_the_weights_of_4_bits() -> None:
+    """Those of a real model of bitsandbytes', its tables of codes aside."""
+    bnb = pytest.importorskip("bitsandbytes")
+    config = LlamaConfig(hidden_size=1024, intermediate_size=2816, num_hidden_layers=1, vocab_size=500)
+    model = LlamaForCausalLM(config).bfloat16()
+    held = 0
+    for layer in (module for module in model.model.layers.modules() if isinstance(module, torch.nn.Linear)):
+        options = {"quant_type": "nf4", "compress_statistics": True, "requires_grad": False}
+        weight = bnb.nn.Params4bit(layer.weight.data, **options).to("cpu")
+        state = weight.quant_state
+        held += sum(part.nbytes for part in (weight.data, state.absmax, state.state2.absmax))
+        layer.weight = None
+    held += sum(weight.nbytes for weight in model.parameters())
+    planned = memory.plan(config, seq_len=8, lora_rank=1, load_in_4bit=True)
+    adapters = 4 * planned.shape.adapter_parameters(1)
+    assert planned.peak.parts["weights"] - adapters == pytest.approx(held, rel=1e-4)
 
 
 def test_liger_has_norms_for_them() -> None:

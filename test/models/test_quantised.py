@@ -1,4 +1,4 @@
-"""Bases of 4 bits, by the real bitsandbytes, under PEFT's LoRA: read, tiled, and equal to the untiled model."""
+"""Quantised bases, by the real bitsandbytes and torchao, under PEFT's LoRA: read, tiled, equal to the untiled model."""
 
 import copy
 from typing import Any
@@ -20,6 +20,7 @@ KINDS = {
     "nf4, double": {"quant_type": "nf4", "compress_statistics": True},
     "fp4": {"quant_type": "fp4", "compress_statistics": True},
 }
+TORCHAO = ("int8", "int8, groups", "int4, groups", "int3", "float8", "nf4")
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 
 
@@ -34,6 +35,28 @@ def quantised(model: nn.Module, compute_dtype: torch.dtype | None = torch.float3
                 layer.load_state_dict(child.state_dict())
                 setattr(module, name, layer.to("cpu"))
     return model.requires_grad_(False)
+
+
+def of_torchao(model: nn.Module, kind: str) -> nn.Module:
+    """The model with the projections of its layers in a layout of torchao's for weights alone, frozen."""
+    ao = pytest.importorskip("torchao.quantization")
+    model.requires_grad_(False)
+    configs = {
+        "int8": lambda: ao.Int8WeightOnlyConfig(),
+        "int8, groups": lambda: ao.Int8WeightOnlyConfig(granularity=ao.PerGroup(16)),
+        "int4, groups": lambda: ao.IntxWeightOnlyConfig(weight_dtype=torch.int4, granularity=ao.PerGroup(16)),
+        "int3": lambda: ao.IntxWeightOnlyConfig(weight_dtype=torch.int3, mapping_type=ao.MappingType.ASYMMETRIC),
+        "float8": lambda: ao.Float8WeightOnlyConfig(),
+        "int8, inputs too": lambda: ao.Int8DynamicActivationInt8WeightConfig(),
+    }
+    for layer in model.model.layers:
+        for name, module in list(layer.named_modules()):
+            if name.endswith(PROJECTIONS) and kind == "nf4":
+                weight = ao.NF4Tensor.from_tensor(module.weight.detach(), 16, 4)
+                module.weight = nn.Parameter(weight, requires_grad=False)
+        if kind != "nf4":
+            ao.quantize_(layer, configs[kind](), filter_fn=lambda module, name: name.endswith(PROJECTIONS))
+    return model
 
 
 def with_lora(model: nn.Module) -> nn.Module:
@@ -51,7 +74,11 @@ def step(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor
 
 def assert_same_step(ours: nn.Module, theirs: nn.Module) -> None:
     batch = batch_of(2, 101)
-    (loss, gradients), (expected, same) = step(ours, batch), step(theirs, batch)
+    assert_same(step(ours, batch), step(theirs, batch))
+
+
+def assert_same(ours: tuple[torch.Tensor, dict], theirs: tuple[torch.Tensor, dict]) -> None:
+    (loss, gradients), (expected, same) = ours, theirs
     torch.testing.assert_close(loss, expected, rtol=1e-5, atol=0)
     assert gradients.keys() == same.keys() and len(same) > 0
     for name, gradient in same.items():
@@ -74,6 +101,29 @@ def test_equals_untiled(arch: str, kind: str, options: dict, checkpointed: bool)
         for model in (ours, theirs):
             model.get_base_model().gradient_checkpointing_enable({"use_reentrant": False})
     assert_same_step(ours, theirs)
+
+
+@pytest.mark.parametrize("options", [{}, {"layer": True}, {"layer": True, "head_groups": 2}], ids=str)
+@pytest.mark.parametrize("kind", TORCHAO)
+def test_torchao_equals_untiled(kind: str, options: dict) -> None:
+    model, batch = with_lora(of_torchao(build("llama", intermediate_size=128), kind)), batch_of(2, 101)
+    expected = step(model, batch)  # of the same model, since a copy of an NF4Tensor is quantised anew
+    seqtile.apply_seqtile(model, chunk_tokens=CHUNK, **options)
+    status = seqtile.status(model)
+    assert status.mlp.tiled == 2 and (status.layer or status.mlp).fallback is None
+    assert_same(step(model, batch), expected)
+
+
+def test_what_quantises_its_input_is_called() -> None:
+    """Token by token, so that chunks compute what the whole does."""
+    theirs = of_torchao(build("llama", intermediate_size=128), "int8, inputs too")
+    ours = copy.deepcopy(theirs)
+    seqtile.apply_seqtile(ours, chunk_tokens=CHUNK)
+    assert "quantises or scales its input (Int8Tensor)" in str(seqtile.status(ours).mlp)
+    batch = batch_of(2, 101)
+    torch.testing.assert_close(ours(**batch).loss, theirs(**batch).loss, rtol=1e-5, atol=0)
+    with pytest.raises(ValueError, match="quantises or scales its input"):
+        seqtile.apply_seqtile(ours, layer=True, head_groups=2)
 
 
 def test_without_an_adapter() -> None:
@@ -109,8 +159,10 @@ def test_products() -> None:
 
 
 @eager_memory
-def test_memory() -> None:
-    """At most what the same MLP takes over a base of numbers, and its decoded weights once."""
+@pytest.mark.parametrize("kind", ["bitsandbytes", *TORCHAO])
+def test_memory(kind: str) -> None:
+    """At most what the same MLP takes over a base of numbers, and its decoded weights once; and, of torchao's NF4, what
+    its decoding of one takes beside that."""
     hidden, width, tokens = 256, 704, 4096
 
     def peak(model: nn.Module) -> int:
@@ -123,9 +175,14 @@ def test_memory() -> None:
         return memory.peak
 
     plain = build("llama", hidden_size=hidden, intermediate_size=width).requires_grad_(False)
-    of_four_bits = quantised(copy.deepcopy(plain), **KINDS["nf4, double"])
-    decoded = 3 * 4 * hidden * width
-    assert peak(of_four_bits) <= 1.05 * (peak(plain) + decoded)
+    copied = copy.deepcopy(plain)
+    of_few_bits = quantised(copied, **KINDS["nf4, double"]) if kind == "bitsandbytes" else of_torchao(copied, kind)
+    decoded, beside = 3 * 4 * hidden * width, 0
+    if kind == "nf4":
+        with LiveBytes() as decoding:
+            encoding_of(of_few_bits.model.layers[0].mlp.down_proj).decode()
+        beside = decoding.peak - decoded // 3
+    assert peak(of_few_bits) <= 1.05 * (peak(plain) + decoded + beside)
 
 
 def test_status_and_a_weight_that_is_not_quantised_yet() -> None:

@@ -1,4 +1,5 @@
 import itertools
+import random
 from typing import Any
 
 import pytest
@@ -86,21 +87,41 @@ def leaves_of(arguments: dict[str, Any]) -> list[torch.Tensor]:
 def test_values_and_gradients(
     reduction: str, beta: float, options: dict, trained: bool, dtype: torch.dtype, device: str
 ) -> None:
-    arguments = heads(150, dtype, device, trained, beta=beta, **options)
-    mask = torch.rand(150, device=device) < 0.7
-    upstream = torch.randn(150, device=device) if reduction == "none" else torch.full((150,), -0.3, device=device)
+    compare(heads(150, dtype, device, trained, beta=beta, **options), reduction, 40)
+
+
+@pytest.mark.parametrize("draw", range(24))
+def test_random_options(draw: int, device: str) -> None:
+    rng = random.Random(int(torch.randint(2**31, ())))
+    options: dict[str, Any] = {"beta": rng.choice([0.0, rng.random(), 1.0]), "temperature": rng.uniform(0.5, 2.5)}
+    for head in ("student", "teacher"):
+        options[f"{head}_softcap"] = rng.choice([None, rng.uniform(3, 30)])
+        options[f"{head}_scale"] = rng.choice([-1, 1]) * rng.uniform(0.3, 1.5)
+        options[f"{head}_bias"] = rng.choice([None, True])
+    dtype = rng.choice([torch.float32, torch.bfloat16, torch.float16])
+    arguments = heads(rng.randrange(100, 200), dtype, device, rng.random() < 0.5, **options)
+    print(dtype, options)
+    compare(arguments, rng.choice(["sum", "none"]), rng.randrange(20, 250))
+
+
+def compare(arguments: dict[str, Any], reduction: str, chunk_tokens: int) -> None:
+    """By the tolerance law: divergences, entropies, all gradients, where some tokens do not count."""
+    hidden = arguments["student_hidden"]
+    tokens, dtype, device = len(hidden), hidden.dtype, hidden.device
+    mask = torch.rand(tokens, device=device) < 0.7
+    upstream = torch.randn(tokens, device=device) if reduction == "none" else torch.full((tokens,), -0.3, device=device)
     results = []
     for reference_dtype in (dtype, torch.float64):
         divergence, entropies, leaves = reference(arguments, reference_dtype)
         gradients = torch.autograd.grad((divergence * mask * upstream.to(divergence.dtype)).sum(), leaves)
         results.append([divergence * mask, entropies * mask, *gradients])
     found, entropies = linear_divergence(
-        **arguments, mask=mask, reduction=reduction, return_entropy=True, chunk_tokens=40
+        **arguments, mask=mask, reduction=reduction, return_entropy=True, chunk_tokens=chunk_tokens
     )
     assert found.dtype == entropies.dtype == torch.float32 and not entropies.requires_grad
     gradients = torch.autograd.grad((found * (upstream if reduction == "none" else -0.3)).sum(), leaves_of(arguments))
     if reduction == "sum":  # of one number it would be luck which is nearer to the truth
-        every = linear_divergence(**arguments, mask=mask, reduction="none", chunk_tokens=40)
+        every = linear_divergence(**arguments, mask=mask, reduction="none", chunk_tokens=chunk_tokens)
         torch.testing.assert_close(found, every.sum())
         found = every
     for value, same, true in zip([found, entropies, *gradients], *results, strict=True):

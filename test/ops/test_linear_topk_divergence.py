@@ -1,4 +1,5 @@
 import itertools
+import random
 from typing import Any
 
 import pytest
@@ -63,16 +64,36 @@ def leaves_of(given: dict[str, Any]) -> list[torch.Tensor]:
 )
 @pytest.mark.parametrize("reduction", ["sum", "none"])
 def test_values_and_gradients(reduction: str, tail: bool, options: dict, dtype: torch.dtype, device: str) -> None:
-    given = arguments_of(150, dtype, device, **options)
-    mask = torch.rand(150, device=device) < 0.7
-    upstream = torch.randn(150, device=device) if reduction == "none" else torch.full((150,), -0.3, device=device)
+    compare(arguments_of(150, dtype, device, **options), tail, reduction, 40)
+
+
+@pytest.mark.parametrize("draw", range(16))
+def test_random_options(draw: int, device: str) -> None:
+    rng = random.Random(int(torch.randint(2**31, ())))
+    options = {
+        "softcap": rng.choice([None, rng.uniform(3, 30)]),
+        "logit_scale": rng.choice([-1, 1]) * rng.uniform(0.3, 1.5),
+        "temperature": rng.uniform(0.5, 2.5),
+        "bias": rng.choice([None, True]),
+    }
+    dtype, tail = rng.choice([torch.float32, torch.bfloat16, torch.float16]), rng.random() < 0.5
+    given = arguments_of(rng.randrange(100, 200), dtype, device, **options)
+    print(dtype, options)
+    compare(given, tail, rng.choice(["sum", "none"]), rng.randrange(20, 250))
+
+
+def compare(given: dict[str, Any], tail: bool, reduction: str, chunk_tokens: int) -> None:
+    """By the tolerance law: divergences and all gradients, where some tokens do not count."""
+    tokens, dtype, device = len(given["hidden"]), given["hidden"].dtype, given["hidden"].device
+    mask = torch.rand(tokens, device=device) < 0.7
+    upstream = torch.randn(tokens, device=device) if reduction == "none" else torch.full((tokens,), -0.3, device=device)
     results = []
     for reference_dtype in (dtype, torch.float64):
         divergence, leaves = reference(given, tail, reference_dtype)
         gradients = torch.autograd.grad((divergence * mask * upstream.to(divergence.dtype)).sum(), leaves)
         results.append([divergence * mask, *gradients])
-    every = linear_topk_divergence(**given, tail=tail, mask=mask, reduction="none", chunk_tokens=40)
-    found = linear_topk_divergence(**given, tail=tail, mask=mask, reduction=reduction, chunk_tokens=40)
+    every = linear_topk_divergence(**given, tail=tail, mask=mask, reduction="none", chunk_tokens=chunk_tokens)
+    found = linear_topk_divergence(**given, tail=tail, mask=mask, reduction=reduction, chunk_tokens=chunk_tokens)
     assert every.dtype == torch.float32
     torch.testing.assert_close(found, every if reduction == "none" else every.sum())
     gradients = torch.autograd.grad((found * (upstream if reduction == "none" else -0.3)).sum(), leaves_of(given))

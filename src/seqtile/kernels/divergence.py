@@ -13,7 +13,7 @@ from seqtile.kernels import DivergenceOptions, DivergenceVectors
 from seqtile.kernels.cross_entropy import COLUMNS, LOG2E, NUM_WARPS, THREADS, _logits, _statistics
 
 FORWARD, REVERSE, MIXED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-TINY = tl.constexpr(1e-38)
+TINY = tl.constexpr(2.0**-126)  # the smallest that Triton takes for a float32
 
 
 @triton.jit
@@ -65,11 +65,11 @@ def _divergence_kernel(
     of_student, of_teacher = tl.full([THREADS], 0.0, tl.float32), tl.full([THREADS], 0.0, tl.float32)
     for start in range(0, vocab, THREADS * COLUMNS):
         columns = start + tl.arange(0, THREADS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
-        p, logp, _ = _probabilities(
+        p, logp, s_slope = _probabilities(
             columns, vocab, student_row, student_bias_ptr, student_scale, student_cap, temperature, s_max, s_log,
             True, STUDENT_BIAS, STUDENT_SCALED, STUDENT_CAPPED, TEMPERED,
         )  # fmt: skip
-        q, logq, _ = _probabilities(
+        q, logq, t_slope = _probabilities(
             columns, vocab, teacher_row, teacher_bias_ptr, teacher_scale, teacher_cap, temperature, t_max, t_log,
             True, TEACHER_BIAS, TEACHER_SCALED, TEACHER_CAPPED, TEMPERED,
         )  # fmt: skip

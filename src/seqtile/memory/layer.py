@@ -158,6 +158,7 @@ class Layer:
         kept = self.q + self.lse  # of attention's output, by all groups
         # MLP: attention's output by groups is gathered for a chunk; when all chunks are done the sums are rounded.
         chunks = self.chunk * (3 * (shape.mlp + shape.hidden) + (shape.q if count > 1 else 0)) * size
+        chunks += self.setup.decoded(shape.mlp_parameters + shape.hidden * shape.q)
         sums = self._sums(shape.mlp_parameters)
         waiting = self.output + (self.qkv if self.groups is None else 0)  # groups compute them again
         yield Working("MLP", 0, kept + waiting, sums + max(chunks, self._rounded(sums)), 2 * hidden)
@@ -169,8 +170,9 @@ class Layer:
         group = (projected + self.attention) // count
         local = self.output if self.groups is not None else 0
         sent = (self.qkv + projected) // count if local else 0
+        decoded = self.setup.decoded(2 * shape.hidden * (shape.q + shape.kv))
         for past in range(min(count, 3)):  # groups that are through; the last ones are like the third
-            alive = kept - self.q * past // count + group + local * (count - 1 - past) // count
+            alive = kept - self.q * past // count + group + local * (count - 1 - past) // count + decoded
             alive += sent * ((past > 0) + (past < count - 1))
             begun = past > (sent > 0)  # gradients are on their way for one group longer
             name = f"attention, {past + 1} of {count} groups" if count > 1 else "attention"
@@ -179,9 +181,9 @@ class Layer:
         width = (shape.q + 2 * shape.kv) // count
         weights = shape.hidden * width
         projecting = weights * size + self._sums(weights) + self.chunk * (shape.hidden + width) * size
-        alive = kept * (count - 1) // count + projected // count + sums + projecting
+        alive = kept * (count - 1) // count + projected // count + sums + projecting + decoded
         yield Working("projections", after, alive, norms=2 * hidden)
-        yield Working("norm before attention", after, sums + self._rounded(sums), norms=2 * hidden)
+        yield Working("norm before attention", after, sums + self._rounded(sums) + decoded, norms=2 * hidden)
 
     def _mlp(self, chunked: bool) -> Part:
         """Returns the bytes of the MLP: gate, up, their product, and the activation unless Liger computes it again.
@@ -194,13 +196,14 @@ class Layer:
             later = sums + self._experts(min(rows, self.tokens - rows) * shape.experts_per_token) if chunked else 0
             return Part(0, max(self._experts(rows * shape.experts_per_token), later) + self.hidden)
         if chunked:
-            outer = self.hidden * (2 if arch.norm_after else 1)
+            outer = self.hidden * (2 if arch.norm_after else 1) + setup.decoded(3 * shape.hidden * shape.mlp)
             return Part(0, 3 * inner + sums + self._rounded(sums) + outer)
         light = setup.liger and "mlp" not in setup.tiles  # however short the sequence
         inputs = 1 if "gate_up" in arch.fused else 2
         adapters = inputs * self._adapter(shape.hidden) + self._adapter(shape.mlp)
         kept = inner * (3 if light else 4) + adapters
-        return Part(kept, kept + inner * (1 if light and setup.full else 2))  # Liger's are written over what was kept
+        more = inner * (1 if light and setup.full else 2)  # Liger's are written over what was kept
+        return Part(kept, kept + more + setup.decoded(shape.hidden * shape.mlp))
 
     def _experts(self, pairs: int) -> int:
         """Returns the bytes of so many pairs of a token and an expert: the most of three moments of Hugging Face's

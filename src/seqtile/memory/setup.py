@@ -65,6 +65,9 @@ class Setup:
     lora_rank: int | None = None
     """The rank of adapters in float32, as PEFT makes them, over every projection of attention and MLP, all else frozen;
     None trains every parameter."""
+    load_in_4bit: bool = False
+    """True with the projections of attention and MLP in bitsandbytes' 4 bits (NF4, double quantisation), each decoded
+    for as long as its part is computed. They are frozen, and so need `lora_rank`."""
     gpu_memory_gib: float = 80
     """Memory of a GPU."""
     host_memory_gib: float = 1900
@@ -77,6 +80,7 @@ class Setup:
         groups = self.head_groups in (None, "auto") or is_count(self.head_groups)
         for name, right, expected in (
             ("liger", isinstance(self.liger, bool), "True or False"),
+            ("load_in_4bit", isinstance(self.load_in_4bit, bool), "True or False"),
             ("gpus", is_count(self.gpus), count),
             ("sequence_parallel", is_count(self.sequence_parallel), count),
             ("gpus_per_node", is_count(self.gpus_per_node), count),
@@ -100,8 +104,14 @@ class Setup:
         expect("tiles", "mlp" in self.tiles or not layer, "mlp too, since it is tiled with the layer", self.tiles)
         expect("head_groups", layer or self.head_groups is None, "None, since tiles has no layer", self.head_groups)
         expect("sequence_parallel", divided, f"a divisor of the {self.gpus} GPUs", self.sequence_parallel)
+        adapted = not (self.load_in_4bit and self.full)
+        expect("load_in_4bit", adapted, "False, or a lora_rank besides, since what has 4 bits is not trained", True)
         if "optimizer" in self.offload and self.optimizer == "adamw_8bit":
             raise ValueError("offload of the optimizer: expected adamw or sgd, got adamw_8bit, which computes on a GPU")
+        if "weights" in self.offload and self.load_in_4bit:
+            raise ValueError(
+                "offload of weights: expected none with load_in_4bit, whose weights are decoded on the GPU"
+            )
         if "weights" in self.offload and self.gpus > 1 and self.zero_stage < 3:
             raise ValueError(f"offload of weights needs zero_stage 3 on {self.gpus} GPUs, got {self.zero_stage}")
 
@@ -114,6 +124,10 @@ class Setup:
     def full(self) -> bool:
         """True if every parameter is trained, False if adapters are."""
         return self.lora_rank is None
+
+    def decoded(self, parameters: int) -> int:
+        """Returns the bytes of so many weights of 4 bits while they are computed with; 0 of others."""
+        return parameters * self.bytes if self.load_in_4bit else 0
 
     def ranks(self, stage: int) -> int:
         """Returns over how many GPUs something is sharded that is sharded from this ZeRO stage on."""
@@ -198,7 +212,7 @@ class Shape:
         notes = {
             f"only the text model of {self.inside} is planned": self.inside is not None,
             f"model type {self.model_type} is not known; planned as a Llama, which may be far off": self.assumed,
-            "its quantization_config is not planned; weights are counted in full": self.quantised,
+            "its quantization_config is not read: weights are counted in full without load_in_4bit": self.quantised,
         }
         return [note for note, applies in notes.items() if applies]
 
@@ -221,6 +235,11 @@ class Shape:
     def mlp_parameters(self) -> int:
         """Parameters of a layer's MLP, or of all its experts and their router."""
         return self.hidden * (3 * self.mlp * max(self.experts, 1) + self.experts) + self.mlp_biases
+
+    @property
+    def projection_parameters(self) -> int:
+        """Parameters of the matrices of a layer's attention and MLP: those that 4 bits are made of."""
+        return self.hidden * (2 * (self.q + self.kv) + 3 * self.mlp * max(self.experts, 1))
 
     @property
     def layer_parameters(self) -> int:

@@ -41,7 +41,9 @@ class Step:
         self.trained = parameters if setup.full else shape.adapter_parameters(setup.lora_rank)
         master = FLOAT if setup.full and half and setup.optimizer == "adamw" else 0
         adapters = 0 if setup.full else self.trained * FLOAT
-        self.weights = (parameters * setup.bytes + adapters) // setup.ranks(3)
+        self.layer_weights = _layer_weights(shape, setup)
+        weights = shape.outer_parameters * setup.bytes + shape.layers * self.layer_weights
+        self.weights = (weights + adapters) // setup.ranks(3)
         self.optimizer = self.trained * (OPTIMIZERS[setup.optimizer] + master) // setup.ranks(1)
 
     def host(self) -> Parts:
@@ -113,9 +115,9 @@ class Step:
         setup, shape, away = self.setup, self.shape, "optimizer" in self.setup.offload
         if setup.ranks(3) == 1 and "weights" not in setup.offload:
             return min(BUCKET, self.trained) * setup.bytes if setup.gpus > 1 or away else 0
-        weights = outer * shape.outer_parameters + gathered * shape.layer_parameters
+        weights = outer * shape.outer_parameters * setup.bytes + gathered * self.layer_weights
         counted = 0 if away else whole // setup.ranks(2)
-        return (weights + (whole - counted if setup.full else 0)) * setup.bytes
+        return weights + (whole - counted if setup.full else 0) * setup.bytes
 
     def _inputs(self, waiting: int, backward: bool) -> int:
         """Returns the bytes of the first `waiting` layers' inputs that are on the GPU: if offloaded, the one that is
@@ -142,3 +144,13 @@ class Step:
             several = rows < self.tokens
             chunk = shape.head_parameters * FLOAT + max(chunk, gradient) if several else chunk + gradient
         return 2 * hidden + chunk
+
+
+def _layer_weights(shape: Shape, setup: Setup) -> int:
+    """Returns the bytes of a layer's weights. Of 4 bits a block of 64 has a scale of 8 bits, and a block of 256 such
+    scales one of 32."""
+    if not setup.load_in_4bit:
+        return shape.layer_parameters * setup.bytes
+    projections = shape.projection_parameters
+    codes = projections // 2 + projections // 64 + projections // (64 * 256) * FLOAT
+    return codes + (shape.layer_parameters - projections) * setup.bytes

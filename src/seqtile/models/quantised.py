@@ -1,24 +1,59 @@
-"""Layers of bitsandbytes whose weights have 4 bits, read by decoding them once a call."""
+"""Linear layers whose frozen weights are stored in fewer bits, read by decoding them once a call.
+
+These are bitsandbytes' of 4 bits and torchao's layouts for weights alone. Every other way to store a weight is called
+chunk by chunk; so are layers that quantise their input too, which reads nothing of the weight that could be computed
+with otherwise.
+"""
 
 import sys
+from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
+
+import torch
 
 from seqtile.ops.linear import Encoding
 
-_MODULES = "bitsandbytes.nn.modules"
+_BITSANDBYTES = "bitsandbytes.nn.modules"
+
+
+class _Layout(NamedTuple):
+    """A class of torchao's for weights."""
+
+    decode: Callable[[Any], torch.Tensor]
+    """Makes [out, in] numbers of a weight, in its own dtype."""
+    of_inputs: tuple[str, ...] = ()
+    """Its attributes that are set where a product rounds or scales its input, too."""
+
+
+def _decoded_int8(weight: Any) -> torch.Tensor:
+    """Decodes as torchao multiplies: with one scale a row or a tensor its product knows no zero point."""
+    if weight.block_size[-1] < weight.shape[-1]:
+        return weight.dequantize()
+    return weight.qdata.to(weight.dtype).mul_(weight.scale.to(weight.dtype))
+
+
+_LAYOUTS = {  # of torchao.quantization
+    "Int8Tensor": _Layout(_decoded_int8, ("act_quant_kwargs", "act_pre_scale")),
+    "IntxUnpackedToInt8Tensor": _Layout(lambda weight: weight.dequantize(), ("activation_quantization",)),
+    "Float8Tensor": _Layout(lambda weight: weight.dequantize(), ("act_quant_kwargs",)),
+    "NF4Tensor": _Layout(lambda weight: weight.to(weight.dtype)),
+}
 
 
 def is_quantised(module: Any) -> bool:
-    """Says if a module is bitsandbytes' layer of 4 bits (NF4 or FP4), or of a subclass that computes as it does."""
-    layer = getattr(sys.modules.get(_MODULES), "Linear4bit", None)
-    return layer is not None and isinstance(module, layer)
+    """Says if a module is a linear layer whose weight is stored as one of bitsandbytes' or torchao's kinds above."""
+    return _is_4_bits(module) or _layout_of(module) is not None
 
 
 def decoding_reason(module: Any) -> str | None:
-    """Says why a quantised layer cannot be read."""
+    """Says why computing with a quantised layer's decoded weight is not calling it, whatever is around its forward."""
+    if (layout := _layout_of(module)) is not None:
+        if any(getattr(module.weight, name, None) is not None for name in layout.of_inputs):
+            return f"quantises or scales its input ({type(module.weight).__name__})"
+        return None
     forward = type(module).forward
-    if forward.__module__ != _MODULES or forward.__qualname__ != "Linear4bit.forward":
+    if forward.__module__ != _BITSANDBYTES or forward.__qualname__ != "Linear4bit.forward":
         return f"is a {type(module).__module__}.{type(module).__name__}, which has a forward of its own"
     state = getattr(module.weight, "quant_state", None) or getattr(module, "quant_state", None)
     if state is None:
@@ -28,11 +63,38 @@ def decoding_reason(module: Any) -> str | None:
     return None
 
 
+def has_4_bits(model: torch.nn.Module) -> bool:
+    """Says if a model has bitsandbytes' layers of 4 bits."""
+    return any(map(_is_4_bits, model.modules()))
+
+
+def computing_dtype(module: Any) -> torch.dtype | None:
+    """Returns the dtype in which a quantised layer computes, whatever its input's; None if in that."""
+    return module.weight.dtype if _layout_of(module) is not None else getattr(module, "compute_dtype", None)
+
+
 def encoding_of(module: Any) -> Encoding | None:
-    """Returns how a readable layer's weight is stored; None if as numbers."""
+    """Returns a readable layer's weight; None if it is stored as numbers."""
+    if (layout := _layout_of(module)) is not None:
+        return Encoding(module.weight.shape, partial(layout.decode, module.weight))
     if not is_quantised(module):
         return None
     from bitsandbytes.functional import dequantize_4bit
 
     state = getattr(module.weight, "quant_state", None) or module.quant_state
-    return Encoding(state.shape, partial(dequantize_4bit, quant_state=state))
+    return Encoding(state.shape, partial(dequantize_4bit, module.weight.data, quant_state=state))
+
+
+def _is_4_bits(module: Any) -> bool:
+    layer = getattr(sys.modules.get(_BITSANDBYTES), "Linear4bit", None)
+    return layer is not None and isinstance(module, layer)
+
+
+def _layout_of(module: Any) -> _Layout | None:
+    """Returns the layout of a layer's weight, if torchao's own class made it."""
+    torchao = sys.modules.get("torchao.quantization")
+    if torchao is None or not isinstance(module, torch.nn.Linear):
+        return None
+    kind = type(module.weight)
+    layout = _LAYOUTS.get(kind.__name__)
+    return layout if layout is not None and kind is getattr(torchao, kind.__name__, None) else None

@@ -25,7 +25,7 @@ from torch.nn.modules import module as module_module
 from torch.utils._device import DeviceContext
 from transformers.activations import GELUTanh, SiLUActivation
 
-from seqtile.models.quantised import decoding_reason, encoding_of, is_quantised
+from seqtile.models.quantised import computing_dtype, decoding_reason, encoding_of, is_quantised
 from seqtile.ops.checks import DTYPES
 from seqtile.ops.linear import Projection
 
@@ -133,7 +133,8 @@ def linear_fallback_reason(module: Any) -> str | None:
 
 def quantised_fallback_reason(module: Any) -> str | None:
     """Says why calling a quantised layer is not F.linear(x, its decoded weight, module.bias)."""
-    return decoding_reason(module) or module_fallback_reason(module)
+    calls_linear = type(module).forward is nn.Linear.forward  # torchao's, whose weight does the rest
+    return decoding_reason(module) or (linear_fallback_reason if calls_linear else module_fallback_reason)(module)
 
 
 def activation_name(activation: Any) -> str | None:
@@ -229,7 +230,7 @@ def read_projection(name: str, module: nn.Module) -> Projection:
     assert isinstance(layers, Layers), f"{name} {layers}"
     base, a, b, scale = layers
     encoding = encoding_of(base)
-    weight = _whole(name, base.weight) if encoding is None else base.weight.data
+    weight = _whole(name, base.weight) if encoding is None else None
     if a is None:
         return Projection(weight, base.bias, encoding=encoding)
     return Projection(weight, base.bias, _whole(name, a.weight), _whole(name, b.weight), scale, encoding)
@@ -241,7 +242,7 @@ def projection_fallback_reason(name: str, module: nn.Module | None, dtype: torch
     layers = _layers_of(module)
     if isinstance(layers, str):
         return f"{name} {layers}"
-    computes_in = getattr(layers.base, "compute_dtype", None) if is_quantised(layers.base) else None
+    computes_in = computing_dtype(layers.base) if is_quantised(layers.base) else None
     if computes_in is not None and dtype not in (None, computes_in):
         return f"{name} computes in {computes_in}, where its input is in {dtype}"
     for layer in layers[is_quantised(layers.base) : 3]:
@@ -273,8 +274,12 @@ def _layers_of(module: Any) -> Layers | str:
 
 
 def _is_lora(module: Any) -> bool:
-    """Says if a module is PEFT's LoRA of a linear layer, plain or of 4 bits, and of no subclass."""
-    kinds = (("peft.tuners.lora.layer", "Linear"), ("peft.tuners.lora.bnb", "Linear4bit"))
+    """Says if a module is PEFT's LoRA of a linear layer, plain or quantised, and of no subclass."""
+    kinds = (
+        ("peft.tuners.lora.layer", "Linear"),
+        ("peft.tuners.lora.bnb", "Linear4bit"),
+        ("peft.tuners.lora.torchao", "TorchaoLoraLinear"),
+    )
     return type(module) in [getattr(sys.modules[name], kind, None) for name, kind in kinds if name in sys.modules]
 
 

@@ -156,18 +156,18 @@ class LowRank(NamedTuple):
 
 
 class Encoding:
-    """How a frozen weight is stored that is not [out, in] numbers: `decode` makes these of it. A leaf of a tree of
-    parameters that is no tensor."""
+    """A frozen weight that is not stored as [out, in] numbers: `decode` makes these. A leaf of a tree of parameters
+    that is no tensor."""
 
-    def __init__(self, shape: torch.Size, decode: Callable[[torch.Tensor], torch.Tensor]):
+    def __init__(self, shape: torch.Size, decode: Callable[[], torch.Tensor]):
         self.shape, self.decode = shape, decode
 
 
 class Projection(NamedTuple):
     """A linear layer with at most one adapter: y = x weight' + bias + scale * (x a') b'."""
 
-    weight: torch.Tensor
-    """[out, in]; anything of a weight that is stored otherwise."""
+    weight: torch.Tensor | None
+    """[out, in]; None of a weight that is stored otherwise."""
     bias: torch.Tensor | None
     """[out]"""
     a: torch.Tensor | None = None
@@ -176,7 +176,7 @@ class Projection(NamedTuple):
     """[out, r]"""
     scale: float = 1.0
     encoding: Encoding | None = None
-    """How the weight is stored, if otherwise."""
+    """The weight, if it is stored otherwise."""
 
     @classmethod
     def of(cls, weight: torch.Tensor, bias: torch.Tensor | None, adapter: LowRank | None) -> "Projection":
@@ -192,7 +192,7 @@ class Projection(NamedTuple):
         kept no longer than it is computed with."""
         if self.encoding is None:
             return self
-        return self._replace(weight=self.encoding.decode(self.weight), encoding=None)
+        return self._replace(weight=self.encoding.decode(), encoding=None)
 
     @property
     def adapter(self) -> LowRank | None:

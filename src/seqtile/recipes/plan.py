@@ -34,6 +34,9 @@ class Question:
     ] = "adamw"
     dtype: Annotated[str, Option(help="Of weights and activations: bfloat16, float16 or float32.")] = "bfloat16"
     lora_rank: Annotated[int | None, Option(help="Of adapters over every projection; all else is frozen.")] = None
+    load_in_4bit: Annotated[
+        bool, Option("--load-in-4bit", help="The projections in bitsandbytes' 4 bits, under adapters: QLoRA.")
+    ] = False
     offload: Annotated[
         list[str] | None, Option(help="To host memory in any case: optimizer, weights; repeat it for more.")
     ] = None
@@ -179,7 +182,13 @@ def to_turn_on(plan: Plan) -> list[str]:
     if setup.liger:
         before = "of liger_kernel.transformers, before the model is built"
         lines.append(f"apply_liger_kernel_to_{shape.model_type}()  # {before}")
-    lines.append('model = AutoModelForCausalLM.from_pretrained(..., attn_implementation="flash_attention_2")')
+    quantised = ""
+    if setup.load_in_4bit:
+        options = f'load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.{setup.dtype}'
+        lines.append(f"four_bits = BitsAndBytesConfig({options}, bnb_4bit_use_double_quant=True)")
+        quantised = ", quantization_config=four_bits"
+    attention = 'attn_implementation="flash_attention_2"'
+    lines.append(f"model = AutoModelForCausalLM.from_pretrained(..., {attention}{quantised})")
     if setup.lora_rank is not None:
         lines.append(f'model = get_peft_model(model, LoraConfig(r={setup.lora_rank}, target_modules="all-linear"))')
     if setup.tiles:

@@ -113,8 +113,8 @@ class AttentionFunction(torch.autograd.Function):
         x: torch.Tensor,
         *tensors: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:
-        order = range(call.sizes.groups)
-        qkv_of_groups = QKVByGroup(Inputs(x, cos, sin, params, call.sizes), order, call.sp_attention, keep_normed=True)
+        order, inputs = range(call.sizes.groups), Inputs(x, cos, sin, params.decoded("q", "k", "v"), call.sizes)
+        qkv_of_groups = QKVByGroup(inputs, order, call.sp_attention, keep_normed=True)
         outs, runs, saved = [], [], []
         for _ in order:
             repeats = bool(runs) and runs[-1].state is not None  # as the first group found out
@@ -173,9 +173,10 @@ class _Backward:
         self.params, saved = with_tensors(ctx.params, saved[:count]), saved[count:]
         self.leaves, saved = saved[: ctx.leaves], saved[ctx.leaves :]
         self.outs, self.saved = saved[: self.sizes.groups], saved[self.sizes.groups :]
-        self.inputs = Inputs(x, cos, sin, self.params, self.sizes)
         both = begin_weight_grads((self.params, self.leaves), ctx.needs_input_grad[6:], ctx.main_grads)
         self.sums, self.leaf_sums = both
+        self.params = self.params.decoded("q", "k", "v", "o")
+        self.inputs = Inputs(x, cos, sin, self.params, self.sizes)
 
     def gradients(self) -> list[torch.Tensor | None]:
         """Returns the gradients of x, of the parameters and of the leaves."""

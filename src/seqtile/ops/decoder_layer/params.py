@@ -28,6 +28,11 @@ class AttentionParams(NamedTuple):
     v: Projection
     o: Projection
 
+    def decoded(self, *names: str) -> "AttentionParams":
+        """Returns them with the weights of these projections as numbers, see `Projection.decoded`: once for all
+        groups."""
+        return self._replace(**{name: getattr(self, name).decoded() for name in names})
+
 
 class MLPParams(NamedTuple):
     """The parameters of h + scale down(act(gate(n)) * up(n)) with n = norm(h), in the order in which an untiled layer

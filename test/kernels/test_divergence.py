@@ -1,0 +1,101 @@
+import pytest
+import torch
+
+from assertions import assert_as_exact, poisoned
+from head_reference import entropies_of, logits_of
+from seqtile.kernels import DivergenceOptions
+from seqtile.kernels.dispatch import divergence_
+
+OPTIONS = {
+    "forward": DivergenceOptions(0.0),
+    "reverse": DivergenceOptions(1.0),
+    "mixed": DivergenceOptions(0.3),
+    "all": DivergenceOptions(0.6, 1.7, 1.3, 4.0, -0.7, 6.0),
+    "forward, caps": DivergenceOptions(0.0, 0.8, 1.3, 4.0, 0.7, 6.0),
+    "reverse, caps": DivergenceOptions(1.0, 0.8, 1.3, 4.0, 0.7, 6.0),
+}
+HEADS = ("student", "teacher")
+
+
+def inputs(rows: int, vocab: int, dtype: torch.dtype, device: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """A chunk of products of each head, and the slabs around them, whose rows are further apart than they are long."""
+    slabs = [poisoned(rows, vocab + extra, dtype=dtype, device=device) for extra in (5, 11)]
+    return [slab[:, :vocab].copy_(torch.randn(rows, vocab, device=device) * 3) for slab in slabs], slabs
+
+
+def reference(
+    products: list[torch.Tensor], options: DivergenceOptions, biases: list, row_scale: torch.Tensor | None
+) -> list[torch.Tensor]:
+    """Divergences, the student's entropies and the gradients as the kernel leaves them."""
+    leaves = [part.detach().clone().requires_grad_() for part in products]
+    scales = [options.student_scale, options.teacher_scale]
+    caps = [options.student_softcap, options.teacher_softcap]
+    logits = [
+        logits_of(leaf, bias, softcap=cap, logit_scale=scale, temperature=options.temperature)
+        for leaf, bias, cap, scale in zip(leaves, biases, caps, scales, strict=True)
+    ]
+    p, q = (x.log_softmax(1) for x in logits)
+    if options.beta in (0, 1):
+        a, b = (q, p) if options.beta == 0 else (p, q)
+        losses = (a.exp() * (a - b)).sum(1)
+    else:
+        m = (options.beta * q.exp() + (1 - options.beta) * p.exp()).log()
+        losses = options.beta * (q.exp() * (q - m)).sum(1) + (1 - options.beta) * (p.exp() * (p - m)).sum(1)
+    total = (losses if row_scale is None else losses * row_scale.to(losses.dtype)).sum()
+    gradients = torch.autograd.grad(total * options.temperature, leaves)
+    return [losses, entropies_of(logits[0]), *(d / scale for d, scale in zip(gradients, scales, strict=True))]
+
+
+@pytest.mark.parametrize("write", [(True, True), (True, False), (False, True)], ids=str)
+@pytest.mark.parametrize("given", [False, True], ids=["plain", "biases and row scale"])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("rows", "vocab"), [(33, 1000), (9, 4097)])
+def test_values_and_gradients(
+    rows: int, vocab: int, dtype: torch.dtype, options: DivergenceOptions, given: bool, write: tuple, device: str
+) -> None:
+    products, slabs = inputs(rows, vocab, dtype, device)
+    biases = [torch.randn(vocab, device=device).to(dtype) if given else None for _ in HEADS]
+    row_scale = torch.randn(rows, device=device) if given else None
+    before = [part.clone() for part in products]
+    same = reference(products, options, biases, row_scale)
+    truth = reference([part.double() for part in products], options, biases, row_scale)
+    losses, entropy = (poisoned(rows, dtype=torch.float32, device=device) for _ in range(2))
+
+    vectors = {"entropy": entropy, "row_scale": row_scale}
+    vectors |= {f"{head}_bias": bias for head, bias in zip(HEADS, biases, strict=True)}
+    divergence_(*products, losses, options, write=write, **vectors)
+
+    assert_as_exact(losses, same[0], truth[0])
+    assert_as_exact(entropy, same[1], truth[1])
+    for part, asked, theirs, true, old in zip(products, write, same[2:], truth[2:], before, strict=True):
+        if asked:
+            assert_as_exact(part, theirs, true)
+        else:
+            assert part.equal(old)
+    for slab in slabs:
+        assert slab[:, vocab:].isnan().all(), "wrote past a row"
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.5, 1.0])
+def test_losses_alone(beta: float, device: str) -> None:
+    """Without gradients the products stay, and the losses are the same."""
+    products, _ = inputs(33, 1000, torch.float32, device)
+    before = [part.clone() for part in products]
+    found = [poisoned(33, dtype=torch.float32, device=device) for _ in range(2)]
+    divergence_(*products, found[0], DivergenceOptions(beta))
+    assert all(part.equal(old) for part, old in zip(products, before, strict=True))
+    divergence_(*products, found[1], DivergenceOptions(beta), write=(True, True))
+    assert found[0].equal(found[1])
+
+
+def test_a_real_vocabulary(device: str) -> None:
+    products, _ = inputs(2, 128_256, torch.bfloat16, device)
+    options = OPTIONS["mixed"]
+    same, truth = (
+        reference(parts, options, [None, None], None) for parts in (products, [p.double() for p in products])
+    )
+    losses = poisoned(2, dtype=torch.float32, device=device)
+    divergence_(*products, losses, options, write=(True, True))
+    for value, theirs, true in zip([losses, *products], [same[0], *same[2:]], [truth[0], *truth[2:]], strict=True):
+        assert_as_exact(value, theirs, true)

@@ -44,7 +44,12 @@ CUTS = (
             "models/test_quantised.py::test_torchao_equals",
         ),
         EVERY_PAIR,
-        "of 147 cases",
+        "of 165 cases",
+    ),
+    Cut(
+        ("ops/test_linear_divergence.py::test_random", "ops/test_linear_topk_divergence.py::test_random"),
+        tuple("012345"),
+        "of 40 draws, other ones in every run",
     ),
     Cut(
         ("recipes/test_simulate.py::test_where", "recipes/test_simulate.py::test_experts"),
@@ -88,6 +93,7 @@ CUTS = (
             "32-dtype",
             "0-gpus-*",
             "512-gpus-sequence_parallel",
+            "*-load_in_4bit",
         ),
         "each feature alone; a simulation of several together takes seconds",
     ),
@@ -189,12 +195,21 @@ CUTS = (
 )
 INTERPRETED = (  # where a row of a kernel takes a millisecond
     Cut(("kernels/test_compiled.py",), (), "the interpreter replaces the compiler"),
-    Cut(("kernels/test_cross_entropy.py::test_values_and_gradient",), EVERY_PAIR, "of 180 cases of one kernel"),
+    Cut(
+        ("kernels/test_cross_entropy.py::test_values_and_gradient", "kernels/test_divergence.py::test_values"),
+        EVERY_PAIR,
+        "of 396 cases of two kernels",
+    ),
     Cut(("kernels/",), ("*",), "every kernel"),
     Cut(
         ("ops/test_linear_cross_entropy.py::test_loss_and_gradients", "ops/test_gated_mlp.py::test_output_and_grad"),
         ("63-16-*", "190-63-*"),
         "one end-to-end case of each op and dtype",
+    ),
+    Cut(
+        ("ops/test_linear_divergence.py::test_random", "ops/test_linear_topk_divergence.py::test_random"),
+        ("0", "1"),
+        "likewise",
     ),
     Cut(
         (

@@ -147,10 +147,14 @@ class AllToAll(NamedTuple):
 
     def start(self, tensors: Sequence[Tensor]) -> Arriving:
         """Starts it, and returns what waits for its results, to be called once. Those are contiguous as [B, tokens,
-        heads, K]; what several ranks send for one place is added in float32. Without gradients.
+        heads, K]; what several ranks send for one place is added in float32. Without gradients. Tensors of a wider
+        dtype than others travel as several elements of theirs.
 
         Allocates what is sent, then what is received, then the results; never all three.
         """
+        dtypes = [x.dtype for x in tensors]
+        wire = _wire_dtype(dtypes, self.target.summed)
+        tensors = [_viewed(x, wire) for x in tensors]
         parts, counts, target = self.source.parts(tensors), self.target.counts(tensors), self.target
         shapes = [(len(x), *size, x.shape[3]) for x, size in zip(tensors, target.sizes, strict=True)]
         sent_counts = self.source.counts(tensors)
@@ -172,9 +176,24 @@ class AllToAll(NamedTuple):
             for piece, part, values in zip(pieces, parts, arrived.split([x.numel() for x in parts]), strict=True):
                 put = part.add_ if piece.tensor in target.summed else part.copy_
                 put(values.view(part.shape))
-            return [result.to(arrived.dtype) for result in results]
+            results = [result.to(arrived.dtype) for result in results]
+            return [_viewed(result, dtype) for result, dtype in zip(results, dtypes, strict=True)]
 
         return wait
+
+
+def _wire_dtype(dtypes: Sequence[torch.dtype], summed: Sequence[int]) -> torch.dtype:
+    """Returns the dtype that all travel as. ValueError for what has to be added in another."""
+    wire = min(dtypes, key=lambda dtype: dtype.itemsize)
+    if any(dtypes[i] != wire for i in summed):
+        found = ", ".join(map(str, dtypes))
+        raise ValueError(f"heads that ranks share are in another dtype than the rest, {found}; expected the narrowest")
+    return wire
+
+
+def _viewed(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the bytes of [B, heads, tokens, K] as elements of a dtype."""
+    return x if x.dtype == dtype else x.transpose(1, 2).contiguous().view(dtype).transpose(1, 2)
 
 
 class AllToAllFunction(torch.autograd.Function):
@@ -201,6 +220,30 @@ def plan_tokens_to_heads(q_heads: int, kv_heads: int, local: int, ctx: SequenceP
     by_heads = [(count(mine.rows), width(mine.q)), (length, width(mine.kv)), (length, width(mine.kv))]
     summed = (K, V) if sum(width(share.kv) for share in shares) > kv_heads else ()
     return AllToAll(ctx.group, Sharding(by_tokens, sent, summed), Sharding(by_heads, received))
+
+
+def plan_heads(heads: int, groups: int, is_shared: Sequence[bool], local: int, ctx: SequenceParallel) -> AllToAll:
+    """Returns the all-to-all from shards of `local` tokens to head shares of tensors of which all tokens are wanted: of
+    `heads` heads, at least one a rank, or where `is_shared` of `groups`, each read by as many heads."""
+    length = local * ctx.size
+    shares = [head_share(rank, ctx.size, heads, groups, length) for rank in range(ctx.size)]
+    all_tokens = slice(0, local)
+
+    def placed(share: HeadShare, rank: int) -> tuple[list[Piece], list[Piece]]:
+        """What of the tokens of `rank` goes to a share: where it lies by tokens, and where by heads."""
+        chosen = [share.kv if shared else share.q for shared in is_shared]
+        here = slice(rank * local, (rank + 1) * local)
+        by_tokens = [Piece(i, all_tokens, of_share) for i, of_share in enumerate(chosen)]
+        return by_tokens, [Piece(i, here, slice(0, width(of_share))) for i, of_share in enumerate(chosen)]
+
+    mine, counts = shares[ctx.rank], [groups if shared else heads for shared in is_shared]
+    sent = [placed(share, ctx.rank)[0] for share in shares]
+    received = [placed(mine, rank)[1] for rank in range(ctx.size)]
+    several = sum(width(share.kv) for share in shares) > groups
+    summed = tuple(i for i, shared in enumerate(is_shared) if shared and several)
+    widths = [width(mine.kv if shared else mine.q) for shared in is_shared]
+    by_tokens = Sharding([(local, count) for count in counts], sent, summed)
+    return AllToAll(ctx.group, by_tokens, Sharding([(length, count) for count in widths], received))
 
 
 def _pieces(rank: int, share: HeadShare, local: int) -> tuple[list[Piece], list[Piece]]:

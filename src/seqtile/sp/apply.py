@@ -26,10 +26,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from seqtile.sp.attention import NAME, ulysses_attention
 from seqtile.sp.groups import SequenceParallel
 from seqtile.sp.layout import BATCH_HASH, CUTTERS, check_same_batch, layout_of
+from seqtile.sp.recurrence import BY_TOKEN, Recurrence, is_known, is_recurrence, mixers
 
 _APPLIED = "_seqtile_ulysses"  # on a model: what was applied to it
 _BY_KEYWORD = "under sequence parallelism pass input_ids or inputs_embeds, and the rest by keyword"
 _ATTENTIONS = {"full_attention", "sliding_attention"}  # kinds of layers that mix tokens in attention alone
+_RECURRENCES = {"linear_attention", "hybrid", "conv"}  # in a recurrence or a convolution, too
 
 
 def apply_ulysses(model: PreTrainedModel, ctx: SequenceParallel) -> None:
@@ -53,7 +55,8 @@ def apply_ulysses(model: PreTrainedModel, ctx: SequenceParallel) -> None:
     _check(model, implementation)
     AttentionInterface.register(NAME, ulysses_attention)
     model.set_attn_implementation(NAME)
-    applied = Applied(ctx, implementation, model.config.get_text_config().num_hidden_layers)
+    layers = len(mixers(model)) if is_recurrent(model) else model.config.get_text_config().num_hidden_layers
+    applied = Applied(ctx, implementation, layers)
     applied.hook(model)
     setattr(model, _APPLIED, applied)
 
@@ -65,6 +68,9 @@ def restore(model: PreTrainedModel) -> None:
     if (applied := vars(model).pop(_APPLIED, None)) is not None:
         for handle in applied.handles:
             handle.remove()
+        for module in model.modules():
+            if isinstance(vars(module).get("forward"), Recurrence):
+                del module.forward
         model.set_attn_implementation(applied.implementation)
 
 
@@ -79,6 +85,13 @@ def _without_adapter(model: nn.Module) -> nn.Module:
     return model
 
 
+def is_recurrent(model: PreTrainedModel) -> bool:
+    """Says if tokens meet in more than attention."""
+    kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
+    stateful = bool(kinds & _RECURRENCES) or getattr(model, "_is_stateful", False)
+    return stateful or any(map(is_recurrence, model.modules()))
+
+
 def _check(model: PreTrainedModel, implementation: str) -> None:
     """Raises ValueError for a model that cannot be sharded over ranks."""
     name, config = type(model).__name__, model.config.get_text_config()
@@ -86,10 +99,12 @@ def _check(model: PreTrainedModel, implementation: str) -> None:
     if implementation not in known:
         expected = f"expected one of {', '.join(known)}; model.set_attn_implementation(...) first"
         raise ValueError(f"the model's attention is {implementation!r}, {expected}")
-    others = sorted(set(getattr(config, "layer_types", None) or ()) - _ATTENTIONS)
-    others += ["an encoder"] if config.is_encoder_decoder else []
-    others += ["a state along the sequence"] if getattr(model, "_is_stateful", False) else []
     modules = list(model.modules())
+    kinds = set(getattr(config, "layer_types", None) or ())
+    unknown = sorted({type(x).__name__ for x in mixers(model) if not is_known(x)}) if is_recurrent(model) else []
+    others = sorted(kinds - _ATTENTIONS - _RECURRENCES - BY_TOKEN)
+    others += ["an encoder"] if config.is_encoder_decoder else []
+    others += [f"{', '.join(unknown)}, whose recurrence is not known"] if unknown else []
     refused = {
         f"{name} has {', '.join(others)}": others,
         f"{name} makes its own position_ids": any(hasattr(x, "create_position_ids_from_input_ids") for x in modules),
@@ -97,7 +112,7 @@ def _check(model: PreTrainedModel, implementation: str) -> None:
         f"{name} does not take its attention from AttentionInterface": not model._can_set_attn_implementation(),
     }
     if found := [what for what, is_so in refused.items() if is_so]:
-        expected = "expected causal attention, full or with a window, in every layer; leave this model whole"
+        expected = "expected causal attention, full or with a window, or a known recurrence; leave this model whole"
         raise ValueError(f"{found[0]}, {expected}")
 
 
@@ -109,6 +124,7 @@ class Applied:
     implementation: str
     """The attention that was there."""
     layers: int
+    """How many modules tokens meet in."""
     handles: list[RemovableHandle] = field(default_factory=list)
     batch_hash: Tensor | None = None
     last_position: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64, device="cpu"))
@@ -117,6 +133,8 @@ class Applied:
     def hook(self, model: PreTrainedModel) -> None:
         """Registers the hooks on a model, its base model and their rotary embeddings."""
         base = model.base_model
+        for module in [module for module in model.modules() if is_recurrence(module)]:
+            module.forward = Recurrence(module)
         self.handles += [
             model.register_forward_pre_hook(self.check_batch, with_kwargs=True),
             model.register_forward_hook(self.guard_loss, with_kwargs=True),

@@ -37,6 +37,9 @@ DELTA = {
 EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 MAMBA = {"mamba_n_heads": 6, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 2, "mamba_d_conv": 4}
 MAMBA |= {"mamba_expand": 2, "mamba_chunk_size": 16}
+MLA = {"kv_lora_rank": 8, "q_lora_rank": None, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 10}
+MLA |= {"num_attention_heads": 6, "num_key_value_heads": 6, "n_routed_experts": 4, "num_experts_per_tok": 2, "n_group": 1}
+MLA |= {"topk_group": 1, "moe_intermediate_size": 32, "n_shared_experts": 1, "first_k_dense_replace": 1, "head_dim": None}
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_next": ("qwen3_next", DELTA | EXPERTS | {"shared_expert_intermediate_size": 32}),
     "qwen3_5": ("qwen3_5_text", DELTA | {"linear_num_key_heads": 4, "linear_num_value_heads": 4}),
@@ -58,6 +61,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "granitemoehybrid": ("granitemoehybrid", MAMBA | {"num_local_experts": 0, "shared_intermediate_size": 64, "layer_types": ["linear_attention", "full_attention"]}),
     "falcon_h1": ("falcon_h1", MAMBA | {"mamba_d_ssm": 96}),
     "zamba2": ("zamba2", MAMBA | {"num_mem_blocks": 1, "layers_block_type": ["linear_attention", "hybrid"], "layer_types": ["linear_attention", "hybrid"], "num_key_value_heads": 4}),
+    "gpt_oss": (
+        "gpt_oss",
+        {"num_local_experts": 4, "num_experts_per_tok": 2, "attn_implementation": "eager", "sliding_window": 20}
+        | {"layer_types": ["sliding_attention", "full_attention"], "num_attention_heads": 6, "num_key_value_heads": 3},
+    ),
+    "deepseek_v3": ("deepseek_v3", MLA),
+    "glm4_moe_lite": ("glm4_moe_lite", MLA | {"q_lora_rank": 16}),
     "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3, "block_ff_dim": 64}),
 }
 
@@ -66,7 +76,8 @@ def build(family: str, **changes: Any) -> nn.Module:
     model_type, own = FAMILIES[family]
     fields = {name: value for name, value in (BASE | own | changes).items() if value is not None}
     torch.set_default_dtype(torch.float32)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **fields))
+    implementation = fields.pop("attn_implementation", None)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(model_type, **fields), attn_implementation=implementation)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.dim() > 1:

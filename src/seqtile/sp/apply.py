@@ -24,6 +24,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from seqtile.sp.attention import NAME, ulysses_attention
+from seqtile.sp.compressed import CompressedKeys, is_latent
 from seqtile.sp.groups import SequenceParallel
 from seqtile.sp.layout import BATCH_HASH, CUTTERS, check_same_batch, layout_of
 from seqtile.sp.recurrence import BY_TOKEN, Recurrence, is_known, is_recurrence, mixers
@@ -71,6 +72,8 @@ def restore(model: PreTrainedModel) -> None:
         for module in model.modules():
             if isinstance(vars(module).get("forward"), Recurrence):
                 del module.forward
+            if isinstance(vars(module).get("expand_kv"), CompressedKeys):
+                del module.expand_kv
         model.set_attn_implementation(applied.implementation)
 
 
@@ -135,6 +138,8 @@ class Applied:
         base = model.base_model
         for module in [module for module in model.modules() if is_recurrence(module)]:
             module.forward = Recurrence(module)
+        for module in [module for module in model.modules() if is_latent(module)]:
+            module.expand_kv = CompressedKeys(module, self.ctx)
         self.handles += [
             model.register_forward_pre_hook(self.check_batch, with_kwargs=True),
             model.register_forward_hook(self.guard_loss, with_kwargs=True),

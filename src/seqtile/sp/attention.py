@@ -13,13 +13,14 @@ from torch import Tensor, nn
 
 from seqtile.protocols import Arriving, SequenceParallelAttention, SequenceParallelFunction
 from seqtile.sp.all_to_all import AllToAll, AllToAllFunction, head_share, plan_tokens_to_heads
-from seqtile.sp.backends import LocalAttention, attend, check
+from seqtile.sp.backends import SINKS, LocalAttention, attend, check
+from seqtile.sp.compressed import CompressedKeys
 from seqtile.sp.groups import device_of, gather
 from seqtile.sp.layout import Layout
 
 NAME = "seqtile_ulysses"
 # Tensors that come along and change no score; any other is refused.
-_HARMLESS = {"position_ids", "cache_position", "input_ids", "labels", "shift_labels", "num_items_in_batch"}
+_HARMLESS = {"position_ids", "cache_position", "input_ids", "labels", "shift_labels", "num_items_in_batch", SINKS}
 
 
 @dataclass(frozen=True)
@@ -50,9 +51,11 @@ class UlyssesAttention(SequenceParallelAttention):
     def local(self) -> LocalAttention:
         ctx, layout = self.layout.ctx, self.layout
         share = head_share(ctx.rank, ctx.size, self.q_heads, self.kv_heads, layout.length)
-        return LocalAttention(self.module, layout, share, self.window, self.options)
+        return LocalAttention(self.module, layout, share, self.window, self.options).of_heads(share.q)
 
     def in_groups(self, groups: int) -> "UlyssesAttention":
+        if groups > 1 and SINKS in self.options:
+            raise ValueError("groups of heads over ranks: expected an attention without sinks; leave out head_groups")
         return replace(self, q_heads=self.q_heads // groups, kv_heads=self.kv_heads // groups)
 
     def start_to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> Arriving:
@@ -95,11 +98,17 @@ class UlyssesFunction(SequenceParallelFunction):
     ) -> tuple[Tensor, None]:
         """Computes q [B, H, S, K], k and v [B, KV, S, K] to [B, S, H, K]. Two all-to-alls.
 
+        Keys and values may be compressed, see `CompressedKeys`: then they are [B, 1, S, ...].
+
         Allocates on this rank its share of q, k, v and of the output, and a buffer to send each of the two from. Raises
         ValueError, alike on every rank and before any of them waits, for what is not causal attention within documents.
         """
         steps = self.steps(module, attention_mask, (query.shape[1], key.shape[1]), **options)
         q, k, v = AllToAllFunction.apply(steps.all_to_all, *_as_computed(query, key, value))
+        compressed = vars(module).get("expand_kv")
+        if isinstance(compressed, CompressedKeys) and compressed.is_chosen:
+            k, v = compressed.expand(k, v, steps.local.share.q)
+            steps = replace(steps, kv_heads=steps.q_heads)
         return steps.to_tokens(steps.attend(q, k, v)), None
 
     def steps(self, module: nn.Module, attention_mask: Any, heads: tuple[int, int], **options: Any) -> UlyssesAttention:
@@ -123,7 +132,8 @@ class UlyssesFunction(SequenceParallelFunction):
             raise ValueError(f"attention {', '.join(wrong)} is not sharded over ranks; leave this model whole")
         if window is None and (unsaid := _window_of(module)) is not None and unsaid < layout.length:
             raise ValueError(f"a window of {unsaid} is not passed on to attention by this model; leave it whole")
-        kept = {name: options[name] for name in ("scaling", "dropout", "softcap") if options.get(name) is not None}
+        names = ("scaling", "dropout", "softcap", SINKS)
+        kept = {name: options[name] for name in names if options.get(name) is not None}
         return UlyssesAttention(module, layout, window, kept, *heads)
 
 

@@ -18,6 +18,7 @@ padding, and a rank that has the queries marked on the left:
 No mask of length x length is ever made.
 """
 
+import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any, NamedTuple
@@ -34,6 +35,7 @@ from seqtile.sp.all_to_all import HeadShare, Rows, count
 from seqtile.sp.layout import Layout
 
 MASK_ELEMENTS = 2**24  # of the largest mask: 16 MiB of bools
+SINKS = "s_aux"  # as Hugging Face passes an attention's sinks [H], logits that take a part of every softmax
 SIDE = 128  # tokens a side of a BlockMask's blocks, torch's default
 
 
@@ -45,17 +47,31 @@ class LocalAttention(NamedTuple):
     share: HeadShare
     window: int | None
     options: dict[str, Any]
-    """scaling, dropout and, if there is one, softcap, as Hugging Face passes them."""
+    """scaling, dropout and, if there are, softcap and sinks, as Hugging Face passes them."""
+
+    def of_heads(self, heads: slice) -> "LocalAttention":
+        """Returns the same with the sinks of some heads."""
+        if SINKS not in self.options:
+            return self
+        return self._replace(options=self.options | {SINKS: self.options[SINKS][heads]})
 
     def compute(self, q: Tensor, k: Tensor, v: Tensor, mask: Any = None, **others: Any) -> Tensor:
         """Calls it as Hugging Face does. q [B, h, n, K], k and v [B, kv, m, K] to [B, n, h, K]."""
         name = self.layout.implementation
         eager = name == "eager"  # in no registry; Gemma 2's has all options
-        function = ARCHS["gemma2"].modeling.eager_attention_forward if eager else ALL_ATTENTION_FUNCTIONS[name]
+        function = _eager_of(self) if eager else ALL_ATTENTION_FUNCTIONS[name]
         config = _Overridden(self.module.config, _attn_implementation=name)
         groups = q.shape[1] // k.shape[1]
-        module = _Overridden(self.module, config=config, num_key_value_groups=groups, head_dim=q.shape[3])
+        own = {"sinks": self.options[SINKS]} if SINKS in self.options else {}
+        module = _Overridden(self.module, config=config, num_key_value_groups=groups, head_dim=q.shape[3], **own)
         return function(module, q, k, v, mask, sliding_window=self.window, is_causal=True, **self.options, **others)[0]
+
+
+def _eager_of(attention: LocalAttention) -> Callable[..., Any]:
+    """Returns the eager attention: Gemma 2's, which has all options but sinks; with sinks the model's own."""
+    if SINKS not in attention.options:
+        return ARCHS["gemma2"].modeling.eager_attention_forward
+    return sys.modules[type(attention.module).__module__].eager_attention_forward
 
 
 class _Overridden:
@@ -123,7 +139,8 @@ def attend(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor
     Queries of padding get zeros.
     """
     compute = _form_of(attention.layout.implementation) or by_masks
-    out = _joined([compute(attention, q[:, heads], k[:, kv], v[:, kv]) for heads, kv in attention.share.groups], 2)
+    groups = attention.share.groups
+    out = _joined([compute(attention.of_heads(heads), q[:, heads], k[:, kv], v[:, kv]) for heads, kv in groups], 2)
     if q.requires_grad and not out.requires_grad:  # nothing but padding here; the backward's collectives must still run
         out = torch.cat([out, q.transpose(1, 2)[:, :0].expand(-1, -1, -1, v.shape[3])], 1)
     return out
@@ -262,6 +279,12 @@ def check(attention: LocalAttention, ranks: int, q_heads: int) -> None:
     longest = max((stop - start for row in attention.layout.documents for start, stop in row), default=0)
     if "softcap" in attention.options and name == "sdpa":
         raise ValueError('sdpa has no soft cap of scores, which this model has; model.set_attn_implementation("eager")')
+    if SINKS in attention.options and name == "sdpa":
+        raise ValueError('sdpa has no sinks, which this model has; model.set_attn_implementation("eager")')
+    if SINKS in attention.options and name == "eager" and "sinks" not in _eager_of(attention).__code__.co_names:
+        raise ValueError(
+            f"the eager attention of {type(attention.module).__name__} has no sinks; leave this model whole"
+        )
     if _form_of(name) is None and (ranks > q_heads or (window is not None and window < longest)):
         what = "a sliding window" if ranks <= q_heads else f"{q_heads} heads over {ranks} ranks"
         raise ValueError(

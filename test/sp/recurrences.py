@@ -169,3 +169,31 @@ def main(*args: str) -> None:
             except Exception:
                 if ctx.rank == 0:
                     print(family, kind, "".join(traceback.format_exc().splitlines(True)[-7:]), flush=True)
+
+
+def balanced(*args: str) -> None:
+    dist.init_process_group("gloo")
+    ctx = sp.initialize(dist.get_world_size())
+    import seqtile
+    from tiny import build as build_tiny, loss_and_gradients
+    for i, (arch, tiled) in enumerate([("qwen3_moe", False), ("qwen3_moe", True), ("mixtral", False)]):
+        for kind in ("plain", "ragged", "packed", "padded"):
+            torch.manual_seed(i)
+            one = build_tiny(arch, router_aux_loss_coef=0.1)
+            many = copy.deepcopy(one)
+            batch = batch_of_kind(kind) | {"output_router_logits": True}
+            loss, gradients = by_first_rank(loss_and_gradients, one, **batch)
+            aux = by_first_rank(lambda: one(**batch).aux_loss.detach())
+            sp.apply_ulysses(many, ctx)
+            if tiled:
+                seqtile.apply_seqtile(many, chunk_tokens=11)
+            out = many(**sp.shard(batch, ctx))
+            ours = sp.reduce_loss(out.loss, ctx)
+            ours.backward()
+            worst = {}
+            for name, parameter in many.named_parameters():
+                g = parameter.grad.clone(); dist.all_reduce(g); g /= dist.get_world_size()
+                worst[name] = relative_error(g, gradients[name])
+            bad = sorted(worst.items(), key=lambda x: -x[1])[:2]
+            if ctx.rank == 0:
+                print(arch, tiled, kind, float(aux), float(out.aux_loss), float(relative_error(ours.detach(), loss)), bad, flush=True)

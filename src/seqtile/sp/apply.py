@@ -24,9 +24,10 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from seqtile.sp.attention import NAME, ulysses_attention
+from seqtile.sp.balance import Balance
 from seqtile.sp.compressed import CompressedKeys, is_latent
 from seqtile.sp.groups import SequenceParallel
-from seqtile.sp.layout import BATCH_HASH, CUTTERS, check_same_batch, layout_of
+from seqtile.sp.layout import BATCH_HASH, CUTTERS, WHOLE_LENGTH, check_same_batch, layout_of
 from seqtile.sp.recurrence import BY_TOKEN, Recurrence, is_known, is_recurrence, mixers
 
 _APPLIED = "_seqtile_ulysses"  # on a model: what was applied to it
@@ -130,6 +131,13 @@ class Applied:
     """How many modules tokens meet in."""
     handles: list[RemovableHandle] = field(default_factory=list)
     batch_hash: Tensor | None = None
+    mask: Tensor | None = None
+    """This rank's shard of the attention mask."""
+    whole_length: Tensor | None = None
+    """Tokens of a sequence before it was padded to be cut, if it was."""
+    shape: tuple[int, int] = (0, 0)
+    """The batch's rows, and its tokens on this rank."""
+    balance: Balance | None = None
     last_position: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64, device="cpu"))
     """The last position of the whole sequences; on the host, where reading it is free."""
 
@@ -161,16 +169,24 @@ class Applied:
             names = " and ".join(missing)
             raise ValueError(f"labels came without {names}, which a shard's loss needs; cut batches by {CUTTERS}")
         self.batch_hash = kwargs.pop(BATCH_HASH, None)
+        self.mask, self.whole_length = kwargs.get("attention_mask"), kwargs.pop(WHOLE_LENGTH, None)
+        self.balance = Balance.of(module)
         return args, kwargs
 
     def add_layout(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Gives the base model the whole sequences' layout, and global position_ids."""
         batch_hash, self.batch_hash = kwargs.pop(BATCH_HASH, self.batch_hash), None
+        kwargs.pop(WHOLE_LENGTH, None)
         ids = kwargs.get("input_ids", args[0] if args else None)
         tokens = ids if ids is not None else kwargs.get("inputs_embeds")
         if tokens is None or len(args) > 1:
             raise ValueError(_BY_KEYWORD)
         _check_shard(kwargs, *tokens.shape[:2])
+        self.shape = tokens.shape[0], tokens.shape[1]
+        if kwargs.get("output_router_logits") and self.balance is None:
+            raise ValueError(
+                "the router's balancing loss of this model is not known; expected output_router_logits=False over ranks"
+            )
         if kwargs.get("position_ids") is None and self.ctx.size == 1:
             kwargs["position_ids"] = torch.arange(tokens.shape[1], device=tokens.device)[None]
         last = check_same_batch(tokens, kwargs, batch_hash, self.ctx)
@@ -202,6 +218,8 @@ class Applied:
 
     def guard_loss(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
         """Returns the output, a dict or a tuple, with a loss that has to be reduced before its backward."""
+        if self.ctx.size > 1 and not isinstance(output, tuple) and output.get("aux_loss") is not None:
+            self.balance.over_ranks(output, self.counted(output["router_logits"][0]), self.ctx)
         loss = output[0] if isinstance(output, tuple) else output.get("loss")
         if self.ctx.size == 1 or not _labelled(kwargs) or loss is None or not loss.requires_grad:
             return output
@@ -210,6 +228,13 @@ class Applied:
             return (share, *output[1:])
         output["loss"] = share
         return output
+
+    def counted(self, router_logits: Tensor) -> Tensor:
+        """Returns which of this rank's tokens [B, S] are no padding; on the device of router logits [B S, experts]."""
+        batch, local = self.shape
+        places = torch.arange(self.ctx.rank * local, (self.ctx.rank + 1) * local, device=router_logits.device)
+        inside = places < (self.ctx.size * local if self.whole_length is None else self.whole_length.to(places.device))
+        return inside.expand(batch, -1) if self.mask is None else inside & self.mask.bool()
 
 
 def _labelled(kwargs: dict[str, Any]) -> bool:
@@ -220,8 +245,6 @@ def _check_shard(kwargs: dict[str, Any], batch: int, local: int) -> None:
     """Raises ValueError for arguments of the base model that are not of a shard [batch, local]."""
     if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
         raise ValueError("a cache is not sharded over ranks: use_cache=False, or sp.restore(model) before generating")
-    if kwargs.get("output_router_logits"):
-        raise ValueError("the router's balancing loss is not sharded over ranks: output_router_logits=False")
     positions, mask, expected = (
         kwargs.get("position_ids"),
         kwargs.get("attention_mask"),

@@ -1,8 +1,8 @@
 """Keys and values of latent attention (MLA), sent compressed where that is fewer bytes than sending them by heads.
 
 Such an attention makes keys and values of all heads from one latent a token [B, 1, S, R] and one rotary part
-[B, 1, S, P], in its method `expand_kv`. Over ranks, latents and rotary parts of the whole sequence go to every rank, once,
-and each expands them for its own heads. Source: DeepSeek-V2 (arXiv:2405.04434, 2.1).
+[B, 1, S, P], in its method `expand_kv`. Over ranks, latents and rotary parts of the whole sequence go to every rank,
+once, and each expands them for its own heads. Source: DeepSeek-V2 (arXiv:2405.04434, 2.1).
 """
 
 import copy

@@ -22,7 +22,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqtile.sp.groups import SequenceParallel, device_of
-from seqtile.sp.layout import BATCH_HASH, CUTTERS, hash_of
+from seqtile.sp.layout import BATCH_HASH, CUTTERS, WHOLE_LENGTH, hash_of
 
 IGNORED = -100
 _NOTHING, _FAILED = 0, -1  # in place of a shard's size: the rank's loader is at its end; its batch could not be cut
@@ -33,8 +33,8 @@ class DataShardingCollator:
 
     Sequences are padded to a multiple of the group's size. Added are `shift_labels`, global `position_ids` if there are
     none, `num_items_in_batch`, the group's labelled tokens, so that a model's loss is this rank's exact share of the
-    group's, and `batch_hash`, by which the model notices ranks that hold shards of different batches. `labels` stay,
-    beside `shift_labels`. What has no sequence dimension is kept whole.
+    group's, and `batch_hash`, by which the model notices ranks that hold shards of different batches; `whole_length`
+    where sequences were padded. `labels` stay, beside `shift_labels`. What has no sequence dimension is kept whole.
     """
 
     def __init__(self, collator: Callable[[list[Any]], dict[str, Any]], ctx: SequenceParallel):
@@ -87,6 +87,8 @@ def part_of(batch: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
     rows, length = _tokens_of(batch).shape[:2]
     local = -(-length // size)
     part = dict(batch)
+    if local * size > length:
+        part[WHOLE_LENGTH] = torch.tensor(length)
     for name, value in batch.items():
         if (dim := _sequence_dim(name, value, rows, length)) is not None:
             mine = _padded(name, value, local * size - length).narrow(dim, rank * local, local)

@@ -16,6 +16,7 @@ from torch import Tensor
 from seqtile.sp.all_to_all import Rows
 from seqtile.sp.groups import SequenceParallel, gather
 
+WHOLE_LENGTH = "whole_length"  # in a shard of sequences that were padded to be cut, their tokens before that
 BATCH_HASH = "batch_hash"  # in a shard, the hash of the batch that it was cut from
 CUTTERS = "sp.shard, sp.DataShardingCollator or sp.ShardedDataLoader"
 _FACTORS = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB)  # odd, of no other meaning

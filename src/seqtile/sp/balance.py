@@ -1,0 +1,60 @@
+"""The loss that balances a mixture's experts, over ranks that share sequences.
+
+Hugging Face computes it from the router logits of all layers: with f the share of tokens that an expert is chosen for
+and p its mean probability, experts * sum(f p) (Switch Transformer, arXiv:2101.03961, 2.2). Both are means over tokens,
+so ranks add up sums of theirs, [experts] each, and no rank has the others' logits.
+"""
+
+import inspect
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from seqtile.sp.groups import SequenceParallel
+
+_NAMES = {"load_balancing_loss_func", "router_aux_loss_coef"}  # in a forward that adds it
+
+
+class Balance(NamedTuple):
+    """What a model adds to its loss."""
+
+    factor: float
+    top_k: int
+
+    @classmethod
+    def of(cls, model: nn.Module) -> "Balance | None":
+        """Returns it of a model whose class adds it as Hugging Face's do; None of any other."""
+        forwards = [inspect.unwrap(vars(kind)["forward"]) for kind in type(model).__mro__ if "forward" in vars(kind)]
+        codes = [forward.__code__ for forward in forwards if hasattr(forward, "__code__")]
+        if not any(set(code.co_names) >= _NAMES for code in codes):
+            return None
+        config = model.config.get_text_config()
+        names = "router_aux_loss_coef", "num_experts_per_tok"
+        factor, top_k = (getattr(model, name, getattr(config, name, None)) for name in names)
+        return None if factor is None or top_k is None else cls(factor, top_k)
+
+    def over_ranks(self, output: Any, counted: Tensor, ctx: SequenceParallel) -> None:
+        """Puts the loss of all ranks' tokens in the place of this rank's, in a model's output: `aux_loss` whole, and in
+        `loss` this rank's part of it. `counted` [B, S] is False where a token is padding. One all-reduce."""
+        own, whole = output["aux_loss"], self._whole(output["router_logits"], counted.flatten(), ctx)
+        if output.get("loss") is not None:
+            part = whole - whole.detach() * (1 - 1 / ctx.size)  # in value; its gradient is that of this rank's tokens
+            output["loss"] = output["loss"] + self.factor * (part - own)
+        output["aux_loss"] = whole.detach()
+
+    def _whole(self, router_logits: tuple[Tensor, ...], counted: Tensor, ctx: SequenceParallel) -> Tensor:
+        experts = router_logits[0].shape[-1]
+        chosen, probability = (router_logits[0].new_zeros(experts, dtype=torch.float32) for _ in range(2))
+        weight = counted.to(router_logits[0].device, torch.float32)
+        for logits in router_logits:
+            probabilities = logits.softmax(-1)
+            picked = probabilities.detach().topk(self.top_k, -1).indices
+            chosen = chosen.scatter_add(0, picked.flatten(), weight.repeat_interleave(self.top_k))
+            probability = probability + (probabilities.float() * weight[:, None]).sum(0)
+        tokens = weight.sum() * len(router_logits)
+        sums = torch.cat([chosen, probability.detach(), tokens[None]])
+        dist.all_reduce(sums, group=ctx.group)
+        of_all = sums[experts:-1] - probability.detach() + probability  # whose gradient is of this rank's tokens alone
+        return experts * (sums[:experts] / sums[-1] * (of_all / sums[-1])).sum()

@@ -1,7 +1,7 @@
 """One rank of a group: trains spread over the ranks and in one process, and compares.
 
 It is asked for attention FULL | reducers FAMILY | refusals | batches | losses | loader | death | post_training |
-train FILE SIZE | train_zero3 FILE SIZE.
+families FULL | balance | memory | halves | train FILE SIZE | train_zero3 FILE SIZE.
 """
 
 import copy
@@ -22,6 +22,7 @@ from sp.cases import QWEN2_VL, WRAPPED, attention_cases, batch_of_kind, layer_ca
 from sp.first_rank import by_first_rank
 from tiny import build, checkpointing, loss_and_gradients
 
+OF_RECURRENCES = ("families", "balance", "memory", "halves")
 TIME_LIMIT = 120  # seconds a case: ranks that wait for each other end with a traceback of where
 
 
@@ -160,10 +161,10 @@ def main(what: str, *arguments: str) -> None:
     if what == "attention":
         attention(*arguments)
     else:
-        from sp import loading, misuse, post_training, steps, trainer
+        from sp import loading, misuse, post_training, recurrences, steps, trainer
 
         rooms = {"batches": misuse, "losses": misuse, "loader": loading, "train": trainer, "train_zero3": trainer}
-        rooms["post_training"] = post_training
+        rooms |= {"post_training": post_training} | dict.fromkeys(OF_RECURRENCES, recurrences)
         room = rooms.get(what, steps)
         getattr(room, what)(*arguments)
     dist.barrier()

@@ -18,12 +18,22 @@ OWN = {"of booleans": sdpa_mask, "of addends": eager_mask, "of squares": None}
 INSTALLED = ("sdpa", "eager", "flash_attention_3", "flex_attention")
 
 
-def dense(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, seen: torch.Tensor | None, scale: float | None):
-    """q [..., H, n, K], k and v [..., KV, m, K]; seen [n, m] bools or addends."""
+def dense(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    seen: torch.Tensor,
+    scale: float | None,
+    sinks: torch.Tensor | None = None,
+):
+    """q [..., H, n, K], k and v [..., KV, m, K]; seen [n, m] bools or addends; sinks [H]."""
     k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
     scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
     scores = scores.masked_fill(~seen, -torch.inf) if seen.dtype == torch.bool else scores + seen
-    return torch.softmax(scores, -1) @ v
+    if sinks is not None:
+        assert sinks.shape == (q.shape[-3],), "the sinks are not those of the heads"
+        scores = torch.cat([scores, sinks[:, None, None].expand(*scores.shape[:-1], 1)], -1)
+    return torch.softmax(scores, -1)[..., : k.shape[-2]] @ v
 
 
 def flash_attn_varlen_func(
@@ -37,6 +47,7 @@ def flash_attn_varlen_func(
     softmax_scale: float | None = None,
     causal: bool = False,
     window_size: tuple[int, int] = (-1, -1),
+    s_aux: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Sequences one behind the other, [tokens, heads, K]; a causal mask and a window end at the lower right corner."""
     assert causal and cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32 and len(cu_seqlens_q) == len(cu_seqlens_k)
@@ -50,7 +61,7 @@ def flash_attn_varlen_func(
         distance = torch.arange(seen - queries, seen)[:, None] - torch.arange(seen)
         mask = (distance >= 0) & (distance <= window_size[0] if window_size[0] >= 0 else distance >= 0)
         parts = (x.transpose(0, 1) for x in (q[here], k[keys], v[keys]))
-        found.append(dense(*parts, mask, softmax_scale).transpose(0, 1))
+        found.append(dense(*parts, mask, softmax_scale, s_aux).transpose(0, 1))
     return torch.cat(found)
 
 
@@ -72,6 +83,26 @@ def own(
         mask = torch.ones(q.shape[2], k.shape[2], dtype=torch.bool).tril()
     assert (mask.dtype == torch.bool) == (name != "of addends")
     return dense(q, k, v, mask, scaling).transpose(1, 2), None
+
+
+def flex_with_sinks(
+    module: nn.Module,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    mask: flex_attention.BlockMask,
+    scaling: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **_: object,
+) -> tuple[torch.Tensor, None]:
+    """Flex attention, which with sinks runs on a GPU alone, by the mask that it is given."""
+    queries, keys = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])
+    rows = []
+    for row in range(len(q)):
+        seen = mask.mask_mod(torch.tensor(row), torch.tensor(0), queries, keys)
+        nothing = ~seen.any(-1, keepdim=True)  # queries of padding
+        rows.append(dense(q[row], k[row], v[row], seen | nothing, scaling, s_aux).masked_fill(nothing, 0))
+    return torch.stack(rows).transpose(1, 2), None
 
 
 def install() -> None:

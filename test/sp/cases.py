@@ -58,11 +58,17 @@ REDUCERS = {
 LAYER_REDUCERS = {"fsdp2": None, "zero2": 2, "zero3": 2}  # with whole layers tiled as well: groups of heads
 
 
-def reducer_cases(family: str) -> list[tuple[str, dict]]:
-    """Reducers, and what seqtile applies besides to the model."""
+def reducer_cases(family: str) -> list[tuple[str, str, dict]]:
+    """Models, reducers, and what seqtile applies besides to the model."""
     found = [(strategy, {}) for strategy in REDUCERS[family]]
     layers = {name: groups for name, groups in LAYER_REDUCERS.items() if name in REDUCERS[family]}
-    return found + [(name, {"layer": True, "head_groups": groups}) for name, groups in layers.items()]
+    found += [(name, {"layer": True, "head_groups": groups}) for name, groups in layers.items()]
+    return [("llama", *case) for case in found] + [
+        (model, strategy, {"mlp": strategy not in REDUCERS["zero3"]})  # experts are called, which ZeRO-3 cannot have
+        for model in ("qwen3_5", "gpt_oss")
+        for strategy in REDUCERS[family]
+        if strategy not in ("zero0", "zero3_all_reduce")
+    ]
 
 
 QWEN2_VL = {

@@ -121,13 +121,13 @@ def cut_twice(ctx: sp.SequenceParallel) -> None:
         next(iter(loader))
     arguments = TrainingArguments(tempfile.mkdtemp(), report_to=[], use_cpu=True, disable_tqdm=True, ddp_backend="gloo")
     options = {"args": arguments, "train_dataset": Documents(), "data_collator": collator}
-    trainer = SequenceParallelTrainer(model_of(False), sequence_parallel=ctx, **options)
+    trainer = SequenceParallelTrainer(model_of("llama"), sequence_parallel=ctx, **options)
     with pytest.raises(ValueError, match="this batch is a shard already"):
         trainer.train()
     shard = sp.shard(collate([Documents()[0]]), ctx)
     with pytest.raises(ValueError, match="Trainer did not count the labels"):
         trainer.compute_loss(trainer.model.train(), shard)
-    model = model_of(False)
+    model = model_of("llama")
     sp.apply_ulysses(model, ctx)
     with pytest.raises(ValueError, match=OTHERS):  # without the mixin Trainer deals samples out to all ranks
         Trainer(model, **options).train()

@@ -12,10 +12,16 @@ from torch import nn
 from transformers import (
     BertConfig,
     BertForMaskedLM,
-    Lfm2Config,
-    Lfm2ForCausalLM,
+    DeepseekV32Config,
+    DeepseekV32ForCausalLM,
+    GlmMoeDsaConfig,
+    GlmMoeDsaForCausalLM,
+    JambaConfig,
+    JambaForCausalLM,
     MambaConfig,
     MambaForCausalLM,
+    MiniMaxConfig,
+    MiniMaxForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
     RobertaConfig,
@@ -30,19 +36,35 @@ from distributed.worker import ddp, fsdp2, full, zero
 from seqtile import sp
 from seqtile.sp.attention import ulysses_attention
 from seqtile.sp.layout import Layout
+from sp import recurrences
 from sp.cases import reducer_cases
 from sp.first_rank import by_first_rank
 from tiny import batch_of, build
 
 WINDOW = 2  # batches a step
 _TINY = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+_SMALL = _TINY | {"num_key_value_heads": 2, "intermediate_size": 16}
+_INDEXED = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
+_INDEXED |= {"index_topk": 4, "index_n_heads": 2, "index_head_dim": 8, "n_routed_experts": 4, "n_group": 1}
+_INDEXED |= {"topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "first_k_dense_replace": 1}
 NOT_SPREAD = (  # what mixes tokens in other ways
     (
-        Lfm2ForCausalLM,
-        Lfm2Config(**_TINY, num_key_value_heads=2, intermediate_size=16, layer_types=["conv", "full_attention"]),
-        "Lfm2ForCausalLM has conv, expected causal attention",
+        MiniMaxForCausalLM,
+        MiniMaxConfig(**_SMALL, layer_types=["linear_attention", "full_attention"], num_local_experts=2, head_dim=8),
+        "MiniMaxForCausalLM has MiniMaxLightningAttention, whose recurrence is not known",
     ),
-    (MambaForCausalLM, MambaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1), "expected"),
+    (
+        JambaForCausalLM,
+        JambaConfig(**_SMALL, attn_layer_period=2, attn_layer_offset=1, num_experts=2, mamba_dt_rank=4),
+        "JambaForCausalLM has JambaMambaMixer, whose recurrence is not known",
+    ),
+    (DeepseekV32ForCausalLM, DeepseekV32Config(**_SMALL, **_INDEXED), "DeepseekV32ForCausalLM has indexed_attention"),
+    (GlmMoeDsaForCausalLM, GlmMoeDsaConfig(**_SMALL, **_INDEXED), "GlmMoeDsaForCausalLM has indexed_attention"),
+    (
+        MambaForCausalLM,
+        MambaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1),
+        "MambaForCausalLM has MambaMixer, whose recurrence is not known",
+    ),
     (
         T5ForConditionalGeneration,
         T5Config(vocab_size=50, d_model=16, d_ff=16, num_layers=1, num_heads=2),
@@ -148,9 +170,9 @@ def reducers(family: str) -> None:
     """Two groups of two ranks, windows of two batches, tiled: each step leaves all parameters as one process does.
     Whole sequences are evaluated between the steps, and a share's backward raises."""
     ctx = sp.initialize(2)
-    for strategy, options in reducer_cases(family):
+    for name, strategy, options in reducer_cases(family):
         torch.manual_seed(0)
-        one = build("llama", tie_word_embeddings=False)
+        one = build(name, tie_word_embeddings=False) if name == "llama" else recurrences.build(name)
         with torch.no_grad():
             for parameter in one.parameters():
                 parameter.mul_(0.5)  # learning rate 1 must not diverge
@@ -167,16 +189,18 @@ def reducers(family: str) -> None:
             ours = by_many(wrapped, optimizer, step, ctx)
             assert abs(ours - theirs) <= 1e-5 * theirs, f"{strategy}: loss {ours}, expected {theirs}"
             weights = full(many)
-            for name, weight in full(one).items():
-                moved = weight - start[name]
-                factor = (weights[name] - start[name]).norm() / moved.norm()
-                error = (weights[name] - weight).norm()
+            for part, weight in full(one).items():
+                moved = weight - start[part]
+                factor = (weights[part] - start[part]).norm() / moved.norm()
+                error = (weights[part] - weight).norm()
                 allowed = tolerance * moved.norm() + 2**-23 * weight.norm()  # each weight is rounded once
-                assert error <= allowed, f"{strategy}: the update of {name} is {error:.1e} off, times {factor:.3f}"
+                assert error <= allowed, (
+                    f"{name}, {strategy}: of {part} {error:.1e} off {moved.norm():.1e}, x {factor:.3f}"
+                )
         forgotten(wrapped, optimizer, ctx)
         if wrapped is optimizer:
             wrapped.destroy()
-        print(f"rank {dist.get_rank()}: {strategy} {options} equal", flush=True)
+        print(f"rank {dist.get_rank()}: {name} {strategy} {options} equal", flush=True)
 
 
 def refusals() -> None:
@@ -220,7 +244,7 @@ def refusals() -> None:
     shard = sp.shard(dict(batch), ctx)
     for changes, match in (
         ({"use_cache": True}, "use_cache=False"),
-        ({"output_router_logits": True}, "output_router_logits=False"),
+        ({"output_router_logits": True}, "expected output_router_logits=False"),
         ({"shift_labels": None}, "labels came without shift_labels, which a shard's loss needs"),
         ({"num_items_in_batch": torch.tensor(30 + rank)}, "batches of different shapes"),
         ({"num_items_in_batch": None}, "labels came without num_items_in_batch"),
@@ -251,7 +275,7 @@ def refusals() -> None:
     layout = Layout(ctx, 30, (((0, 60),),), "sdpa")
     for changes, match in (
         ({"is_causal": False}, "not causal"),
-        ({"s_aux": torch.ones(2)}, "attention with s_aux"),
+        ({"s_aux": torch.ones(2)}, "sdpa has no sinks"),
         ({"anything": torch.ones(2)}, "attention with anything"),
         ({"softcap": 3.0}, "no soft cap"),
         ({"attention_mask": torch.ones(1, 1, 30, 30)}, "a mask of its layer's own"),
@@ -273,6 +297,7 @@ def refusals() -> None:
     prompted = peft.get_peft_model(build("llama"), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
     with pytest.raises(ValueError, match="puts tokens before a sequence"):
         sp.apply_ulysses(prompted, ctx)
+    refused_recurrences(ctx)
     copied = copy.deepcopy(model)
     assert copied(**shard).loss.equal(loss)
     sp.restore(copied)
@@ -281,6 +306,32 @@ def refusals() -> None:
     sp.restore(model)
     assert model.config._attn_implementation == "sdpa" and model.generate(batch["input_ids"], max_new_tokens=3).numel()
     print(f"rank {rank}: refused what it must", flush=True)
+
+
+def refused_recurrences(ctx: sp.SequenceParallel) -> None:
+    """Of models whose recurrences are known: fewer heads than ranks, other steps than are known, no layout."""
+    shard = sp.shard(batch_of(1, 60), ctx)
+    del shard["attention_mask"]
+    one_head = recurrences.build("qwen3_5", linear_num_key_heads=1, linear_num_value_heads=1)
+    sp.apply_ulysses(one_head, ctx)
+    with pytest.raises(ValueError, match="Qwen3_5GatedDeltaNet has 1 heads, expected at least one for each of 2 ranks"):
+        one_head(**shard)
+    model = recurrences.build("qwen3_5")
+    sp.apply_ulysses(model, ctx)
+    layer, x = model.model.layers[0].linear_attn, torch.randn(1, 30, 48)
+    with pytest.raises(ValueError, match="no layout came with the tokens of Qwen3_5GatedDeltaNet"):
+        layer(x)
+    recurrence, layout = layer.forward, Layout(ctx, 30, (((0, 60),),), "sdpa")
+    convolve = recurrence._forward.__globals__["causal_conv1d_fn"]
+    recurrence._forward.__globals__["causal_conv1d_fn"] = lambda *args, **kwargs: 2 * convolve(*args, **kwargs)
+    with pytest.raises(ValueError, match="Qwen3_5GatedDeltaNet changes what it convolves before its recurrence"):
+        layer(x, ulysses_layout=layout)
+    sp.restore(model)
+    assert "forward" not in vars(layer) and model(**batch_of(1, 20)).loss.isfinite()
+    balanced = build("qwen3_moe")
+    sp.apply_ulysses(balanced, ctx)
+    with pytest.raises(ValueError, match="expected return_dict=True"):
+        balanced(**shard, output_router_logits=True, return_dict=False)
 
 
 def keep(hidden_states: torch.Tensor, **_: object) -> tuple[torch.Tensor, None]:

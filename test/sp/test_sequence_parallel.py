@@ -5,6 +5,8 @@ import pytest
 from launch import ended, ranks
 from sp.cases import REDUCERS, attention_cases, layer_cases, on_ranks, reducer_cases
 from sp.misuse import MIXED_UP
+from sp.recurrences import BALANCED, MIXERS, SEQUENCES, cases
+from sp.trainer import MODELS
 
 WORKER = "sp.worker:main"
 
@@ -26,7 +28,7 @@ def test_reducers(family: str) -> None:
     """Two groups of two ranks, accumulating over batches of unequal labels, under every reducer of gradients."""
     output = ranks(4, WORKER, "reducers", family)
     expected = reducer_cases(family)
-    cases = [f"rank {rank}: {strategy} {options} equal" for rank in range(4) for strategy, options in expected]
+    cases = [f"rank {rank}: {model} {how} {options} equal" for rank in range(4) for model, how, options in expected]
     assert [case for case in cases if case not in output] == []
 
 
@@ -36,6 +38,34 @@ def test_post_training() -> None:
     output = ranks(2, WORKER, "post_training")
     expected = [f"rank {rank}: {loss} equal" for rank in range(2) for loss in ("grpo", "dpo", "distillation")]
     assert [line for line in expected if line not in output] == []
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("count", [1, 2, 4])
+def test_families(count: int, full: bool) -> None:
+    """Recurrences, convolutions, sinks and latent attention: loss, gradients, all-to-alls and what the first sends."""
+    output = ranks(count, WORKER, "families", "full" if full else "")
+    expected = [f"{family} {kind} {reentrant} {{}}  equal" for family, kind, reentrant in cases(count, full)]
+    assert [case for case in expected for rank in range(count) if f"rank {rank}: {case}" not in output] == []
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("count", [2, 4])
+def test_balance_of_experts(count: int) -> None:
+    output = ranks(count, WORKER, "balance")
+    expected = [f"{arch} {tiled} {kind} balanced" for arch, _, tiled in BALANCED for kind in SEQUENCES]
+    assert [case for case in expected for rank in range(count) if f"rank {rank}: {case}" not in output] == []
+
+
+@pytest.mark.dist
+def test_memory_of_recurrences() -> None:
+    output = ranks(2, WORKER, "memory")
+    assert all(f"rank {rank}: {family} 0." in output for rank in range(2) for family in MIXERS)
+
+
+@pytest.mark.dist
+def test_recurrences_in_half_precision() -> None:
+    assert "rank 0: halves equal" in ranks(2, WORKER, "halves")
 
 
 @pytest.mark.dist
@@ -87,7 +117,7 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> str:
 def test_trainer(count: int, size: int, one_process: str) -> None:
     """Three epochs, accumulating over batches of uneven labels, with PEFT too; resumed in the middle of an epoch."""
     output = ranks(count, WORKER, "train", one_process, str(size))
-    assert all(f"rank {rank}: trained, adapter {peft}" in output for rank in range(count) for peft in (False, True))
+    assert all(f"rank {rank}: trained {name}\n" in output for rank in range(count) for name in MODELS)
 
 
 @pytest.mark.dist

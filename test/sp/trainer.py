@@ -12,6 +12,7 @@ from torch.utils.data import Dataset
 from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from seqtile import apply_seqtile, sp
+from sp import recurrences
 from tiny import build
 
 SAMPLES, EPOCHS, ACCUMULATE = 24, 3, 4
@@ -70,13 +71,16 @@ def weights_of(model: nn.Module) -> torch.Tensor:
         return torch.cat([parameter.detach().flatten() for parameter in trained])
 
 
-def model_of(adapter: bool) -> nn.Module:
+MODELS = ("llama", "llama, adapter", "qwen3_5")
+
+
+def model_of(name: str) -> nn.Module:
     torch.manual_seed(0)
-    model = build("llama")
+    model = build("llama") if "llama" in name else recurrences.build(name)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(0.5)
-    if adapter:
+    if "adapter" in name:
         import peft
 
         model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"]))
@@ -88,7 +92,7 @@ def model_of(adapter: bool) -> nn.Module:
 
 
 def trainer(
-    output: str, adapter: bool, accumulate: int, ctx: sp.SequenceParallel | None, **options: object
+    output: str, name: str, accumulate: int, ctx: sp.SequenceParallel | None, **options: object
 ) -> tuple[Trainer, Recorded]:
     arguments = TrainingArguments(
         output_dir=output,
@@ -118,14 +122,14 @@ def trainer(
         "callbacks": [recorded],
     }
     if ctx is None:
-        return Trainer(model_of(adapter), arguments, **data), recorded
+        return Trainer(model_of(name), arguments, **data), recorded
 
     def tiled() -> nn.Module:
-        model = model_of(adapter)
+        model = model_of(name)
         apply_seqtile(model, chunk_tokens=10)
         return model
 
-    model = {"model_init": tiled} if adapter else {"model": tiled()}
+    model = {"model_init": tiled} if "adapter" in name else {"model": tiled()}
     return SequenceParallelTrainer(**model, args=arguments, sequence_parallel=ctx, **data), recorded
 
 
@@ -145,12 +149,12 @@ def one_process(file: str) -> None:
     for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         del os.environ[name]
     found = {}
-    for adapter in (False, True):
+    for name in MODELS:
         with tempfile.TemporaryDirectory() as output:
-            run, recorded = trainer(output, adapter, ACCUMULATE, None)
+            run, recorded = trainer(output, name, ACCUMULATE, None)
             run.train()
             evaluated = {batch_size: evaluate(run, batch_size) for batch_size in (4, 5)}
-            found[adapter] = (losses_of(run), evaluated, torch.stack(recorded.weights))
+            found[name] = (losses_of(run), evaluated, torch.stack(recorded.weights))
     torch.save(found, file)
 
 
@@ -158,27 +162,27 @@ def train(file: str, size: str) -> None:
     """Every update is that of one process, resumed in the middle of an epoch too."""
     ctx = sp.initialize(int(size))
     expected = torch.load(file)
-    for adapter, (losses, evaluated, weights) in expected.items():
+    for name, (losses, evaluated, weights) in expected.items():
         shared = [tempfile.mkdtemp()]
         dist.broadcast_object_list(shared)
         accumulate = ACCUMULATE // ctx.data_parallel_size
-        run, recorded = trainer(shared[0], adapter, accumulate, ctx, ddp_backend="gloo")
+        run, recorded = trainer(shared[0], name, accumulate, ctx, ddp_backend="gloo")
         start = weights_of(run.model)
         run.train()
         check(recorded.weights, weights, start, losses_of(run), losses)
         for batch_size, loss in evaluated.items():
             if SAMPLES % (batch_size * ctx.data_parallel_size) == 0 or ctx.data_parallel_size == 1:
                 assert abs(evaluate(run, batch_size) / loss - 1) <= 1e-5, f"evaluated by {batch_size}"
-        resumed, again = trainer(shared[0], adapter, accumulate, ctx, ddp_backend="gloo")
+        resumed, again = trainer(shared[0], name, accumulate, ctx, ddp_backend="gloo")
         resumed.train(resume_from_checkpoint=f"{shared[0]}/checkpoint-8")  # epochs have six updates
         check(again.weights, weights[8:], start, losses_of(resumed), losses)
-        print(f"rank {dist.get_rank()}: trained, adapter {adapter}", flush=True)
+        print(f"rank {dist.get_rank()}: trained {name}", flush=True)
 
 
 def train_zero3(file: str, size: str) -> None:
     """Under DeepSpeed, as Trainer starts it."""
     ctx = sp.initialize(int(size))
-    losses, _, weights = torch.load(file)[False]
+    losses, _, weights = torch.load(file)["llama"]
     config = {
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
         "train_micro_batch_size_per_gpu": "auto",
@@ -189,7 +193,7 @@ def train_zero3(file: str, size: str) -> None:
     }
     with tempfile.TemporaryDirectory() as output:
         run, recorded = trainer(
-            output, False, ACCUMULATE // ctx.data_parallel_size, ctx, deepspeed=config, save_strategy="no"
+            output, "llama", ACCUMULATE // ctx.data_parallel_size, ctx, deepspeed=config, save_strategy="no"
         )
         start = weights_of(run.model)
         run.train()

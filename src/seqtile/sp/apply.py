@@ -138,6 +138,8 @@ class Applied:
     shape: tuple[int, int] = (0, 0)
     """The batch's rows, and its tokens on this rank."""
     balance: Balance | None = None
+    has_balance: bool = False
+    """True if it is asked for."""
     last_position: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64, device="cpu"))
     """The last position of the whole sequences; on the host, where reading it is free."""
 
@@ -183,7 +185,8 @@ class Applied:
             raise ValueError(_BY_KEYWORD)
         _check_shard(kwargs, *tokens.shape[:2])
         self.shape = tokens.shape[0], tokens.shape[1]
-        if kwargs.get("output_router_logits") and self.balance is None:
+        self.has_balance = bool(kwargs.get("output_router_logits"))
+        if self.has_balance and self.balance is None:
             raise ValueError(
                 "the router's balancing loss of this model is not known; expected output_router_logits=False over ranks"
             )
@@ -218,7 +221,11 @@ class Applied:
 
     def guard_loss(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
         """Returns the output, a dict or a tuple, with a loss that has to be reduced before its backward."""
-        if self.ctx.size > 1 and not isinstance(output, tuple) and output.get("aux_loss") is not None:
+        if self.ctx.size > 1 and self.has_balance and isinstance(output, tuple):
+            raise ValueError(
+                "the loss that balances experts is not found in a tuple; expected return_dict=True over ranks"
+            )
+        if self.ctx.size > 1 and self.has_balance and output.get("aux_loss") is not None:
             self.balance.over_ranks(output, self.counted(output["router_logits"][0]), self.ctx)
         loss = output[0] if isinstance(output, tuple) else output.get("loss")
         if self.ctx.size == 1 or not _labelled(kwargs) or loss is None or not loss.requires_grad:

@@ -3,14 +3,18 @@ that runs each document by itself: Hugging Face's own code, without kernels, mix
 
 import copy
 import faulthandler
-from collections.abc import Iterator
-from itertools import product
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from itertools import pairwise, product
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers.integrations import hub_kernels
 
 import seqtile
 from assertions import relative_error
@@ -397,3 +401,78 @@ def halves() -> None:
     local = 48 * 2
     assert traffic.sent[0] == local * (width(share.q) * a_head + width(share.kv) * a_group)
     print(f"rank {ctx.rank}: halves equal", flush=True)
+
+
+class Kernels:
+    """Functions with the signatures of flash-linear-attention's, causal-conv1d's and mamba-ssm's, which need a GPU, by
+    Hugging Face's own code; `asked` is how often documents were told apart by their lengths."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def install(self, modeling: Any) -> None:
+        """Puts them in the place of a modeling file's functions as Hugging Face does where the packages are there."""
+        for name, package, of_package, function in (
+            ("torch_chunk_gated_delta_rule", "fla", "chunk_gated_delta_rule", self.delta_rule),
+            ("causal_conv1d_fn", "causal_conv1d", "causal_conv1d_fn", self.convolution),
+            ("mamba2_chunk_scan", "mamba_ssm", "mamba_chunk_scan_combined", self.scan),
+        ):
+            if (own := getattr(modeling, name, None)) is None:
+                continue
+            plain = inspect.unwrap(own)
+            made = ModuleType(package)
+            for part in hub_kernels._KERNELS_INTERNAL_PATH_MAPPINGS.get(of_package, "").split("."):
+                setattr(made, part or "_", made)
+            setattr(made, of_package, function(plain))
+            sys.modules[package] = made
+            setattr(modeling, name, hub_kernels.use_kernel_func_from_hub_with_fallback(of_package, package)(plain))
+
+    def delta_rule(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def chunk_gated_delta_rule(
+            q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False,
+            use_qk_l2norm_in_kernel=False, cu_seqlens=None,
+        ):  # fmt: skip
+            kept = {"use_qk_l2norm_in_kernel": use_qk_l2norm_in_kernel}
+            if cu_seqlens is None:
+                return plain(q, k, v, g=g, beta=beta, **kept)
+            assert len(q) == 1 and cu_seqlens.dtype == torch.int64 and int(cu_seqlens[-1]) == q.shape[1]
+            self.asked += 1
+            spans = [slice(*ends) for ends in pairwise(cu_seqlens.tolist())]
+            found = [
+                plain(*(x[:, span] for x in (q, k, v)), g=g[:, span], beta=beta[:, span], **kept) for span in spans
+            ]
+            return torch.cat([out for out, _ in found], 1), None
+
+        return chunk_gated_delta_rule
+
+    def convolution(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def causal_conv1d_fn(
+            x, weight, bias=None, seq_idx=None, initial_states=None, return_final_states=False, activation=None
+        ):
+            return plain(x, weight, bias, activation)
+
+        return causal_conv1d_fn
+
+    def scan(self, plain: Callable[..., Any]) -> Callable[..., Any]:
+        def mamba_chunk_scan_combined(
+            x, dt, A, B, C, chunk_size, D=None, z=None, dt_bias=None, initial_states=None, dt_softplus=False,
+            dt_limit=(0.0, float("inf")), return_final_states=False,
+        ):  # fmt: skip
+            return plain(
+                x, dt, A, B, C, chunk_size=chunk_size, D=D, dt_bias=dt_bias, dt_softplus=dt_softplus, dt_limit=dt_limit
+            )
+
+        return mamba_chunk_scan_combined
+
+
+def kernels() -> None:
+    """Where kernels are installed they are called as their packages define them, and by the lengths of documents."""
+    ctx = sp.initialize(dist.get_world_size())
+    for family in ("qwen3_5", "nemotron_h"):
+        found = Kernels()
+        found.install(sys.modules[type(build(family)).__module__])
+        for kind in ("plain", "packed", "padded"):
+            compared(0, Case(family, kind, False), ctx)
+        told = 0 if family == "nemotron_h" else 2 * 2  # packed and padded, each once and in the recomputation
+        assert found.asked == told, found.asked
+    print(f"rank {ctx.rank}: kernels called", flush=True)

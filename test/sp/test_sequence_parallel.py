@@ -1,11 +1,15 @@
 """One sequence over several real processes, against one process that has it whole."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from launch import ended, ranks
 from sp.cases import REDUCERS, attention_cases, layer_cases, on_ranks, reducer_cases
 from sp.misuse import MIXED_UP
-from sp.recurrences import BALANCED, MIXERS, SEQUENCES, cases
+from sp.recurrences import BALANCED, FAMILIES, MIXERS, SEQUENCES, cases
+from sp.steps import NOT_SPREAD
 from sp.trainer import MODELS
 
 WORKER = "sp.worker:main"
@@ -49,6 +53,18 @@ def test_families(count: int, full: bool) -> None:
     assert [case for case in expected for rank in range(count) if f"rank {rank}: {case}" not in output] == []
 
 
+def test_the_pages_table() -> None:
+    """docs/sequence-parallelism.md lists the families that are tested, and those that are refused."""
+    page = (Path(__file__).parents[2] / "docs" / "sequence-parallelism.md").read_text()
+    section = page.partition("## Recurrences")[2].partition("\n## ")[0]
+    listed = [
+        name for row in re.findall(r"^\| (`.*?) \|", section, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)
+    ]
+    assert sorted(listed) == sorted({model_type for model_type, _ in FAMILIES.values()})
+    refused = re.findall(r"`(\w+)`", section.partition("Refused, by the class's name:")[2])
+    assert refused and set(refused) <= {config.model_type for _, config, _ in NOT_SPREAD}
+
+
 @pytest.mark.dist
 @pytest.mark.parametrize("count", [2, 4])
 def test_balance_of_experts(count: int) -> None:
@@ -61,6 +77,12 @@ def test_balance_of_experts(count: int) -> None:
 def test_memory_of_recurrences() -> None:
     output = ranks(2, WORKER, "memory")
     assert all(f"rank {rank}: {family} 0." in output for rank in range(2) for family in MIXERS)
+
+
+@pytest.mark.dist
+def test_kernels_of_recurrences() -> None:
+    output = ranks(2, WORKER, "kernels")
+    assert all(f"rank {rank}: kernels called" in output for rank in range(2))
 
 
 @pytest.mark.dist

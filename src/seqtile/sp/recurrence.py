@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from seqtile.sp.all_to_all import AllToAllFunction, HeadShare, head_share, plan_heads
+from seqtile.sp.all_to_all import AllToAllFunction, HeadShare, Rows, head_share, plan_heads
 from seqtile.sp.layout import Layout
 
 _CONVOLUTION = "causal_conv1d_fn"
@@ -156,17 +156,16 @@ class Recurrence:
         """In the place of the rule."""
         layout, convolution, rule = self._layout(kwargs), self.convolution, RULES[self.name]
         self.convolution = None
-        given = inspect.signature(self.rule).bind(*args, **kwargs).arguments
-        given |= given.pop("kwargs", {})
-        if wrong := [name for name in _EMPTY if given.get(name) is not None]:
+        call = Call.of(self.rule, args, kwargs)
+        if wrong := [name for name in _EMPTY if call.options.get(name) is not None]:
             raise ValueError(f"{self.name} with {', '.join(wrong)} is not spread over ranks; leave this model whole")
-        operands = {name: given.pop(name) for name in dict.fromkeys((*rule.own, *rule.shared))}
+        operands = {name: call.options.pop(name) for name in dict.fromkeys((*rule.own, *rule.shared))}
         convolution.check_channels([operands[name] for name in rule.convolved], type(self.module).__name__)
-        out = self._spread_heads(layout, convolution, operands, given)
+        out = self._spread_heads(layout, convolution, operands, call)
         return (out, None) if rule is _DELTA else out
 
     def _spread_heads(
-        self, layout: Layout, convolution: "Convolution", operands: dict[str, Tensor], options: dict[str, Any]
+        self, layout: Layout, convolution: "Convolution", operands: dict[str, Tensor], call: "Call"
     ) -> Tensor:
         """Returns what the rule does of this rank's tokens, [B, S, H, K]."""
         rule, ctx, names = RULES[self.name], layout.ctx, list(operands)
@@ -181,36 +180,64 @@ class Recurrence:
         key = (heads, groups, is_shared)
         there = layout.once(key, lambda: plan_heads(heads, groups, is_shared, layout.local, ctx))
         arrived = AllToAllFunction.apply(there, *(_by_heads(operands[name]) for name in names))
-        shapes = {name: operands[name].dim() for name in names}
-        of_share = {name: share.kv if name in rule.shared else share.q for name in names}
+        channels = self._channels(operands, share)
 
-        def of_document(*parts: Tensor) -> Tensor:
+        def convolved(*parts: Tensor) -> dict[str, Tensor]:
             found = {name: part.transpose(1, 2) for name, part in zip(names, parts, strict=True)}
-            channels = convolution([found[name] for name in rule.convolved], self._channels(operands, of_share))
-            found |= dict(zip(rule.convolved, channels, strict=True))
-            found = {name: x if shapes[name] == 4 else x[..., 0] for name, x in found.items()}
-            return self._compute(share, found, options)
+            made = convolution([found[name] for name in rule.convolved], channels)
+            found |= dict(zip(rule.convolved, made, strict=True))
+            return {name: x if operands[name].dim() == 4 else x[..., 0] for name, x in found.items()}
 
-        out = by_documents(layout, of_document, *arrived)
+        def compute(found: dict[str, Tensor], **options: Any) -> Tensor:
+            return call.of_share(rule, share, found, options)
+
+        if layout.documents != (((0, layout.length),),) and call.takes_cu_seqlens:
+            out = in_one_call(layout, convolved, compute, *arrived)
+        else:
+            out = by_documents(layout, lambda *parts: compute(convolved(*parts)), *arrived)
         (back,) = AllToAllFunction.apply(there.of_queries().reversed(), out.transpose(1, 2))
         return back.transpose(1, 2)
 
-    def _channels(self, operands: dict[str, Tensor], of_share: dict[str, slice]) -> list[slice]:
+    def _channels(self, operands: dict[str, Tensor], share: HeadShare) -> list[slice]:
         """Returns the channels of the convolution that this rank's share of each convolved operand is."""
-        sizes = [(operands[name].shape[2], operands[name].shape[3]) for name in RULES[self.name].convolved]
-        starts = accumulate((heads * size for heads, size in sizes), initial=0)
-        found = []
-        for name, start, (_, size) in zip(RULES[self.name].convolved, starts, sizes, strict=False):
-            found.append(slice(start + of_share[name].start * size, start + of_share[name].stop * size))
+        rule, start, found = RULES[self.name], 0, []
+        for name in rule.convolved:
+            heads, size = operands[name].shape[2:]
+            mine = share.kv if name in rule.shared else share.q
+            found.append(slice(start + mine.start * size, start + mine.stop * size))
+            start += heads * size
         return found
 
-    def _compute(self, share: HeadShare, operands: dict[str, Tensor], options: dict[str, Any]) -> Tensor:
-        """Asks the model's own rule for the heads of a share, group by group where they read unequally many."""
-        rule, found = RULES[self.name], []
+
+class Call(NamedTuple):
+    """A call of a rule: kernels in its place name their parameters otherwise, so what came by place goes by place."""
+
+    function: Callable[..., Any]
+    positional: tuple[str, ...]
+    options: dict[str, Any]
+    """All arguments by the names of the rule's own parameters."""
+
+    @classmethod
+    def of(cls, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> "Call":
+        signature = inspect.signature(function)
+        given = signature.bind(*args, **kwargs).arguments
+        return cls(function, tuple(signature.parameters)[: len(args)], given | given.pop("kwargs", {}))
+
+    @property
+    def takes_cu_seqlens(self) -> bool:
+        """True if a kernel of flash-linear-attention's stands in the place of Hugging Face's code, which can be told
+        where documents begin."""
+        known = inspect.getclosurevars(self.function).nonlocals
+        return bool(known.get("is_new_implementation")) and "cu_seqlens" in known.get("applicable_params", ())
+
+    def of_share(self, rule: Rule, share: HeadShare, operands: dict[str, Tensor], more: dict[str, Any]) -> Tensor:
+        """Calls it for the heads of a share, group by group where they read unequally many."""
+        found = []
         for heads, groups in share.groups:
             chosen = {name: x[:, :, groups if name in rule.shared else heads] for name, x in operands.items()}
-            own = {name: options[name][share.q][heads] for name in rule.of_heads if options.get(name) is not None}
-            out = self.rule(**options | chosen | own)
+            vectors = {name: self.options[name] for name in rule.of_heads if self.options.get(name) is not None}
+            values = self.options | more | chosen | {name: x[share.q][heads] for name, x in vectors.items()}
+            out = self.function(*[values.pop(name) for name in self.positional], **values)
             found.append(out[0] if isinstance(out, tuple) else out)
         return found[0] if len(found) == 1 else torch.cat(found, 2)
 
@@ -267,19 +294,44 @@ def _by_heads(operand: Tensor) -> Tensor:
 def by_documents(layout: Layout, compute: Callable[..., Tensor], *arrived: Tensor) -> Tensor:
     """Returns [B, S, h, K] of tensors [B, h, S, K] of whole sequences, computed document by document; zeros where
     there is padding."""
-    documents = layout.documents
-    if documents == (((0, layout.length),),):
+    if layout.documents == (((0, layout.length),),):
         return compute(*arrived)
     rows = []
-    for at, of_row in enumerate(documents):
-        chosen = [x if len(documents) == 1 else x[at : at + 1] for x in arrived]
-        parts, end = [], 0
-        for start, stop in of_row:
-            part = compute(*(x[:, :, start:stop] for x in chosen))
-            parts += [part.new_zeros(len(part), start - end, *part.shape[2:])] * (start > end) + [part]
-            end = stop
-        if end < layout.length:
-            like = parts[-1] if parts else chosen[0].transpose(1, 2)
-            parts.append(like.new_zeros(len(like), layout.length - end, *like.shape[2:]))
-        rows.append(torch.cat(parts, 1))
+    for at, of_row in enumerate(layout.documents):
+        chosen = [x if len(layout.documents) == 1 else x[at : at + 1] for x in arrived]
+        parts = [compute(*(x[:, :, start:stop] for x in chosen)) for start, stop in of_row]
+        rows.append(_placed(parts, of_row, chosen[0].transpose(1, 2)))
     return torch.cat(rows) if len(rows) > 1 else rows[0]
+
+
+def in_one_call(
+    layout: Layout,
+    convolved: Callable[..., dict[str, Tensor]],
+    compute: Callable[..., Tensor],
+    *arrived: Tensor,
+) -> Tensor:
+    """Returns the same, the documents of all rows behind each other in one call, which is told where each begins."""
+    batch = len(arrived[0])
+    pieces = [(row, start, stop) for row in range(batch) for start, stop in layout.of_row(row)]
+    if not pieces:
+        return by_documents(layout, lambda *parts: parts[0], *arrived)
+    found = [convolved(*(x[row : row + 1, :, start:stop] for x in arrived)) for row, start, stop in pieces]
+    sizes = [stop - start for _, start, stop in pieces]
+    starts = torch.tensor([0, *accumulate(sizes)], device=arrived[0].device)
+    joined = {name: torch.cat([operands[name] for operands in found], 1) for name in found[0]}
+    parts = iter(compute(joined, cu_seqlens=starts).split(sizes, 1))
+    like = arrived[0].transpose(1, 2)[:1]
+    return torch.cat(
+        [_placed([next(parts) for _ in of_row], of_row, like) for of_row in map(layout.of_row, range(batch))]
+    )
+
+
+def _placed(parts: list[Tensor], of_row: Rows, like: Tensor) -> Tensor:
+    """Returns the outputs of a row's documents in their places, zeros like [B, S, h, K] elsewhere."""
+    found, end = [], 0
+    for part, (start, stop) in zip(parts, of_row, strict=True):
+        found += [like.new_zeros(len(like), start - end, *like.shape[2:])] * (start > end) + [part]
+        end = stop
+    if end < like.shape[1]:
+        found.append(like.new_zeros(len(like), like.shape[1] - end, *like.shape[2:]))
+    return found[0] if len(found) == 1 else torch.cat(found, 1)

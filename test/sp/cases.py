@@ -118,11 +118,11 @@ def layer_cases() -> list[tuple[str, str, str, dict, int | str | None, bool]]:
 
 def on_ranks(count: int, cases: list[tuple]) -> list[tuple]:
     """Which cases so many ranks run every day: one in eleven one alone; of the product of heads and kinds of sequences
-    a quarter two ranks and a quarter four, so that each head and each kind meets either; of the others each half."""
+    a quarter two ranks and an eighth four, so that each head and each kind meets either; of the others each half."""
     if count == 1:
         return cases[:: len(HEADS) - 1]
     times = Counter(heads for heads, *_ in cases)
-    periods = [4 if times[heads] > 1 else 2 for heads, *_ in cases]
+    periods = [2 * count if times[heads] > 1 else 2 for heads, *_ in cases]
     found = [(i + i // len(KINDS)) % period == (count // 2 - 1) * period // 2 for i, period in enumerate(periods)]
     return [case for case, is_run in zip(cases, found, strict=True) if is_run]
 

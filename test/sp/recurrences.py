@@ -5,7 +5,7 @@ import copy
 import faulthandler
 import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise, product
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -125,17 +125,13 @@ class Case(NamedTuple):
 
 
 def cases(count: int, full: bool) -> list[Case]:
-    """All, or of a number of ranks: two kinds of sequences for every family, each kind and each kind of checkpointing
-    in turn; of one rank one."""
+    """All, or of a number of ranks one kind of sequence for every family, each kind and each way of checkpointing in
+    turn; of one rank every third family's."""
     every = [Case(*case) for case in product(FAMILIES, SEQUENCES, (None, False, True))]
     if full:
         return every
-    found = []
-    for i, family in enumerate(FAMILIES):
-        for j in range(1 if count == 1 else 2):
-            place = i + 2 * j + count // 4
-            found.append(Case(family, SEQUENCES[place % 4], (None, False, True)[(i + j + count) % 3]))
-    return found
+    places = list(enumerate(FAMILIES))[:: 3 if count == 1 else 1]
+    return [Case(family, SEQUENCES[(i + count) % 4], (None, False, True)[(i + count) % 3]) for i, family in places]
 
 
 def build(family: str, **changes: Any) -> nn.Module:
@@ -306,6 +302,7 @@ SENT = {  # heads, groups of heads, elements that a token sends to a head and to
 
 
 def families(full: str = "") -> None:
+    """All that is here; of what does not differ from number to number of ranks, two ranks all."""
     ctx = sp.initialize(dist.get_world_size())
     for i, case in enumerate(cases(ctx.size, bool(full))):
         compared(i, case, ctx)
@@ -316,14 +313,19 @@ def families(full: str = "") -> None:
         AttentionInterface.register("flex_attention", flex_with_sinks)
         for attention, kind in product(("flash_attention_3", "flex_attention"), ("packed", "padded")):
             compared(0, Case("gpt_oss", kind, False), ctx, attention)
+        halves(ctx)
+        memory(ctx, measured(bool(full)))
+    if ctx.size > 1:
+        balance(ctx)
+    if ctx.size == 2:
+        kernels(ctx)  # the last: they stay
 
 
 BALANCED = (("qwen3_moe", {}, False), ("qwen3_moe", {}, True), ("mixtral", {}, False))
 
 
-def balance() -> None:
+def balance(ctx: sp.SequenceParallel) -> None:
     """The loss that balances experts, of all ranks' tokens but padding, as one process has it."""
-    ctx = sp.initialize(dist.get_world_size())
     for i, ((arch, shape, tiled), kind) in enumerate(product(BALANCED, SEQUENCES)):
         torch.manual_seed(i)
         one = build_tiny(arch, router_aux_loss_coef=0.1, **shape)
@@ -342,12 +344,12 @@ def balance() -> None:
         print(f"rank {ctx.rank}: {arch} {tiled} {kind} balanced", flush=True)
 
 
-def memory() -> None:
+def memory(ctx: sp.SequenceParallel, families: Sequence[str]) -> None:
     """What a rank allocates, forward and backward of a layer at 8,192 tokens, is its part of what one process does."""
-    ctx, tokens = sp.initialize(dist.get_world_size()), 8192
+    tokens = 8192
     wide = {"hidden_size": 64, "linear_num_key_heads": 4, "linear_num_value_heads": 4, "linear_num_heads": 4}
     wide |= {"mamba_num_heads": 8, "n_groups": 4, "chunk_size": 128}
-    for family in ("qwen3_5", "kimi_linear", "nemotron_h", "lfm2"):
+    for family in families:
         torch.manual_seed(0)
         own = {name: value for name, value in wide.items() if name == "hidden_size" or name in FAMILIES[family][1]}
         model = build(family, **own | ({"linear_num_heads": 4} if family == "kimi_linear" else {})).requires_grad_(
@@ -362,6 +364,11 @@ def memory() -> None:
         exchanged = 2 * 4 * local * 64 if family == "lfm2" else 0  # in and out, which beside a recurrence weigh nothing
         assert ours <= 1.05 * whole / ctx.size + exchanged, f"{family}: {ours}, of {whole}"
         print(f"rank {ctx.rank}: {family} {ours / whole:.3f} of the memory", flush=True)
+
+
+def measured(full: bool) -> list[str]:
+    """Kimi's recurrence takes half a minute on a CPU."""
+    return [family for family in MIXERS if full or family != "kimi_linear"]
 
 
 MIXERS = {
@@ -379,9 +386,8 @@ def peak_of(layer: nn.Module, x: torch.Tensor, **options: Any) -> int:
     return live.peak
 
 
-def halves() -> None:
+def halves(ctx: sp.SequenceParallel) -> None:
     """In bfloat16, decays stay float32 on the wire, and what arrives is what was sent."""
-    ctx = sp.initialize(dist.get_world_size())
     torch.manual_seed(0)
     one, batch = build("qwen3_next").bfloat16(), batch_of_kind("plain")
     for module in one.modules():
@@ -465,9 +471,8 @@ class Kernels:
         return mamba_chunk_scan_combined
 
 
-def kernels() -> None:
+def kernels(ctx: sp.SequenceParallel) -> None:
     """Where kernels are installed they are called as their packages define them, and by the lengths of documents."""
-    ctx = sp.initialize(dist.get_world_size())
     for family in ("qwen3_5", "nemotron_h"):
         found = Kernels()
         found.install(sys.modules[type(build(family)).__module__])

@@ -1,9 +1,15 @@
 """Every query of every head is computed by exactly one rank, with the kv head it belongs to, and all work alike."""
 
+from types import SimpleNamespace
+
+import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from seqtile.sp.all_to_all import count, head_share, within
+from seqtile.sp.compressed import CompressedKeys
+from sp.recurrences import build
 
 
 @st.composite
@@ -53,3 +59,19 @@ def test_within(shape: tuple[int, int, int, int], start: int, stop: int) -> None
     kept = [row for first, last in rows for row in range(first, last) if start <= row < stop]
     assert [row for first, last in within(rows, start, stop) for row in range(first, last)] == kept
     assert count(within(rows, start, stop)) == len(kept)
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+@pytest.mark.parametrize("latent", [8, 61, 62, 200])
+@pytest.mark.parametrize("size", [1, 2, 8])
+def test_latents_travel_compressed_where_that_is_less(size: int, latent: int, adapted: bool) -> None:
+    """Six heads of 22 elements a token, or the latent and 4 elements for every rank; never with an adapter on what
+    expands them."""
+    attention = build("deepseek_v3", kv_lora_rank=latent).model.layers[0].self_attn
+    if adapted:
+        attention.kv_b_proj.register_forward_hook(lambda module, args, output: output)
+    keys = CompressedKeys(attention, SimpleNamespace(size=size))
+    assert keys.elements == (size * (latent + 4), 22 * max(6, size))
+    assert keys.is_chosen == (not adapted and (size, latent) in ((2, 8), (2, 61), (8, 8)))
+    k, v = keys(torch.randn(1, 1, 5, latent), torch.randn(1, 1, 5, 4))
+    assert k.shape[1] == v.shape[1] == (1 if keys.is_chosen else 6)

@@ -8,7 +8,7 @@ import pytest
 from launch import ended, ranks
 from sp.cases import REDUCERS, attention_cases, layer_cases, on_ranks, reducer_cases
 from sp.misuse import MIXED_UP
-from sp.recurrences import BALANCED, FAMILIES, MIXERS, SEQUENCES, cases
+from sp.recurrences import BALANCED, FAMILIES, SEQUENCES, cases, measured
 from sp.steps import NOT_SPREAD
 from sp.trainer import MODELS
 
@@ -47,9 +47,14 @@ def test_post_training() -> None:
 @pytest.mark.dist
 @pytest.mark.parametrize("count", [1, 2, 4])
 def test_families(count: int, full: bool) -> None:
-    """Recurrences, convolutions, sinks and latent attention: loss, gradients, all-to-alls and what the first sends."""
+    """Recurrences, convolutions, sinks and latent attention: loss, gradients, all-to-alls and what the first sends; in
+    bfloat16, by kernels, the memory of a rank; the loss that balances experts."""
     output = ranks(count, WORKER, "families", "full" if full else "")
     expected = [f"{family} {kind} {reentrant} {{}}  equal" for family, kind, reentrant in cases(count, full)]
+    if count == 2:
+        expected += ["halves equal", "kernels called", *(f"{family} 0." for family in measured(full))]
+    if count > 1:
+        expected += [f"{arch} {tiled} {kind} balanced" for arch, _, tiled in BALANCED for kind in SEQUENCES]
     assert [case for case in expected for rank in range(count) if f"rank {rank}: {case}" not in output] == []
 
 
@@ -63,31 +68,6 @@ def test_the_pages_table() -> None:
     assert sorted(listed) == sorted({model_type for model_type, _ in FAMILIES.values()})
     refused = re.findall(r"`(\w+)`", section.partition("Refused, by the class's name:")[2])
     assert refused and set(refused) <= {config.model_type for _, config, _ in NOT_SPREAD}
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize("count", [2, 4])
-def test_balance_of_experts(count: int) -> None:
-    output = ranks(count, WORKER, "balance")
-    expected = [f"{arch} {tiled} {kind} balanced" for arch, _, tiled in BALANCED for kind in SEQUENCES]
-    assert [case for case in expected for rank in range(count) if f"rank {rank}: {case}" not in output] == []
-
-
-@pytest.mark.dist
-def test_memory_of_recurrences() -> None:
-    output = ranks(2, WORKER, "memory")
-    assert all(f"rank {rank}: {family} 0." in output for rank in range(2) for family in MIXERS)
-
-
-@pytest.mark.dist
-def test_kernels_of_recurrences() -> None:
-    output = ranks(2, WORKER, "kernels")
-    assert all(f"rank {rank}: kernels called" in output for rank in range(2))
-
-
-@pytest.mark.dist
-def test_recurrences_in_half_precision() -> None:
-    assert "rank 0: halves equal" in ranks(2, WORKER, "halves")
 
 
 @pytest.mark.dist

@@ -1,7 +1,7 @@
 """One rank of a group: trains spread over the ranks and in one process, and compares.
 
 It is asked for attention FULL | reducers FAMILY | refusals | batches | losses | loader | death | post_training |
-families FULL | balance | memory | halves | kernels | train FILE SIZE | train_zero3 FILE SIZE.
+families FULL | train FILE SIZE | train_zero3 FILE SIZE.
 """
 
 import copy
@@ -22,7 +22,6 @@ from sp.cases import QWEN2_VL, WRAPPED, attention_cases, batch_of_kind, layer_ca
 from sp.first_rank import by_first_rank
 from tiny import build, checkpointing, loss_and_gradients
 
-OF_RECURRENCES = ("families", "balance", "memory", "halves", "kernels")
 TIME_LIMIT = 120  # seconds a case: ranks that wait for each other end with a traceback of where
 
 
@@ -164,7 +163,7 @@ def main(what: str, *arguments: str) -> None:
         from sp import loading, misuse, post_training, recurrences, steps, trainer
 
         rooms = {"batches": misuse, "losses": misuse, "loader": loading, "train": trainer, "train_zero3": trainer}
-        rooms |= {"post_training": post_training} | dict.fromkeys(OF_RECURRENCES, recurrences)
+        rooms |= {"post_training": post_training, "families": recurrences}
         room = rooms.get(what, steps)
         getattr(room, what)(*arguments)
     dist.barrier()

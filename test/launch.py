@@ -7,11 +7,13 @@ import os
 import subprocess
 import sys
 import tempfile
+from collections.abc import Sequence
 from multiprocessing import connection, forkserver, get_context, set_start_method
 from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import patch
 
+from filelock import FileLock
 from torch.distributed import TCPStore
 
 TIME_LIMIT = 1500  # seconds of one start: ranks that wait for each other end sooner, by the limits of their own
@@ -47,7 +49,13 @@ def ranks(count: int, target: str, *arguments: str) -> str:
 
 
 def ended(count: int, target: str, *arguments: str, together: bool = True) -> list[Ended]:
-    """The same, as it comes; with `together` the first rank that fails ends the others."""
+    """The same, as it comes; with `together` the first rank that fails ends the others. While some ranks run, those of
+    other workers of pytest-xdist wait: ranks that wait for each other take the time of all cores."""
+    with FileLock(Path(tempfile.gettempdir()) / f"ranks-{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}.lock"):
+        return _ended(count, target, arguments, together)
+
+
+def _ended(count: int, target: str, arguments: Sequence[str], together: bool) -> list[Ended]:
     context = get_context("forkserver")
     context.set_forkserver_preload([name for name in IMPORTED if importlib.util.find_spec(name.partition(".")[0])])
     with patch.dict(os.environ, _ENVIRONMENT):

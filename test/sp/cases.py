@@ -58,17 +58,19 @@ REDUCERS = {
 LAYER_REDUCERS = {"fsdp2": None, "zero2": 2, "zero3": 2}  # with whole layers tiled as well: groups of heads
 
 
-def reducer_cases(family: str) -> list[tuple[str, str, dict]]:
-    """Models, reducers, and what seqtile applies besides to the model."""
+def reducer_cases(family: str, full: bool) -> list[tuple[str, str, dict]]:
+    """Models, reducers, and what seqtile applies besides to the model; of the recurrent one and of that with sinks every
+    day one reducer each."""
     found = [(strategy, {}) for strategy in REDUCERS[family]]
     layers = {name: groups for name, groups in LAYER_REDUCERS.items() if name in REDUCERS[family]}
     found += [(name, {"layer": True, "head_groups": groups}) for name, groups in layers.items()]
-    return [("llama", *case) for case in found] + [
-        (model, strategy, {"mlp": strategy not in REDUCERS["zero3"]})  # experts are called, which ZeRO-3 cannot have
-        for model in ("qwen3_5", "gpt_oss")
-        for strategy in REDUCERS[family]
-        if strategy not in ("zero0", "zero3_all_reduce")
-    ]
+    found = [("llama", *case) for case in found]
+    for i, model in enumerate(("qwen3_5", "gpt_oss")):
+        reducers = [strategy for strategy in REDUCERS[family] if strategy not in ("zero0", "zero3_all_reduce")]
+        chosen = reducers if full else reducers[i % len(reducers) :][:1]
+        # Experts are called, which ZeRO-3 cannot have.
+        found += [(model, strategy, {"mlp": strategy not in REDUCERS["zero3"]}) for strategy in chosen]
+    return found
 
 
 QWEN2_VL = {

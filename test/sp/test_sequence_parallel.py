@@ -28,10 +28,10 @@ def test_attention(count: int, full: bool) -> None:
 
 @pytest.mark.dist
 @pytest.mark.parametrize("family", REDUCERS)
-def test_reducers(family: str) -> None:
+def test_reducers(family: str, full: bool) -> None:
     """Two groups of two ranks, accumulating over batches of unequal labels, under every reducer of gradients."""
-    output = ranks(4, WORKER, "reducers", family)
-    expected = reducer_cases(family)
+    output = ranks(4, WORKER, "reducers", family, "full" if full else "")
+    expected = reducer_cases(family, full)
     cases = [f"rank {rank}: {model} {how} {options} equal" for rank in range(4) for model, how, options in expected]
     assert [case for case in cases if case not in output] == []
 

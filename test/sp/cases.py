@@ -59,8 +59,8 @@ LAYER_REDUCERS = {"fsdp2": None, "zero2": 2, "zero3": 2}  # with whole layers ti
 
 
 def reducer_cases(family: str, full: bool) -> list[tuple[str, str, dict]]:
-    """Models, reducers, and what seqtile applies besides to the model; of the recurrent one and of that with sinks every
-    day one reducer each."""
+    """Models, reducers, and what seqtile applies besides to the model; of the other two every day
+    one reducer each."""
     found = [(strategy, {}) for strategy in REDUCERS[family]]
     layers = {name: groups for name, groups in LAYER_REDUCERS.items() if name in REDUCERS[family]}
     found += [(name, {"layer": True, "head_groups": groups}) for name, groups in layers.items()]

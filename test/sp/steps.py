@@ -32,7 +32,7 @@ from transformers import (
 
 import seqtile
 from assertions import relative_error
-from distributed.worker import ddp, fsdp2, zero
+from distributed.worker import ddp, fsdp2, full, zero
 from seqtile import sp
 from seqtile.sp.attention import ulysses_attention
 from seqtile.sp.layout import Layout
@@ -166,11 +166,11 @@ def forgotten(wrapped: nn.Module, optimizer: object, ctx: sp.SequenceParallel) -
         wrapped.backward(loss, scale_wrt_gas=False) if wrapped is optimizer else loss.backward()
 
 
-def reducers(family: str, full: str = "") -> None:
+def reducers(family: str, every: str = "") -> None:
     """Two groups of two ranks, windows of two batches, tiled: each step leaves all parameters as one process does.
     Whole sequences are evaluated between the steps, and a share's backward raises."""
     ctx = sp.initialize(2)
-    for name, strategy, options in reducer_cases(family, bool(full)):
+    for name, strategy, options in reducer_cases(family, bool(every)):
         torch.manual_seed(0)
         one = build(name, tie_word_embeddings=False) if name == "llama" else recurrences.build(name)
         with torch.no_grad():

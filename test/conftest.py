@@ -38,6 +38,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         skip([item for item in items if "gpu" in item.keywords], "needs --device cuda")
     if interpreted() and (why := broken_interpreter()):
         skip(items, why)
+    # One worker begins with all that start several ranks, so that no two wait for each other, see launch.py.
+    items.sort(key=lambda item: "dist" not in item.keywords)
 
 
 def pytest_collection_finish() -> None:

@@ -208,7 +208,7 @@ INTERPRETED = (  # where a row of a kernel takes a millisecond
     ),
     Cut(
         ("ops/test_linear_divergence.py::test_random", "ops/test_linear_topk_divergence.py::test_random"),
-        ("0", "1"),
+        ("0",),
         "likewise",
     ),
     Cut(

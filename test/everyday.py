@@ -93,7 +93,7 @@ CUTS = (
             "32-dtype",
             "0-gpus-*",
             "512-gpus-sequence_parallel",
-            "*-load_in_4bit",
+            "8-lora_rank-load_in_4bit",
         ),
         "each feature alone; a simulation of several together takes seconds",
     ),
@@ -108,6 +108,9 @@ CUTS = (
         ),
         "likewise",
     ),
+    Cut(("kernels/test_divergence.py::test_values",), EVERY_PAIR, "of 216 cases of one kernel's twin"),
+    Cut(("ops/test_linear_topk_divergence.py::test_memory",), ("none",), "7 s each; it has the vectors of both"),
+    Cut(("models/test_layer.py::test_compiled",), (), "10 s of compiler; make test-all compiles whole layers"),
     Cut((f"{_PLANS}many_layers_over_gpus",), (), "15 s of simulation; layers are planned one like the other"),
     Cut(
         (f"{_PLANS}a_whole_model", f"{_PLANS}groups_of_heads"), ("offloaded-liger", "llama-2-*"), "likewise, 10 s each"
@@ -232,11 +235,16 @@ INTERPRETED = (  # where a row of a kernel takes a millisecond
         ("llama-2-ckpt-1-101", "qwen3-None-ckpt-1-101", "llama-2", "qwen3-None"),
         "likewise of tiled layers",
     ),
-    Cut(("distributed/",), ("*",), "its cases are cut in distributed/cases.py"),
+    Cut(
+        ("distributed/",),
+        ("torch_liger",),
+        "Liger's and our kernels under DDP and FSDP2; ZeRO's lines are the twins' too",
+    ),
     Cut(("",), (), "the eager twins meet the same cases"),
 )
 
 ON_GPU = (  # that are asked before CUTS: of what takes a device, since nothing else runs there
+    Cut(("kernels/test_divergence.py::test_values",), ("*",), "every case of a kernel"),
     Cut(
         ("models/test_gradients.py::test_gradients_equal", "models/test_layer_gradients.py::test_gradients_equal"),
         EVERY_PAIR,

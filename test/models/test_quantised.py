@@ -126,6 +126,24 @@ def test_what_quantises_its_input_is_called() -> None:
         seqtile.apply_seqtile(ours, layer=True, head_groups=2)
 
 
+def test_8_bits_are_called() -> None:
+    """Their product rounds its input, token by token, to 8 bits: read it would not."""
+    theirs = build("llama").requires_grad_(False)
+    theirs.model.embed_tokens.requires_grad_(True)
+    for layer in theirs.model.layers:
+        up = layer.mlp.up_proj
+        eight = bnb.nn.Linear8bitLt(up.in_features, up.out_features, bias=False, has_fp16_weights=False)
+        eight.load_state_dict(up.state_dict())
+        layer.mlp.up_proj = eight.to("cpu").requires_grad_(False)
+    ours = copy.deepcopy(theirs)
+    seqtile.apply_seqtile(ours, chunk_tokens=CHUNK)
+    assert "Linear8bitLt" in str(seqtile.status(ours).mlp)
+    batch = batch_of(2, 101)
+    torch.testing.assert_close(ours(**batch).loss, theirs(**batch).loss, rtol=1e-3, atol=0)
+    with pytest.raises(ValueError, match="Linear8bitLt"):
+        seqtile.apply_seqtile(ours, layer=True, head_groups=2)
+
+
 def test_without_an_adapter() -> None:
     """The gradient goes through to what is trained below."""
     theirs = quantised(build("llama"), **KINDS["nf4"])

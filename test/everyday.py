@@ -205,10 +205,11 @@ INTERPRETED = (  # where a row of a kernel takes a millisecond
     ),
     Cut(("kernels/",), ("*",), "every kernel"),
     Cut(
-        ("ops/test_linear_cross_entropy.py::test_loss_and_gradients", "ops/test_gated_mlp.py::test_output_and_grad"),
-        ("63-16-*", "190-63-*"),
+        ("ops/test_linear_cross_entropy.py::test_loss_and_gradients",),
+        ("63-16-dtype0-*sum*", "190-63-dtype0-*none*", "190-63-dtype1-*num*", "190-63-dtype2-{}"),
         "one end-to-end case of each op and dtype",
     ),
+    Cut(("ops/test_gated_mlp.py::test_output_and_grad",), ("63-16-dtype0", "190-63-*"), "likewise"),
     Cut(
         ("ops/test_linear_divergence.py::test_random", "ops/test_linear_topk_divergence.py::test_random"),
         ("0",),
@@ -218,11 +219,15 @@ INTERPRETED = (  # where a row of a kernel takes a millisecond
         (
             "ops/test_rms_norm.py::test_output",
             "ops/test_linear_log_probs.py::test_policy",
-            "ops/test_gated_mlp_options.py",
-            "ops/test_metrics_gradients.py::test_gradients",
+            "ops/test_gated_mlp_options.py::test_output",
             "ops/test_tiled_state.py::test_meta",
         ),
         EVERY_VALUE,
+        "likewise",
+    ),
+    Cut(
+        ("ops/test_metrics_gradients.py::test_gradients",),
+        ("dtype0-loss z entropy-mean", "dtype1-loss z-sum", "dtype2-loss entropy-none"),
         "likewise",
     ),
     Cut(

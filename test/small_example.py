@@ -2,6 +2,7 @@
 
 small_example.py NAME MODEL tiled|untiled FILE"""
 
+import gc
 import inspect
 import json
 import re
@@ -59,6 +60,8 @@ def on_rank(name: str, directory: str, how: str, file: str) -> None:
         found = {"figures": figures(names), "mlps": names["status"].mlp.tiled, "ranks": names["ctx"].size}
         Path(file).write_text(json.dumps(found))
     if dist.is_initialized():
+        names.clear()
+        gc.collect()  # a DDP that outlives its process group may wait for gloo's thread, which waits for Python's lock
         dist.destroy_process_group()
 
 

@@ -76,6 +76,7 @@ CUTS = (
         ("*b", "*l", "*_text", "gpt_oss", "deepseek_v3", "phimoe"),
         "a tenth of the types and those that are most unlike; each takes a third of a second",
     ),
+    Cut(("recipes/test_check.py::test_every_type",), ("gpt2", "gemma4_assistant"), "1 to 30 s each"),
     Cut(
         (f"{_PLANS}every_architecture",),
         ("*-liger", "llama-plain", "gemma2-plain", "qwen3_moe-plain"),

@@ -9,6 +9,7 @@ from transformers import CONFIG_MAPPING, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner, Result
 
 from seqtile.cli import app
+from seqtile.models.model_types import model_types
 from seqtile.models.small import small_config
 
 
@@ -45,6 +46,32 @@ def test_a_type() -> None:
     assert found["layer"]["peak"] < 0.8 and found["layer"]["flops"] < 1.2
 
 
+def test_dense_layers_before_experts(tmp_path: Path) -> None:
+    """Both kinds of layers stay where the first two have no experts."""
+    kinds = {"num_hidden_layers": 6, "num_dense_layers": 2, "layer_types": ["conv", "full_attention"] * 3}
+    CONFIG_MAPPING["lfm2_moe"](**kinds).save_pretrained(tmp_path)
+    assert {part: line["count"] for part, line in lines(tmp_path).items() if part in ("mlp", "experts")} == {
+        "mlp": 1,
+        "experts": 1,
+    }
+
+
+@pytest.mark.parametrize(("config", "tokens"), [("gpt2", 192), ("blenderbot", 96), ("qwen3", 2048)])
+def test_a_table_of_positions(config: str, tokens: int) -> None:
+    """The step that is measured is no longer than the table."""
+    result = check(config, "--json")
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["tokens"] == tokens
+
+
+@pytest.mark.parametrize("name", model_types())
+def test_every_type(name: str) -> None:
+    """Whatever a type's own code raises, what a person reads is a table or one error."""
+    result = check(name)
+    assert result.exit_code in (0, 1) and "Traceback" not in result.output
+    assert result.exit_code == 0 or " is refused: " in result.stdout or result.stdout.startswith("error: "), result
+
+
 def test_a_model_that_differs() -> None:
     """Its attention mixes heads before it asks for the attention function a second time."""
     result = check("diffllama")
@@ -62,6 +89,10 @@ def test_with_its_own_weights(tmp_path: Path) -> None:
     ("fields", "error"),
     [
         ({"model_type": "vit"}, "model type 'vit' has no head over a vocabulary"),
+        (
+            {"model_type": "bert", "architectures": ["BertForMaskedLM"]},
+            "BertForMaskedLM is an encoder, whose loss seqtile does not tile; expected a causal language model",
+        ),
         ({"model_type": "no such"}, "expected a config.json, a directory with one, a name on the hub, or a model type"),
         ({"model_type": "llama", "hidden_size": "wide"}, "expected int, got str"),
         (

@@ -47,6 +47,7 @@ _SIZES: tuple[tuple[Rule, str], ...] = (  # what becomes of a config's sizes, by
     (_always(MLP), "feed_forward_size"),
     (_always(HIDDEN), "*hidden_size|*hidden_size_global|*d_model|*n_embd|*embed_dim|*embedding_size|*embedding_dim"),
     (_always(HIDDEN), "emb_dim|dim_model|*hidden_dim|word_embed_proj_dim|lru_width|index_dim"),
+    (_at_most(1), "|".join(_FIRST_LAYERS)),
     (_at_most(2), "num_*layers|n_*layers|n_layer|encoder_layers|decoder_layers|num_hidden_groups|depth"),
     (_at_most(4), "*num_experts|*num_local_experts|*routed_experts|zero_expert_num"),
     (_at_most(2), "*experts_per_tok|*experts_per_token|moe_topk|moe_top_k|moe_k|top_k_experts"),
@@ -55,7 +56,6 @@ _SIZES: tuple[tuple[Rule, str], ...] = (  # what becomes of a config's sizes, by
     (_at_most(256), "context_length|seq_length"),
     (_at_most(16), "*window|*window_size|attention_chunk_size|local_attention|index_topk"),
     (_at_most(16), "*d_state|*state_size|chunk_size|mamba_chunk_size|index_block_size"),
-    (_at_most(1), "|".join(_FIRST_LAYERS)),
 )
 _NO_SHARING = ("num_kv_shared_layers", "num_nextn_predict_layers")
 _RATES = re.compile(r".*(drop|jitter|noise).*")  # what makes two runs of one model differ

@@ -2,6 +2,7 @@
 
 import copy
 import warnings
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -20,7 +21,7 @@ from seqtile.models.small import WORDS, small_model
 from seqtile.recipes import Trial
 from seqtile.recipes.measure import FlopCount, LiveBytes
 
-TOKENS, CHUNK = 2048, 64  # of the step whose work and memory are measured
+TOKENS, CHUNK = (2048, 192, 96), 64  # of the step whose work and memory are measured: the most that the model takes
 
 
 class Line(NamedTuple):
@@ -40,7 +41,7 @@ class Line(NamedTuple):
     """The largest error of the loss or a gradient against float64, relative."""
     untiled_error: float
     flops: float | None
-    """Work of a training step of 2,048 tokens, over that of the untiled model; None of what is refused."""
+    """Work of a training step, over that of the untiled model; None of what is refused."""
     peak: float | None
     """The same for the bytes alive at most."""
 
@@ -53,6 +54,8 @@ class Report:
     lines: list[Line]
     untiled: list[str]
     """Layers that are left untiled by their kind, and why."""
+    tokens: int
+    """Of the training step whose work and memory were measured."""
 
     @property
     def differs(self) -> bool:
@@ -64,7 +67,8 @@ class Report:
 
 def check(asked: Trial) -> Report:
     """Builds the model small, tiles it part by part, and compares. ValueError for what cannot be tried: no config, no
-    head over a vocabulary, remote code without consent, a model that is not built or does not run on text alone."""
+    head over a vocabulary, an encoder, remote code without consent, a model that is not built or does not run on text
+    alone."""
     config = config_of(asked)
     model_class = class_of(asked, config)
     with warnings.catch_warnings():
@@ -75,24 +79,23 @@ def check(asked: Trial) -> Report:
             model = _built(model_class, config)
         try:
             found = list(findings(model))
+            tokens, untiled = _untiled_cost(model)
         except Exception as error:  # of the model's own code, which may raise anything
             raise ValueError(
                 f"{model_class.__name__} does not run on text alone: {type(error).__name__}: {error}"
             ) from error
-        untiled = _cost(copy.deepcopy(model))
-        lines = [_line(model, one, untiled) for one in found]
+        lines = [_line(model, one, tokens, untiled) for one in found]
     refusals = dict.fromkeys(
         f"{type(layer).__name__}: {reason}" for layer in LAYER.modules(model) if (reason := LAYER.refusal(layer))
     )
-    return Report(model_class.__name__, lines, list(refusals))
+    return Report(model_class.__name__, lines, list(refusals), tokens)
 
 
 def config_of(asked: Trial) -> PreTrainedConfig:
     """Returns the config that is meant. ValueError if there is none."""
-    path = Path(asked.model)
-    if not path.exists() and asked.model in model_types():
-        return AutoConfig.for_model(asked.model)
     try:
+        if not Path(asked.model).exists() and asked.model in model_types():
+            return AutoConfig.for_model(asked.model)
         return AutoConfig.from_pretrained(asked.model, trust_remote_code=asked.trust_remote_code)
     except Exception as error:  # of a file that may hold anything
         remote = "trust_remote_code" in str(error) and not asked.trust_remote_code
@@ -107,7 +110,7 @@ def config_of(asked: Trial) -> PreTrainedConfig:
 
 
 def class_of(asked: Trial, config: PreTrainedConfig) -> type[PreTrainedModel]:
-    """Returns the class with a head that the config's model is of. ValueError if it has none."""
+    """Returns the class with a head that the config's model is of. ValueError if it has none, or is an encoder."""
     remote = getattr(config, "auto_map", {}).get("AutoModelForCausalLM")
     if remote and config.model_type not in model_types():
         if not asked.trust_remote_code:
@@ -117,6 +120,11 @@ def class_of(asked: Trial, config: PreTrainedConfig) -> type[PreTrainedModel]:
         return get_class_from_dynamic_module(remote, asked.model)
     classes = model_classes(config.model_type)
     named = config.architectures or ()
+    if encoders := [name for name in named if name.endswith("ForMaskedLM")]:
+        raise ValueError(
+            f"{encoders[0]} is an encoder, whose loss seqtile does not tile; expected a causal language model, such as "
+            f"{classes[0].__name__}"
+        )
     return next((cls for cls in classes if cls.__name__ in named), classes[0])
 
 
@@ -127,22 +135,31 @@ def _built(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreT
         raise ValueError(f"{model_class.__name__} cannot be built small: {type(error).__name__}: {error}") from error
 
 
-def _line(model: PreTrainedModel, found: Finding, untiled: tuple[int, int]) -> Line:
+def _line(model: PreTrainedModel, found: Finding, tokens: int, untiled: tuple[int, int]) -> Line:
     part = "experts" if found.part is EXPERTS else found.part.option
     how = "refused" if found.refusal else "called" if found.called else "read"
     flops = peak = None
     if found.refusal is None:
         options = Options(chunk_tokens=CHUNK)
-        cost = _cost(tiled_copy(model, found.part, found.cls, options))
+        cost = _cost(tiled_copy(model, found.part, found.cls, options), tokens)
         flops, peak = (ours / theirs if theirs else 1.0 for ours, theirs in zip(cost, untiled, strict=True))
     reason = found.refusal or found.called
     errors = found.error, found.untiled_error
     return Line(part, found.cls.__name__, found.modules, how, reason, found.groups, *errors, flops, peak)
 
 
-def _cost(model: PreTrainedModel) -> tuple[int, int]:
+def _untiled_cost(model: PreTrainedModel) -> tuple[int, tuple[int, int]]:
+    """Returns the length of the longest step that the model takes, and what it costs."""
+    *longer, shortest = TOKENS
+    for tokens in longer:
+        with suppress(Exception):  # of the model's own code: its table of positions may be shorter
+            return tokens, _cost(copy.deepcopy(model), tokens)
+    return shortest, _cost(copy.deepcopy(model), shortest)
+
+
+def _cost(model: PreTrainedModel, tokens: int) -> tuple[int, int]:
     """Returns FLOP and the most bytes alive in a training step, gradients included."""
-    ids = torch.arange(TOKENS).remainder(WORDS - 10).add(5).unsqueeze(0)
+    ids = torch.arange(tokens).remainder(WORDS - 10).add(5).unsqueeze(0)
     if type(model)._supports_sdpa:  # attention that keeps no matrix of tokens x tokens
         model.set_attn_implementation("sdpa")
     weights = [weight for weight in model.parameters() if weight.requires_grad]
@@ -159,7 +176,8 @@ def print_report(report: Report, console: Console) -> None:
         groups = "yes" if line.head_groups else ""
         errors = (f"{line.error:.0e}", f"{line.untiled_error:.0e}")
         table.add_row(line.part, f"{line.count} {line.module}", line.how, groups, *errors, *ratios)
-    console.print(f"{report.model}, as docs/models.md explains; error, work and peak beside the untiled model")
+    console.print(f"{report.model}, as docs/models.md explains; error, work and peak beside the untiled model,")
+    console.print(f"work and peak of a step of {report.tokens:,} tokens")
     console.print(table)
     for line in report.lines:
         if line.reason:

@@ -46,11 +46,12 @@ class LiveBytes(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for tensor in _tensors(result):
             storage = tensor.untyped_storage()
-            if storage._cdata not in known | self._seen.keys() and tensor.device.type != "meta":
-                self._seen[storage._cdata] = storage.nbytes()
+            key = storage._cdata
+            if key not in known and key not in self._seen and tensor.device.type != "meta":
+                self._seen[key] = storage.nbytes()
                 self.live += storage.nbytes()
                 self.largest = max(self.largest, storage.nbytes())
-                weakref.finalize(storage, self._free, storage._cdata)
+                weakref.finalize(storage, self._free, key)
         self.peak = max(self.peak, self.live)
         return result
 

@@ -52,10 +52,12 @@ CUTS = (
         "of 40 draws, other ones in every run",
     ),
     Cut(
-        ("recipes/test_simulate.py::test_where", "recipes/test_simulate.py::test_experts"),
+        ("recipes/test_simulate.py::test_where",),
         ("llama",),
         "10 s each; the others go through the same lines",
     ),
+    Cut(("recipes/test_simulate.py::test_experts",), (), "likewise"),
+    Cut(("sp/test_sequence_parallel.py::test_attention",), ("1", "4"), "8 s of two ranks; four divide what two divide"),
     Cut(
         (
             "bench/test_run.py::test_what_a_file",
@@ -102,7 +104,6 @@ CUTS = (
         (f"{_PLANS}layers_tiled_as_a_whole_with_every_feature",),
         (
             "6144-*",
-            "65536-*'head_groups': 2}",
             "65536-*'gpus': 8, 'offload*",
             "32768-*",
             "524288-*'sequence_parallel': 8}",
@@ -240,11 +241,6 @@ INTERPRETED = (  # where a row of a kernel takes a millisecond
         ("models/test_layer_gradients.py::test_gradients_equal", "models/test_layer_gradients.py::test_after_liger"),
         ("llama-2-ckpt-1-101", "qwen3-None-ckpt-1-101", "llama-2", "qwen3-None"),
         "likewise of tiled layers",
-    ),
-    Cut(
-        ("distributed/",),
-        ("torch_liger",),
-        "Liger's and our kernels under DDP and FSDP2; ZeRO's lines are the twins' too",
     ),
     Cut(("",), (), "the eager twins meet the same cases"),
 )

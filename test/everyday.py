@@ -58,17 +58,11 @@ CUTS = (
     ),
     Cut(("recipes/test_simulate.py::test_experts",), (), "likewise"),
     Cut(
-        ("sp/test_sequence_parallel.py::test_reducers",),
-        ("torch", "zero3"),
-        "7 s; the order of ZeRO-1's and -2's buckets is seen in test_data_parallel.py",
-    ),
-    Cut(
         ("sp/test_sequence_parallel.py::test_trainer_with_deepspeed",),
         (),
         "11 s; Trainer, and ZeRO-3, are among sp's other cases",
     ),
     Cut(("bench/test_ledger.py::test_predictions",), (), "5 s of a page of predictions"),
-    Cut(("sp/test_sequence_parallel.py::test_attention",), ("1", "4"), "8 s of two ranks; four divide what two divide"),
     Cut(
         (
             "bench/test_run.py::test_what_a_file",

@@ -138,7 +138,7 @@ def test_products(reduction: str, units: int) -> None:
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_memory(reduction: str) -> None:
     """Simulated at Llama-3.1-8B's head: beyond inputs, d_hidden, d_weight in float32 with its rounding and a few
-    numbers a token, a chunk of logits and 5 %, at 8 thousand tokens and at 128."""
+    numbers a token, a chunk of logits and 5 %, at 8 and at 128 thousand tokens."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     vocab, width, chunk = 128256, 4096, 4096

@@ -3,14 +3,11 @@ import os
 from collections import Counter
 
 import pytest
-import torch
 
 from everyday import CUTS, INTERPRETED, ON_GPU, Cut, everyday, unused
-from on_gpu import Failures, runs_on_gpu, share_memory
-from tiny import broken_interpreter, interpreted
 
-if "PYTEST_XDIST_WORKER" in os.environ:
-    torch.set_num_threads(1)
+# Torch is imported where tests are: the process that waits for pytest-xdist's workers does without it, and they start
+# some seconds earlier.
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -24,13 +21,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--device") == "cuda":
+        from on_gpu import Failures, share_memory
+
         share_memory()
         config.pluginmanager.register(Failures(config))
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        import torch
+
+        torch.set_num_threads(1)
     if os.environ.get("PYTEST_XDIST_WORKER", "gw0") != "gw0":
         os.nice(10)  # the first begins with the ranks, which wait for each other whenever one has no core
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    from on_gpu import runs_on_gpu
+    from tiny import broken_interpreter, interpreted
+
     on_gpu = config.getoption("--device") == "cuda"
     if not config.getoption("--full"):
         cut(config, items, INTERPRETED if interpreted() else (ON_GPU + CUTS if on_gpu else CUTS))
@@ -100,6 +106,8 @@ def device(request: pytest.FixtureRequest) -> str:
 @pytest.fixture(autouse=True)
 def seed(request: pytest.FixtureRequest) -> None:
     """Fresh inputs in every run; the seed is in the captured output of a failure, and --seed repeats it."""
+    import torch
+
     value = request.config.getoption("--seed")
     value = torch.seed() % 2**31 if value is None else value
     torch.manual_seed(value)

@@ -89,6 +89,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {"mamba_num_heads": 6, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 2, "conv_kernel": 4}
         | {"chunk_size": 16, "layer_types": ["linear_attention", "mlp", "full_attention", "linear_attention"]},
     ),
+    "mamba2": (
+        "mamba2",
+        {"num_heads": 6, "head_dim": 16, "state_size": 8, "n_groups": 2, "expand": 2, "chunk_size": 16}
+        | {"num_attention_heads": None, "num_key_value_heads": None},
+    ),
     "bamba": ("bamba", MAMBA | {"attn_layer_indices": [1]}),
     "granitemoehybrid": (
         "granitemoehybrid",
@@ -298,7 +303,7 @@ SENT = {  # heads, groups of heads, elements that a token sends to a head and to
     "deepseek_v3": latent,
     "glm4_moe_lite": latent,
     "lfm2": lambda size: (48, 48, 1, 0, 1),
-} | dict.fromkeys(("nemotron_h", "bamba", "granitemoehybrid", "falcon_h1", "zamba2"), mamba)
+} | dict.fromkeys(("nemotron_h", "mamba2", "bamba", "granitemoehybrid", "falcon_h1", "zamba2"), mamba)
 
 
 def families(full: str = "") -> None:

@@ -1,7 +1,7 @@
 """Sequence parallelism applied to one model, its loss over the ranks, and the model put back.
 
-`apply_ulysses` gives the model an attention by name, through Hugging Face's registry. Its hooks, in the order in which
-a forward meets them:
+`apply_ulysses` gives the model an attention by name, through Hugging Face's registry, and recurrent layers the forward
+of recurrence.py. Its hooks, in the order in which a forward meets them:
 
     model      check_batch        keeps the batch's hash, which layers are not given
       base     add_layout         the `Layout` joins the keyword arguments, which Hugging Face passes to every
@@ -45,8 +45,8 @@ def apply_ulysses(model: PreTrainedModel, ctx: SequenceParallel) -> None:
     group are given other samples each, or whole sequences. The loss that it returns is this rank's share, whose
     backward raises RuntimeError unless it went through `reduce_loss`.
 
-    Raises ValueError, and changes nothing, for a model that mixes tokens in another way than by an attention of Hugging
-    Face's interface, and TypeError for anything but a Hugging Face model.
+    Raises ValueError, and changes nothing, for a model whose tokens meet in anything but an attention of Hugging Face's
+    interface and the layers of recurrence.py, and TypeError for anything but a Hugging Face model.
     """
     model = _without_adapter(model)
     if (applied := getattr(model, _APPLIED, None)) is not None:
@@ -131,6 +131,8 @@ class Applied:
     """How many modules tokens meet in."""
     handles: list[RemovableHandle] = field(default_factory=list)
     batch_hash: Tensor | None = None
+    position_ids: Tensor | None = None
+    """This rank's, which a model without attention does not hand on to its base model."""
     mask: Tensor | None = None
     """This rank's shard of the attention mask."""
     whole_length: Tensor | None = None
@@ -163,14 +165,15 @@ class Applied:
                 self.handles.append(module.register_forward_hook(self.drop_last_position))
 
     def check_batch(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """Keeps the batch's hash for `add_layout`, and refuses labels of which a shard's loss cannot be computed."""
+        """Keeps the batch's hash and positions for `add_layout`, and refuses labels of which a shard's loss cannot be
+        computed."""
         missing = [name for name in ("shift_labels", "num_items_in_batch") if kwargs.get(name) is None]
         if len(args) > 1:
             raise ValueError(_BY_KEYWORD)
         if missing and self.ctx.size > 1 and _labelled(kwargs):
             names = " and ".join(missing)
             raise ValueError(f"labels came without {names}, which a shard's loss needs; cut batches by {CUTTERS}")
-        self.batch_hash = kwargs.pop(BATCH_HASH, None)
+        self.batch_hash, self.position_ids = kwargs.pop(BATCH_HASH, None), kwargs.get("position_ids")
         self.mask, self.whole_length = kwargs.get("attention_mask"), kwargs.pop(WHOLE_LENGTH, None)
         self.balance = Balance.of(module)
         return args, kwargs
@@ -178,6 +181,9 @@ class Applied:
     def add_layout(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Gives the base model the whole sequences' layout, and global position_ids."""
         batch_hash, self.batch_hash = kwargs.pop(BATCH_HASH, self.batch_hash), None
+        positions, self.position_ids = self.position_ids, None
+        if kwargs.get("position_ids") is None and positions is not None:
+            kwargs["position_ids"] = positions
         kwargs.pop(WHOLE_LENGTH, None)
         ids = kwargs.get("input_ids", args[0] if args else None)
         tokens = ids if ids is not None else kwargs.get("inputs_embeds")

@@ -261,7 +261,7 @@ ON_GPU = (  # that are asked before CUTS: of what takes a device, since nothing 
         "what a model returns for which arguments is decided by the host; with a scale, a cap and experts",
     ),
     Cut(("memory/test_on_gpu.py",), EVERY_PAIR, "4 s each of one process"),
-    Cut(("ops/test_metrics_gradients.py::test_gradients",), EVERY_PAIR, "of 45; the kernel's test has all of them"),
+    Cut(("ops/test_metrics_gradients.py::test_gradients",), EVERY_PAIR, "of 45; the kernel's test has every output"),
     Cut(
         ("ops/test_head_inputs.py::test_targets", "ops/test_head_inputs.py::test_losses_of"),
         EVERY_PAIR,

@@ -29,7 +29,7 @@ def collected(marks: str) -> list[str]:
 
 
 def test_side_by_side() -> None:
-    """Of 5,200 tests those that a GPU can break, every kernel's whole: four minutes of eight processes, not more."""
+    """Of 5,200 tests those that a GPU can break, every kernel's whole: meant for four minutes of eight processes."""
     found = collected(SIDE_BY_SIDE)
     files = Counter(name.partition("::")[0] for name in found)
     assert 900 < len(found) < 1300

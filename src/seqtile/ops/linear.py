@@ -51,6 +51,11 @@ class WeightGrad:
             self._buffer = torch.empty(self._shape, dtype=self._sum_dtype, device=self._device)
         return self._buffer
 
+    @property
+    def is_empty(self) -> bool:
+        """True if nothing was added, and there is no `main_grad`."""
+        return self._empty
+
     def total(self) -> torch.Tensor:
         """Returns the sum so far, zeros if there is none, to be added to in place."""
         if self._empty:

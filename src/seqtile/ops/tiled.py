@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from seqtile.ops.checks import check_dense, check_first_derivative, check_no_transform
 from seqtile.ops.chunks import chunks, resolve_chunk_tokens
+from seqtile.ops.leaf_gradients import gradients_of
 from seqtile.ops.linear import WeightGrad, main_grad_of
 from seqtile.ops.save_early import save_early, saved_for
 from seqtile.ops.state import ForwardState, Tensors, WatchedState, default_generators, equal, nodes_behind
@@ -189,9 +190,7 @@ class TiledFunction(torch.autograd.Function):
             trained = [(result, d) for result, d in zip(results, d_outputs, strict=True) if result.requires_grad]
             outputs, upstream = [result for result, _ in trained], [call.cut(d, chunk) for _, d in trained]
             wanted = [leaf for leaf, need in zip((*leaves, *call.params), needs, strict=True) if need]
-            found = (
-                torch.autograd.grad(outputs, wanted, upstream, allow_unused=True) if trained else [None] * len(wanted)
-            )
+            found = gradients_of(outputs, wanted, upstream)
             gradients = iter(found)  # in the order of `wanted`: of inputs, then of what is summed
             for d_input in d_inputs:
                 if d_input is not None:
@@ -204,7 +203,8 @@ class TiledFunction(torch.autograd.Function):
         with call.state.forward_random():
             for chunk in chunks(given[0].shape[call.dim], call.step):
                 add(chunk)
-        return None, *d_inputs, *(None if total is None else total.result() for total in sums)
+        # A leaf that no chunk used, such as the weights of an expert without tokens, gets no gradient, as untiled.
+        return None, *d_inputs, *(None if total is None or total.is_empty else total.result() for total in sums)
 
 
 def _listed(name: str, tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
+from seqtile.ops.leaf_gradients import gradients_of
 from seqtile.ops.state import nodes_behind
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -133,7 +134,7 @@ class AttentionGraph(NamedTuple):
         hooks.qkv, hooks.saved, hooks.d_out = qkv, saved, d_out
         try:  # the graph serves a second backward, too (retain_graph=True); without tensors it costs nothing to keep
             if self.output_edge is not None:
-                found = torch.autograd.grad(self.output_edge, wanted, self.out, retain_graph=True, allow_unused=True)
+                found = gradients_of([self.output_edge], wanted, [self.out], retain_graph=True)
         finally:
             hooks.qkv, hooks.saved, hooks.d_out = (), (), []
         d_qkv = [

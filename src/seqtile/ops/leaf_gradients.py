@@ -1,0 +1,37 @@
+"""Gradients of a piece of a graph, inside the backward of the whole, without the hooks of the leaves.
+
+`p.register_hook(f)` promises f the whole gradient of p, once a backward. torch.autograd.grad would call f with the
+gradient of each chunk, and the engine once more with their sum.
+"""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+from torch.autograd.graph import GradientEdge
+
+
+def gradients_of(
+    outputs: Sequence[torch.Tensor | GradientEdge],
+    inputs: Sequence[torch.Tensor | GradientEdge],
+    d_outputs: Sequence[torch.Tensor],
+    retain_graph: bool = False,
+) -> Sequence[torch.Tensor | None]:
+    """Returns the gradients of the inputs, None of one that was not used; no hook of a leaf among them is called."""
+    if not outputs:
+        return [None] * len(inputs)
+    with _without_hooks(leaf for leaf in inputs if isinstance(leaf, torch.Tensor)):
+        return torch.autograd.grad(outputs, inputs, d_outputs, retain_graph=retain_graph, allow_unused=True)
+
+
+@contextmanager
+def _without_hooks(leaves: Iterator[torch.Tensor]) -> Iterator[None]:
+    """Empties the leaves' dicts of hooks, which the engine reads when it calls hooks, and fills them again."""
+    emptied = [(hooks, dict(hooks)) for leaf in leaves if (hooks := leaf._backward_hooks)]
+    for hooks, _ in emptied:
+        hooks.clear()
+    try:
+        yield
+    finally:
+        for hooks, kept in emptied:
+            hooks.update(kept)

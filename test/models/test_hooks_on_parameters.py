@@ -1,0 +1,105 @@
+"""What is done to a parameter's gradient by others happens once, to the whole gradient, as it does untiled."""
+
+import copy
+
+import pytest
+import torch
+from torch import nn
+
+import seqtile
+from assertions import relative_error
+from tiny import CHUNK, batch_of, build, checkpointing, loss_and_gradients
+
+CALLED = {  # what is done to a model so that parts of it are called chunk by chunk
+    "experts": ("qwen3_moe", {}),
+    "layer of another shape": ("gemma3_text", {"layer": True}),
+    "head with dropout in LoRA": ("llama", {"layer": True}),
+}
+
+
+def adapted(model: nn.Module) -> nn.Module:
+    peft = pytest.importorskip("peft")
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj", "lm_head"], lora_dropout=1e-9)
+    return peft.get_peft_model(model, config).train()  # a rate that drops nothing, so that both compute the same
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True], ids=["plain", "ckpt", "reentrant"])
+@pytest.mark.parametrize("case", CALLED)
+def test_hook_sees_the_whole_gradient_once(case: str, reentrant: bool | None, device: str) -> None:
+    arch, options = CALLED[case]
+    model = build(arch, device)
+    model = adapted(model) if "LoRA" in case else model
+    untiled = copy.deepcopy(model)
+    seqtile.apply_seqtile(model, chunk_tokens=CHUNK, **options)
+    found = []
+    for each in (untiled, model):
+        checkpointing(each.get_base_model() if hasattr(each, "get_base_model") else each, reentrant)
+        if reentrant and hasattr(each, "enable_input_require_grads"):
+            each.enable_input_require_grads()
+        calls: dict[str, int] = {}
+        for name, parameter in each.named_parameters():
+            if parameter.requires_grad:
+
+                def clipped(gradient: torch.Tensor, name: str = name, calls: dict[str, int] = calls) -> torch.Tensor:
+                    calls[name] = calls.get(name, 0) + 1
+                    return gradient.clamp(-1e-3, 1e-3) * 0.5
+
+                parameter.register_hook(clipped)
+        torch.manual_seed(0)
+        found.append((*loss_and_gradients(each, **batch_of(2, 131, device)), calls))
+        torch.manual_seed(0)
+    (loss, gradients, calls), (tiled_loss, tiled_gradients, tiled_calls) = found
+    assert set(calls.values()) == {1} and tiled_calls == calls
+    assert relative_error(tiled_loss, loss) < 1e-6
+    for name, gradient in gradients.items():
+        if gradient is not None:
+            assert relative_error(tiled_gradients[name], gradient) < 3e-4, name
+
+
+def test_hooks_are_there_again_after_a_backward_that_fails(device: str) -> None:
+    weight = torch.randn(8, 8, device=device, requires_grad=True)
+    calls: list[int] = []
+    weight.register_hook(lambda gradient: calls.append(1))
+    failing = [True]
+
+    class Fails(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, d_x: torch.Tensor) -> torch.Tensor:
+            if failing[0]:
+                raise RuntimeError("no gradient today")
+            return d_x
+
+    x = torch.randn(30, 8, device=device)
+    for fails in (True, False):
+        failing[0] = fails
+        y = seqtile.tiled(lambda x: Fails.apply(x @ weight), x, params=[weight], chunk_tokens=7)
+        if fails:
+            with pytest.raises(RuntimeError, match="no gradient today"):
+                y.sum().backward()
+            assert calls == []
+        else:
+            y.sum().backward()
+            assert calls == [1]
+
+
+@pytest.mark.parametrize("frozen_route", [True, False], ids=["unused", "used"])
+def test_parameter_without_a_gradient_gets_none(frozen_route: bool, device: str) -> None:
+    """AdamW decays a weight whose gradient is zeros, and leaves one without a gradient alone."""
+
+    class Experts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.each = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.each[0](x) if frozen_route else self.each[0](x) + self.each[1](x)
+
+    experts = Experts().to(device)
+    x = torch.randn(30, 8, device=device, requires_grad=True)
+    seqtile.tiled(experts, x, params=experts.parameters(), chunk_tokens=7).square().sum().backward()
+    assert experts.each[0].weight.grad is not None
+    assert (experts.each[1].weight.grad is None) == frozen_route

@@ -28,7 +28,7 @@ from seqtile.ops.chunks import is_trial
 logger = logging.get_logger(__name__)
 CHUNK = 5
 FACTOR = 10  # of 224 model types in float32 and bfloat16 no gradient was beyond 2
-_OUTCOME = "_seqtile_first_step"  # on a model: (what it was made of when it was compared, what came of it)
+OUTCOME = "_seqtile_first_step"  # on a model: (what it was made of when it was compared, what came of it)
 _REMEDIES = {"loss": "loss=False", "mlp": "mlp=False", "layer": "layer=False"}
 
 
@@ -68,16 +68,16 @@ def check_first_step(model: nn.Module, options: Options, original: Callable, arg
     if torch.compiler.is_compiling() or not (options.check and model.training and torch.is_grad_enabled()):
         return
     made_of = None if is_trial() or getattr(model, "_is_replica", False) else _made_of(model)
-    if made_of is None or vars(model).get(_OUTCOME, (None,))[0] == made_of:
+    if made_of is None or vars(model).get(OUTCOME, (None,))[0] == made_of:
         return
     outcome = _outcome(model, options, original, args, kwargs)
-    vars(model)[_OUTCOME] = (made_of, outcome)
+    vars(model)[OUTCOME] = (made_of, outcome)
     logger.info(f"seqtile's first step: {outcome}")
 
 
 def outcome_of(model: nn.Module) -> str | None:
     """Returns what came of the comparison, None if there was none yet."""
-    return vars(model).get(_OUTCOME, (None, None))[1]
+    return vars(model).get(OUTCOME, (None, None))[1]
 
 
 def _made_of(model: nn.Module) -> int:
@@ -107,11 +107,12 @@ def _outcome(model: nn.Module, options: Options, original: Callable, args: tuple
         return f"not compared: the untiled model fails on {batch.tokens} tokens of it ({_brief(error)})"
     try:
         tiled = trial(tiled=placed, chunk_tokens=CHUNK)
-    except Exception as error:
-        raise ValueError(
-            f"the tiled model fails on the first {batch.tokens} tokens of this batch, on which the untiled one runs: "
-            f"{_brief(error)}. Nothing was trained. {_remedy(None)}"
-        ) from error
+    except Exception:
+        logger.error(
+            f"seqtile's first step: the tiled model fails on {batch.tokens} tokens of this batch, on which the untiled "
+            f"one runs. Nothing was trained. {_remedy(None)}"
+        )
+        raise
     found = difference(plain, tiled, nudged, eps)
     if _on_any_rank(model, found is not None):
         differs = partial(difference, plain, nudged=nudged, eps=eps)

@@ -14,6 +14,7 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from seqtile.models.first_step import OUTCOME
 from seqtile.models.loss import place_of_head
 from seqtile.models.mlp import gated_form
 from seqtile.models.model_types import model_classes, unfilled_model
@@ -168,6 +169,7 @@ def restore(target: nn.Module | str | None = None) -> None:
         _unplace_all(modules)
         vars(model).pop(_ASKED, None)
         vars(model).pop(_REFUSED, None)
+        vars(model).pop(OUTCOME, None)
         if any(placement_at(module) for module in modules):
             warnings.warn(
                 "this model stays tiled by its classes: "

@@ -170,7 +170,7 @@ def restore(target: nn.Module | str | None = None) -> None:
         vars(model).pop(_ASKED, None)
         vars(model).pop(_REFUSED, None)
         vars(model).pop(OUTCOME, None)
-        if any(placement_at(module) for module in modules):
+        if any(placement.part for module in modules if (placement := placement_at(module))):
             warnings.warn(
                 "this model stays tiled by its classes: "
                 f"seqtile.restore({model.config.model_type!r}) takes seqtile off these",

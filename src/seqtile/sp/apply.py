@@ -200,7 +200,7 @@ class Applied:
             kwargs["position_ids"] = torch.arange(tokens.shape[1], device=tokens.device)[None]
         last = check_same_batch(tokens, kwargs, batch_hash, self.ctx)
         sharded = (tokens.shape[1], kwargs["position_ids"], kwargs.get("attention_mask"))
-        layout = layout_of(*sharded, self.ctx, self.implementation, last)
+        layout = layout_of(*sharded, self.ctx, self.implementation)
         if (lengths := kwargs.get("cu_seq_lens_q")) is not None:
             length = int(lengths[-1])  # what follows pads to a multiple of ranks
             if lengths.tolist() != [0, *(stop for start, stop in layout.of_row(0) if start < length)]:

@@ -236,8 +236,8 @@ def test_queries_that_are_changed_in_place_alone() -> None:
 
 @pytest.mark.parametrize("on_classes", [False, True], ids=["model", "classes"])
 def test_no_cache_is_made_in_training(on_classes: bool) -> None:
-    """Hugging Face's config asks for one by default: heads are in groups all the same, and masks are those that Hugging
-    Face makes where there is a cache, which do not tell packed documents apart."""
+    """Hugging Face's config asks for one by default: heads are in groups all the same, and packed documents are told
+    apart, as with use_cache=False."""
     heads: list[int] = []
 
     def attention(module: nn.Module, q, k, v, mask, **options: object):
@@ -247,8 +247,8 @@ def test_no_cache_is_made_in_training(on_classes: bool) -> None:
     AttentionInterface.register("counting heads", attention)
     untiled = build("llama", attn_implementation="counting heads")
     batch = whole(101) | {"position_ids": torch.cat([torch.arange(n) for n in (17, 84)])[None]}
-    del batch["use_cache"]
     truth = loss_and_gradients(untiled, **batch)
+    del batch["use_cache"]
     if on_classes:
         seqtile.apply_seqtile_to_llama(layer=True, head_groups=2, chunk_tokens=CHUNK)
         tiled = build("llama", attn_implementation="counting heads")
@@ -264,10 +264,14 @@ def test_no_cache_is_made_in_training(on_classes: bool) -> None:
     assert_equal(loss_and_gradients(tiled, **batch), truth)
     heads.clear()
     cache = DynamicCache(config=tiled.config)
-    assert_equal(loss_and_gradients(tiled, **batch, past_key_values=cache), truth)
+    mixed = loss_and_gradients(untiled, **batch)  # with a cache Hugging Face does not tell documents apart
+    heads.clear()
+    assert_equal(loss_and_gradients(tiled, **batch, past_key_values=cache), mixed)
     assert cache.get_seq_length() == 101 and heads == [4] * 2, "a cache that is given is filled"
     short = {name: tensor[:, :40] for name, tensor in batch.items()}
-    assert tiled(**short).past_key_values.get_seq_length() == 40, "the layers run untiled"
+    assert tiled(**short).past_key_values is None, "nor where the layers run untiled"
+    with torch.no_grad():
+        assert tiled.eval()(**short).past_key_values.get_seq_length() == 40
 
 
 @pytest.mark.parametrize("head_groups", [None, 2])

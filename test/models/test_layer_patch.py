@@ -100,8 +100,8 @@ def test_status_text() -> None:
         "  layer seqtile, 50 tokens a chunk, 2 of 2 layers, attention by 2 groups of heads",
         "  note: in training the loss is computed without logits, which are None; skip_logits=False asks for them",
         "  note: a sequence of at most 50 tokens fits in a chunk: its MLPs and layers run untiled",
-        "  note: the config asks for a cache: in training none is made; one that is given is filled, heads not in "
-        "groups",
+        "  note: the config asks for a cache: in training none is made unless one is given, so packed documents are "
+        "told apart by their positions, as with use_cache=False",
         "  note: activation checkpointing is off, so every layer keeps what its attention saves as well as its input",
     ]
     checkpointing(model, False)

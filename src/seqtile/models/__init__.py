@@ -206,7 +206,10 @@ def notes_on(model: nn.Module, loss: PartStatus | None, mlp: PartStatus, layer: 
         parts = "MLPs and layers" if layer else "MLPs"
         yield f"a sequence of at most {tiles} tokens fits in a chunk: its {parts} run untiled"
     if layer is not None and layer.tiled and getattr(model.config.get_text_config(), "use_cache", False):
-        yield "the config asks for a cache: in training none is made; one that is given is filled, heads not in groups"
+        yield (
+            "the config asks for a cache: in training none is made unless one is given, so packed documents are told "
+            "apart by their positions, as with use_cache=False"
+        )
     if layer is not None and layer.tiled and not is_checkpointed(model):
         yield "activation checkpointing is off, so every layer keeps what its attention saves as well as its input"
 

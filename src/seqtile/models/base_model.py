@@ -6,65 +6,52 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import DynamicCache
 from transformers.utils import logging
 
-from seqtile.models.find import layers_of, text_model_of
-from seqtile.models.layer_form import LayerForm, layer_form_of
+from seqtile.models.find import layers_of
 from seqtile.models.placement import Options, placement_at, stand_in_for
-from seqtile.ops.chunks import resolve_chunk_tokens
 
 logger = logging.get_logger(__name__)
-UNFILLED = "_seqtile_unfilled"  # on a cache that only tells how masks are to be made
 
 
 def base_models_of(model: nn.Module) -> list[nn.Module]:
-    """Returns the text model without its head, if it makes caches."""
-    base = text_model_of(model)
-    names = inspect.signature(type(base).forward).parameters
-    return [base] if {"past_key_values", "use_cache"} <= set(names) and base is not model else []
+    """Returns the models inside `model` that hold its layers and can make a cache, such as the one without its head."""
+    layers = set(layers_of(model))
+    inside = [module for module in model.modules() if module is not model and module not in layers]
+    able = [module for module in inside if {"past_key_values", "use_cache"} <= set(_arguments(type(module).forward))]
+    return [module for module in able if not layers.isdisjoint(module.modules())]
+
+
+def _arguments(forward: Callable) -> list[str]:
+    return list(inspect.signature(forward).parameters)[1:]
 
 
 def uncached_forward(options: Options, original: Callable) -> Callable:
-    """Returns a forward in place of `original`, that of a model without its head (a plain function), which fills no
-    cache in training, unless it is given one.
+    """Returns a forward in place of `original`, that of a model without its head (a plain function), which makes no
+    cache in training, however long the sequence, unless it is given one.
 
-    Hugging Face's config asks for a cache by default, in training too, and makes other masks where there is one: so
-    there is one, which stays empty and is not returned.
+    Hugging Face's config asks for a cache by default, in training too. With one, packed documents are not told apart.
     """
-    names = list(inspect.signature(original).parameters)[1:]
+    names = _arguments(original)
 
     @stand_in_for(original)
     def forward(self, *args, **kwargs):
         given = dict(zip(names, args, strict=False)) | kwargs
-        if not _makes_cache(self, given, options):
+        in_training = self.training and torch.is_grad_enabled()
+        if not in_training or given.get("past_key_values") is not None:
             return original(self, *args, **kwargs)
-        logger.warning_once(
-            "layers that are tiled as a whole make no cache in training; pass use_cache=False, or a cache to be filled"
-        )
-        if not all(isinstance(layer_form_of(layer), LayerForm) for layer in layers_of(self)):
-            return original(self, **given | {"use_cache": False})
-        cache = DynamicCache(config=self.config)
-        setattr(cache, UNFILLED, True)
-        outputs = original(self, **given | {"past_key_values": cache})
-        if isinstance(outputs, tuple):
-            return tuple(output for output in outputs if output is not cache)
-        outputs.past_key_values = None
-        return outputs
+        if _wants_cache(self, given) and not torch.compiler.is_compiling():
+            logger.warning_once(
+                "layers that are tiled as a whole make no cache in training; pass use_cache=False, or a cache to be filled"
+            )
+        return original(self, **given | {"use_cache": False})
 
     return forward
 
 
-def _makes_cache(model: nn.Module, given: dict[str, Any], options: Options) -> bool:
-    """Says if a model that is called so would fill a cache of its own while it is trained on more than a chunk."""
-    if not (model.training and torch.is_grad_enabled()) or given.get("past_key_values") is not None:
-        return False
+def _wants_cache(model: nn.Module, given: dict[str, Any]) -> bool:
     wanted = given.get("use_cache")
-    if not (model.config.use_cache if wanted is None else wanted):
-        return False
-    ids, embeds = given.get("input_ids"), given.get("inputs_embeds")
-    tokens = ids.numel() if ids is not None else 0 if embeds is None else embeds.shape[:-1].numel()
-    return tokens > resolve_chunk_tokens(options.chunk_tokens, model.config.hidden_size)
+    return bool(getattr(model.config, "use_cache", False) if wanted is None else wanted)
 
 
 def note_that_all_is_kept(model: nn.Module, tokens: int) -> None:

@@ -19,7 +19,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
 from seqtile.models.any_layer import any_layer_refusal, call_layer_tiled, records_inside
-from seqtile.models.base_model import UNFILLED
 from seqtile.models.fallback import call_tiled
 from seqtile.models.find import are_experts
 from seqtile.models.layer_form import LayerForm, is_llamas_rotary, layer_form_of
@@ -78,7 +77,6 @@ def tiled_layer_forward(options: Options, original: Callable) -> Callable:
                 logger.warning_once("what layers compute inside is recorded (a router's logits?), so they run untiled")
             return inner(self, hidden_states, **given)
         form, cache = _form_of(self), given.pop("past_key_values", None)
-        cache = None if hasattr(cache, UNFILLED) else cache
         if isinstance(form, LayerForm):
             return _llama_layer(form, options, self, hidden_states, cache, **given)
         if cache is not None or hidden_states.dim() != 3 or _is_hugging_faces_and_refused(self):

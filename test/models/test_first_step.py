@@ -5,7 +5,6 @@ import random
 import re
 from collections.abc import Callable
 
-import numpy
 import pytest
 import torch
 from torch import nn
@@ -17,6 +16,7 @@ from seqtile.ops import leaf_gradients, tiled
 from tiny import CHUNK, batch_of, build, checkpointing
 
 EQUAL = "equal the untiled model's up to rounding"
+DTYPES = [torch.float32, torch.bfloat16]
 TYPES = ["llama", "qwen3", "gemma3_text", "granite", "mixtral", "qwen3_moe", "olmo2", "phi3", "smollm3"]
 
 
@@ -75,8 +75,16 @@ WRONG: dict[str, tuple[str, dict, Callable, str]] = {  # model, options, what is
 }
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("case", WRONG)
+@pytest.mark.parametrize(
+    "case, dtype",  # a mixture in bfloat16 routes tokens to other experts for one bit, so gradients differ by as much
+    [
+        (case, dtype)
+        for case, (arch, *_) in WRONG.items()
+        for dtype in DTYPES
+        if "moe" not in arch or dtype == DTYPES[0]
+    ],
+    ids=str,
+)
 def test_what_is_wrong_is_found_and_named(case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     arch, options, spoil, named = WRONG[case]
     model = build(arch).to(dtype)
@@ -126,7 +134,6 @@ def test_it_leaves_no_trace(options: dict, reentrant: bool | None) -> None:
     for check in (False, options.get("check", True)):
         torch.manual_seed(3)
         random.seed(3)
-        numpy.random.seed(3)
         each = copy.deepcopy(model)
         seqtile.apply_seqtile(each, chunk_tokens=CHUNK, **options | {"check": check})
         attributes = {name: sorted(vars(module)) for name, module in each.named_modules()}
@@ -138,9 +145,9 @@ def test_it_leaves_no_trace(options: dict, reentrant: bool | None) -> None:
         attributes[""] = sorted({*attributes[""], *(["_seqtile_first_step"] if check else [])})
         assert {name: sorted(vars(module)) for name, module in each.named_modules()} == attributes
         loss.backward()
-        states.append((loss.detach(), torch.get_rng_state(), random.random(), numpy.random.rand(), each))
-    (loss, generator, number, other, unchecked), (*found, checked) = states
-    assert torch.equal(found[0], loss) and torch.equal(found[1], generator) and found[2:] == [number, other]
+        states.append((loss.detach(), torch.get_rng_state(), random.random(), each))
+    (loss, generator, number, unchecked), (*found, checked) = states
+    assert torch.equal(found[0], loss) and torch.equal(found[1], generator) and found[2] == number
     for (name, ours), theirs in zip(checked.named_parameters(), unchecked.parameters(), strict=True):
         assert (ours.grad is None) == (theirs.grad is None)
         assert ours.grad is None or torch.equal(ours.grad, theirs.grad), name

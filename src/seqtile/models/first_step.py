@@ -24,6 +24,7 @@ from seqtile.models.placement import HELD, Options, name_of, stand_in_for
 from seqtile.models.trial_batch import trial_batch
 from seqtile.models.trial_pass import Pass, Placed, Vectors, precision_of, tiled_modules
 from seqtile.ops.chunks import is_trial
+from seqtile.protocols import SHARDED
 
 logger = logging.get_logger(__name__)
 CHUNK = 5
@@ -195,7 +196,7 @@ def _on_any_rank(model: nn.Module, is_so: bool) -> bool:
     """Returns whether it is so on any rank, where ranks run each forward together."""
     if not (dist.is_available() and dist.is_initialized()):
         return is_so
-    if not any(isinstance(module, FSDPModule) for module in model.modules()):
+    if SHARDED not in vars(model) and not any(isinstance(module, FSDPModule) for module in model.modules()):
         return is_so
     device = next(model.parameters()).device
     flag = torch.tensor(float(is_so), device=device)

@@ -17,7 +17,6 @@ from dataclasses import replace
 from types import MethodType
 from typing import Any
 
-import numpy
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
@@ -28,6 +27,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from seqtile.models.placement import HELD, Placement, package_of, placement_at
 from seqtile.ops.chunks import chunk_tokens_everywhere
 from seqtile.ops.leaf_gradients import without_hooks
+from seqtile.protocols import SHARDED
 
 SMALL = 2**22  # numbers of a parameter whose gradient is compared, and of a buffer that is put back
 _ALMOST_NONE = 1e-30  # a rate that drops nothing, and still is a rate: what is computed how does not change
@@ -67,6 +67,8 @@ class Pass:
             inputs["use_cache"] = False  # tiled layers make no cache in training, so documents are told apart
         with ExitStack() as stack:
             stack.enter_context(without_a_trace(self.model))
+            if (sharded := vars(self.model).get(SHARDED)) is not None:
+                stack.enter_context(sharded.other_batch())
             for module, placement in untiled:
                 _run_untiled(module, placement)
             if chunk_tokens is not None:
@@ -175,12 +177,11 @@ def without_a_trace(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _numbers_of_python() -> Iterator[None]:
-    states = random.getstate(), numpy.random.get_state()
+    state = random.getstate()
     try:
         yield
     finally:
-        random.setstate(states[0])
-        numpy.random.set_state(states[1])
+        random.setstate(state)
 
 
 @contextmanager

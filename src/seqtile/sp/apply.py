@@ -14,6 +14,8 @@ of recurrence.py. Its hooks, in the order in which a forward meets them:
 Source: Arctic Long Sequence Training, 3.2 and 4.2.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -24,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from seqtile.protocols import SHARDED
 from seqtile.sp.attention import NAME, ulysses_attention
 from seqtile.sp.balance import Balance
 from seqtile.sp.compressed import CompressedKeys, is_latent
@@ -31,7 +34,7 @@ from seqtile.sp.groups import SequenceParallel
 from seqtile.sp.layout import BATCH_HASH, CUTTERS, WHOLE_LENGTH, check_same_batch, layout_of
 from seqtile.sp.recurrence import BY_TOKEN, Recurrence, is_known, is_recurrence, mixers
 
-_APPLIED = "_seqtile_ulysses"  # on a model: what was applied to it
+_APPLIED = SHARDED  # on a model: what was applied to it
 _BY_KEYWORD = "under sequence parallelism pass input_ids or inputs_embeds, and the rest by keyword"
 _ATTENTIONS = {"full_attention", "sliding_attention"}  # kinds of layers that mix tokens in attention alone
 _RECURRENCES = {"linear_attention", "hybrid", "conv"}  # in a recurrence or a convolution, too
@@ -197,6 +200,17 @@ class Applied:
             Balance.of(module),
         )
         return args, kwargs
+
+    @contextmanager
+    def other_batch(self) -> Iterator[None]:
+        """See `seqtile.protocols.ShardedSequences`."""
+        held, last = self.batch, int(self.last_position)
+        self.batch = Batch(balance=None if held is None else held.balance)
+        try:
+            yield
+        finally:
+            self.batch = held
+            self.last_position.fill_(last)
 
     def add_layout(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Gives the base model the whole sequences' layout, and global position_ids."""

@@ -10,6 +10,7 @@ queries, keys and values are computed once more by 3.
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -17,11 +18,12 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.utils.output_capturing import _active_collector
 
 from seqtile.models.fallback import call_tiled
 from seqtile.models.forms import source_of
+from seqtile.models.further_outputs import call_with_further_outputs, recording
 from seqtile.models.placement import computed_forward
+from seqtile.models.shared_containers import SharedContainers
 
 _ASKS = "ALL_ATTENTION_FUNCTIONS.get_interface("
 _WHOLE = ("attention_mask", "past_key_values")  # what is not of a chunk's tokens alone
@@ -44,67 +46,84 @@ def any_layer_refusal(layer: nn.Module) -> str | None:
     return None
 
 
-def records_inside() -> bool:
-    """Says if Hugging Face is recording what layers compute inside, such as attentions or a router's logits, which of a
-    tiled layer are not there, or those of a chunk."""
-    recorded = _active_collector.get()
-    return recorded is not None and any(not name.lstrip("_").startswith("hidden_states") for name in recorded)
-
-
 @torch.compiler.disable(reason="seqtile runs a layer's forward in two parts")
 def call_layer_tiled(
     layer: nn.Module, forward: Callable, hidden: torch.Tensor, given: dict[str, Any], chunk_tokens: int | None
 ) -> Any:
     """Returns forward(layer, hidden [B, S, D], **given), chunk by chunk around its attention."""
+    _install_look_up()
     asked: dict[str, Any] = {}
-    cut = _Cut(given, hidden.shape[1])
+    containers = SharedContainers(given)
+    cut = _Cut(containers.others, hidden.shape[1])
 
     def before_attention(hidden: torch.Tensor, *pieces: torch.Tensor) -> tuple[torch.Tensor, ...]:
         heads: list[torch.Tensor] = []
 
         def stop(module: nn.Module, *qkv: torch.Tensor, **options: Any) -> None:
             named = dict(zip(("query", "key", "value", "attention_mask"), qkv, strict=False)) | options
-            heads.extend(named.pop(name).transpose(1, 2) for name in ("query", "key", "value"))
+            parts = [named.pop(name) for name in ("query", "key", "value")]
+            wholes = [containers.holds(part) for part in parts]
+            heads.extend(part.transpose(1, 2) for part, whole in zip(parts, wholes, strict=True) if not whole)
             if "module" not in asked:
+                asked["wholes"] = [part if whole else None for part, whole in zip(parts, wholes, strict=True)]
                 asked.update(module=module, mask=named.pop("attention_mask", None), options=cut.whole(named, pieces))
             raise _Reached
 
+        stand_ins = containers.stand_ins()
         try:
-            with _attention_function(stop, asked):
-                forward(layer, hidden.contiguous(), **cut.with_pieces(pieces))
+            with recording(None), _attention_function(stop, asked):
+                forward(layer, hidden.contiguous(), **cut.with_pieces(pieces), **stand_ins)
         except _Reached:
             return tuple(heads)
         raise ValueError(f"a {type(layer).__name__} asked for no attention function; apply with layer=False")
 
-    def whole_layer(hidden: torch.Tensor, attn_output: torch.Tensor, *pieces: torch.Tensor) -> torch.Tensor:
+    def whole_layer(hidden: torch.Tensor, attn_output: torch.Tensor, *pieces: torch.Tensor) -> Any:
+        stand_ins = containers.stand_ins()
         with _attention_function(lambda *_, **__: (attn_output.contiguous(), None), {}):
-            output = forward(layer, hidden.contiguous(), **cut.with_pieces(pieces))
-        if isinstance(output, tuple):
-            asked["outputs"] = output[1:]
-            return output[0]
-        return output
+            output = forward(layer, hidden.contiguous(), **cut.with_pieces(pieces), **stand_ins)
+        return output, containers.written(stand_ins)
 
-    options = {"chunk_tokens": chunk_tokens, "dim": 1}
-    q, k, v = (x.transpose(1, 2) for x in call_tiled(before_attention, [layer], hidden, *cut.tensors, **options))
+    heads = call_tiled(before_attention, [layer], hidden, *cut.tensors, chunk_tokens=chunk_tokens, dim=1)
+    of_chunks = iter(heads if isinstance(heads, tuple) else (heads,))
+    q, k, v = (next(of_chunks).transpose(1, 2) if whole is None else whole for whole in asked.pop("wholes"))
     attn_output = asked["function"](asked["module"], q, k, v, asked["mask"], **asked["options"])[0]
-    output = call_tiled(whole_layer, [layer], hidden, attn_output, *cut.tensors, **options)
-    return (output, *asked["outputs"]) if "outputs" in asked else output
+    inputs = (hidden, attn_output, *cut.tensors)
+    output, written = call_with_further_outputs(whole_layer, [layer], *inputs, chunk_tokens=chunk_tokens)
+    containers.write(written)
+    return output
+
+
+_instead: ContextVar[tuple[Callable, dict[str, Any]] | None] = ContextVar("attention_function", default=None)
+
+
+def _install_look_up() -> None:
+    """Puts a look-up of attention functions in place of Hugging Face's, once: it finds what the thread that asks was
+    given by `_attention_function`, and else what there was to be found before."""
+    find = ALL_ATTENTION_FUNCTIONS.get_interface
+    if hasattr(find, "_seqtile"):
+        return
+
+    def get_interface(name: str, default: Callable) -> Callable:
+        found = find(name, default)
+        if torch.compiler.is_compiling() or (instead := _instead.get()) is None:
+            return found
+        function, asked = instead
+        asked.setdefault("function", found)
+        return function
+
+    get_interface._seqtile = True
+    ALL_ATTENTION_FUNCTIONS.get_interface = get_interface
 
 
 @contextmanager
 def _attention_function(function: Callable, asked: dict[str, Any]) -> Iterator[None]:
-    """Has layers find `function` as the attention function, and notes which one they would have found."""
-    find = ALL_ATTENTION_FUNCTIONS.get_interface
-
-    def get_interface(name: str, default: Callable) -> Callable:
-        asked.setdefault("function", find(name, default))
-        return function
-
-    ALL_ATTENTION_FUNCTIONS.get_interface = get_interface
+    """Has layers that this thread runs find `function` as the attention function, and notes which they would have
+    found. To be entered inside what a backward calls again: threads of autograd's inherit nothing."""
+    token = _instead.set((function, asked))
     try:
         yield
     finally:
-        del ALL_ATTENTION_FUNCTIONS.get_interface
+        _instead.reset(token)
 
 
 class _Cut:

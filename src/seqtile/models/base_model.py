@@ -42,7 +42,8 @@ def uncached_forward(options: Options, original: Callable) -> Callable:
             return original(self, *args, **kwargs)
         if _wants_cache(self, given) and not torch.compiler.is_compiling():
             logger.warning_once(
-                "tiled layers make no cache in training; pass use_cache=False, or a cache that is to be filled"
+                "layers that are tiled as a whole make no cache in training; pass use_cache=False, or a cache to be "
+                "filled"
             )
         return original(self, **given | {"use_cache": False})
 
@@ -61,14 +62,10 @@ def note_that_all_is_kept(model: nn.Module, tokens: int) -> None:
         return
     layer = next(iter(layers_of(model)), None)
     placement = None if layer is None else placement_at(layer)
-    attention = getattr(layer, "self_attn", None)
-    if placement is None or is_checkpointed(model) or not hasattr(attention, "head_dim"):
+    if placement is None or is_checkpointed(model):
         return
-    config = attention.config
-    heads, kv = config.num_attention_heads * attention.head_dim, config.num_key_value_heads * attention.head_dim
-    weights = config.hidden_size * (2 * heads + 2 * kv + 3 * config.intermediate_size)
-    kept = config.hidden_size + heads + (heads + 2 * kv if placement.options.head_groups is None else 0)
-    if tokens * kept > weights:
+    kept = model.config.get_text_config().hidden_size  # a token's, of each layer: its input and what attention saves
+    if tokens * kept > sum(parameter.numel() for parameter in layer.parameters()):
         logger.warning_once(
             "whole layers are tiled, but activation checkpointing is off: at this length every layer keeps more for "
             "its backward than its weights take; model.gradient_checkpointing_enable() has it keep its input alone"

@@ -138,6 +138,8 @@ def _not_comparable(model: nn.Module, args: tuple, kwargs: dict) -> str | None:
         return "it is inside a transform of torch.func"
     if kwargs.get("past_key_values") is not None:
         return "it was given a cache"
+    if not isinstance(model, FSDPModule) and any(isinstance(module, FSDPModule) for module in model.modules()):
+        return "fully_shard was called on its parts, or on a module around it, not on the model itself"
     for module in model.modules():
         if module._compiled_call_impl is not None:
             return f"its {name_of(module)} is compiled"

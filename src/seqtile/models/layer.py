@@ -18,9 +18,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
-from seqtile.models.any_layer import any_layer_refusal, call_layer_tiled, records_inside
+from seqtile.models.any_layer import any_layer_refusal, call_layer_tiled
 from seqtile.models.fallback import call_tiled
 from seqtile.models.find import are_experts
+from seqtile.models.further_outputs import call_with_further_outputs, records_attentions
 from seqtile.models.layer_form import LayerForm, is_llamas_rotary, layer_form_of
 from seqtile.models.mlp import Gated, activation_of, gated_form, mlp_fallback_reason, read_mlp, sparsity_of
 from seqtile.models.norm import norm_fallback_reason, read_norm
@@ -72,15 +73,20 @@ def tiled_layer_forward(options: Options, original: Callable) -> Callable:
         hidden_states = given.pop(names[0])
         tokens = hidden_states.shape[:-1].numel()
         fits = tokens <= resolve_chunk_tokens(options.chunk_tokens, hidden_states.shape[-1])
-        if (fits and not _is_zero3(self)) or records_inside() or _asks_for_attentions(self, given):
-            if not fits and self.training and records_inside():
-                logger.warning_once("what layers compute inside is recorded (a router's logits?), so they run untiled")
+        if (fits and not _is_zero3(self)) or records_attentions() or _asks_for_attentions(self, given):
+            if not fits and records_attentions() and not _FORWARD_CHECKPOINTS:
+                _check_not_checkpointed(self)
             return inner(self, hidden_states, **given)
         form, cache = _form_of(self), given.pop("past_key_values", None)
         if isinstance(form, LayerForm):
             return _llama_layer(form, options, self, hidden_states, cache, **given)
-        if cache is not None or hidden_states.dim() != 3 or _is_hugging_faces_and_refused(self):
+        if cache is not None or _is_hugging_faces_and_refused(self):
             return inner(self, hidden_states, past_key_values=cache, **given)
+        if hidden_states.dim() != 3:
+            raise ValueError(
+                f"this layer cannot be tiled: a {type(self).__name__} is given hidden states "
+                f"{list(hidden_states.shape)}, expected [batch, tokens, width]; apply with layer=False"
+            )
         check_layer(self, options)
         given |= {"past_key_values": None} if "past_key_values" in names else {}
         return call_layer_tiled(self, inner, hidden_states, given, _chunk_tokens(self, options, hidden_states))
@@ -92,10 +98,21 @@ def tiled_layer_forward(options: Options, original: Callable) -> Callable:
             if kwargs.get("use_cache") or kwargs.get("past_key_values") is not None:
                 logger.warning_once("checkpointed layers have no cache, which recomputation would fill once more")
                 kwargs |= {"use_cache": False, "past_key_values": None}
-            return self._gradient_checkpointing_func(partial(tiled, self, **kwargs), *args)
+            # Nothing is recorded when the layer is recomputed: what it runs is decided now.
+            function = inner if records_attentions() else tiled
+            return self._gradient_checkpointing_func(partial(function, self, **kwargs), *args)
         return tiled(self, *args, **kwargs)
 
     return forward
+
+
+def _check_not_checkpointed(layer: nn.Module) -> None:
+    """Raises ValueError where a layer runs untiled, and when it is recomputed, where nothing is recorded, tiled."""
+    if layer.gradient_checkpointing and layer.training and torch.is_grad_enabled():
+        raise ValueError(
+            "attentions are asked for of a tiled layer under checkpointing, and its recomputation does not know that: "
+            "leave output_attentions out, or apply with layer=False"
+        )
 
 
 @torch.compiler.disable(reason="seqtile looks at the source of a layer")
@@ -335,4 +352,4 @@ def _fallback_layer(
     chunks = {"chunk_tokens": chunk_tokens, "dim": 1}
     q, k, v = call_tiled(pre_attention, before, x, *(rotary or ()), **chunks)
     attn_output = attend(*(heads.transpose(1, 2) for heads in (q, k, v))).flatten(2)
-    return call_tiled(post_attention, behind, x, attn_output, **chunks)
+    return call_with_further_outputs(post_attention, behind, x, attn_output, chunk_tokens=chunk_tokens)

@@ -154,6 +154,7 @@ class TiledFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, call: Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        ctx.set_materialize_grads(False)  # an output that nobody used has no gradient
         ctx.call, ctx.node, given = call, call.node, tensors[: len(tensors) - len(call.params)]
         if call.node is None:
             ctx.save_for_backward(*given, *call.params)
@@ -187,7 +188,8 @@ class TiledFunction(torch.autograd.Function):
         def add(chunk: slice) -> None:  # a function, so that the gradients of a chunk are gone before the next
             with torch.enable_grad():
                 leaves, results = call.run(held, given, chunk)
-            trained = [(result, d) for result, d in zip(results, d_outputs, strict=True) if result.requires_grad]
+            pairs = zip(results, d_outputs, strict=True)
+            trained = [(result, d) for result, d in pairs if result.requires_grad and d is not None]
             outputs, upstream = [result for result, _ in trained], [call.cut(d, chunk) for _, d in trained]
             wanted = [leaf for leaf, need in zip((*leaves, *call.params), needs, strict=True) if need]
             found = gradients_of(outputs, wanted, upstream)

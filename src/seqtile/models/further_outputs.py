@@ -1,0 +1,112 @@
+"""Everything that a layer makes of its tokens, chunk by chunk: what it returns, and what is recorded inside it.
+
+Hugging Face records a router's logits by hooks, in a dict that is active during a model's forward. Each chunk runs with
+a dict of its own; what it recorded leaves the tiled function as further outputs, with gradients, and is recorded whole.
+
+    chunk       function(x [B, C, D])  ->  tree of tensors, recorded: {"router_logits": [[B * C, E]]}
+    the whole                              the same tree,             {"router_logits": [[B * S, E]]}
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from transformers.utils.output_capturing import _active_collector
+
+from seqtile.models.fallback import call_tiled
+
+
+def records_attentions() -> bool:
+    """Says if Hugging Face is recording the weights of attention, which a tiled layer does not have."""
+    return any("attentions" in name for name in _active_collector.get() or ())
+
+
+@contextmanager
+def recording(collected: dict[str, list] | None) -> Iterator[None]:
+    """Has Hugging Face record into `collected`; None for nothing."""
+    token = _active_collector.set(collected)
+    try:
+        yield
+    finally:
+        _active_collector.reset(token)
+
+
+def call_with_further_outputs(
+    function: Callable[..., Any], modules: Sequence[nn.Module], *inputs: torch.Tensor, chunk_tokens: int | None
+) -> Any:
+    """Returns function(*inputs), computed chunk by chunk, and records what it records.
+
+    Args:
+        function: called with inputs cut along dimension 1. It returns a tree of None and of tensors with a row for each
+            token, [B, C, ...], [B * C, ...] or [B, H, C, ...]. ValueError for anything else.
+        modules: those that function calls.
+        inputs: [B, S, ...] each.
+        chunk_tokens: tokens of a chunk.
+    """
+    collected = _active_collector.get()
+    names = [name for name in collected or () if not name.lstrip("_").startswith("hidden_states")]
+    form = _Form(type(modules[0]).__name__)
+
+    def of_chunk(*pieces: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        recorded: dict[str, list] = {name: [] for name in names}
+        with recording(recorded if names else None):
+            made = function(*pieces)
+        return form.flat((made, recorded), *pieces[0].shape[:2])
+
+    outputs = call_tiled(of_chunk, modules, *inputs, chunk_tokens=chunk_tokens, dim=1)
+    made, recorded = form.whole(outputs if isinstance(outputs, tuple) else (outputs,))
+    for name in names:
+        collected[name] += recorded[name]
+    return made
+
+
+class _Form:
+    """How the tensors of a tree are laid out, which is the same for every chunk."""
+
+    def __init__(self, owner: str):
+        self._owner, self._spec = owner, None
+
+    def flat(self, tree: Any, rows: int, length: int) -> tuple[torch.Tensor, ...]:
+        """Returns the tensors of a chunk's tree, each [rows, length, ...]."""
+        leaves, spec = tree_flatten(tree)
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        if other := next((leaf for leaf in leaves if not isinstance(leaf, torch.Tensor | None)), None):
+            raise self._error(f"a {type(other).__name__}")
+        places = [i for i, leaf in enumerate(leaves) if leaf is not None]
+        if self._spec is None:
+            self._axes = [self._axis_of(tensor, rows, length) for tensor in tensors]
+            self._spec, self._places = spec, places
+        elif (spec, places) != (self._spec, self._places):
+            raise self._error("other outputs for one chunk than for another")
+        return tuple(
+            tensor.unflatten(0, (rows, length)) if axis == 0 else tensor.movedim(axis, 1)
+            for tensor, axis in zip(tensors, self._axes, strict=True)
+        )
+
+    def whole(self, tensors: tuple[torch.Tensor, ...]) -> Any:
+        """Returns the tree of the whole sequence, given its tensors [B, S, ...]."""
+        leaves: list[torch.Tensor | None] = [None] * self._spec.num_leaves
+        for i, tensor, axis in zip(self._places, tensors, self._axes, strict=True):
+            leaves[i] = tensor.flatten(0, 1) if axis == 0 else tensor.movedim(1, axis)
+        return tree_unflatten(leaves, self._spec)
+
+    def _axis_of(self, tensor: torch.Tensor, rows: int, length: int) -> int:
+        """Returns the dimension of a chunk's tokens, 0 if all rows are one after the other along that."""
+        shape = list(tensor.shape)
+        axes = [axis for axis in (1, 2) if shape[:1] == [rows] and shape[axis : axis + 1] == [length]]
+        if len(axes) > 1 and len(shape) > 3:
+            raise self._error(f"a tensor {shape} for a chunk of {length} tokens, two sizes of which are as many")
+        if axes:
+            return axes[0]
+        if shape[:1] == [rows * length]:
+            return 0
+        raise self._error(f"a tensor {shape} for a chunk of {length} tokens in {rows} rows")
+
+    def _error(self, got: str) -> ValueError:
+        return ValueError(
+            f"a {self._owner} is computed chunk by chunk: expected it to make tensors with a row for each token, or "
+            f"None, got {got}; apply with layer=False"
+        )

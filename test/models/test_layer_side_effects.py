@@ -1,0 +1,204 @@
+"""What a tiled layer makes besides its hidden states: shared keys and values, recorded router logits, other outputs."""
+
+import copy
+import threading
+
+import pytest
+import torch
+from torch import nn
+from transformers import Gemma3nTextConfig, Gemma4TextConfig, Olmo2Config, Olmo2ForCausalLM
+from transformers.models.gemma3n.modeling_gemma3n import Gemma3nForCausalLM
+from transformers.models.gemma4.modeling_gemma4 import Gemma4ForCausalLM
+
+import seqtile
+from assertions import relative_error
+from models.layered import KINDS
+from seqtile.models.small import WORDS, small_model
+from tiny import build, checkpointing, loss_and_gradients
+
+CHUNK = 7
+
+
+def ids_of(rows: int, length: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(5, WORDS - 5, (rows, length))
+    return {"input_ids": ids, "labels": ids, "use_cache": False}
+
+
+def tiled_copy(model: nn.Module) -> nn.Module:
+    tiled = copy.deepcopy(model)
+    seqtile.apply_seqtile(tiled, layer=True, loss=False, chunk_tokens=CHUNK)
+    return tiled
+
+
+def assert_close(ours: tuple, theirs: tuple, tolerance: float = 1e-9) -> None:
+    assert relative_error(ours[0], theirs[0]) <= tolerance
+    for name, gradient in theirs[1].items():
+        if gradient is None or not gradient.any():
+            assert ours[1][name] is None or not ours[1][name].any(), name
+        else:
+            assert relative_error(ours[1][name], gradient) <= tolerance, name
+
+
+def sharing_model(layers: int = 6) -> nn.Module:
+    """A Gemma 4 whose last two layers, a sliding and a full one, use the keys and values of earlier ones."""
+    config = Gemma4TextConfig(
+        vocab_size=WORDS,
+        vocab_size_per_layer_input=WORDS,
+        hidden_size=48,
+        intermediate_size=72,
+        num_hidden_layers=layers,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+        global_head_dim=16,
+        sliding_window=6,
+        hidden_size_per_layer_input=8,
+        num_kv_shared_layers=2,
+        max_position_embeddings=256,
+        pad_token_id=0,
+        layer_types=["sliding_attention", "full_attention"] * (layers // 2),
+    )
+    model = Gemma4ForCausalLM(config).double().train()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    return model
+
+
+@pytest.mark.parametrize("reentrant", KINDS)
+@pytest.mark.parametrize("rows, length", [(1, 3 * CHUNK), (2, 3 * CHUNK + 2)], ids=["even", "ragged"])
+def test_shared_keys_and_values(rows: int, length: int, reentrant: bool | None) -> None:
+    untiled = sharing_model()
+    tiled, batch = tiled_copy(untiled), ids_of(rows, length)
+    assert seqtile.status(tiled).layer.tiled == 6
+    for model in (untiled, tiled):
+        checkpointing(model, reentrant)
+    assert_close(loss_and_gradients(tiled, **batch), loss_and_gradients(untiled, **batch), 1e-6)
+
+
+@pytest.mark.parametrize("reentrant", KINDS)
+@pytest.mark.parametrize("rows", [1, 2])
+@pytest.mark.parametrize("arch", ["qwen3_moe", "mixtral"])
+def test_router_logits(arch: str, rows: int, reentrant: bool | None) -> None:
+    """With the loss that balances experts, which is computed from what is recorded inside of layers."""
+    untiled = build(arch, output_router_logits=True, router_aux_loss_coef=0.5)
+    tiled, batch = tiled_copy(untiled), ids_of(rows, 3 * CHUNK + 2)
+    for model in (untiled, tiled):
+        checkpointing(model, reentrant)
+    theirs, ours = untiled(**batch), tiled(**batch)
+    for mine, his in zip(ours.router_logits, theirs.router_logits, strict=True):
+        assert relative_error(mine, his) <= 1e-5
+    assert relative_error(ours.aux_loss, theirs.aux_loss) <= 1e-5
+    assert_close(loss_and_gradients(tiled, **batch), loss_and_gradients(untiled, **batch), 3e-5)
+
+
+@pytest.mark.parametrize("reentrant", KINDS)
+def test_attentions_are_recorded_of_layers_that_run_untiled(reentrant: bool | None) -> None:
+    """Also under checkpointing, whose recomputation records nothing."""
+    untiled = build("qwen3_moe", attn_implementation="eager")
+    tiled, batch = tiled_copy(untiled), ids_of(1, 3 * CHUNK + 2) | {"output_attentions": True}
+    for model in (untiled, tiled):
+        checkpointing(model, reentrant)
+    assert relative_error(tiled(**batch).attentions[1], untiled(**batch).attentions[1]) <= 1e-5
+    assert_close(loss_and_gradients(tiled, **batch), loss_and_gradients(untiled, **batch), 3e-5)
+
+
+class Returning(nn.Module):
+    """Puts something of each token's beside what a layer returns."""
+
+    def __init__(self, what: object):
+        super().__init__()
+        self.what = what
+
+
+def returning(model: nn.Module, what: object) -> None:
+    layer = model.model.layers[1]
+    forward = type(layer).forward
+
+    class Layer(type(layer)):
+        def forward(self, hidden_states: torch.Tensor, **options: object) -> tuple:
+            inner = forward.__wrapped__ if hasattr(forward, "__wrapped__") else forward
+            hidden = inner(self, hidden_states, **options)
+            return hidden, None, what(hidden) if callable(what) else what
+
+    Layer.__module__ = type(layer).__module__
+    layer.__class__ = Layer
+
+
+@pytest.mark.parametrize("made", ["rows", "norms"])
+def test_what_a_layer_returns_besides(made: str) -> None:
+    def what(hidden: torch.Tensor) -> torch.Tensor:
+        return 2 * hidden if made == "rows" else hidden.norm(dim=-1)
+
+    untiled = small_model(Olmo2ForCausalLM, Olmo2Config()).double().train()
+    returning(untiled, what)
+    found, x = [], torch.randn(2, 3 * CHUNK + 1, 64, dtype=torch.double)
+    tiled = copy.deepcopy(untiled)
+    from seqtile.models.layer import tiled_layer_forward
+    from seqtile.models.placement import Options
+
+    layer = tiled.model.layers[1]
+    forward = tiled_layer_forward(Options(layer=True, chunk_tokens=CHUNK), type(layer).forward)
+    for call, model in ((forward, tiled), (type(layer).forward, untiled)):
+        layer = model.model.layers[1]
+        angles = model.model.rotary_emb(x, torch.arange(x.shape[1])[None])
+        hidden, nothing, rest = call(layer, x, position_embeddings=angles, attention_mask=None)
+        (hidden.sum() + rest.square().sum()).backward()
+        assert nothing is None
+        gradients = {name: weight.grad for name, weight in layer.named_parameters()}
+        found.append((rest.detach(), gradients))
+    assert_close(*found, 1e-6)
+
+
+def test_what_cannot_be_put_together_is_refused() -> None:
+    model = small_model(Olmo2ForCausalLM, Olmo2Config()).train()
+    returning(model, 3.0)
+    from seqtile.models.layer import tiled_layer_forward
+    from seqtile.models.placement import Options
+
+    layer, x = model.model.layers[1], torch.randn(2, 3 * CHUNK + 1, 64)
+    forward = tiled_layer_forward(Options(layer=True, chunk_tokens=CHUNK), type(layer).forward)
+    angles = model.model.rotary_emb(x, torch.arange(x.shape[1])[None])
+    with pytest.raises(
+        ValueError, match=r"a Layer is computed chunk by chunk: .*, got a float; apply with layer=False"
+    ):
+        forward(layer, x, position_embeddings=angles, attention_mask=None)
+
+
+def test_two_models_in_two_threads() -> None:
+    """At the same time, each with its attention; the backwards in other threads again."""
+    models = [small_model(Olmo2ForCausalLM, Olmo2Config(num_hidden_layers=2)).double().train() for _ in range(2)]
+    models[1].set_attn_implementation("sdpa")
+    batches = [ids_of(1, 3 * CHUNK + 2 * i) for i in range(2)]
+    truth = [loss_and_gradients(model, **batch) for model, batch in zip(models, batches, strict=True)]
+    tiled, failed = [tiled_copy(model) for model in models], []
+
+    def train(i: int) -> None:
+        try:
+            for _ in range(8):
+                tiled[i].zero_grad(set_to_none=True)
+                loss = tiled[i](**batches[i]).loss
+                other = threading.Thread(target=loss.backward)
+                other.start()
+                other.join()
+                found = {name: weight.grad for name, weight in tiled[i].named_parameters()}
+                assert_close((loss.detach(), found), truth[i], 1e-6)
+        except BaseException as error:
+            failed.append(error)
+
+    threads = [threading.Thread(target=train, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not failed, failed
+
+
+def test_hidden_states_of_four_dimensions_are_refused() -> None:
+    """By name, where they would have run untiled without a word."""
+    model = small_model(Gemma3nForCausalLM, Gemma3nTextConfig()).train()
+    with pytest.raises(
+        ValueError, match=r"hidden states \[.*\], expected \[batch, tokens, width\]; apply with layer=False"
+    ):
+        seqtile.apply_seqtile(model, layer=True, chunk_tokens=CHUNK)
+        model(**ids_of(1, 3 * CHUNK))

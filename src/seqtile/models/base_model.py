@@ -62,10 +62,15 @@ def note_that_all_is_kept(model: nn.Module, tokens: int) -> None:
         return
     layer = next(iter(layers_of(model)), None)
     placement = None if layer is None else placement_at(layer)
-    if placement is None or is_checkpointed(model):
+    attention = getattr(layer, "self_attn", None)
+    config, head_dim = getattr(attention, "config", None), getattr(attention, "head_dim", None)
+    if placement is None or is_checkpointed(model) or config is None or not isinstance(head_dim, int):
         return
-    kept = model.config.get_text_config().hidden_size  # a token's, of each layer: its input and what attention saves
-    if tokens * kept > sum(parameter.numel() for parameter in layer.parameters()):
+    query_heads = getattr(config, "num_attention_heads", 0)
+    heads, kv = query_heads * head_dim, getattr(config, "num_key_value_heads", query_heads) * head_dim
+    weights = sum(parameter.numel() for parameter in layer.parameters())
+    kept = config.hidden_size + heads + (heads + 2 * kv if placement.options.head_groups is None else 0)
+    if tokens * kept > weights:
         logger.warning_once(
             "whole layers are tiled, but activation checkpointing is off: at this length every layer keeps more for "
             "its backward than its weights take; model.gradient_checkpointing_enable() has it keep its input alone"

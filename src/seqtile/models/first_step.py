@@ -167,7 +167,8 @@ def difference(plain: Vectors, tiled: Vectors, nudged: Vectors, eps: float) -> D
             continue
         error = float((ours.double() - truth.double()).norm())
         rounding = 0.0 if other is None else float((other.double() - truth.double()).norm())
-        own = torch.finfo(truth.dtype).eps  # of a loss in float32, computed from bfloat16, less than `eps`
+        # Of a loss in float32, computed from bfloat16, less than `eps`; chunks are summed in float32 whatever the dtype.
+        own = max(torch.finfo(truth.dtype).eps, torch.finfo(torch.float32).eps)
         if not error <= FACTOR * (rounding + own * size) + eps * size + own * whole:
             found.append(Difference(what, error / size if size else error, rounding / size if size else rounding))
     return max(found, key=lambda each: each.error, default=None)

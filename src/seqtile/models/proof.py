@@ -79,7 +79,7 @@ class Finding(NamedTuple):
 def findings(model: PreTrainedModel) -> Iterator[Finding]:
     """Tiles each part of a small float32 model that can be tiled, one class after the other, and yields what comes of
     it."""
-    plain = _gradients(model)
+    plain = _gradients(copy.deepcopy(model))  # some code leaves tensors of a graph on its modules, not to be copied
     try:
         truth = _gradients(copy.deepcopy(model).double())
     except (RuntimeError, ValueError, TypeError):  # some code computes in float32 whatever it is given

@@ -183,7 +183,7 @@ def test_tokens_are_chosen_about_what_differs() -> None:
     }
     batch = trial_batch(model, type(model).forward, (labels.clamp(min=0),), given)
     columns = batch.inputs["labels"].clamp(min=69)[1].tolist()
-    assert batch.tokens == 2 * TOKENS and batch.left_out == ["pixel_values"]
+    assert batch.shape == (2, TOKENS) and batch.left_out == ["pixel_values"]
     assert {70, 149, 150, 189, 190} <= set(columns) and columns == sorted(columns)
     assert batch.inputs["position_ids"].shape == batch.inputs["attention_mask"].shape == (2, TOKENS)
     whole = torch.rand(2, 1, 200, 200)

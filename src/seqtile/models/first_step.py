@@ -1,7 +1,7 @@
 """The first training step compares itself with the untiled model, on a few tokens of the user's own batch.
 
     first forward in training ─ 23 tokens ─┬─ untiled ──────────────────────────────── loss, gradients
-                                           ├─ tiled, in chunks of 5 tokens ─────────── the same?
+                                           ├─ tiled, in chunks of 5 tokens a row ───── the same?
                                            └─ untiled, embeddings changed by one bit ─ how far rounding goes
 
 Where the tiled loss or a gradient is farther from the untiled one than `FACTOR` times what the one bit does, nothing is
@@ -21,13 +21,13 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from transformers.utils import logging
 
 from seqtile.models.placement import HELD, Options, name_of, stand_in_for
-from seqtile.models.trial_batch import trial_batch
+from seqtile.models.trial_batch import TrialBatch, trial_batch
 from seqtile.models.trial_pass import Pass, Placed, Vectors, precision_of, tiled_modules
 from seqtile.ops.chunks import is_trial
 from seqtile.protocols import SHARDED
 
 logger = logging.get_logger(__name__)
-CHUNK = 5
+CHUNKS = (5, 7, 9, 11)  # tokens of a row in a chunk, the first that is no size of the model
 FACTOR = 10  # of 224 model types in float32 and bfloat16 no gradient was beyond 2
 OUTCOME = "_seqtile_first_step"  # on a model: (what it was made of when it was compared, what came of it)
 _REMEDIES = {"loss": "loss=False", "mlp": "mlp=False", "layer": "layer=False"}
@@ -99,34 +99,43 @@ def _outcome(model: nn.Module, options: Options, original: Callable, args: tuple
         return f"not compared with the untiled model: {reason}"
     batch = trial_batch(model, original, args, kwargs)
     full, eps = options.check == "full", precision_of(next(model.parameters()))
-    placed = tiled_modules(model)
+    tokens = batch.shape.numel()
+    placed, chunk_tokens = tiled_modules(model), _chunk_tokens(model, batch)
     trial = partial(Pass(model, original, batch.inputs, full, reset=_reset(model)).run, placed)
     try:
         plain = trial(tiled=())
         nudged = trial(tiled=(), nudge=True)
     except Exception as error:  # whatever the model's own code raises for so short a batch
-        return f"not compared: the untiled model fails on {batch.tokens} tokens of it ({_brief(error)})"
+        return f"not compared: the untiled model fails on {tokens} tokens of it ({_brief(error)})"
     try:
-        tiled = trial(tiled=placed, chunk_tokens=CHUNK)
+        tiled = trial(tiled=placed, chunk_tokens=chunk_tokens)
     except Exception:
         logger.error(
-            f"seqtile's first step: the tiled model fails on {batch.tokens} tokens of this batch, on which the untiled "
+            f"seqtile's first step: the tiled model fails on {tokens} tokens of this batch, on which the untiled "
             f"one runs. Nothing was trained. {_remedy(None)}"
         )
         raise
     found = difference(plain, tiled, nudged, eps)
     if _on_any_rank(model, found is not None):
         differs = partial(difference, plain, nudged=nudged, eps=eps)
-        part = _part_that_differs(model, placed, trial, differs)
+        part = _part_that_differs(model, placed, partial(trial, chunk_tokens=chunk_tokens), differs)
         where = "on another rank" if found is None else str(found)
         raise ValueError(
-            f"the tiled model computes something else than the untiled one on {batch.tokens} tokens of this batch: "
+            f"the tiled model computes something else than the untiled one on {tokens} tokens of this batch: "
             f"{where}{f'; the part is {part[0]}' if part else ''}. Nothing was trained. "
             f"{_remedy(part[1] if part else None)}"
         )
     compared = "every gradient" if full else f"the loss and {len(plain) - 1} gradients"
     left_out = f" (left out: {', '.join(batch.left_out)})" if batch.left_out else ""
-    return f"{compared} equal the untiled model's up to rounding, on {batch.tokens} tokens{left_out}"
+    return f"{compared} equal the untiled model's up to rounding, on {tokens} tokens{left_out}"
+
+
+def _chunk_tokens(model: nn.Module, batch: TrialBatch) -> int:
+    """Returns the tokens of a chunk: of each row a number that is no size of the model, and leaves a rest that is none,
+    so that no dimension is taken for that of the tokens."""
+    rows, length = batch.shape
+    sizes = {value for value in vars(model.config.get_text_config()).values() if isinstance(value, int)}
+    return rows * next((size for size in CHUNKS if not {size, length % size} & sizes), CHUNKS[0])
 
 
 def _not_comparable(model: nn.Module, args: tuple, kwargs: dict) -> str | None:
@@ -167,7 +176,7 @@ def difference(plain: Vectors, tiled: Vectors, nudged: Vectors, eps: float) -> D
             continue
         error = float((ours.double() - truth.double()).norm())
         rounding = 0.0 if other is None else float((other.double() - truth.double()).norm())
-        # Of a loss in float32, computed from bfloat16, less than `eps`; chunks are summed in float32 whatever the dtype.
+        # Of a loss in float32, computed from bfloat16, less than `eps`. Chunks are always summed in float32.
         own = max(torch.finfo(truth.dtype).eps, torch.finfo(torch.float32).eps)
         if not error <= FACTOR * (rounding + own * size) + eps * size + own * whole:
             found.append(Difference(what, error / size if size else error, rounding / size if size else rounding))
@@ -187,7 +196,7 @@ def _part_that_differs(
         if not part:
             continue
         try:
-            differs = difference_of(tiled=trial(tiled=alone, chunk_tokens=CHUNK)) is not None
+            differs = difference_of(tiled=trial(tiled=alone)) is not None
         except Exception:  # a part that does not run alone is not the one that is looked for
             differs = True
         if _on_any_rank(model, differs):

@@ -87,12 +87,12 @@ def findings(model: PreTrainedModel) -> Iterator[Finding]:
     for part in _ALONE:
         tileable = [module for module in part.modules(model) if part.refusal(module) is None]
         for cls, modules in _by_class(tileable).items():
-            refusal, error = _difference(model, part, cls, Options(chunk_tokens=CHUNK), plain, truth)
+            refusal, error = _difference(model, part, cls, Options(chunk_tokens=CHUNK, check=False), plain, truth)
             called, groups = None, False
             if refusal is None:
                 called = part.check(modules[0], Options())
             if part is LAYER and refusal is None and called is None:
-                grouped = Options(layer=True, head_groups=2, chunk_tokens=CHUNK)
+                grouped = Options(layer=True, head_groups=2, chunk_tokens=CHUNK, check=False)
                 groups = _difference(model, part, cls, grouped, plain, truth)[0] is None
             yield Finding(part, cls, len(modules), called, groups, refusal, error, _worst(plain, plain, truth)[1])
 

@@ -17,8 +17,8 @@ class TrialBatch(NamedTuple):
     """What a forward is called with, cut to a few tokens."""
 
     inputs: dict[str, Any]
-    tokens: int
-    """The tokens of all rows."""
+    shape: torch.Size
+    """Rows, and tokens of each."""
     left_out: list[str]
     """The tensors that have no tokens, such as images."""
 
@@ -47,7 +47,7 @@ def trial_batch(model: nn.Module, forward: Callable, args: tuple, kwargs: dict[s
         else:
             inputs[name] = cut
     _add_labels(inputs, model)
-    return TrialBatch(inputs, len(rows) * len(columns), left_out)
+    return TrialBatch(inputs, torch.Size((len(rows), len(columns))), left_out)
 
 
 def _renumbered(given: dict[str, Any], tokens: int, rank: int) -> dict[str, Any]:
@@ -62,7 +62,7 @@ def _renumbered(given: dict[str, Any], tokens: int, rank: int) -> dict[str, Any]
 def _made_up(model: nn.Module) -> TrialBatch:
     embeddings = model.get_input_embeddings().weight
     ids = torch.arange(3, 3 + TOKENS, device=embeddings.device)[None]
-    return TrialBatch({"input_ids": ids, "labels": ids}, TOKENS, [])
+    return TrialBatch({"input_ids": ids, "labels": ids}, ids.shape, [])
 
 
 def _add_labels(inputs: dict[str, Any], model: nn.Module) -> None:

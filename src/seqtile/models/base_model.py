@@ -42,8 +42,7 @@ def uncached_forward(options: Options, original: Callable) -> Callable:
             return original(self, *args, **kwargs)
         if _wants_cache(self, given) and not torch.compiler.is_compiling():
             logger.warning_once(
-                "layers that are tiled as a whole make no cache in training; pass use_cache=False, or a cache to be "
-                "filled"
+                "tiled layers make no cache in training; pass use_cache=False, or a cache that is to be filled"
             )
         return original(self, **given | {"use_cache": False})
 

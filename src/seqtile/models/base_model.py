@@ -67,7 +67,7 @@ def note_that_all_is_kept(model: nn.Module, tokens: int) -> None:
         return
     config = attention.config
     heads, kv = config.num_attention_heads * attention.head_dim, config.num_key_value_heads * attention.head_dim
-    weights = config.hidden_size * (2 * heads + 2 * kv + 3 * config.intermediate_size)
+    weights = sum(getattr(weight, "ds_numel", weight.numel()) for weight in layer.parameters())
     kept = config.hidden_size + heads + (heads + 2 * kv if placement.options.head_groups is None else 0)
     if tokens * kept > weights:
         logger.warning_once(

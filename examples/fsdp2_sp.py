@@ -23,8 +23,8 @@ model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).train()
 sp.apply_ulysses(model, ctx)
 apply_seqtile(model)
 model.gradient_checkpointing_enable()
-for module in (*model.model.layers, model):  # a cast of inputs would copy what sp counts layers in
-    fully_shard(module, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False))
+for module in (*model.model.layers, model):
+    fully_shard(module, mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 ids = AutoTokenizer.from_pretrained(name)(inspect.getsource(inspect), return_tensors="pt").input_ids[0]
 sequences = [{"input_ids": part, "labels": part} for part in ids.split(LENGTH)]

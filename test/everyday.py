@@ -79,7 +79,7 @@ CUTS = (
         "experts, layers of two kinds, and an attention of its own; half a second each",
     ),
     Cut(
-        ("models/test_types.py::test_a_type",),
+        ("models/test_types.py::test_a_type", "models/test_small.py::test_every_kind"),
         ("*b", "*l", "*_text", "gpt_oss", "deepseek_v3", "phimoe"),
         "a tenth of the types and those that are most unlike; each takes a third of a second",
     ),

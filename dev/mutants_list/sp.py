@@ -123,6 +123,20 @@ MUTANTS = (
         select="batches",
     ),
     OverRanks(
+        "same batch: a forward that failed leaves its positions to the next",
+        "sp/apply.py",
+        "        self.batch = None\n",
+        "        pass\n",
+        select="batches",
+    ),
+    OverRanks(
+        "exchange: a dtype that cannot come back is refused in the backward alone",
+        "sp/all_to_all.py",
+        "(*self.source.summed, *self.target.summed)",
+        "self.target.summed",
+        select="refusals",
+    ),
+    OverRanks(
         "loader: a run that goes on draws another order",
         "sp/data.py",
         '            torch.set_rng_state(self._start["torch"])\n',

@@ -90,7 +90,7 @@ def fit(
     inner = unwrapped(model)
     model_type_of(inner)
     memory = {"gpu_memory_gib": gpu_memory_gib or gpu_memory_at_hand()}
-    memory["host_memory_gib"] = host_memory_gib or _least(available() / GIB)
+    memory["host_memory_gib"] = host_memory_gib or host_memory_at_hand()
     setup = _setup_of_model(model, inner) | memory | setup
     if "gpus" not in setup and dist.is_initialized() and dist.get_world_size() > 1:
         raise ValueError(f"gpus: {dist.get_world_size()} processes train; pass gpus, zero_stage and sequence_parallel")
@@ -112,6 +112,11 @@ def gpu_memory_at_hand() -> float:
         raise ValueError("gpu_memory_gib: torch sees no GPU; pass the GiB of the one that it is meant for")
     free, total = torch.cuda.mem_get_info()
     return _least(min(total, free + torch.cuda.memory_reserved() + GIB) / GIB)  # a plan counts 1 GiB for CUDA
+
+
+def host_memory_at_hand() -> float:
+    """Returns the GiB of host memory that are free; the least of all ranks'."""
+    return _least(available() / GIB)
 
 
 def _least(size: float) -> float:

@@ -13,12 +13,27 @@ this one. It needs attention in steps, rather than as the one call of Hugging Fa
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, runtime_checkable
 
 from torch import Tensor, nn
 
+SHARDED = "_seqtile_ulysses"
+"""The attribute under which a model whose sequences are sharded over ranks holds its `ShardedSequences`."""
+
 Arriving = Callable[[], Sequence[Tensor]]
 """Waits for tensors that other ranks send, and returns them. To be called once."""
+
+
+class ShardedSequences(Protocol):
+    """What a model is told whose sequences are sharded over ranks."""
+
+    ctx: Any
+    """The ranks: `rank`, `size` and `group`."""
+
+    def other_batch(self) -> AbstractContextManager[None]:
+        """Returns a context in which forwards take another batch than that of the model's forward that runs."""
+        ...
 
 
 @runtime_checkable

@@ -146,3 +146,40 @@ def test_image_tokens() -> None:
     types = (ids == config.image_token_id).long()
     inputs = {"input_ids": ids, "labels": ids.clone(), "pixel_values": patches, "mm_token_type_ids": types}
     assert_same(model, tiled_copy(model), **inputs, image_grid_thw=torch.tensor([[1, 4, 4]]))
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("kimi_k25", {"text_config": {"n_shared_experts": 0}}),
+        ("solar_open", {"n_shared_experts": 0}),
+        ("deepseek_v3", {"n_shared_experts": 0}),
+    ],
+)
+def test_no_shared_expert(model_type: str, changes: dict) -> None:
+    """Hugging Face's code then makes an MLP of no width."""
+    model = made(model_type, **changes)
+    tiled = copy.deepcopy(model)
+    seqtile.apply_seqtile(tiled, chunk_tokens=CHUNK)
+    status = seqtile.status(tiled).mlp
+    assert status.tiled == status.total > 0
+    assert_same(model, tiled, **batch())
+
+
+@pytest.mark.parametrize("has_run", [False, True])
+def test_tensors_of_a_graph_on_modules(has_run: bool) -> None:
+    """RecurrentGemma keeps such, which cannot be copied; its layers with attention are tiled, the others not."""
+    model, tiled, inputs = made("recurrent_gemma"), made("recurrent_gemma"), batch()
+    for one in (model, tiled) if has_run else ():
+        gradients(one, **inputs)
+    seqtile.apply_seqtile(tiled, chunk_tokens=CHUNK)
+    status = seqtile.status(tiled)
+    assert status.loss.tiled == 1 and status.mlp.tiled == status.mlp.total == 3
+    nudged = made("recurrent_gemma")
+    with torch.no_grad():
+        for weight in nudged.parameters():
+            weight.mul_(1 + 2**-23)
+    truth, ill = gradients(model, **inputs), {}
+    ill = errors(gradients(nudged, **inputs), truth)
+    for name, error in errors(gradients(tiled, **inputs), truth).items():
+        assert error <= 2 * ill[name] + 2e-5, f"{name}: {error:.1e}, nudged {ill[name]:.1e}"

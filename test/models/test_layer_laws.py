@@ -144,7 +144,7 @@ def test_groups_share_what_the_norm_returns(monkeypatch: pytest.MonkeyPatch) -> 
         qkv, "rms_norm", lambda x, *args, **options: normed.append(len(x)) or rms_norm(x, *args, **options)
     )
     model = build("llama")
-    seqtile.apply_seqtile(model, layer=True, head_groups=2, loss=False, chunk_tokens=CHUNK)
+    seqtile.apply_seqtile(model, layer=True, head_groups=2, loss=False, chunk_tokens=CHUNK, check=False)
     with torch.no_grad():
         model(**batch_of(1, TOKENS))
     assert sum(normed) == TOKENS * model.config.num_hidden_layers
@@ -164,7 +164,7 @@ def test_a_dropped_graph_is_freed(head_groups: int | None, reentrant: bool | Non
 
     monkeypatch.setattr(qkv, "project", watched)
     model = build("llama")
-    seqtile.apply_seqtile(model, layer=True, head_groups=head_groups, chunk_tokens=CHUNK)
+    seqtile.apply_seqtile(model, layer=True, head_groups=head_groups, chunk_tokens=CHUNK, check=False)
     checkpointing(model, reentrant)
     batch = batch_of(1, 101)
     gc.collect()
@@ -186,7 +186,7 @@ def test_what_a_layer_keeps_without_checkpointing() -> None:
     kept = {}
     for head_groups in (None, 2):
         model = build("llama")
-        seqtile.apply_seqtile(model, layer=True, head_groups=head_groups, chunk_tokens=CHUNK)
+        seqtile.apply_seqtile(model, layer=True, head_groups=head_groups, chunk_tokens=CHUNK, check=False)
         layer, x = model.model.layers[0], torch.randn(1, TOKENS, 48, requires_grad=True)
         angles = model.model.rotary_emb(x, torch.arange(TOKENS)[None])
         with LiveBytes() as memory:
@@ -200,7 +200,7 @@ def test_what_a_layer_keeps_without_checkpointing() -> None:
 def test_tiled_copy_and_original_share_nothing() -> None:
     """A copy of a tiled model trains by itself, tiled."""
     model = build("llama")
-    seqtile.apply_seqtile(model, layer=True, head_groups=2, chunk_tokens=CHUNK)
+    seqtile.apply_seqtile(model, layer=True, head_groups=2, chunk_tokens=CHUNK, check=False)
     other = copy.deepcopy(model)
     batch = batch_of(1, 101)
     loss_and_gradients(other, **batch)

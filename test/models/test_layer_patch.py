@@ -12,7 +12,7 @@ import seqtile
 from assertions import relative_error
 from seqtile.arch import ARCHS
 from seqtile.models import layer as layers
-from tiny import CHUNK, apply_liger, batch_of, build, checkpointing, loss_and_gradients, modeling_restored
+from tiny import CHUNK, apply_liger, batch_of, build, checkpointing, counting, loss_and_gradients, modeling_restored
 
 LAYERED = [name for name, arch in ARCHS.items() if arch.layer]
 
@@ -45,7 +45,7 @@ def tiled_layers(model: nn.Module) -> int:
     """How many layers run tiled in a training step, by what it calls; `status` must say so too."""
     with pytest.MonkeyPatch.context() as patch:
         calls, function = [], layers.decoder_layer
-        patch.setattr(layers, "decoder_layer", lambda *args, **options: calls.append(1) or function(*args, **options))
+        patch.setattr(layers, "decoder_layer", counting(calls, function))
         model(**batch_of(1, 101))
     status = seqtile.status(model)
     assert (status.layer.tiled if status.layer else 0) == len(calls)
@@ -138,7 +138,7 @@ def test_a_subclass_as_fsdp2_makes_it_is_checkpointed_once(on_classes: bool) -> 
     batch = batch_of(1, 101)
     with pytest.MonkeyPatch.context() as patch:
         calls, function = [], layers.decoder_layer
-        patch.setattr(layers, "decoder_layer", lambda *args, **options: calls.append(1) or function(*args, **options))
+        patch.setattr(layers, "decoder_layer", counting(calls, function))
         loss, gradients = loss_and_gradients(model, **batch)
     assert len(calls) == 4, "once in the forward and once in the recomputation, of two layers"
     true_loss, true_gradients = loss_and_gradients(truth, **batch)

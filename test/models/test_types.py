@@ -23,7 +23,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama import modeling_llama
 
 import seqtile
-from seqtile.models import layer_form, proof
+from seqtile.models import layer_form, proof, way_taken
 from seqtile.models.find import mlps_of
 from seqtile.models.model_types import model_classes, model_types
 from seqtile.models.parts import LAYER, LOSS
@@ -141,6 +141,71 @@ def test_a_part_that_differs_is_left_untiled() -> None:
     status = seqtile.status(model)
     assert status.mlp.tiled == 0 and status.loss.tiled == 1
     assert "MixingMLP is left untiled: " in str(status) and "differs by" in str(status)
+
+
+class ScaledMLP(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+
+    def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+        return scale * self.down(torch.nn.functional.gelu(self.up(x)))
+
+
+class Scaled(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = ScaledMLP()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.inner(x, scale=2.0)  # an option: the tiled forward hands it on, untiled
+
+
+class ScaledGPT2(GPT2LMHeadModel):
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__(config)
+        for block in self.transformer.h:
+            block.mlp = Scaled()
+
+
+class UnusedGPT2(GPT2LMHeadModel):
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__(config)
+        self.transformer.h[1].unused = ScaledMLP()
+
+
+@pytest.mark.parametrize(
+    ("cls", "reason"), [(ScaledGPT2, "its forward went the untiled way"), (UnusedGPT2, "does not call it")]
+)
+def test_a_proof_of_nothing_is_none(cls: type[GPT2LMHeadModel], reason: str) -> None:
+    """Untiled equals untiled; and a module that is not called equals itself."""
+    model = small_model(cls, GPT2Config())
+    seqtile.apply_seqtile(model, chunk_tokens=proof.CHUNK)
+    status = seqtile.status(model)
+    assert f"ScaledMLP is left untiled: {reason}" in str(status) or f"words, {reason}" in str(status)
+    assert status.mlp.tiled == status.mlp.total - (2 if cls is ScaledGPT2 else 1)
+
+
+@pytest.mark.parametrize("model_type", ["glm5_next", "hy_v4", "deepseek_v4"])
+def test_layers_of_four_dimensions(model_type: str) -> None:
+    """Whose attention is given what is made of other tokens, too; they did run untiled without a word."""
+    if isinstance(found := models.found_in(model_type), str):
+        pytest.skip(found)
+    assert all(one.refusal for one in found if one.part is LAYER)
+
+
+@pytest.mark.parametrize(("model_type", "tiled"), [("llama", 6), ("gpt_oss", 4), ("olmo2", 4), ("hrm_text", None)])
+def test_every_call_is_counted(model_type: str, tiled: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two layers, each once as an MLP and once or, by groups of heads, twice as a layer."""
+    counted: list[way_taken.WayTaken] = []
+    leave = way_taken.WayTaken.__exit__
+    monkeypatch.setattr(
+        way_taken.WayTaken, "__exit__", lambda self, *given: counted.append(self) or leave(self, *given)
+    )
+    assert not isinstance(models.found_in(model_type), str)
+    assert all(one.chunked and not one.untiled for one in counted)
+    loss, *layers = counted
+    assert loss.chunked == 1 and (tiled is None or sum(one.chunked for one in layers) == tiled)
 
 
 def test_the_proof_leaves_no_trace() -> None:

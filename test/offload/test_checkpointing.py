@@ -228,14 +228,58 @@ def test_what_is_on_another_device_stays_there() -> None:
     assert x.grad.equal(torch.cos(x)) and pool.total == 0
 
 
-def test_a_copy_shares_the_store() -> None:
+def test_a_copy_has_a_store_of_its_own() -> None:
+    """Both are offloaded; `disable` of one of them leaves the other as it was, its pinned blocks and its hook."""
     model, batch = build("llama", num_hidden_layers=4), batch_of(1, 40)
-    pool = spread(model)
-    other = copy.deepcopy(model)
+    pool = spread(model, limit=10**6)
     expected = loss_and_gradients(model, **batch)
-    ours = loss_and_gradients(other, **batch)
-    assert all(gradient.equal(expected[1][name]) for name, gradient in ours[1].items())
-    assert pool.total == 3 * 40 * 48 * 4
+    other = copy.deepcopy(model)
+    its_pool = other._seqtile_offload.store.pool
+    assert its_pool is not pool and its_pool.limit == pool.limit
+    for _ in range(2):
+        ours = loss_and_gradients(other, **batch)
+        assert all(gradient.equal(expected[1][name]) for name, gradient in ours[1].items())
+    assert pool.total == its_pool.total == 3 * 40 * 48 * 4
+    pinned = {block.data_ptr() for block in pool._free}
+    offload.disable(other)
+    assert its_pool.total == 0 and not other._forward_pre_hooks and len(model._forward_pre_hooks) == 1
+    assert not any(layer.gradient_checkpointing for layer in other.model.layers)
+    for _ in range(2):
+        ours = loss_and_gradients(model, **batch)
+        assert all(gradient.equal(expected[1][name]) for name, gradient in ours[1].items())
+    assert {block.data_ptr() for block in pool._free} == pinned and not pool.closed, "none is pinned anew"
+    third = copy.deepcopy(model)
+    offload.disable(model)
+    assert pool.total == 0 and not third._seqtile_offload.store.pool.closed
+
+
+def test_hidden_states_by_keyword() -> None:
+    """They are offloaded as those by position are; what no gradient flows to stays."""
+    model = build("llama", num_hidden_layers=4)
+    embedded = torch.randn(1, 41, 48, requires_grad=True)
+    positions = model.model.rotary_emb(embedded, torch.arange(41)[None])
+    mask = torch.randn(1, 1, 41, 41)
+
+    def step(by_keyword: bool) -> list[torch.Tensor]:
+        hidden = embedded * 1
+        for layer in model.model.layers:
+            first, named = ([], {"hidden_states": hidden}) if by_keyword else ([hidden], {})
+            hidden = layer(*first, attention_mask=mask, position_embeddings=positions, **named)
+            del first, named
+        alive.append(memory.live)
+        return torch.autograd.grad(hidden.square().sum(), [embedded, *model.model.layers.parameters()])
+
+    checkpointing(model, False)
+    alive: list[int] = []
+    with LiveBytes() as memory:
+        expected = step(by_keyword=False)
+    for by_keyword in (False, True):
+        pool = spread(model)
+        with LiveBytes() as memory:
+            ours = step(by_keyword)
+        assert all(a.equal(b) for a, b in zip(ours, expected, strict=True))
+        assert pool.total == 3 * 41 * 48 * 4, by_keyword
+    assert alive[2] == alive[1] == alive[0] - 3 * 41 * 48 * 4, "between forward and backward"
 
 
 def test_checkpointing_switched_on_again_is_said() -> None:

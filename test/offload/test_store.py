@@ -4,6 +4,7 @@ import gc
 import sys
 from pathlib import Path
 from threading import Thread
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -222,6 +223,43 @@ def test_a_driver_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(RuntimeError, match="out of memory"):
         pool.close()
     assert pool.total == 0
+
+
+def test_blocks_are_pinned_with_their_device_current(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver pins for the context of the device that is current in this thread, which may be another."""
+    current, calls = ["cuda:0"], []
+
+    class Device:
+        def __init__(self, device: torch.device):
+            self.device = device
+
+        def __enter__(self) -> None:
+            current.append(str(self.device))
+
+        def __exit__(self, *_: object) -> None:
+            current.pop()
+
+    class Driver:
+        cudaError = SimpleNamespace(success=0)
+
+        def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+            calls.append(("pin", address, size, current[-1]))
+            return 0
+
+        def cudaHostUnregister(self, address: int) -> int:
+            calls.append(("unpin", address, current[-1]))
+            return 0
+
+    monkeypatch.setattr(torch.cuda, "device", Device)
+    monkeypatch.setattr(torch.cuda, "cudart", Driver)
+    monkeypatch.setattr(torch.cuda, "_cudart", Driver(), raising=False)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    pool = Pool(device=torch.device("cuda:1"))
+    block = pool.take(5000)
+    pool.give(block)
+    pool.close()
+    address = block.data_ptr()
+    assert calls == [("pin", address, 5000, "cuda:1"), ("unpin", address, "cuda:1")] and current == ["cuda:0"]
 
 
 def test_threads() -> None:

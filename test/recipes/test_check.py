@@ -51,7 +51,7 @@ def test_dense_layers_before_experts(tmp_path: Path) -> None:
     kinds = {"num_hidden_layers": 6, "num_dense_layers": 2, "layer_types": ["conv", "full_attention"] * 3}
     CONFIG_MAPPING["lfm2_moe"](**kinds).save_pretrained(tmp_path)
     found = lines(tmp_path)
-    assert found["mlp"]["count"] == found["experts"]["count"] == 1
+    assert found["mlp"]["count"] == found["experts"]["count"] == 2  # with a convolution, and with attention
 
 
 @pytest.mark.parametrize(("config", "tokens"), [("gpt2", 192), ("blenderbot", 96), ("qwen3", 2048)])

@@ -162,7 +162,7 @@ def test_fit(pretrained: Path, capsys: pytest.CaptureFixture) -> None:
     job, size = Job(model=str(pretrained), seq_len=100_000, fit=True, device="cpu"), Console(soft_wrap=True)
     loose, tight = (memory.plan(config_of("llama"), seq_len=100_000, dtype="float32", tiles=tiles) for tiles in FITS)
     for plan, layer in ((loose, False), (tight, True)):
-        with patch("seqtile.recipes.finetune.available", lambda size=plan.gpu_bytes: size):
+        with patch("seqtile.fitting.available", lambda size=plan.gpu_bytes: size):
             found = fitted(job, size)
         assert (found.fit, found.layer, found.head_groups, found.offload) == (False, layer, None, False)
     assert capsys.readouterr().out.count("GiB, fits") == 2

@@ -8,16 +8,23 @@ import sys
 from contextlib import suppress
 from itertools import count
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
+from rich.console import Console
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from launch import ended, interruptible, ranks, torchrun, torchrun_command
 from recipes.tiny_pretrained import save_tiny
+from seqtile import memory
 from seqtile.cli import app
-from seqtile.recipes.data import sequences, standard_library
+from seqtile.offload.store import KEPT_FREE, available
+from seqtile.recipes import Job
+from seqtile.recipes.data import load_config, sequences, standard_library
+from seqtile.recipes.finetune import fitted
+from seqtile.recipes.train import sequence_group
 
 ON_RANKS = "recipes.test_on_ranks:on_ranks"
 FINETUNE = ("-m", "seqtile.cli", "finetune", "--device", "cpu")
@@ -66,6 +73,33 @@ def test_a_real_model_follows_one_process(tmp_path: Path) -> None:
     one, two = (json.loads((tmp_path / name / "report.json").read_text())["seqtile"] for name in ("one", "two"))
     assert len(set(one["losses"])) == 3
     assert all(abs(a - b) <= 1e-4 * a for a, b in zip(one["losses"], two["losses"], strict=True)), (one, two)
+
+
+def chosen_by_fit(model: str, directory: str, *sizes: str) -> None:
+    """What `--fit` chooses, on a rank whose machine has its own of these bytes free."""
+    proc = Path(directory) / os.environ["RANK"]
+    proc.mkdir()
+    free = int(sizes[int(os.environ["RANK"])]) + KEPT_FREE
+    (proc / "meminfo").write_text(f"MemAvailable: {free // 1024 + 1} kB\n")
+    job = Job(model, seq_len=100_000, fit=True, device="cpu", sequence_parallel=2, local_rank=int(os.environ["RANK"]))
+    with patch.object(available, "__defaults__", (proc, proc)), sequence_group(job):
+        found = fitted(job, Console(quiet=True))
+    print(f"chosen: {found.layer} {found.head_groups}", flush=True)
+
+
+@pytest.mark.dist
+def test_fit_on_ranks_with_different_memory(tmp_path: Path) -> None:
+    """All choose what fits where least is free, though one of them has room for what costs less."""
+    save_tiny(tmp_path)
+    setup = {"seq_len": 100_000, "dtype": "float32", "gpus": 2, "sequence_parallel": 2}
+    config, tiles = load_config(str(tmp_path)), (memory.TILES, ("loss", "mlp"))
+    tight, loose = (memory.plan(config, tiles=each, **setup).gpu_bytes for each in tiles)
+    assert tight < loose
+    for name, sizes in {"alike": (loose, loose), "different": (loose, tight), "other": (tight, loose)}.items():
+        (tmp_path / name).mkdir()
+        arguments = (str(tmp_path), str(tmp_path / name), *map(str, sizes))
+        printed = ranks(2, "recipes.test_on_ranks:chosen_by_fit", *arguments)
+        assert printed.count(f"chosen: {name != 'alike'} None") == 2, (name, printed)
 
 
 @pytest.mark.dist

@@ -1,17 +1,20 @@
 """Steps of a loader whose ranks draw different samples: all of them, in one order, over epochs, and after a resume."""
 
+import faulthandler
 from collections.abc import Iterator
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, IterableDataset
+from tqdm import tqdm
 
 from seqtile import sp
 from seqtile.sp.data import _parcels
 from seqtile.sp.groups import gather
 
 SAMPLES = 23
+TIME_LIMIT = 120  # seconds in all: ranks that wait for each other end with a traceback of where
 Batch = dict[str, torch.Tensor]
 
 
@@ -58,12 +61,53 @@ def broken() -> Iterator[Batch]:
     yield {}
 
 
+class Stream(IterableDataset):
+    """Samples without a length."""
+
+    def __iter__(self) -> Iterator[Batch]:
+        return iter(samples()[dist.get_rank() :: dist.get_world_size()])
+
+
+class Unread(list):
+    """Batches whose length cannot be read."""
+
+    def __len__(self) -> int:
+        raise OSError("no such file")
+
+
+def lengths(ctx: sp.SequenceParallel) -> None:
+    """Asked for by one rank alone, as a progress bar does, while the others go on."""
+    expected = {"sampler": 10, "random state": 12 if ctx.data_parallel_rank == 0 else 11}
+    for kind, length in expected.items():
+        loader, steps = made(kind, ctx), 0
+        bar = tqdm(loader, leave=False) if ctx.rank == 0 else None
+        for _ in bar or loader:
+            steps += 1
+            if steps == 3:
+                state = loader.state_dict()
+        assert steps == length and (bar is None or bar.total == length)
+        resumed = made(kind, ctx)
+        resumed.load_state_dict(state)
+        resumed.set_epoch(0)
+        assert ctx.rank == 1 or len(resumed) == length, "of an epoch, not of what is left of it"
+        assert len(list(read(resumed, ctx))) == length - 3
+    for without in (DataLoader(Stream(), collate_fn=collate), Unread()):
+        loader = sp.ShardedDataLoader(without if ctx.rank == 1 else [], ctx)
+        with pytest.raises(TypeError, match=r"the dataloader of rank 1 of the group has no len\(\)"):
+            len(loader)
+        steps = torch.tensor(sum(1 for _ in without) if ctx.rank == 1 else 0)
+        dist.all_reduce(steps, group=ctx.group)
+        assert len(list(loader)) == steps, "which asks for a length, and goes on without"
+
+
 def same_everywhere(steps: list[int], ctx: sp.SequenceParallel) -> None:
     assert all(other.tolist() == steps for other in gather(torch.tensor(steps), ctx))
 
 
 def loader() -> None:
+    faulthandler.dump_traceback_later(TIME_LIMIT, exit=True)
     ctx = sp.initialize(2)
+    lengths(ctx)
     for kind in ("sampler", "generator", "random state"):
         torch.manual_seed(dist.get_rank())
         whole, epochs = made(kind, ctx), []
@@ -99,4 +143,5 @@ def loader() -> None:
         parcels, error = _parcels(iter([whole]), ctx)
         local = rows * 100_000 // ctx.size
         assert error is None and all(len(parcel) < 2.1 * 8 * local for parcel in parcels), "each its shard alone"
+    faulthandler.cancel_dump_traceback_later()
     print(f"rank {dist.get_rank()}: loaded", flush=True)

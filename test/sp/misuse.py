@@ -110,7 +110,19 @@ def batches() -> None:
     assert model(return_dict=False, **right, use_cache=False)[0].equal(loss)
     with pytest.raises(ValueError, match="and the rest by keyword"):
         model(right["input_ids"], None, right["position_ids"])
+    after_a_failure(model, right)
     cut_twice(ctx)
+
+
+def after_a_failure(model: nn.Module, right: Batch) -> None:
+    """A forward that failed leaves nothing of its batch to the next, be it the base model's alone."""
+    base, expected = model.model, model.model(input_ids=right["input_ids"], position_ids=right["position_ids"])[0]
+    moved = right | {"position_ids": right["position_ids"] + 7}
+    with pytest.raises(TypeError, match="multiple values for argument 'input_ids'"):
+        model(right["input_ids"], **moved, use_cache=False)
+    with pytest.raises(ValueError, match=NO_POSITIONS):
+        base(input_ids=right["input_ids"])
+    assert base(input_ids=right["input_ids"], position_ids=right["position_ids"])[0].equal(expected)
 
 
 def cut_twice(ctx: sp.SequenceParallel) -> None:

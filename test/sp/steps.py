@@ -328,6 +328,13 @@ def refused_recurrences(ctx: sp.SequenceParallel) -> None:
         layer(x, ulysses_layout=layout)
     sp.restore(model)
     assert "forward" not in vars(layer) and model(**batch_of(1, 20)).loss.isfinite()
+    mixed = recurrences.build("qwen3_5", linear_num_key_heads=1, linear_num_value_heads=2)
+    for layer in (layer.linear_attn for layer in mixed.model.layers if hasattr(layer, "linear_attn")):
+        layer.in_proj_b.register_forward_hook(lambda module, args, output: output.bfloat16())
+    sp.apply_ulysses(mixed, ctx)
+    # The gradients of the queries, which both ranks read, could not be added in bfloat16: known in the forward.
+    with pytest.raises(ValueError, match="heads that ranks share are in another dtype than the rest"):
+        mixed(**shard)
     balanced = build("qwen3_moe")
     sp.apply_ulysses(balanced, ctx)
     with pytest.raises(ValueError, match="expected return_dict=True"):

@@ -8,6 +8,7 @@ import pytest
 from launch import ended, ranks
 from sp.cases import REDUCERS, attention_cases, layer_cases, on_ranks, reducer_cases
 from sp.misuse import MIXED_UP
+from sp.mixed_precision import CASES as MIXED
 from sp.recurrences import BALANCED, FAMILIES, SEQUENCES, cases, measured
 from sp.steps import NOT_SPREAD
 from sp.trainer import MODELS
@@ -34,6 +35,14 @@ def test_reducers(family: str, full: bool) -> None:
     expected = reducer_cases(family, full)
     cases = [f"rank {rank}: {model} {how} {options} equal" for rank in range(4) for model, how, options in expected]
     assert [case for case in cases if case not in output] == []
+
+
+@pytest.mark.dist
+def test_mixed_precision() -> None:
+    """FSDP2 that casts parameters, and by its default the arguments of every layer."""
+    output = ranks(2, WORKER, "mixed_precision")
+    expected = [f"rank {rank}: {' '.join(map(str, case))} in bfloat16" for rank in range(2) for case in MIXED]
+    assert [line for line in expected if line not in output] == []
 
 
 @pytest.mark.dist

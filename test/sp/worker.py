@@ -1,7 +1,7 @@
 """One rank of a group: trains spread over the ranks and in one process, and compares.
 
 It is asked for attention FULL | reducers FAMILY | refusals | batches | losses | loader | death | post_training |
-families FULL | train FILE SIZE | train_zero3 FILE SIZE.
+mixed_precision | families FULL | train FILE SIZE | train_zero3 FILE SIZE.
 """
 
 import copy
@@ -74,7 +74,7 @@ def compared(
     loss, gradients = by_first_rank(loss_and_gradients, one, **batch)
     sp.apply_ulysses(many, ctx)
     if options:
-        seqtile.apply_seqtile(many, chunk_tokens=11, **options)
+        seqtile.apply_seqtile(many, chunk_tokens=11, **options, check=False)  # all-to-alls are counted
     reentrant = (None, False, True)[i % 3]
     checkpointing(many, reentrant)
     with Collectives() as count:
@@ -160,10 +160,10 @@ def main(what: str, *arguments: str) -> None:
     if what == "attention":
         attention(*arguments)
     else:
-        from sp import loading, misuse, post_training, recurrences, steps, trainer
+        from sp import loading, misuse, mixed_precision, post_training, recurrences, steps, trainer
 
         rooms = {"batches": misuse, "losses": misuse, "loader": loading, "train": trainer, "train_zero3": trainer}
-        rooms |= {"post_training": post_training, "families": recurrences}
+        rooms |= {"post_training": post_training, "families": recurrences, "mixed_precision": mixed_precision}
         room = rooms.get(what, steps)
         getattr(room, what)(*arguments)
     dist.barrier()

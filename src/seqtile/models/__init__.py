@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from seqtile.models.base_model import is_checkpointed
+from seqtile.models.first_step import outcome_of
 from seqtile.models.layer import groups_of
 from seqtile.models.loss import has_head
 from seqtile.models.mlp import sparsity_of
@@ -34,6 +35,7 @@ def apply_seqtile(
     layer: bool = False,
     head_groups: int | str | None = None,
     chunk_tokens: int | None = None,
+    check: bool | str = True,
 ) -> None:
     """Tiles one model of Hugging Face's, whatever its architecture: what can be tiled of it is found by structure, and
     `seqtile.status` names what cannot, with the reason.
@@ -41,7 +43,7 @@ def apply_seqtile(
     For the arguments see `apply_seqtile_to_llama`. Raises ValueError for a model without a head over a vocabulary.
     """
     model = unwrapped(model)
-    apply(model_type_of(model), model, Options(mlp, loss, layer, head_groups, chunk_tokens))
+    apply(model_type_of(model), model, Options(mlp, loss, layer, head_groups, chunk_tokens, check))
 
 
 def _entry(model_type: str) -> Callable[..., None]:
@@ -53,13 +55,14 @@ def _entry(model_type: str) -> Callable[..., None]:
         layer: bool = False,
         head_groups: int | str | None = None,
         chunk_tokens: int | None = None,
+        check: bool | str = True,
     ) -> None:
         model = unwrapped(model)
         if model is not None and model_type_of(model) != model_type:
             raise ValueError(
                 f"expected a {model_type} model, got {model_type_of(model)!r}; use seqtile.apply_seqtile(model)"
             )
-        apply(model_type, model, Options(mlp, loss, layer, head_groups, chunk_tokens))
+        apply(model_type, model, Options(mlp, loss, layer, head_groups, chunk_tokens, check))
 
     apply_to.__name__ = apply_to.__qualname__ = _entry_name(model_type)
     apply_to.__doc__ = f"""Tiles {model_type} models: the loss and the MLP in memory that does not grow with length.
@@ -78,6 +81,9 @@ def _entry(model_type: str) -> Callable[..., None]:
             computed once more. It must treat every head alike (no slopes or biases by head), since it is not told which
             heads it is given.
         chunk_tokens: tokens of a chunk; None for max(2048, hidden size), for the experts of a mixture more.
+        check: the first training step compares the tiled model with the untiled one, on 23 tokens of its own batch, and
+            raises ValueError if the loss or a gradient differs by more than rounding: that of the embeddings' output,
+            and of every parameter of up to 4M numbers; "full" for every parameter's. False: it does not.
 
     Applying twice changes nothing. Apply after Liger, whose RMSNorm and RoPE stay. `seqtile.restore` undoes it,
     `seqtile.status` tells what is tiled.
@@ -189,6 +195,8 @@ def status(model: nn.Module) -> ModelStatus:
 
 def notes_on(model: nn.Module, loss: PartStatus | None, mlp: PartStatus, layer: PartStatus | None) -> Iterator[str]:
     """Yields what a reader of `status` may not expect."""
+    if (outcome := outcome_of(model)) is not None:
+        yield f"the first training step: {outcome}"
     for name, reason in refused_of(model).items():
         yield f"{name} is left untiled: {reason}"
     if loss is not None and loss.tiled:
@@ -211,7 +219,7 @@ def part_status(model: nn.Module, *parts: Part) -> PartStatus:
     config = model.config.get_text_config()
     hidden_size = getattr(config, "hidden_size", None) or getattr(config, "d_model", 0)
     name, part_of = parts[0].option, {module: part for part in parts for module in part.modules(model)}
-    placements = {module: placement for module in part_of if (placement := placement_at(module))}
+    placements = {module: placement for module in part_of if (placement := placement_at(module)) and placement.part}
     others = dict.fromkeys(package_of(current_forward(module)) for module in part_of if module not in placements)
     around = dict.fromkeys(package_of(wrapper) for module in part_of for wrapper in wrappers_at(module))
     fallback = problem = None

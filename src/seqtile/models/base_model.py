@@ -63,10 +63,11 @@ def note_that_all_is_kept(model: nn.Module, tokens: int) -> None:
     layer = next(iter(layers_of(model)), None)
     placement = None if layer is None else placement_at(layer)
     attention = getattr(layer, "self_attn", None)
-    if placement is None or is_checkpointed(model) or not hasattr(attention, "head_dim"):
+    config, head_dim = getattr(attention, "config", None), getattr(attention, "head_dim", None)
+    if placement is None or is_checkpointed(model) or config is None or not isinstance(head_dim, int):
         return
-    config = attention.config
-    heads, kv = config.num_attention_heads * attention.head_dim, config.num_key_value_heads * attention.head_dim
+    query_heads = getattr(config, "num_attention_heads", 0)
+    heads, kv = query_heads * head_dim, getattr(config, "num_key_value_heads", query_heads) * head_dim
     weights = sum(getattr(weight, "ds_numel", weight.numel()) for weight in layer.parameters())
     kept = config.hidden_size + heads + (heads + 2 * kv if placement.options.head_groups is None else 0)
     if tokens * kept > weights:

@@ -14,6 +14,7 @@ from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from seqtile.models.mlp import experts_of
+from seqtile.models.weights import own_weights
 
 _OF_A_SEQUENCE = re.compile(
     r"mask|cache|past|position|state|layer|head"
@@ -64,12 +65,13 @@ def _is_mlp(module: nn.Module) -> bool:
 
 
 def _is_projection(module: nn.Module) -> bool:
-    weights = [*module.parameters(recurse=False), *module.buffers(recurse=False)]  # a quantiser's may be buffers
+    weights = [*own_weights(module), *module.buffers(recurse=False)]  # a quantiser's may be buffers
     return any(len(getattr(weight, "ds_shape", weight.shape)) == 2 for weight in weights)
 
 
 def _holds_weights_below(module: nn.Module) -> bool:
-    return any(True for child in module.children() for _ in child.parameters())
+    own = set(map(id, own_weights(module)))
+    return any(id(weight) not in own for child in module.children() for weight in child.parameters())
 
 
 @cache

@@ -21,6 +21,7 @@ from transformers.utils import ModelOutput
 
 from seqtile.models.base_model import note_that_all_is_kept
 from seqtile.models.fallback import call_tiled
+from seqtile.models.first_step import check_first_step
 from seqtile.models.forms import code_of
 from seqtile.models.lazy_logits import LazyLogits
 from seqtile.models.placement import Options, stand_in_for
@@ -67,6 +68,7 @@ def tiled_loss_forward(options: Options, original: Callable) -> Callable:
             raise TypeError(
                 f"expected at most {len(names)} positional arguments, none of them by name too, got {len(args)}"
             )
+        check_first_step(self, options, original, passed_on, inputs)
         has_labels = inputs.get("labels") is not None or inputs.get("shift_labels") is not None
         kept = inputs.get("logits_to_keep", 0)
         keeps_all = isinstance(kept, int) and kept == 0

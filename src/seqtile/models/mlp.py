@@ -27,6 +27,7 @@ from seqtile.models.weights import (
     check_untransformed,
     defining_path,
     named,
+    own_weights,
     process_fallback_reason,
     projection_fallback_reason,
     read_projection,
@@ -225,9 +226,7 @@ def check_experts(experts: nn.Module, options: Options) -> str:
 
 def experts_of(module: nn.Module) -> int:
     """Returns how many experts a module holds the weights of: itself, in no layer of its own; 0 of none."""
-    weights = list(module.parameters(recurse=False))
-    weights += [weight.original for weight in module.parametrizations.values()] if is_parametrized(module) else []
-    shapes = [getattr(weight, "ds_shape", weight.shape) for weight in weights]  # ZeRO-3's shards have another shape
+    shapes = [getattr(weight, "ds_shape", weight.shape) for weight in own_weights(module)]  # ZeRO-3's shards differ
     return max((shape[0] for shape in shapes if len(shape) == 3), default=0)
 
 

@@ -7,6 +7,7 @@ from torch import nn
 
 from seqtile.models.base_model import base_models_of, uncached_forward
 from seqtile.models.find import experts_in, layers_of, mlps_of
+from seqtile.models.first_step import checked_forward
 from seqtile.models.layer import check_layer, layer_refusal, tiled_layer_forward
 from seqtile.models.loss import check_loss, tiled_loss_forward
 from seqtile.models.mlp import check_experts, check_mlp, tiled_experts_forward, tiled_mlp_forward
@@ -37,4 +38,5 @@ EXPERTS = Part("mlp", experts_in, tiled_experts_forward, check_experts, swapped=
 LAYER = Part("layer", layers_of, tiled_layer_forward, check_layer, layer_refusal)
 NORM = Part("layer", norms_of, tiled_norm_forward, check_norm, swapped=True)
 BASE = Part("layer", base_models_of, uncached_forward)
+CHECK = Part("check", lambda model: [model], checked_forward)  # where the loss is not tiled, whose forward checks, too
 PARTS = (LOSS, MLP, EXPERTS, LAYER, NORM, BASE)

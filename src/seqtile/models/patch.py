@@ -14,10 +14,11 @@ from typing import Any
 from torch import nn
 from transformers import PreTrainedModel
 
+from seqtile.models.first_step import OUTCOME
 from seqtile.models.loss import place_of_head
 from seqtile.models.mlp import gated_form
 from seqtile.models.model_types import model_classes, unfilled_model
-from seqtile.models.parts import LAYER, LOSS, MLP, PARTS, Part
+from seqtile.models.parts import CHECK, LAYER, LOSS, MLP, PARTS, Part
 from seqtile.models.placement import Options, check_place, check_unplace, place, placement_at, unplace
 from seqtile.models.proof import unproven
 
@@ -42,18 +43,35 @@ Found = tuple[nn.Module, Part, Options]
 
 def apply(model_type: str, model: nn.Module | None, options: Options) -> None:
     """See `apply_seqtile_to_llama`. Everything is checked before anything is changed."""
-    options.check()
+    options.validate()
     parts = [(part, _options_of(part, options)) for part in PARTS if part.option in options.parts]
     if model is None:
-        _apply_to_classes(model_type, parts)
+        _apply_to_classes(model_type, parts, options)
         _CLASSES[model_type].parts |= options.parts
     else:
-        _apply_to_model(model, parts)
+        _apply_to_model(model, parts + _check_part(model, options))
         setattr(model, _ASKED, getattr(model, _ASKED, frozenset()) | options.parts)
 
 
 def _options_of(part: Part, options: Options) -> Options:
+    options = options if part in (LOSS, CHECK) else replace(options, check=True)
     return options if part is LAYER else replace(options, head_groups=None)
+
+
+def _tiles(part: Part) -> str:
+    return "" if part is CHECK else part.option
+
+
+def _check_part(owner: Any, options: Options) -> list[tuple[Part, Options]]:
+    """Returns the part that compares the first step where no tiled loss of this model, or class, does."""
+    options = _options_of(CHECK, options)
+    if not options.check or options.loss or placement_at(owner) is not None:
+        return []
+    try:
+        check_place(owner, options)
+    except ValueError:  # a forward that another library has put there
+        return []
+    return [(CHECK, options)]
 
 
 def _found(model: nn.Module, parts: list[tuple[Part, Options]]) -> tuple[list[Found], dict[str, str]]:
@@ -76,7 +94,7 @@ def _found(model: nn.Module, parts: list[tuple[Part, Options]]) -> tuple[list[Fo
     return found, refused
 
 
-def _apply_to_classes(model_type: str, parts: list[tuple[Part, Options]]) -> None:
+def _apply_to_classes(model_type: str, parts: list[tuple[Part, Options]], options: Options) -> None:
     found: dict[tuple[str, str], tuple[Part, Options]] = {}  # where a class is to be found -> how it is tiled
     for cls in model_classes(model_type):
         model = unfilled_model(cls, model_type)
@@ -84,12 +102,12 @@ def _apply_to_classes(model_type: str, parts: list[tuple[Part, Options]]) -> Non
             for name, value in vars(sys.modules[cls.__module__]).items():
                 if isinstance(value, type) and issubclass(value, nn.Module) and gated_form(value.forward):
                     found[cls.__module__, name] = mlp[0]
-        for module, part, options in _found(model, parts)[0]:
-            found |= dict.fromkeys(_names_of(type(module), cls), (part, options))
-    for (module_name, name), (_, options) in found.items():
-        check_place(getattr(sys.modules[module_name], name), options)
+        for module, part, own in _found(model, parts + _check_part(cls, options))[0]:
+            found |= dict.fromkeys(_names_of(type(module), cls), (part, own))
+    for (module_name, name), (_, own) in found.items():
+        check_place(getattr(sys.modules[module_name], name), own)
     patch = _CLASSES.setdefault(model_type, ClassPatch())
-    for (module_name, name), (part, options) in found.items():
+    for (module_name, name), (part, own) in found.items():
         module = sys.modules[module_name]
         owner = getattr(module, name)
         if part.swapped and owner not in patch.subclasses:
@@ -98,7 +116,7 @@ def _apply_to_classes(model_type: str, parts: list[tuple[Part, Options]]) -> Non
             patch.subclasses[owner] = module_name, name
             setattr(module, name, owner)
         patch.owners[owner] = None
-        place(owner, partial(part.tiled_forward, options), options, {})
+        place(owner, partial(part.tiled_forward, own), own, {}, _tiles(part))
 
 
 def _names_of(cls: type, model_class: type) -> list[tuple[str, str]]:
@@ -118,7 +136,7 @@ def _apply_to_model(model: nn.Module, parts: list[tuple[Part, Options]]) -> None
         part.check(module, options)
     classes: dict[type, type] = {}
     for module, part, options in found:
-        place(module, partial(part.tiled_forward, options), options, classes)
+        place(module, partial(part.tiled_forward, options), options, classes, _tiles(part))
     setattr(model, _REFUSED, refused)
 
 
@@ -151,7 +169,8 @@ def restore(target: nn.Module | str | None = None) -> None:
         _unplace_all(modules)
         vars(model).pop(_ASKED, None)
         vars(model).pop(_REFUSED, None)
-        if any(placement_at(module) for module in modules):
+        vars(model).pop(OUTCOME, None)
+        if any(placement.part for module in modules if (placement := placement_at(module))):
             warnings.warn(
                 "this model stays tiled by its classes: "
                 f"seqtile.restore({model.config.model_type!r}) takes seqtile off these",

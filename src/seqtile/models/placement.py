@@ -44,16 +44,20 @@ class Options:
     layer: bool = False
     head_groups: int | str | None = None
     chunk_tokens: int | None = None
+    check: bool | str = True
+    """Whether the first training step compares itself with the untiled model; "full" for every gradient."""
 
     @property
     def parts(self) -> frozenset[str]:
         """The names of the parts."""
         return frozenset(name for name in ("mlp", "loss", "layer") if getattr(self, name))
 
-    def check(self) -> None:
+    def validate(self) -> None:
         """Raises TypeError or ValueError for what no architecture can have."""
         groups = self.head_groups
         resolve_chunk_tokens(self.chunk_tokens, 1)
+        if not isinstance(self.check, bool) and self.check != "full":
+            raise ValueError(f'check: expected True, False or "full", got {self.check!r}')
         if not self.parts:
             raise ValueError("mlp=False and loss=False leave nothing to tile; use seqtile.restore to take seqtile off")
         if groups is not None and groups != "auto" and (isinstance(groups, bool) or not isinstance(groups, int)):
@@ -95,6 +99,8 @@ class Placement:
     previous: Callable | None
     """The forward that stood in the owner's own namespace; None if none did."""
     options: Options
+    part: str = ""
+    """What it tiles, as `apply_seqtile` names it; "" for what stands there for its check alone."""
 
     def __deepcopy__(self, memo: dict) -> "Placement":
         return self  # a copied module holds the same
@@ -105,7 +111,8 @@ class Placement:
     def is_of(self, options: Options) -> bool:
         """Says if the same options would make the same forward."""
         mine = self.options
-        return (mine.chunk_tokens, mine.head_groups) == (options.chunk_tokens, options.head_groups)
+        same_chunks = (mine.chunk_tokens, mine.head_groups) == (options.chunk_tokens, options.head_groups)
+        return same_chunks and mine.check == options.check
 
 
 class _PatchedSubclass(type):
@@ -255,21 +262,21 @@ def check_place(owner: Owner, options: Options) -> None:
         )
 
 
-def place(owner: Owner, wrap: Wrap, options: Options, classes: dict[type, type]) -> None:
+def place(owner: Owner, wrap: Wrap, options: Options, classes: dict[type, type], part: str = "") -> None:
     """Makes `wrap`'s tiled forward the forward of `owner`, unless the same one is there already. Modules of one class
-    get the same own class of the `classes`, which is extended.
+    get the same own class of the `classes`, which is extended. `part` is what the forward tiles.
 
     The same one of its class does not count: what was applied to a model stays when the classes are restored.
     """
     there, before = placement_at(owner), own_forward(owner)
     mine = _placed_at(owner)
-    if there is not None and there.is_of(options) and (there is mine or before is not None):
+    if there is not None and there.is_of(options) and there.part == part and (there is mine or before is not None):
         return
     original = current_forward(owner) if there is None else there.original
     if there is not None and there is mine:
         before = there.previous  # a tiled forward with other options gives way to this one
     forward = wrap(original)
-    forward.seqtile_placement = Placement(forward, original, before, options)
+    forward.seqtile_placement = Placement(forward, original, before, options, part)
     if isinstance(owner, type):
         owner.forward = forward
         return

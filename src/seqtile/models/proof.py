@@ -28,6 +28,7 @@ from seqtile.models.forms import code_of
 from seqtile.models.parts import BASE, EXPERTS, LAYER, LOSS, MLP, NORM, Part
 from seqtile.models.placement import Options, is_patched_subclass, place
 from seqtile.models.small import WORDS, small_config, small_model
+from seqtile.models.way_taken import WayTaken
 
 CHUNK = 7
 _LIBRARIES = ("torch", "liger_kernel", "peft", "bitsandbytes", "torchao")
@@ -78,7 +79,7 @@ class Finding(NamedTuple):
 def findings(model: PreTrainedModel) -> Iterator[Finding]:
     """Tiles each part of a small float32 model that can be tiled, one class after the other, and yields what comes of
     it."""
-    plain = _gradients(model)
+    plain = _gradients(copy.deepcopy(model))  # some code leaves tensors of a graph on its modules, not to be copied
     try:
         truth = _gradients(copy.deepcopy(model).double())
     except (RuntimeError, ValueError, TypeError):  # some code computes in float32 whatever it is given
@@ -86,12 +87,12 @@ def findings(model: PreTrainedModel) -> Iterator[Finding]:
     for part in _ALONE:
         tileable = [module for module in part.modules(model) if part.refusal(module) is None]
         for cls, modules in _by_class(tileable).items():
-            refusal, error = _difference(model, part, cls, Options(chunk_tokens=CHUNK), plain, truth)
+            refusal, error = _difference(model, part, cls, Options(chunk_tokens=CHUNK, check=False), plain, truth)
             called, groups = None, False
             if refusal is None:
                 called = part.check(modules[0], Options())
             if part is LAYER and refusal is None and called is None:
-                grouped = Options(layer=True, head_groups=2, chunk_tokens=CHUNK)
+                grouped = Options(layer=True, head_groups=2, chunk_tokens=CHUNK, check=False)
                 groups = _difference(model, part, cls, grouped, plain, truth)[0] is None
             yield Finding(part, cls, len(modules), called, groups, refusal, error, _worst(plain, plain, truth)[1])
 
@@ -108,17 +109,26 @@ def _difference(
 ) -> tuple[str | None, float]:
     """Says what differs when the modules of a class are tiled as a part, None if nothing does; and by how much."""
     try:
-        return _worst(_gradients(tiled_copy(model, part, cls, options)), plain, truth)
+        tiled = tiled_copy(model, part, cls, options)
+        with WayTaken(_modules_of(tiled, part, cls), CHUNK) as way:
+            found = _gradients(tiled)
     except Exception as error:  # whatever it is that this model's code does not bear
         return f"it fails when it is tiled: {type(error).__name__}: {str(error)[:200]}", math.nan
+    refusal, error = _worst(found, plain, truth)
+    return refusal or way.refusal, error
+
+
+def _modules_of(model: nn.Module, part: Part, cls: type) -> list[nn.Module]:
+    """Returns the modules of a class that can be tiled as a part."""
+    modules = [module for module in part.modules(model) if _own_class(module) is cls]
+    return [module for module in modules if part.refusal(module) is None]
 
 
 def tiled_copy(model: PreTrainedModel, part: Part, cls: type, options: Options) -> PreTrainedModel:
     """Returns a copy of a model, the modules of a class tiled as a part."""
     tiled, classes = copy.deepcopy(model), {}
     with_it = _WITH_LAYERS if part is LAYER else ()
-    found = [(part, module) for module in part.modules(tiled) if _own_class(module) is cls]
-    found = [(part, module) for part, module in found if part.refusal(module) is None]
+    found = [(part, module) for module in _modules_of(tiled, part, cls)]
     found += [(other, module) for other in with_it for module in other.modules(tiled)]
     for one, module in found:
         one.check(module, options)

@@ -10,9 +10,12 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from seqtile.models.find import layers_of
+from seqtile.models.layer_kinds import MOST_LAYERS, LayerKinds, count_of, set_field
+
 HIDDEN, HEADS, HEAD_DIM, WORDS, MLP = 64, 4, 16, 131, 72
-
-
+Structure = tuple[tuple[str, str, tuple[str, ...], str], ...]
+_CHANGING = ("training", "gradient_checkpointing")  # what is said of a module while it is used
 Rule = Callable[[int], int]
 
 
@@ -21,14 +24,13 @@ def _at_most(limit: int) -> Rule:
 
 
 def _always(size: int) -> Rule:
-    return lambda _: size
+    return lambda before: size if before else 0
 
 
 def _known_word(instead: int) -> Rule:
     return lambda word: word if word < WORDS else instead
 
 
-_FIRST_LAYERS = ("first_k_dense_replace", "moe_layer_start_index", "num_dense_layers")  # of another kind
 _SIZES: tuple[tuple[Rule, str], ...] = (  # what becomes of a config's sizes, by their names; the first that fits
     (_at_most(WORDS), "*vocab|*vocab_size|vocab_size_*|*_vocab_size_base|codebook_size|num_image_tokens"),
     (_known_word(0), "pad_token_id"),
@@ -47,7 +49,7 @@ _SIZES: tuple[tuple[Rule, str], ...] = (  # what becomes of a config's sizes, by
     (_always(MLP), "feed_forward_size"),
     (_always(HIDDEN), "*hidden_size|*hidden_size_global|*d_model|*n_embd|*embed_dim|*embedding_size|*embedding_dim"),
     (_always(HIDDEN), "emb_dim|dim_model|*hidden_dim|word_embed_proj_dim|lru_width|index_dim"),
-    (_at_most(1), "|".join(_FIRST_LAYERS)),
+    (_at_most(1), "first_k_dense_replace|moe_layer_start_index|num_dense_layers|num_nextn_predict_layers"),
     (_at_most(2), "num_*layers|n_*layers|n_layer|encoder_layers|decoder_layers|num_hidden_groups|depth"),
     (_at_most(4), "*num_experts|*num_local_experts|*routed_experts|zero_expert_num"),
     (_at_most(2), "*experts_per_tok|*experts_per_token|moe_topk|moe_top_k|moe_k|top_k_experts"),
@@ -57,19 +59,20 @@ _SIZES: tuple[tuple[Rule, str], ...] = (  # what becomes of a config's sizes, by
     (_at_most(16), "*window|*window_size|attention_chunk_size|local_attention|index_topk"),
     (_at_most(16), "*d_state|*state_size|chunk_size|mamba_chunk_size|index_block_size"),
 )
-_NO_SHARING = ("num_kv_shared_layers", "num_nextn_predict_layers")
 _RATES = re.compile(r".*(drop|jitter|noise).*")  # what makes two runs of one model differ
-_OF_LAYERS = re.compile(r".*layer.*|block_types|attention_types|.*indexer_types|activation_sparsity_pattern")
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "attention_heads")
-_COUNTS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers")
 
 
-def small_config(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Returns a copy of a config with its sizes cut down, without dropout, and one layer of every kind at least."""
+def small_config(config: PreTrainedConfig, layers: list[int] | None = None) -> PreTrainedConfig:
+    """Returns a copy of a config with its sizes cut down, without dropout, and one layer of every kind that the config
+    tells of, two at least; `layers`: these of the text model's instead."""
     small = copy.deepcopy(config)
     parts = list(_parts_of(small))
+    text = small.get_text_config()
     for part in parts:
+        kinds = LayerKinds(part)
         _shrink(part)
+        kinds.keep(kinds.chosen() if layers is None or part is not text else layers, _shrunk)
         _set_rotary(part, of_images=len(parts) > 1)
     small._attn_implementation = "eager"
     return small
@@ -79,16 +82,9 @@ def with_few_layers(config: PreTrainedConfig) -> PreTrainedConfig:
     """Returns a copy of a config with all its widths, and one layer of every kind, two at least."""
     few = copy.deepcopy(config)
     for part in _parts_of(few):
-        before = _first_of(part, _COUNTS)
-        for name in vars(part).keys() & {*_COUNTS, *_FIRST_LAYERS, *_NO_SHARING}:
-            limit = 0 if name in _NO_SHARING else 1 if name in _FIRST_LAYERS else 2
-            _set(part, name, min(getattr(part, name) or 0, limit))
-        _set_layers(part, before)
+        kinds = LayerKinds(part)
+        kinds.keep(kinds.chosen())
     return few
-
-
-def _first_of(config: PreTrainedConfig, names: tuple[str, ...]) -> int | None:
-    return next((getattr(config, name) for name in names if isinstance(vars(config).get(name), int)), None)
 
 
 def config_for(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedConfig:
@@ -97,12 +93,12 @@ def config_for(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> 
 
 
 def small_model(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    """Returns a model of a class, float32 on a CPU, by `small_config(config)`; its weights are random, also those that
-    begin as zeros or ones. Random numbers are drawn without a trace. ValueError if it is not small, or cannot be built.
+    """Returns a model of a class, float32 on a CPU, with its sizes cut down and a layer of every kind; its weights are
+    random, also those that begin as zeros or ones. Random numbers are drawn without a trace. ValueError if it is not
+    small, or cannot be built.
     """
-    small = small_config(config_for(model_class, config))
-    with torch.device("meta"):
-        size = sum(parameter.numel() for parameter in model_class(copy.deepcopy(small)).parameters())
+    small = _config_of_all_kinds(model_class, config_for(model_class, config))
+    size = sum(parameter.numel() for parameter in _unfilled(model_class, small).parameters())
     if size > 15_000_000:
         raise ValueError(f"{model_class.__name__}: its config does not say how to make it small: {size:,} parameters")
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -116,6 +112,46 @@ def small_model(model_class: type[PreTrainedModel], config: PreTrainedConfig) ->
     return model
 
 
+def _unfilled(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
+    with torch.device("meta"):
+        return model_class(copy.deepcopy(config))
+
+
+def _config_of_all_kinds(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedConfig:
+    """Returns a small config whose model has a layer of every kind that the config's model has.
+
+    A config may say by a rule which layers are of which kind, such as every eighth: then as many of the first are kept
+    as it takes."""
+
+    def kinds_of(config: PreTrainedConfig) -> list[Structure]:
+        return [structure_of(layer) for layer in layers_of(_unfilled(model_class, config))]
+
+    small = small_config(config)
+    try:
+        kinds = kinds_of(small_config(config, list(range(count_of(config.get_text_config()) or 0))))
+    except Exception:  # of the model's own code, which may not bear so many layers so small
+        return small
+    first_of_kind = sorted(kinds.index(kind) for kind in set(kinds))[:MOST_LAYERS]
+    best, most = small, len(set(kinds_of(small)) & set(kinds))
+    for layers in (first_of_kind, list(range(min(first_of_kind[-1] + 1, MOST_LAYERS)))) if kinds else ():
+        tried = small_config(config, layers)
+        if most < len(set(kinds)) and len(layers) > 1 and (found := len(set(kinds_of(tried)) & set(kinds))) > most:
+            best, most = tried, found
+    return best
+
+
+def structure_of(module: nn.Module) -> Structure:
+    """Returns what a module is made of, sizes left out: of it and all below it the names, classes and parameters, and
+    of their attributes those that are no numbers."""
+    found: dict[tuple, None] = {}
+    for name, part in module.named_modules():
+        plain = ((key, value) for key, value in vars(part).items() if not key.startswith("_") and key not in _CHANGING)
+        switches = sorted((key, value) for key, value in plain if value is None or isinstance(value, bool | str))
+        cls = f"{type(part).__module__}.{type(part).__qualname__}"
+        found[re.sub(r"\d+", "#", name), cls, tuple(sorted(part._parameters)), str(switches)] = None
+    return tuple(found)
+
+
 def _parts_of(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
     """Yields the configs inside a config, and then itself."""
     for value in vars(config).values():
@@ -126,54 +162,29 @@ def _parts_of(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
 
 def _shrink(config: PreTrainedConfig) -> None:
     whole_head = vars(config).get("qk_head_dim", -1) == vars(config).get("head_dim")  # without and with rotation
-    heads_before = _first_of(config, _HEADS)
-    layers_before = _first_of(config, _COUNTS)
+    heads_before = next((vars(config)[name] for name in _HEADS if isinstance(vars(config).get(name), int)), None)
     for name, value in list(vars(config).items()):
         if isinstance(value, int) and not isinstance(value, bool):
-            rule = _rule_of(name)
-            if value == heads_before and re.search("heads", name):  # as many keys and values as queries
-                rule = _at_most(HEADS)
-            if name in _NO_SHARING:
-                _set(config, name, 0)
-            elif rule is not None:
-                _set(config, name, rule(value))
+            same = value == heads_before and re.search("heads", name)  # as many keys and values as queries
+            set_field(config, name, _at_most(HEADS)(value) if same else _shrunk(name, value))
         elif isinstance(value, float) and _RATES.fullmatch(name):
-            _set(config, name, 0.0)
+            set_field(config, name, 0.0)
         elif name == "use_cache":
-            _set(config, name, False)
+            set_field(config, name, False)
         elif value is None and name == "head_dim":
-            _set(config, name, HEAD_DIM)
+            set_field(config, name, HEAD_DIM)
     if whole_head:
-        _set(config, "head_dim", 2 * HEAD_DIM)
+        set_field(config, "head_dim", 2 * HEAD_DIM)
     if "expand" in vars(config) and "num_heads" in vars(config):
-        _set(config, "num_heads", config.expand * HIDDEN // HEAD_DIM)
+        set_field(config, "num_heads", config.expand * HIDDEN // HEAD_DIM)
     if "mamba_headdim" in vars(config):
-        _set(config, "mamba_headdim", 2 * HIDDEN // config.n_mamba_heads)
-    _set_layers(config, layers_before)
+        set_field(config, "mamba_headdim", 2 * HIDDEN // config.n_mamba_heads)
 
 
-def _rule_of(name: str) -> Rule | None:
-    return next((rule for rule, names in _SIZES if any(fnmatchcase(name, one) for one in names.split("|"))), None)
-
-
-def _set_layers(config: PreTrainedConfig, before: int | None) -> None:
-    """Cuts what a config says of each layer to as many layers as there are kinds, two at least."""
-    lists = {name: list(value) for name, value in vars(config).items() if isinstance(value, list | tuple)}
-    lists = {name: value for name, value in lists.items() if len(value) == before and _OF_LAYERS.fullmatch(name)}
-    chosen: list[int] = []
-    for i in range(before or 0):
-        kind = [value[i] for value in lists.values()]
-        if all(kind != [value[j] for value in lists.values()] for j in chosen):
-            chosen.append(i)
-    if not lists:
-        return
-    others = [i for i in range(before) if i not in chosen]
-    chosen = sorted((chosen + others[: max(0, 2 - len(chosen))])[:6])
-    for name, value in lists.items():
-        _set(config, name, [value[i] for i in chosen])
-    for name in _COUNTS:
-        if name in vars(config):
-            _set(config, name, len(chosen))
+def _shrunk(name: str, value: Any) -> Any:
+    """Returns what becomes of what a config says under a name."""
+    rule = next((rule for rule, names in _SIZES if any(fnmatchcase(name, one) for one in names.split("|"))), None)
+    return value if rule is None or isinstance(value, bool) or not isinstance(value, int) else rule(value)
 
 
 def _set_rotary(config: PreTrainedConfig, of_images: bool) -> None:
@@ -183,10 +194,3 @@ def _set_rotary(config: PreTrainedConfig, of_images: bool) -> None:
         if isinstance(rope, dict) and (rope.get("mrope_section") or of_images):
             half = int(HEAD_DIM * rope.get("partial_rotary_factor", 1)) // 2
             rope["mrope_section"] = [half - 2 * (half // 3), half // 3, half // 3]
-
-
-def _set(config: PreTrainedConfig, name: str, value: Any) -> None:
-    try:
-        setattr(config, name, value)
-    except (AttributeError, TypeError, ValueError):  # what this config computes from others
-        pass

@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.nn.modules import linear as linear_module
 from torch.nn.modules import module as module_module
+from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._device import DeviceContext
 from transformers.activations import GELUTanh, SiLUActivation
 
@@ -35,6 +36,7 @@ _HARMLESS = (  # where hooks are written that only watch, or gather what a modul
     "torch.distributed.tensor.debug._comm_mode.",
     "torch.distributed.fsdp.",
     "deepspeed.runtime.zero.",
+    "seqtile.models.trial_pass.",
 )
 _RECORDING = "transformers.utils.output_capturing."
 
@@ -251,7 +253,15 @@ def projection_fallback_reason(name: str, module: nn.Module | None, dtype: torch
             return f"{name}.weight is a {named(type(weight))}"
         if weight is not None and weight.dtype not in DTYPES:
             return f"{name}.weight is {weight.dtype}"
+        if weight is not None and 0 in getattr(weight, "ds_shape", weight.shape):  # such as that of no shared expert
+            return f"{name}.weight has no elements"
     return None
+
+
+def own_weights(module: nn.Module) -> list[torch.Tensor]:
+    """Returns the parameters that a module holds itself, also those that a parametrization makes its weights of."""
+    made_of = module.parametrizations.values() if is_parametrized(module) else ()
+    return [*module.parameters(recurse=False), *(weight for one in made_of for weight in one.parameters(recurse=False))]
 
 
 def trained(*modules: nn.Module) -> list[torch.Tensor]:

@@ -39,15 +39,12 @@ class Checkpoints:
 
     def __call__(self, function: Callable[..., Any], *args: Any, kept: bool = False) -> Any:
         """Returns `function(*args)`, to be computed again in the backward. `kept`: its inputs stay where they are."""
+        function, args = _by_position(function, args)
         self.store.begin_region()
         if kept:
             self.store.settle()
         with torch.autograd.graph.saved_tensors_hooks(self._keep if kept else self._put, self.store.take):
             return torch_checkpoint(function, *args, use_reentrant=False)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "Checkpoints":
-        """Returns itself: a copied model shares the store."""
-        return self
 
     def close(self) -> None:
         """Looks no more, and returns the host memory to the system."""
@@ -73,6 +70,23 @@ class Checkpoints:
         return self.store.keep(tensor, prefetches=tensor.numel() * tensor.element_size() >= self.small)
 
 
+def _by_position(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """Returns a function and its arguments, among them the tensors with gradients that a `partial` has by keyword, as
+    Hugging Face's layers hand on theirs: checkpointing saves arguments alone. (A mask, which all layers share, stays.)
+    """
+    keywords = function.keywords if isinstance(function, partial) else {}
+    moved = {name: value for name, value in keywords.items() if isinstance(value, torch.Tensor) and value.requires_grad}
+    if not moved:
+        return function, args
+    names, others = tuple(moved), {name: value for name, value in keywords.items() if name not in moved}
+    without = partial(function.func, *function.args, **others)
+
+    def call(*given: Any) -> Any:
+        return without(*given[len(names) :], **dict(zip(names, given, strict=False)))
+
+    return call, (*moved.values(), *args)
+
+
 def enable(
     model: PreTrainedModel,
     *,
@@ -94,9 +108,9 @@ def enable(
         device: the GPU that the model computes on; by default where its weights are.
 
     Host memory: one layer input (tokens x hidden x bytes an element) for every layer but the last ones, pinned, reused
-    in every step, returned by `disable`. On the GPU, besides those kept: one input on its way out, or in the backward
-    the one in use and one on its way back. Without a GPU it is plain checkpointing, with a warning. A call replaces
-    the one before.
+    in every step, returned by `disable`; a deepcopy of the model takes its own, up to the same limit. On the GPU,
+    besides those kept: one input on its way out, or in the backward the one in use and one on its way back. Without a
+    GPU it is plain checkpointing, with a warning. A call replaces the one before.
 
     Raises ValueError, and changes nothing, for a model without such layers, for keep_last or host_memory_limit
     below 0, for tokens < 1 and for a GPU that is not there.

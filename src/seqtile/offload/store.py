@@ -129,7 +129,8 @@ class Pool:
         if self.device is None:
             return
         try:
-            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(address, size, 0)))
+            with torch.cuda.device(self.device):  # the driver pins for the device that is current
+                torch.cuda.check_error(int(torch.cuda.cudart().cudaHostRegister(address, size, 0)))
         except RuntimeError:
             with suppress(RuntimeError):  # the driver's last error, which the next launch would report as its own
                 torch.empty(1, device=self.device).fill_(0)
@@ -138,8 +139,9 @@ class Pool:
     def unregister(self, address: int) -> None:
         """Has the driver forget a block, once nothing copies from or to it."""
         if self.device is not None:
-            torch.cuda.synchronize(self.device)
-            torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(address)))
+            with torch.cuda.device(self.device):
+                torch.cuda.synchronize()
+                torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(address)))
 
 
 @contextmanager
@@ -261,6 +263,10 @@ class Store:
         self._same: weakref.WeakValueDictionary[tuple, Saved] = weakref.WeakValueDictionary()
         """By storage and how the tensor looks at it."""
         self._lock = RLock()
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Store":
+        """Returns an empty one, whose pool has the same limit: closing either leaves the other as it is."""
+        return Store(Pool(self.pool.limit, self.pool.device), self.copies)
 
     def begin_region(self) -> None:
         self.before = self.count

@@ -13,9 +13,29 @@ At Llama-8B's shape (D 4096, M 14336, V 128256) a chunk is 4096 tokens: 112 MiB 
 """
 
 from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from numbers import Integral
 
+import torch
+
 MIN_CHUNK_TOKENS = 2048
+_everywhere: ContextVar[int | None] = ContextVar("everywhere", default=None)
+
+
+@contextmanager
+def chunk_tokens_everywhere(tokens: int) -> Iterator[None]:
+    """Every chunk of a forward inside has this many tokens, whatever was asked for: a trial on a few tokens."""
+    token = _everywhere.set(tokens)
+    try:
+        yield
+    finally:
+        _everywhere.reset(token)
+
+
+def is_trial() -> bool:
+    """Returns whether this is a forward inside `chunk_tokens_everywhere`."""
+    return not torch.compiler.is_compiling() and _everywhere.get() is not None  # a compiler cannot trace a ContextVar
 
 
 def resolve_chunk_tokens(chunk_tokens: int | None, hidden_size: int, sparsity: float = 1) -> int:
@@ -26,6 +46,8 @@ def resolve_chunk_tokens(chunk_tokens: int | None, hidden_size: int, sparsity: f
 
     Raises TypeError or ValueError if `chunk_tokens` is not a positive int.
     """
+    if is_trial():
+        return _everywhere.get()
     if chunk_tokens is None:
         return max(hidden_size, int(MIN_CHUNK_TOKENS * sparsity))
     if not isinstance(chunk_tokens, Integral) or isinstance(chunk_tokens, bool):

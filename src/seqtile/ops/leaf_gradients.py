@@ -4,7 +4,7 @@
 gradient of each chunk, and the engine once more with their sum.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -20,12 +20,12 @@ def gradients_of(
     """Returns the gradients of the inputs, None of one that was not used; no hook of a leaf among them is called."""
     if not outputs:
         return [None] * len(inputs)
-    with _without_hooks(leaf for leaf in inputs if isinstance(leaf, torch.Tensor)):
+    with without_hooks(leaf for leaf in inputs if isinstance(leaf, torch.Tensor)):
         return torch.autograd.grad(outputs, inputs, d_outputs, retain_graph=retain_graph, allow_unused=True)
 
 
 @contextmanager
-def _without_hooks(leaves: Iterator[torch.Tensor]) -> Iterator[None]:
+def without_hooks(leaves: Iterable[torch.Tensor]) -> Iterator[None]:
     """Empties the leaves' dicts of hooks, which the engine reads when it calls hooks, and fills them again."""
     emptied = [(hooks, dict(hooks)) for leaf in leaves if (hooks := leaf._backward_hooks)]
     for hooks, _ in emptied:

@@ -140,7 +140,7 @@ def _line(model: PreTrainedModel, found: Finding, tokens: int, untiled: tuple[in
     how = "refused" if found.refusal else "called" if found.called else "read"
     flops = peak = None
     if found.refusal is None:
-        options = Options(chunk_tokens=CHUNK)
+        options = Options(chunk_tokens=CHUNK, check=False)
         cost = _cost(tiled_copy(model, found.part, found.cls, options), tokens)
         flops, peak = (ours / theirs if theirs else 1.0 for ours, theirs in zip(cost, untiled, strict=True))
     reason = found.refusal or found.called

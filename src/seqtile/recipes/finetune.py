@@ -20,9 +20,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 import seqtile
-from seqtile.fitting import cheapest, gpu_memory_at_hand
-from seqtile.memory.setup import GIB
-from seqtile.offload.store import available
+from seqtile.fitting import cheapest, gpu_memory_at_hand, host_memory_at_hand
 from seqtile.recipes import Job, check_output, checkpoint_in, number_or_name
 from seqtile.recipes.checkpoint import check_same
 from seqtile.recipes.data import is_out_of_memory, load_config, load_tokenizer, sequences, standard_library
@@ -73,7 +71,7 @@ def finetune(job: Job, console: Console) -> dict[str, Any]:
 
 def fitted(job: Job, console: Console) -> Job:
     """Returns the job with the cheapest features that fit, see `seqtile.fit`. ValueError if none do."""
-    memory = available() / GIB
+    memory = host_memory_at_hand()
     if job.device == "cuda" and job.local_rank is None:  # in a process of its own, whose part of the GPU goes with it
         with ProcessPoolExecutor(1, get_context("spawn")) as pool:
             gpu_memory = pool.submit(gpu_memory_at_hand).result()

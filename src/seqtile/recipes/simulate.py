@@ -97,7 +97,7 @@ def simulations(
     for name, options in FEATURES.items():
         with _run_without_data(_meta_model(model_class, with_few_layers(config), dtype)) as model:
             if options is not None:
-                seqtile.apply_seqtile(model, **options)
+                seqtile.apply_seqtile(model, **options, check=False)
             lengths = (tokens := _tokens(model), tokens + tokens // 3)
             short, long = (_peak(model, length, name, each) for length in lengths)
         token = (long - short) / (lengths[1] - lengths[0])

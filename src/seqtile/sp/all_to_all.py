@@ -150,10 +150,11 @@ class AllToAll(NamedTuple):
         heads, K]; what several ranks send for one place is added in float32. Without gradients. Tensors of a wider
         dtype than others travel as several elements of theirs.
 
-        Allocates what is sent, then what is received, then the results; never all three.
+        Allocates what is sent, then what is received, then the results; never all three. Raises ValueError, before
+        anything is sent and alike on every rank, for dtypes that could not go this way or could not come back.
         """
         dtypes = [x.dtype for x in tensors]
-        wire = _wire_dtype(dtypes, self.target.summed)
+        wire = _wire_dtype(dtypes, (*self.source.summed, *self.target.summed))
         tensors = [_viewed(x, wire) for x in tensors]
         parts, counts, target = self.source.parts(tensors), self.target.counts(tensors), self.target
         shapes = [(len(x), *size, x.shape[3]) for x, size in zip(tensors, target.sizes, strict=True)]
@@ -183,11 +184,14 @@ class AllToAll(NamedTuple):
 
 
 def _wire_dtype(dtypes: Sequence[torch.dtype], summed: Sequence[int]) -> torch.dtype:
-    """Returns the dtype that all travel as. ValueError for what has to be added in another."""
+    """Returns the dtype that all travel as. ValueError for what has to be added in another, here or on the way back."""
     wire = min(dtypes, key=lambda dtype: dtype.itemsize)
     if any(dtypes[i] != wire for i in summed):
         found = ", ".join(map(str, dtypes))
-        raise ValueError(f"heads that ranks share are in another dtype than the rest, {found}; expected the narrowest")
+        raise ValueError(
+            f"heads that ranks share are in another dtype than the rest, {found}; expected the narrowest of these: let "
+            "the layer compute all of them in one dtype, or use fewer ranks to a sequence"
+        )
     return wire
 
 

@@ -9,10 +9,13 @@ of recurrence.py. Its hooks, in the order in which a forward meets them:
         rotary add, drop_last_position    tell embeddings that depend on the length what it is
       base     check_layers       every layer has attended
     model      guard_loss         the loss is to be reduced over the ranks before its backward
+               forget_batch       what check_batch kept is dropped, also where the forward failed
 
 Source: Arctic Long Sequence Training, 3.2 and 4.2.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +26,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from seqtile.protocols import SHARDED
 from seqtile.sp.attention import NAME, ulysses_attention
 from seqtile.sp.balance import Balance
 from seqtile.sp.compressed import CompressedKeys, is_latent
@@ -30,7 +34,7 @@ from seqtile.sp.groups import SequenceParallel
 from seqtile.sp.layout import BATCH_HASH, CUTTERS, WHOLE_LENGTH, check_same_batch, layout_of
 from seqtile.sp.recurrence import BY_TOKEN, Recurrence, is_known, is_recurrence, mixers
 
-_APPLIED = "_seqtile_ulysses"  # on a model: what was applied to it
+_APPLIED = SHARDED  # on a model: what was applied to it
 _BY_KEYWORD = "under sequence parallelism pass input_ids or inputs_embeds, and the rest by keyword"
 _ATTENTIONS = {"full_attention", "sliding_attention"}  # kinds of layers that mix tokens in attention alone
 _RECURRENCES = {"linear_attention", "hybrid", "conv"}  # in a recurrence or a convolution, too
@@ -121,6 +125,31 @@ def _check(model: PreTrainedModel, implementation: str) -> None:
 
 
 @dataclass
+class Batch:
+    """What a forward of the model was called with, for the hooks of its base model and for those at its end."""
+
+    batch_hash: Tensor | None = None
+    position_ids: Tensor | None = None
+    """This rank's, which a model without attention does not hand on to its base model."""
+    mask: Tensor | None = None
+    """This rank's shard of the attention mask."""
+    whole_length: Tensor | None = None
+    """Tokens of a sequence before it was padded to be cut, if it was."""
+    balance: Balance | None = None
+    has_balance: bool = False
+    """True if it is asked for."""
+    shape: tuple[int, int] = (0, 0)
+    """The batch's rows, and its tokens on this rank."""
+
+    def counted(self, ctx: SequenceParallel, device: torch.device) -> Tensor:
+        """Returns which of this rank's tokens [B, S] are no padding."""
+        batch, local = self.shape
+        places = torch.arange(ctx.rank * local, (ctx.rank + 1) * local, device=device)
+        inside = places < (ctx.size * local if self.whole_length is None else self.whole_length.to(device))
+        return inside.expand(batch, -1) if self.mask is None else inside & self.mask.bool()
+
+
+@dataclass
 class Applied:
     """The hooks that were applied to a model, and what they tell one another in a forward."""
 
@@ -130,18 +159,8 @@ class Applied:
     layers: int
     """How many modules tokens meet in."""
     handles: list[RemovableHandle] = field(default_factory=list)
-    batch_hash: Tensor | None = None
-    position_ids: Tensor | None = None
-    """This rank's, which a model without attention does not hand on to its base model."""
-    mask: Tensor | None = None
-    """This rank's shard of the attention mask."""
-    whole_length: Tensor | None = None
-    """Tokens of a sequence before it was padded to be cut, if it was."""
-    shape: tuple[int, int] = (0, 0)
-    """The batch's rows, and its tokens on this rank."""
-    balance: Balance | None = None
-    has_balance: bool = False
-    """True if it is asked for."""
+    batch: Batch | None = None
+    """Of the model's forward that runs; None between two, also after one that failed."""
     last_position: Tensor = field(default_factory=lambda: torch.zeros((), dtype=torch.int64, device="cpu"))
     """The last position of the whole sequences; on the host, where reading it is free."""
 
@@ -155,6 +174,7 @@ class Applied:
         self.handles += [
             model.register_forward_pre_hook(self.check_batch, with_kwargs=True),
             model.register_forward_hook(self.guard_loss, with_kwargs=True),
+            model.register_forward_hook(self.forget_batch, always_call=True),
             base.register_forward_pre_hook(self.add_layout, with_kwargs=True),
             base.register_forward_hook(self.check_layers, with_kwargs=True),
         ]
@@ -165,23 +185,38 @@ class Applied:
                 self.handles.append(module.register_forward_hook(self.drop_last_position))
 
     def check_batch(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """Keeps the batch's hash and positions for `add_layout`, and refuses labels of which a shard's loss cannot be
-        computed."""
+        """Keeps what the hooks below need to know, and refuses labels of which a shard's loss cannot be computed."""
         missing = [name for name in ("shift_labels", "num_items_in_batch") if kwargs.get(name) is None]
         if len(args) > 1:
             raise ValueError(_BY_KEYWORD)
         if missing and self.ctx.size > 1 and _labelled(kwargs):
             names = " and ".join(missing)
             raise ValueError(f"labels came without {names}, which a shard's loss needs; cut batches by {CUTTERS}")
-        self.batch_hash, self.position_ids = kwargs.pop(BATCH_HASH, None), kwargs.get("position_ids")
-        self.mask, self.whole_length = kwargs.get("attention_mask"), kwargs.pop(WHOLE_LENGTH, None)
-        self.balance = Balance.of(module)
+        self.batch = Batch(
+            kwargs.pop(BATCH_HASH, None),
+            kwargs.get("position_ids"),
+            kwargs.get("attention_mask"),
+            kwargs.pop(WHOLE_LENGTH, None),
+            Balance.of(module),
+        )
         return args, kwargs
+
+    @contextmanager
+    def other_batch(self) -> Iterator[None]:
+        """See `seqtile.protocols.ShardedSequences`."""
+        held, last = self.batch, int(self.last_position)
+        self.batch = Batch(balance=None if held is None else held.balance)
+        try:
+            yield
+        finally:
+            self.batch = held
+            self.last_position.fill_(last)
 
     def add_layout(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Gives the base model the whole sequences' layout, and global position_ids."""
-        batch_hash, self.batch_hash = kwargs.pop(BATCH_HASH, self.batch_hash), None
-        positions, self.position_ids = self.position_ids, None
+        batch = self.batch or Batch()  # the base model may be called by itself
+        batch_hash, batch.batch_hash = kwargs.pop(BATCH_HASH, batch.batch_hash), None
+        positions, batch.position_ids = batch.position_ids, None
         if kwargs.get("position_ids") is None and positions is not None:
             kwargs["position_ids"] = positions
         kwargs.pop(WHOLE_LENGTH, None)
@@ -190,9 +225,9 @@ class Applied:
         if tokens is None or len(args) > 1:
             raise ValueError(_BY_KEYWORD)
         _check_shard(kwargs, *tokens.shape[:2])
-        self.shape = tokens.shape[0], tokens.shape[1]
-        self.has_balance = bool(kwargs.get("output_router_logits"))
-        if self.has_balance and self.balance is None:
+        batch.shape = tokens.shape[0], tokens.shape[1]
+        batch.has_balance = bool(kwargs.get("output_router_logits"))
+        if batch.has_balance and batch.balance is None:
             raise ValueError(
                 "the router's balancing loss of this model is not known; expected output_router_logits=False over ranks"
             )
@@ -200,7 +235,7 @@ class Applied:
             kwargs["position_ids"] = torch.arange(tokens.shape[1], device=tokens.device)[None]
         last = check_same_batch(tokens, kwargs, batch_hash, self.ctx)
         sharded = (tokens.shape[1], kwargs["position_ids"], kwargs.get("attention_mask"))
-        layout = layout_of(*sharded, self.ctx, self.implementation, last)
+        layout = layout_of(*sharded, self.ctx, self.implementation)
         if (lengths := kwargs.get("cu_seq_lens_q")) is not None:
             length = int(lengths[-1])  # what follows pads to a multiple of ranks
             if lengths.tolist() != [0, *(stop for start, stop in layout.of_row(0) if start < length)]:
@@ -227,12 +262,14 @@ class Applied:
 
     def guard_loss(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
         """Returns the output, a dict or a tuple, with a loss that has to be reduced before its backward."""
-        if self.ctx.size > 1 and self.has_balance and isinstance(output, tuple):
+        batch = self.batch
+        if self.ctx.size > 1 and batch.has_balance and isinstance(output, tuple):
             raise ValueError(
                 "the loss that balances experts is not found in a tuple; expected return_dict=True over ranks"
             )
-        if self.ctx.size > 1 and self.has_balance and output.get("aux_loss") is not None:
-            self.balance.over_ranks(output, self.counted(output["router_logits"][0]), self.ctx)
+        if self.ctx.size > 1 and batch.has_balance and output.get("aux_loss") is not None:
+            counted = batch.counted(self.ctx, output["router_logits"][0].device)
+            batch.balance.over_ranks(output, counted, self.ctx)
         loss = output[0] if isinstance(output, tuple) else output.get("loss")
         if self.ctx.size == 1 or not _labelled(kwargs) or loss is None or not loss.requires_grad:
             return output
@@ -242,12 +279,9 @@ class Applied:
         output["loss"] = share
         return output
 
-    def counted(self, router_logits: Tensor) -> Tensor:
-        """Returns which of this rank's tokens [B, S] are no padding; on the device of router logits [B S, experts]."""
-        batch, local = self.shape
-        places = torch.arange(self.ctx.rank * local, (self.ctx.rank + 1) * local, device=router_logits.device)
-        inside = places < (self.ctx.size * local if self.whole_length is None else self.whole_length.to(places.device))
-        return inside.expand(batch, -1) if self.mask is None else inside & self.mask.bool()
+    def forget_batch(self, module: nn.Module, args: tuple, output: Any) -> None:
+        """Drops what was kept of the batch, also where the forward failed."""
+        self.batch = None
 
 
 def _labelled(kwargs: dict[str, Any]) -> bool:

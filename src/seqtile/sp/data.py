@@ -21,11 +21,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from seqtile.sp.groups import SequenceParallel, device_of
+from seqtile.sp.groups import SequenceParallel, device_of, gather
 from seqtile.sp.layout import BATCH_HASH, CUTTERS, WHOLE_LENGTH, hash_of
 
 IGNORED = -100
 _NOTHING, _FAILED = 0, -1  # in place of a shard's size: the rank's loader is at its end; its batch could not be cut
+_NO_LENGTH = -1  # in place of a loader's length
 
 
 class DataShardingCollator:
@@ -150,12 +151,17 @@ class ShardedDataLoader:
         self._generator: torch.Generator | None = getattr(dataloader, "generator", None)
         self._start: dict[str, Any] | None = None
         self._resume = False
+        self._lengths, self._no_length = _lengths(dataloader, ctx)
 
     def __len__(self) -> int:
-        """Returns the steps of an epoch. A collective: every rank of the group calls it."""
-        total = torch.tensor(len(self.dataloader), device=device_of(self.ctx))
-        dist.all_reduce(total, group=self.ctx.group)
-        return int(total)
+        """Returns the steps of an epoch, of dataloaders as long as they were when this was made."""
+        if _NO_LENGTH in self._lengths:
+            rank = self._lengths.index(_NO_LENGTH)
+            raise TypeError(
+                f"the dataloader of rank {rank} of the group has no len(), expected one with a length on every rank; "
+                "iterate without asking for it"
+            ) from self._no_length
+        return sum(self._lengths)
 
     def set_epoch(self, epoch: int) -> None:
         """Sets the epoch that comes next, from its beginning unless a state of it has been loaded."""
@@ -195,6 +201,16 @@ class ShardedDataLoader:
             batches = iter(self.dataloader)
             first = list(islice(batches, 1))  # samplers draw their order when they are asked for the first batch
         yield from chain(first, batches)
+
+
+def _lengths(dataloader: Iterable[Any], ctx: SequenceParallel) -> tuple[list[int], Exception | None]:
+    """Returns how many batches the loader of each rank of the group has, and why this rank's has no length. A
+    collective."""
+    try:
+        length, why = len(dataloader), None
+    except Exception as error:  # raised where the length is asked for; the other ranks would wait for this one
+        length, why = _NO_LENGTH, error
+    return [int(each) for each in gather(torch.tensor(length, device=device_of(ctx)), ctx)], why
 
 
 def rounds(

@@ -7,7 +7,6 @@ Source: Arctic Long Sequence Training, 3.4.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -23,24 +22,25 @@ _FACTORS = (0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9, 0x14D049BB133111EB)  # odd, 
 _COMPARED = "[batch, tokens, has a mask, rows of position_ids, has a batch_hash, labelled tokens]"
 
 
-@dataclass(frozen=True)
 class Layout:
-    """The whole sequences of a group's batch, as every layer's attention is given it."""
+    """The whole sequences of a group's batch, as every layer's attention is given it.
 
-    ctx: SequenceParallel
-    local: int
-    """Tokens of a sequence on each rank."""
-    documents: tuple[Rows, ...]
-    """For each row of the batch the [start, stop) of its documents; padding is in none. One entry if all are alike."""
-    implementation: str
-    """The attention that the model had, which computes this rank's heads."""
+    All layers share one object. It is no dataclass, dict or tuple: FSDP2 copies those where it casts a layer's
+    arguments.
+    """
 
-    last_position: int = 0
-    """The largest of all position_ids."""
-    attended: set[int] = field(default_factory=set, compare=False, repr=False)
-    """The modules that have attended, by id."""
-    cache: dict[Any, Any] = field(default_factory=dict, compare=False, repr=False)
-    """Objects that are made once for all layers, see `once`."""
+    def __init__(self, ctx: SequenceParallel, local: int, documents: tuple[Rows, ...], implementation: str):
+        self.ctx = ctx
+        self.local = local
+        """Tokens of a sequence on each rank."""
+        self.documents = documents
+        """For each row of the batch the [start, stop) of its documents; padding is in none. One entry if all are
+        alike."""
+        self.implementation = implementation
+        """The attention that the model had, which computes this rank's heads."""
+        self.attended: set[int] = set()
+        """The modules that have attended, by id."""
+        self._made: dict[Any, Any] = {}  # see `once`
 
     @property
     def length(self) -> int:
@@ -53,17 +53,16 @@ class Layout:
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
         """Returns what `make` returns, which every layer that asks by this key shares."""
-        if key not in self.cache:
-            self.cache[key] = make()
-        return self.cache[key]
+        if key not in self._made:
+            self._made[key] = make()
+        return self._made[key]
 
 
 def layout_of(
-    local: int, position_ids: Tensor, mask: Tensor | None, ctx: SequenceParallel, implementation: str, last: int = 0
+    local: int, position_ids: Tensor, mask: Tensor | None, ctx: SequenceParallel, implementation: str
 ) -> Layout:
     """Returns the layout of what the ranks of a group hold together. `position_ids` [B or 1, S], or of several axes
-    [3 or 4, B, S], and the attention mask [B, S] are local, and of the same shape on every rank; `last` is the largest
-    position of all.
+    [3 or 4, B, S], and the attention mask [B, S] are local, and of the same shape on every rank.
 
     As for Hugging Face, documents are told by positions that restart, where there is no mask; of several axes by the
     first of four, that of the text.
@@ -86,7 +85,7 @@ def layout_of(
             "packed documents without an attention_mask"
         )
     documents = rows if any(row != rows[0] for row in rows) else rows[:1]
-    return Layout(ctx, local, documents, implementation, last)
+    return Layout(ctx, local, documents, implementation)
 
 
 def documents_of(positions: Tensor, valid: Tensor) -> Rows:

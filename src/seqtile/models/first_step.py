@@ -1,0 +1,233 @@
+"""The first training step compares itself with the untiled model, on a few tokens of the user's own batch.
+
+    first forward in training ─ 23 tokens ─┬─ untiled ──────────────────────────────── loss, gradients
+                                           ├─ tiled, in chunks of 5 tokens a row ───── the same?
+                                           └─ untiled, embeddings changed by one bit ─ how far rounding goes
+
+Where the tiled loss or a gradient is farther from the untiled one than `FACTOR` times what the one bit does, nothing is
+trained: a ValueError names the part and the parameter. Compared are the loss and the gradients of the small parameters
+and of the embeddings' output, with check="full" of every parameter.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch._guards import detect_fake_mode
+from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from transformers.utils import logging
+
+from seqtile.models.placement import HELD, Options, name_of, stand_in_for
+from seqtile.models.trial_batch import TrialBatch, trial_batch
+from seqtile.models.trial_pass import Pass, Placed, Vectors, precision_of, tiled_modules
+from seqtile.ops.chunks import is_trial
+from seqtile.protocols import SHARDED
+
+logger = logging.get_logger(__name__)
+CHUNKS = (5, 7, 9, 11)  # tokens of a row in a chunk, the first that is no size of the model
+FACTOR = 10  # of 224 model types in float32 and bfloat16 no gradient was beyond 2
+OUTCOME = "_seqtile_first_step"  # on a model: (what it was made of when it was compared, what came of it)
+_REMEDIES = {"loss": "loss=False", "mlp": "mlp=False", "layer": "layer=False"}
+
+
+class Difference(NamedTuple):
+    """What is farther from the untiled model than rounding explains."""
+
+    what: str
+    """The loss, or the gradient of a parameter."""
+    error: float
+    """The norm of the difference over the norm of the untiled vector."""
+    rounding: float
+    """The same for the untiled model whose embeddings changed by one bit."""
+
+    def __str__(self) -> str:
+        bit = f"one bit of the embeddings changes it by {self.rounding:.1e}"
+        return f"{self.what} differs by {self.error:.1%}, where {bit}"
+
+
+def checked_forward(options: Options, original: Callable) -> Callable:
+    """Returns `original`, the forward (a plain function) of a model whose loss is not tiled, after the check."""
+
+    @stand_in_for(original)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        check_first_step(self, options, original, args, kwargs)
+        return original(self, *args, **kwargs)
+
+    return forward
+
+
+def check_first_step(model: nn.Module, options: Options, original: Callable, args: tuple, kwargs: dict) -> None:
+    """Compares the tiled model with the untiled one, unless that has been done since the model last changed.
+
+    `original` is the model's untiled forward, a plain function; `args` and `kwargs` are what it is called with. Raises
+    ValueError for a difference. Only in training, with gradients; not for a compiler, a simulation or a replica of
+    torch's DataParallel.
+    """
+    if torch.compiler.is_compiling() or not (options.check and model.training and torch.is_grad_enabled()):
+        return
+    made_of = None if is_trial() or getattr(model, "_is_replica", False) else _made_of(model)
+    if made_of is None or vars(model).get(OUTCOME, (None,))[0] == made_of:
+        return
+    outcome = _outcome(model, options, original, args, kwargs)
+    vars(model)[OUTCOME] = (made_of, outcome)
+    logger.info(f"seqtile's first step: {outcome}")
+
+
+def outcome_of(model: nn.Module) -> str | None:
+    """Returns what came of the comparison, None if there was none yet."""
+    return vars(model).get(OUTCOME, (None, None))[1]
+
+
+def _made_of(model: nn.Module) -> int:
+    """Returns a number that changes where a module is exchanged, patched, hooked or gets another adapter."""
+    found = []
+    for module in model.modules():
+        own = vars(module)
+        found += [id(type(module)), id(own.get("forward")), id(own.get(HELD))]
+        found += [len(module._forward_hooks), len(module._forward_pre_hooks)]
+        if "_active_adapter" in own:
+            found += [str(own["_active_adapter"]), own.get("_disable_adapters"), len(own.get("merged_adapters", ()))]
+    return hash(tuple(found))
+
+
+def _outcome(model: nn.Module, options: Options, original: Callable, args: tuple, kwargs: dict) -> str:
+    """Returns what to say of the comparison. Raises ValueError for a difference."""
+    if (reason := _not_comparable(model, args, kwargs)) is not None:
+        return f"not compared with the untiled model: {reason}"
+    batch = trial_batch(model, original, args, kwargs)
+    full, eps = options.check == "full", precision_of(next(model.parameters()))
+    tokens = batch.shape.numel()
+    placed, chunk_tokens = tiled_modules(model), _chunk_tokens(model, batch)
+    trial = partial(Pass(model, original, batch.inputs, full, reset=_reset(model)).run, placed)
+    try:
+        plain = trial(tiled=())
+        nudged = trial(tiled=(), nudge=True)
+    except Exception as error:  # whatever the model's own code raises for so short a batch
+        return f"not compared: the untiled model fails on {tokens} tokens of it ({_brief(error)})"
+    try:
+        tiled = trial(tiled=placed, chunk_tokens=chunk_tokens)
+    except Exception:
+        logger.error(
+            f"seqtile's first step: the tiled model fails on {tokens} tokens of this batch, on which the untiled "
+            f"one runs. Nothing was trained. {_remedy(None)}"
+        )
+        raise
+    found = difference(plain, tiled, nudged, eps)
+    if _on_any_rank(model, found is not None):
+        differs = partial(difference, plain, nudged=nudged, eps=eps)
+        part = _part_that_differs(model, placed, partial(trial, chunk_tokens=chunk_tokens), differs)
+        where = "on another rank" if found is None else str(found)
+        raise ValueError(
+            f"the tiled model computes something else than the untiled one on {tokens} tokens of this batch: "
+            f"{where}{f'; the part is {part[0]}' if part else ''}. Nothing was trained. "
+            f"{_remedy(part[1] if part else None)}"
+        )
+    compared = "every gradient" if full else f"the loss and {len(plain) - 1} gradients"
+    left_out = f" (left out: {', '.join(batch.left_out)})" if batch.left_out else ""
+    return f"{compared} equal the untiled model's up to rounding, on {tokens} tokens{left_out}"
+
+
+def _chunk_tokens(model: nn.Module, batch: TrialBatch) -> int:
+    """Returns the tokens of a chunk: of each row a number that is no size of the model, and leaves a rest that is none,
+    so that no dimension is taken for that of the tokens."""
+    rows, length = batch.shape
+    sizes = {value for value in vars(model.config.get_text_config()).values() if isinstance(value, int)}
+    return rows * next((size for size in CHUNKS if not {size, length % size} & sizes), CHUNKS[0])
+
+
+def _not_comparable(model: nn.Module, args: tuple, kwargs: dict) -> str | None:
+    """Returns why the model cannot be compared in this forward; None if it can."""
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+    if detect_fake_mode(tensors) is not None or any(x.is_meta for x in (*tensors, *model.parameters())):
+        return "its tensors hold no values"
+    if torch._C._are_functorch_transforms_active():
+        return "it is inside a transform of torch.func"
+    if kwargs.get("past_key_values") is not None:
+        return "it was given a cache"
+    if not isinstance(model, FSDPModule) and any(isinstance(module, FSDPModule) for module in model.modules()):
+        return "fully_shard was called on its parts, or on a module around it, not on the model itself"
+    for module in model.modules():
+        if module._compiled_call_impl is not None:
+            return f"its {name_of(module)} is compiled"
+        if isinstance(module, FullyShardedDataParallel):
+            return "FullyShardedDataParallel moves its parameters; fully_shard can be compared"
+    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
+        return "ZeRO-3 would record the comparison's order of modules as that of a training step"
+    return None
+
+
+def difference(plain: Vectors, tiled: Vectors, nudged: Vectors, eps: float) -> Difference | None:
+    """Returns the largest difference between the untiled and the tiled model that rounding does not explain; `eps` is
+    the relative distance of the numbers that the model computes in."""
+    whole = max((float(vector.norm()) for vector in plain.values() if vector is not None), default=0.0)
+    found: list[Difference] = []
+    for name, truth in plain.items():
+        what = "the loss" if name == "loss" else f"the gradient of {name}"
+        ours, other = tiled.get(name), nudged.get(name)
+        if truth is None or ours is None:
+            if (truth is None) != (ours is None) and (truth is None or float(truth.norm()) > 0):
+                found.append(Difference(f"{what}, which {'none' if truth is None else 'one'} has untiled,", 1.0, 0.0))
+            continue
+        size = float(truth.norm())
+        if not size < float("inf"):  # an overflow of float16
+            continue
+        error = float((ours.double() - truth.double()).norm())
+        rounding = 0.0 if other is None else float((other.double() - truth.double()).norm())
+        # Of a loss in float32, computed from bfloat16, less than `eps`. Chunks are always summed in float32.
+        own = max(torch.finfo(truth.dtype).eps, torch.finfo(torch.float32).eps)
+        if not error <= FACTOR * (rounding + own * size) + eps * size + own * whole:
+            found.append(Difference(what, error / size if size else error, rounding / size if size else rounding))
+    return max(found, key=lambda each: each.error, default=None)
+
+
+def _part_that_differs(
+    model: nn.Module, placed: Placed, trial: Callable[..., Vectors], difference_of: Callable
+) -> tuple[str, str] | None:
+    """Returns the first part that differs when it alone is tiled, by its modules' class and as it is asked for; None if
+    none does alone."""
+    kinds: dict[tuple[str, str], list] = {}
+    for module, placement in placed:
+        owner = name_of(module)
+        kinds.setdefault((placement.part, "" if placement.part == "layer" else owner), []).append((module, placement))
+    for (part, owner), alone in kinds.items():
+        if not part:
+            continue
+        try:
+            differs = difference_of(tiled=trial(tiled=alone)) is not None
+        except Exception:  # a part that does not run alone is not the one that is looked for
+            differs = True
+        if _on_any_rank(model, differs):
+            return (f"{part} ({owner})" if owner else part), part
+    return None
+
+
+def _on_any_rank(model: nn.Module, is_so: bool) -> bool:
+    """Returns whether it is so on any rank, where ranks run each forward together."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return is_so
+    if SHARDED not in vars(model) and not any(isinstance(module, FSDPModule) for module in model.modules()):
+        return is_so
+    device = next(model.parameters()).device
+    flag = torch.tensor(float(is_so), device=device)
+    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+    return bool(flag.item())
+
+
+def _reset(model: nn.Module) -> Callable[[], None]:
+    """Returns what has to be done after a backward inside the model's forward: FSDP2 shards the root anew."""
+    return model.unshard if isinstance(model, FSDPModule) else lambda: None
+
+
+def _remedy(part: str | None) -> str:
+    without = _REMEDIES.get(part or "", "the part left out (mlp=False, layer=False or loss=False)")
+    return (
+        f"Apply seqtile with {without}, after seqtile.restore(model), and please report it (docs/troubleshooting.md); "
+        "check=False trains all the same"
+    )
+
+
+def _brief(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -1,0 +1,232 @@
+"""A forward and a backward of a model that leave no trace: what they change is put back.
+
+module.__dict__, its buffers      as they were, also where a value was changed in place
+hooks of users                    not called, on modules or on parameters
+random numbers, autocast's casts  as before
+.grad, main_grad                  not touched
+dropout, checkpointing            off
+"""
+
+import inspect
+import random
+import re
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from types import MethodType
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import _disable_current_modes
+
+from seqtile.models.placement import HELD, Placement, package_of, placement_at
+from seqtile.ops.chunks import chunk_tokens_everywhere
+from seqtile.ops.leaf_gradients import without_hooks
+from seqtile.protocols import SHARDED
+
+SMALL = 2**22  # numbers of a parameter whose gradient is compared, and of a buffer that is put back
+_ALMOST_NONE = 1e-30  # a rate that drops nothing, and still is a rate: what is computed how does not change
+_RATES = re.compile(r".*(drop|jitter|noise).*|p")
+_HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+_LIBRARIES = ("torch", "transformers", "peft", "accelerate", "deepspeed", "seqtile", "bitsandbytes", "torchao")
+Placed = Sequence[tuple[nn.Module, Placement]]
+Vectors = dict[str, torch.Tensor | None]
+"""The loss, by the name "loss", and gradients by their parameters' names; None of a parameter that got none."""
+
+
+def tiled_modules(model: nn.Module) -> Placed:
+    """Returns the modules below a model, and itself, that have a tiled forward, and those."""
+    found = ((module, placement_at(module)) for module in model.modules())
+    return [(module, placement) for module, placement in found if placement is not None]
+
+
+class Pass:
+    """Runs a model on a short batch, untiled or with some of its modules tiled, and returns loss and gradients."""
+
+    def __init__(self, model: nn.Module, original: Callable, inputs: dict[str, Any], full: bool, reset: Callable):
+        self.model, self.original, self.inputs, self.full, self.reset = model, original, inputs, full, reset
+
+    def run(self, placed: Placed, *, tiled: Placed, chunk_tokens: int | None = None, nudge: bool = False) -> Vectors:
+        """Returns the loss and the gradients; of all `placed` modules those `tiled` are. `nudge` changes what the
+        embeddings return by one bit."""
+        tiles = {id(module) for module, _ in tiled}
+        untiled = [(module, placement) for module, placement in placed if id(module) not in tiles]
+        inputs, forward = dict(self.inputs), self.original
+        if id(self.model) in tiles:
+            forward = placement_at(self.model).forward
+        elif "skip_logits" in inspect.signature(forward).parameters:  # Liger's, whose own loss is not asked for
+            inputs["skip_logits"] = False
+        if "return_dict" in inputs or not getattr(self.model.config, "return_dict", True):
+            inputs["return_dict"] = True
+        if chunk_tokens is None and any(placement.part == "layer" for _, placement in placed):
+            inputs["use_cache"] = False  # tiled layers make no cache in training, so documents are told apart
+        with ExitStack() as stack:
+            stack.enter_context(without_a_trace(self.model))
+            if (sharded := vars(self.model).get(SHARDED)) is not None:
+                stack.enter_context(sharded.other_batch())
+            for module, placement in untiled:
+                _run_untiled(module, placement)
+            if chunk_tokens is not None:
+                stack.enter_context(chunk_tokens_everywhere(chunk_tokens))
+            leaves, seen = self._leaves(), self._watch_embeddings(inputs, nudge)
+            loss = forward(self.model, **inputs).loss
+            return self._gradients(loss, leaves, seen)
+
+    def _leaves(self) -> dict[str, torch.Tensor]:
+        """Returns the parameters whose gradients are wanted, by name; those that FSDP2 gathers when a module runs are
+        added when it does."""
+        leaves: dict[str, torch.Tensor] = {}
+
+        def add(prefix: str, module: nn.Module) -> None:
+            for name, parameter in module.named_parameters(prefix):
+                whole = not isinstance(parameter, DTensor) and parameter.numel() > 0
+                if parameter.requires_grad and whole and (self.full or parameter.numel() <= SMALL):
+                    leaves[name] = parameter
+
+        add("", self.model)
+        for prefix, module in self.model.named_modules():
+            if isinstance(module, FSDPModule) and module is not self.model:
+                module.register_forward_pre_hook(lambda module, args, prefix=prefix: add(prefix, module))
+        return leaves
+
+    def _watch_embeddings(self, inputs: dict[str, Any], nudge: bool) -> list[torch.Tensor]:
+        """Returns a list that will hold what the embeddings return, in which the forward goes on."""
+        seen: list[torch.Tensor] = []
+
+        def nudged(embedded: torch.Tensor) -> torch.Tensor:
+            if nudge:
+                with torch.random.fork_rng(devices=[]):
+                    signs = torch.randint(0, 2, embedded.shape, generator=torch.Generator().manual_seed(1)) * 2 - 1
+                embedded = embedded * (1 + precision_of(embedded) * signs.to(embedded.device)).to(embedded.dtype)
+            seen.append(embedded)
+            return embedded
+
+        if inputs.get("inputs_embeds") is not None:
+            leaf = inputs["inputs_embeds"].detach().requires_grad_()
+            inputs["inputs_embeds"] = nudged(leaf)
+        else:
+            self.model.get_input_embeddings().register_forward_hook(lambda module, args, output: nudged(output))
+        return seen
+
+    def _gradients(self, loss: torch.Tensor, leaves: dict[str, torch.Tensor], seen: list[torch.Tensor]) -> Vectors:
+        """Returns the loss and the gradients. Every leaf doubles its gradient by a hook, so that one which is called
+        once a chunk shows."""
+        wanted = dict(leaves)
+        wanted |= {f"the embeddings' output {i}".removesuffix(" 0"): x for i, x in enumerate(seen) if x.requires_grad}
+        found: Sequence[torch.Tensor | None] = []
+        if loss.requires_grad and wanted:
+            with without_hooks(leaves.values()):
+                hooks = [leaf.register_hook(lambda gradient: gradient + gradient) for leaf in leaves.values()]
+                try:
+                    scale = 2.0**10 if _computes_in_half(loss) else 1.0  # of small gradients in float16
+                    found = torch.autograd.grad(loss * scale, list(wanted.values()), allow_unused=True)
+                finally:
+                    for hook in hooks:
+                        hook.remove()
+            self.reset()
+        vectors = {name: None if g is None else g.detach() for name, g in zip(wanted, found, strict=False)}
+        return {"loss": loss.detach().reshape(1)} | vectors
+
+
+def precision_of(tensor: torch.Tensor) -> float:
+    """Returns the distance from 1 to the next number in which products of this tensor are computed."""
+    kind = tensor.device.type
+    if torch.is_autocast_enabled(kind):
+        return torch.finfo(torch.get_autocast_dtype(kind)).eps
+    if kind == "cuda" and tensor.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32:
+        return 2.0**-10
+    return torch.finfo(tensor.dtype).eps
+
+
+def _computes_in_half(tensor: torch.Tensor) -> bool:
+    return precision_of(tensor) == torch.finfo(torch.float16).eps
+
+
+def _run_untiled(module: nn.Module, placement: Placement) -> None:
+    """Has a module run the forward that its tiled one stands in for, until its attributes are put back."""
+    own = vars(module)
+    if own.get(HELD) is not None:
+        own[HELD] = replace(placement, forward=placement.original)
+    elif "forward" not in own:  # tiled by its class
+        own["forward"] = MethodType(placement.original, module)
+    else:
+        raise ValueError(f"another library's forward stands around the tiled one of {type(module).__name__}")
+
+
+@contextmanager
+def without_a_trace(model: nn.Module) -> Iterator[None]:
+    """Puts back at the end whatever a forward or a backward of the model changes. Inside, checkpointing is off, nothing
+    is dropped, and hooks of users on modules are not called."""
+    devices = {parameter.device for parameter in model.parameters() if parameter.device.type not in ("cpu", "meta")}
+    kind = next(iter(devices)).type if devices else "cuda"
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(list(devices), device_type=kind))
+        stack.enter_context(_numbers_of_python())
+        stack.enter_context(_disable_current_modes())
+        stack.enter_context(saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor))
+        stack.enter_context(_attributes_put_back(model))
+        torch.clear_autocast_cache()
+        stack.callback(torch.clear_autocast_cache)
+        yield
+
+
+@contextmanager
+def _numbers_of_python() -> Iterator[None]:
+    state = random.getstate()
+    try:
+        yield
+    finally:
+        random.setstate(state)
+
+
+@contextmanager
+def _attributes_put_back(model: nn.Module) -> Iterator[None]:
+    modules = list(model.modules())
+    attributes = [dict(vars(module)) for module in modules]
+    buffers = [dict(module._buffers) for module in modules]
+    values = {buffer: buffer.clone() for buffer in model.buffers() if buffer.numel() <= SMALL and not buffer.is_meta}
+    configs = {id(module.config): vars(module.config) for module in modules if hasattr(module, "config")}
+    settings = [(config, dict(config)) for config in configs.values()]
+    main_grads = [(p, vars(p).pop("main_grad")) for p in model.parameters() if "main_grad" in vars(p)]
+    try:
+        for module in modules:
+            _prepare(module)
+        for config in configs.values():
+            _drop_nothing(config)
+        yield
+    finally:
+        for module, before, held in zip(modules, attributes, buffers, strict=True):
+            vars(module).clear()
+            vars(module).update(before)
+            module._buffers.clear()
+            module._buffers.update(held)
+        for config, before in settings:
+            config.update(before)
+        for parameter, main_grad in main_grads:
+            parameter.main_grad = main_grad
+        with torch.no_grad():
+            for buffer, value in values.items():
+                if not torch.equal(buffer, value):  # writing the same would count as a change
+                    buffer.copy_(value)
+
+
+def _prepare(module: nn.Module) -> None:
+    own = vars(module)
+    if getattr(module, "gradient_checkpointing", False):
+        own["gradient_checkpointing"] = False
+    _drop_nothing(own)
+    for name in _HOOKS:  # a copy, which what registers hooks meanwhile writes to
+        kept = ((key, hook) for key, hook in own[name].items() if package_of(hook) in _LIBRARIES)
+        own[name] = OrderedDict(kept)
+
+
+def _drop_nothing(attributes: dict[str, Any]) -> None:
+    """Sets rates of dropout and noise to almost nothing: a rate of 0 would let other code run."""
+    for name, value in attributes.items():
+        if isinstance(value, float) and value > 0 and _RATES.fullmatch(name):
+            attributes[name] = _ALMOST_NONE

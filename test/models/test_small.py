@@ -1,0 +1,78 @@
+"""A small model has what the config has: every kind of layer, shared keys, head sizes by layer; and nothing else."""
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, Gemma4TextConfig, PreTrainedModel
+
+from seqtile.models.find import layers_of
+from seqtile.models.model_types import model_classes, model_types
+from seqtile.models.small import config_for, small_model, structure_of, with_few_layers
+
+
+def made(model_type: str, **changes: object) -> PreTrainedModel:
+    return small_model(model_classes(model_type)[0], CONFIG_MAPPING[model_type](**changes))
+
+
+def text_config_of(model: PreTrainedModel) -> object:
+    return model.config.get_text_config()
+
+
+@pytest.mark.parametrize("model_type", model_types())
+def test_every_kind_of_layer(model_type: str) -> None:
+    """Of the layers of the model whose sizes are the config's, every one is there with smaller sizes."""
+    try:
+        model, cls = made(model_type), model_classes(model_type)[0]
+        with torch.device("meta"):
+            whole = cls(config_for(cls, CONFIG_MAPPING[model_type]()))
+    except Exception as error:  # of Hugging Face's code
+        pytest.skip(f"cannot be built: {error}")
+    kinds = {structure_of(layer) for layer in layers_of(model)}
+    if model_type == "evolla":  # its code inserts its adapters by the number of layers
+        kinds |= {kind for kind in map(structure_of, layers_of(whole)) if any(set(kind) <= set(one) for one in kinds)}
+    assert {structure_of(layer) for layer in layers_of(whole)} <= kinds
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("gemma4_text", {"num_kv_shared_layers": 18}),
+        ("gemma4_unified_text", {"num_kv_shared_layers": 6}),
+        ("gemma4", {"text_config": {"num_kv_shared_layers": 20}}),
+        ("gemma3n_text", {}),
+    ],
+)
+def test_shared_keys(model_type: str, changes: dict) -> None:
+    """For every kind of layers there is one that writes keys, and one that reads those of another."""
+    layers = [layer.self_attn for layer in layers_of(made(model_type, **changes))]
+    for slides in (True, False):
+        alike = [layer for layer in layers if layer.is_sliding is slides]
+        assert {layer.is_kv_shared_layer for layer in alike} == {True, False}
+        assert any(layer.store_full_length_kv for layer in alike)
+    assert len(layers) <= 6
+
+
+@pytest.mark.parametrize("layers", [0, 15])
+def test_shared_keys_of_a_few_layers(layers: int) -> None:
+    few = with_few_layers(Gemma4TextConfig(num_kv_shared_layers=layers))
+    assert few.hidden_size == Gemma4TextConfig().hidden_size
+    assert few.num_kv_shared_layers == (2 if layers else 0) and few.num_hidden_layers == (4 if layers else 2)
+
+
+def test_what_is_not_there_is_not_made() -> None:
+    assert text_config_of(made("gemma4_text")).num_kv_shared_layers == 0
+    assert all(layer.shared_mlp is None for layer in layers_of(made("granitemoeshared")))
+    assert made("deepseek_v4").config.num_nextn_predict_layers == 1
+    assert made("deepseek_v4", num_nextn_predict_layers=0).config.num_nextn_predict_layers == 0
+
+
+def test_sizes_by_layer() -> None:
+    """Full attention has other heads than sliding attention, and so it has small."""
+    sizes = {layer.self_attn.layer_type: layer.self_attn.head_dim for layer in layers_of(made("gemma4_text"))}
+    assert sizes["full_attention"] != sizes["sliding_attention"]
+
+
+def test_layers_that_are_listed() -> None:
+    """An MLP in layers 3 and 5 of a mixture, and layers that attend to an image in layers 3 and 8."""
+    of = made("qwen2_moe", num_hidden_layers=8, mlp_only_layers=[3, 5])
+    assert {type(layer.mlp).__name__ for layer in layers_of(of)} == {"Qwen2MoeSparseMoeBlock", "Qwen2MoeMLP"}
+    assert len(layers_of(of)) == 2

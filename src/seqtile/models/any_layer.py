@@ -16,17 +16,17 @@ from typing import Any
 import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
-from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from seqtile.models.fallback import call_tiled
 from seqtile.models.forms import source_of
 from seqtile.models.further_outputs import call_with_further_outputs, recording
+from seqtile.models.layer_arguments import ChunkArguments, LayerArguments
 from seqtile.models.placement import computed_forward
-from seqtile.models.shared_containers import SharedContainers
 
 _ASKS = "ALL_ATTENTION_FUNCTIONS.get_interface("
-_WHOLE = ("attention_mask", "past_key_values")  # what is not of a chunk's tokens alone
+_HEADS = ("query", "key", "value")
 
 
 class _Reached(Exception):
@@ -50,55 +50,130 @@ def any_layer_refusal(layer: nn.Module) -> str | None:
 def call_layer_tiled(
     layer: nn.Module, forward: Callable, hidden: torch.Tensor, given: dict[str, Any], chunk_tokens: int | None
 ) -> Any:
-    """Returns forward(layer, hidden [B, S, D], **given), chunk by chunk around its attention."""
+    """Returns forward(layer, hidden, **given), chunk by chunk around its attention. `hidden` is [B, S, D], or of
+    several streams [B, S, N, D] or [N, B, S, D]."""
     _install_look_up()
-    asked: dict[str, Any] = {}
-    containers = SharedContainers(given)
-    cut = _Cut(containers.others, hidden.shape[1])
+    axis = _token_axis(layer, hidden, given)
+    rows, length = hidden.shape[axis - 1 : axis + 1]
+    call = _LayerCall(layer, forward, axis, LayerArguments(given, rows, length))
+    inputs = (hidden.movedim(axis, 1), *call.arguments.tensors)
+    made = call_tiled(call.before_attention, [layer], *inputs, chunk_tokens=chunk_tokens, dim=1)
+    heads = call.whole_heads(made if isinstance(made, tuple) else (made,))
+    attn_output = call.function(call.module, *heads, call.mask, **call.options)[0]
+    output, (rest, further) = call_with_further_outputs(
+        call.behind_attention, [layer], inputs[0], attn_output, *inputs[1:], rows=rows, chunk_tokens=chunk_tokens
+    )
+    for name, put in call.whole_written(further, heads).items():
+        given[name].update(put)
+    output = output.movedim(1, axis).contiguous()
+    return output if rest is None else (output, *rest)
 
-    def before_attention(hidden: torch.Tensor, *pieces: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        heads: list[torch.Tensor] = []
 
-        def stop(module: nn.Module, *qkv: torch.Tensor, **options: Any) -> None:
-            named = dict(zip(("query", "key", "value", "attention_mask"), qkv, strict=False)) | options
-            parts = [named.pop(name) for name in ("query", "key", "value")]
-            wholes = [containers.holds(part) for part in parts]
-            heads.extend(part.transpose(1, 2) for part, whole in zip(parts, wholes, strict=True) if not whole)
-            if "module" not in asked:
-                asked["wholes"] = [part if whole else None for part, whole in zip(parts, wholes, strict=True)]
-                asked.update(module=module, mask=named.pop("attention_mask", None), options=cut.whole(named, pieces))
+class _LayerCall:
+    """A call of a layer, of which chunks are run: before its attention, and behind it."""
+
+    function: Callable
+    """Found by the first chunk before attention, as are `module`, `mask` and `options`: the model's attention function,
+    and what it is given besides queries, keys and values."""
+
+    def __init__(self, layer: nn.Module, forward: Callable, axis: int, arguments: LayerArguments):
+        self.layer, self.forward, self.axis, self.arguments = layer, forward, axis, arguments
+        self.module: nn.Module | None = None
+
+    def before_attention(self, hidden: torch.Tensor, *pieces: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Returns a chunk's queries, keys and values [B, C, H, K]; not those that the layer was given whole."""
+        chunk, made = self.arguments.of_chunk(pieces), []
+
+        def instead(found: Callable) -> Callable:
+            self.function = found
+            return stop
+
+        def stop(module: nn.Module, *tensors: torch.Tensor, **options: Any) -> None:
+            named = dict(zip((*_HEADS, "attention_mask"), tensors, strict=False)) | options
+            heads = {name: named.pop(name) for name in _HEADS}
+            wholes = {name: chunk.whole_of(part) for name, part in heads.items()}
+            made.extend(_by_token(name, heads[name], hidden) for name in _HEADS if wholes[name] is None)
+            if self.module is None:
+                self.module, self.mask, self._wholes = module, named.pop("attention_mask", None), wholes.values()
+                self.options = chunk.whole_options(named)
             raise _Reached
 
-        stand_ins = containers.stand_ins()
         try:
-            with recording(None), _attention_function(stop, asked):
-                forward(layer, hidden.contiguous(), **cut.with_pieces(pieces), **stand_ins)
+            with recording(None):
+                self._run(hidden, chunk, instead)
         except _Reached:
-            return tuple(heads)
-        raise ValueError(f"a {type(layer).__name__} asked for no attention function; apply with layer=False")
+            return tuple(made)
+        raise ValueError(f"a {type(self.layer).__name__} asked for no attention function; apply with layer=False")
 
-    def whole_layer(hidden: torch.Tensor, attn_output: torch.Tensor, *pieces: torch.Tensor) -> Any:
-        stand_ins = containers.stand_ins()
-        with _attention_function(lambda *_, **__: (attn_output.contiguous(), None), {}):
-            output = forward(layer, hidden.contiguous(), **cut.with_pieces(pieces), **stand_ins)
-        return output, containers.written(stand_ins)
+    def whole_heads(self, made: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
+        """Returns queries, keys and values [B, H, S, K], of those that chunks made and those that were given whole."""
+        of_chunks = iter(made)
+        return [next(of_chunks).transpose(1, 2) if whole is None else whole for whole in self._wholes]
 
-    heads = call_tiled(before_attention, [layer], hidden, *cut.tensors, chunk_tokens=chunk_tokens, dim=1)
-    of_chunks = iter(heads if isinstance(heads, tuple) else (heads,))
-    q, k, v = (next(of_chunks).transpose(1, 2) if whole is None else whole for whole in asked.pop("wholes"))
-    attn_output = asked["function"](asked["module"], q, k, v, asked["mask"], **asked["options"])[0]
-    inputs = (hidden, attn_output, *cut.tensors)
-    output, written = call_with_further_outputs(whole_layer, [layer], *inputs, chunk_tokens=chunk_tokens)
-    containers.write(written)
-    return output
+    def behind_attention(
+        self, hidden: torch.Tensor, attn_output: torch.Tensor, *pieces: torch.Tensor
+    ) -> tuple[torch.Tensor, tuple[list | None, list]]:
+        """Returns a chunk's hidden states; what else the layer returns, None if nothing; and what it wrote into dicts,
+        None of what is known whole."""
+        chunk, heads = self.arguments.of_chunk(pieces), []
+
+        def attended(module: nn.Module, *tensors: torch.Tensor, **options: Any) -> tuple[torch.Tensor, None]:
+            heads.extend((dict(zip(_HEADS, tensors, strict=False)) | options)[name] for name in _HEADS)
+            return attn_output.contiguous(), None
+
+        output = self._run(hidden, chunk, lambda found: attended)
+        states, *rest = output if isinstance(output, tuple) else (output,)
+        if not isinstance(states, torch.Tensor):
+            raise ValueError(f"a {type(self.layer).__name__} returns a {type(states).__name__}; apply with layer=False")
+        written, self._spec = tree_flatten(chunk.written())
+        known = [next((i for i, head in enumerate(heads) if head is part), chunk.whole_of(part)) for part in written]
+        self._known = known
+        further = [part if whole is None else None for part, whole in zip(written, known, strict=True)]
+        return states.movedim(self.axis, 1), (rest if isinstance(output, tuple) else None, further)
+
+    def whole_written(self, further: list[torch.Tensor], heads: list[torch.Tensor]) -> dict[str, dict[Any, Any]]:
+        """Returns what the layer wrote into dicts, by the names of these. Keys and values are those that its attention
+        was given."""
+        known = [heads[whole] if isinstance(whole, int) else whole for whole in self._known]
+        parts = [part if whole is None else whole for part, whole in zip(further, known, strict=True)]
+        return tree_unflatten(parts, self._spec)
+
+    def _run(self, hidden: torch.Tensor, chunk: ChunkArguments, instead: Callable) -> Any:
+        with _attention_function(instead):
+            return self.forward(self.layer, hidden.movedim(1, self.axis).contiguous(), **chunk.given)
 
 
-_instead: ContextVar[tuple[Callable, dict[str, Any]] | None] = ContextVar("attention_function", default=None)
+def _by_token(name: str, heads: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    """Returns heads [B, H, C, K] as [B, C, H, K]. ValueError if they are not of a chunk's tokens, one each."""
+    if heads.dim() != 4 or heads.shape[2] != hidden.shape[1]:
+        raise ValueError(
+            f"expected an attention that is given a {name} for each token, got {list(heads.shape)} for a chunk of "
+            f"{hidden.shape[1]}; apply with layer=False"
+        )
+    return heads.transpose(1, 2)
+
+
+def _token_axis(layer: nn.Module, hidden: torch.Tensor, given: dict[str, Any]) -> int:
+    """Returns the dimension of a layer's hidden states that is along the tokens."""
+    axes = [1] if hidden.dim() == 3 else []
+    if hidden.dim() == 4:  # of several streams: as long as the angles [.., S, K]
+        angles = [leaf for leaf in tree_leaves(given.get("position_embeddings")) if isinstance(leaf, torch.Tensor)]
+        axes = [axis for axis in (1, 2) if {angle.shape[-2] for angle in angles} == {hidden.shape[axis]}]
+    if len(axes) != 1:
+        raise ValueError(
+            f"this layer cannot be tiled: a {type(layer).__name__} is given hidden states {list(hidden.shape)}, "
+            "expected [batch, tokens, width], or four dimensions, one of which is as long as the rotary embedding's; "
+            "apply with layer=False"
+        )
+    return axes[0]
+
+
+_instead: ContextVar[Callable[[Callable], Callable] | None] = ContextVar("attention_function", default=None)
 
 
 def _install_look_up() -> None:
-    """Puts a look-up of attention functions in place of Hugging Face's, once: it finds what the thread that asks was
-    given by `_attention_function`, and else what there was to be found before."""
+    """Puts a look-up of attention functions in place of Hugging Face's, once: it asks what the thread that looks one up
+    was given by `_attention_function`, and else finds what there was to be found before."""
     find = ALL_ATTENTION_FUNCTIONS.get_interface
     if hasattr(find, "_seqtile"):
         return
@@ -107,61 +182,18 @@ def _install_look_up() -> None:
         found = find(name, default)
         if torch.compiler.is_compiling() or (instead := _instead.get()) is None:
             return found
-        function, asked = instead
-        asked.setdefault("function", found)
-        return function
+        return instead(found)
 
     get_interface._seqtile = True
     ALL_ATTENTION_FUNCTIONS.get_interface = get_interface
 
 
 @contextmanager
-def _attention_function(function: Callable, asked: dict[str, Any]) -> Iterator[None]:
-    """Has layers that this thread runs find `function` as the attention function, and notes which they would have
-    found. To be entered inside what a backward calls again: threads of autograd's inherit nothing."""
-    token = _instead.set((function, asked))
+def _attention_function(instead: Callable[[Callable], Callable]) -> Iterator[None]:
+    """Has layers that this thread runs use instead(function) where they find an attention function. To be entered
+    inside what a backward calls again: autograd's threads inherit nothing."""
+    token = _instead.set(instead)
     try:
         yield
     finally:
         _instead.reset(token)
-
-
-class _Cut:
-    """What a layer is given besides its hidden states: tensors with a row a token, to be cut, and the rest."""
-
-    def __init__(self, given: dict[str, Any], length: int):
-        leaves, self._spec = tree_flatten({name: value for name, value in given.items() if name not in _WHOLE})
-        self._rest = {name: given[name] for name in _WHOLE if name in given}
-        self._leaves = leaves
-        self._places = {i: axis for i, leaf in enumerate(leaves) if (axis := _axis_of(leaf, length)) is not None}
-        self.tensors = [self._moved(leaves[i], axis) for i, axis in self._places.items()]
-        """Each with its tokens along dimension 1, and one dimension behind that at least."""
-
-    def with_pieces(self, pieces: tuple[torch.Tensor, ...]) -> dict[str, Any]:
-        """Returns what the layer is given for a chunk."""
-        leaves = list(self._leaves)
-        for (i, axis), piece in zip(self._places.items(), pieces, strict=True):
-            leaves[i] = piece.squeeze(-1) if self._leaves[i].dim() == 2 else piece.movedim(1, axis)
-        self._given = {id(leaf): whole for leaf, whole in zip(leaves, self._leaves, strict=True)}
-        return tree_unflatten(leaves, self._spec) | self._rest
-
-    def whole(self, options: dict[str, Any], pieces: tuple[torch.Tensor, ...]) -> dict[str, Any]:
-        """Returns what an attention function was given for a chunk as it is given for the whole sequence."""
-        found = {}
-        for name, value in options.items():
-            known = not isinstance(value, torch.Tensor) or isinstance(value, nn.Parameter)
-            if not known and id(value) not in self._given:
-                raise ValueError(f"expected an attention that is given no tensor computed from its tokens, got {name}")
-            found[name] = value if known else self._given[id(value)]
-        return found
-
-    @staticmethod
-    def _moved(leaf: torch.Tensor, axis: int) -> torch.Tensor:
-        return leaf.unsqueeze(-1) if leaf.dim() == 2 else leaf.movedim(axis, 1)
-
-
-def _axis_of(leaf: Any, length: int) -> int | None:
-    """Returns the dimension of a tensor along which it has a row a token; None if there is none."""
-    if not isinstance(leaf, torch.Tensor) or leaf.dim() < 2:
-        return None
-    return next((axis for axis in (1, 2) if axis < leaf.dim() and leaf.shape[axis] == length), None)

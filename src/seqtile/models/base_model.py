@@ -67,7 +67,7 @@ def note_that_all_is_kept(model: nn.Module, tokens: int) -> None:
         return
     query_heads = getattr(config, "num_attention_heads", 0)
     heads, kv = query_heads * head_dim, getattr(config, "num_key_value_heads", query_heads) * head_dim
-    weights = sum(parameter.numel() for parameter in layer.parameters())
+    weights = sum(getattr(weight, "ds_numel", weight.numel()) for weight in layer.parameters())
     kept = config.hidden_size + heads + (heads + 2 * kv if placement.options.head_groups is None else 0)
     if tokens * kept > weights:
         logger.warning_once(

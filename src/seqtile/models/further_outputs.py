@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers.utils.output_capturing import _active_collector
 
 from seqtile.models.fallback import call_tiled
+from seqtile.ops.tiled import Outputs
 
 
 def records_attentions() -> bool:
@@ -27,40 +28,56 @@ def records_attentions() -> bool:
 @contextmanager
 def recording(collected: dict[str, list] | None) -> Iterator[None]:
     """Has Hugging Face record into `collected`; None for nothing."""
-    token = _active_collector.set(collected)
+    if _active_collector.compiling:  # what holds the dict while a compiled model runs
+        before, _active_collector.global_var = _active_collector.global_var, collected
+    else:
+        token = _active_collector.set(collected)
     try:
         yield
     finally:
-        _active_collector.reset(token)
+        if _active_collector.compiling:
+            _active_collector.global_var = before
+        else:
+            _active_collector.reset(token)
 
 
 def call_with_further_outputs(
-    function: Callable[..., Any], modules: Sequence[nn.Module], *inputs: torch.Tensor, chunk_tokens: int | None
-) -> Any:
+    function: Callable[..., tuple[Outputs, Any]],
+    modules: Sequence[nn.Module],
+    *inputs: torch.Tensor,
+    rows: int,
+    chunk_tokens: int | None,
+) -> tuple[Outputs, Any]:
     """Returns function(*inputs), computed chunk by chunk, and records what it records.
 
     Args:
-        function: called with inputs cut along dimension 1. It returns a tree of None and of tensors with a row for each
-            token, [B, C, ...], [B * C, ...] or [B, H, C, ...]. ValueError for anything else.
+        function: called with inputs cut along dimension 1. It returns a tensor or a tuple of them, cut likewise, and a
+            tree of None and of tensors with a row for each token, [B, C, ...], [B * C, ...] or [B, H, C, ...].
+            ValueError for anything else.
         modules: those that function calls.
-        inputs: [B, S, ...] each.
+        inputs: their tokens are along dimension 1.
+        rows: B, the sequences in a batch.
         chunk_tokens: tokens of a chunk.
     """
     collected = _active_collector.get()
     names = [name for name in collected or () if not name.lstrip("_").startswith("hidden_states")]
-    form = _Form(type(modules[0]).__name__)
+    form, own = _Form(type(modules[0]).__name__), []
 
     def of_chunk(*pieces: torch.Tensor) -> tuple[torch.Tensor, ...]:
         recorded: dict[str, list] = {name: [] for name in names}
         with recording(recorded if names else None):
-            made = function(*pieces)
-        return form.flat((made, recorded), *pieces[0].shape[:2])
+            made, further = function(*pieces)
+        made = made if isinstance(made, tuple) else (made,)
+        own[:] = [len(made)]
+        return *made, *form.flat((further, recorded), rows, pieces[0].shape[1])
 
     outputs = call_tiled(of_chunk, modules, *inputs, chunk_tokens=chunk_tokens, dim=1)
-    made, recorded = form.whole(outputs if isinstance(outputs, tuple) else (outputs,))
+    outputs = outputs if isinstance(outputs, tuple) else (outputs,)
+    made, further = outputs[: own[0]], outputs[own[0] :]
+    tree, recorded = form.whole(further)
     for name in names:
         collected[name] += recorded[name]
-    return made
+    return made if len(made) > 1 else made[0], tree
 
 
 class _Form:

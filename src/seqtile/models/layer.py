@@ -19,7 +19,6 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
 from seqtile.models.any_layer import any_layer_refusal, call_layer_tiled
-from seqtile.models.fallback import call_tiled
 from seqtile.models.find import are_experts
 from seqtile.models.further_outputs import call_with_further_outputs, records_attentions
 from seqtile.models.layer_form import LayerForm, is_llamas_rotary, layer_form_of
@@ -82,11 +81,6 @@ def tiled_layer_forward(options: Options, original: Callable) -> Callable:
             return _llama_layer(form, options, self, hidden_states, cache, **given)
         if cache is not None or _is_hugging_faces_and_refused(self):
             return inner(self, hidden_states, past_key_values=cache, **given)
-        if hidden_states.dim() != 3:
-            raise ValueError(
-                f"this layer cannot be tiled: a {type(self).__name__} is given hidden states "
-                f"{list(hidden_states.shape)}, expected [batch, tokens, width]; apply with layer=False"
-            )
         check_layer(self, options)
         given |= {"past_key_values": None} if "past_key_values" in names else {}
         return call_layer_tiled(self, inner, hidden_states, given, _chunk_tokens(self, options, hidden_states))
@@ -335,21 +329,21 @@ def _fallback_layer(
         normed = form.attention.head_norms and name != "v"
         return getattr(attention, f"{name}_norm")(heads) if normed else heads
 
-    def pre_attention(x: torch.Tensor, *angles: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def pre_attention(x: torch.Tensor, *angles: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], None]:
         normed = layer.input_layernorm(x)
         q, k, v = (heads_of(normed, name) for name in "qkv")
         if angles:
             q, k = _rotary_of(attention)(q, k, *angles, unsqueeze_dim=2)
-        return q, k, v
+        return (q, k, v), None
 
-    def post_attention(x: torch.Tensor, attn_output: torch.Tensor) -> torch.Tensor:
+    def post_attention(x: torch.Tensor, attn_output: torch.Tensor) -> tuple[torch.Tensor, None]:
         h = x + attention.o_proj(attn_output) * scale
-        return h + layer.mlp(layer.post_attention_layernorm(h)) * scale
+        return h + layer.mlp(layer.post_attention_layernorm(h)) * scale, None
 
     head_norms = [attention.q_norm, attention.k_norm] if form.attention.head_norms else []
     before = (layer.input_layernorm, attention.q_proj, attention.k_proj, attention.v_proj, *head_norms)
     behind = (attention.o_proj, layer.post_attention_layernorm, layer.mlp)
-    chunks = {"chunk_tokens": chunk_tokens, "dim": 1}
-    q, k, v = call_tiled(pre_attention, before, x, *(rotary or ()), **chunks)
+    chunks = {"rows": x.shape[0], "chunk_tokens": chunk_tokens}
+    (q, k, v), _ = call_with_further_outputs(pre_attention, before, x, *(rotary or ()), **chunks)
     attn_output = attend(*(heads.transpose(1, 2) for heads in (q, k, v))).flatten(2)
-    return call_with_further_outputs(post_attention, behind, x, attn_output, chunk_tokens=chunk_tokens)
+    return call_with_further_outputs(post_attention, behind, x, attn_output, **chunks)[0]

@@ -256,7 +256,7 @@ def test_attention_is_given_the_whole() -> None:
     inputs = {"input_ids": torch.randint(3, 50, (2, length)), "position_ids": torch.arange(length).repeat(2, 1)}
     model(**inputs, use_cache=False)
     untiled = shapes.copy()
-    seqtile.apply_seqtile(model, layer=True, chunk_tokens=proof.CHUNK)
+    seqtile.apply_seqtile(model, layer=True, chunk_tokens=proof.CHUNK, check=False)
     shapes.clear()
     model(**inputs, use_cache=False)
     assert untiled[0]["position_ids"] == (2, length) and shapes == untiled

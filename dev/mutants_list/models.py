@@ -78,7 +78,7 @@ MUTANTS = (
     Mutant(
         "layer: attentions that are asked for are not made",
         "models/layer.py",
-        "if (fits and not _is_zero3(self)) or records_inside() or _asks_for_attentions(self, given):",
+        "if (fits and not _is_zero3(self)) or records_attentions() or _asks_for_attentions(self, given):",
         "if fits and not _is_zero3(self):",
         LAYER,
         select="caches_and_outputs",

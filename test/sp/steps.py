@@ -34,6 +34,7 @@ import seqtile
 from assertions import relative_error
 from distributed.worker import ddp, fsdp2, full, zero
 from seqtile import sp
+from seqtile.models.first_step import outcome_of
 from seqtile.sp.attention import ulysses_attention
 from seqtile.sp.layout import Layout
 from sp import recurrences
@@ -197,6 +198,8 @@ def reducers(family: str, every: str = "") -> None:
                 assert error <= allowed, (
                     f"{name}, {strategy}: of {part} {error:.1e} off {moved.norm():.1e}, x {factor:.3f}"
                 )
+        outcome = outcome_of(many)
+        assert "up to rounding" in outcome or "ZeRO-3" in outcome, f"{name}, {strategy}: {outcome}"
         forgotten(wrapped, optimizer, ctx)
         if wrapped is optimizer:
             wrapped.destroy()

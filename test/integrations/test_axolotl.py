@@ -91,6 +91,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
 def test_same_training(results: dict[str, dict]) -> None:
     for tiled, untiled in (("tiled", "untiled"), ("offload", "untiled"), ("tiled lora", "untiled lora")):
         ours, theirs = results[tiled], results[untiled]
+        assert "error" not in ours, ours["error"]
         assert len(theirs["losses"]) == 2 and theirs["tiled"] == [0, 0, 0]
         assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-4)
         assert ours["moved"] == pytest.approx(theirs["moved"], rel=1e-6)

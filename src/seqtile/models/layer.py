@@ -44,7 +44,7 @@ from seqtile.models.weights import (
     read_projection,
 )
 from seqtile.ops.checks import autocast_dtype
-from seqtile.ops.chunks import resolve_chunk_tokens
+from seqtile.ops.chunks import is_trial, resolve_chunk_tokens
 from seqtile.ops.decoder_layer import decoder_layer
 from seqtile.ops.decoder_layer.params import AttentionParams, LayerParams, MLPParams
 from seqtile.protocols import SequenceParallelAttention, SequenceParallelFunction
@@ -171,7 +171,7 @@ def _llama_layer(
         head_dim=attention.head_dim,
         head_groups=groups,
         sp_attention=None if sp_attention is None else sp_attention.in_groups(groups or 1),
-        allow_recompute=grouped != "auto",
+        allow_recompute=grouped != "auto" or is_trial(),  # of a few tokens even a mask is large beside the heads
         extra_tensors=extra_tensors,
         activation=activation_of(layer.mlp, _mlp_form(layer)),
         scale=scale,

@@ -1,13 +1,11 @@
 """Proves every model type of the transformers that is installed, and writes what follows from that.
 
 python -m dev.models             src/seqtile/models/proven.json: the files that hold what was proven; with the
-                                 transformers of dev/constraints.txt also the table in docs/models.md and the
-                                 functions in src/seqtile/__init__.pyi
+                                 transformers of dev/constraints.txt also the table in docs/models.md
 python -m dev.models TYPE ...    only tells
 """
 
 import json
-import re
 import sys
 import warnings
 from pathlib import Path
@@ -16,14 +14,14 @@ import torch
 import transformers
 from transformers import CONFIG_MAPPING
 
-from seqtile.models import ENTRIES, proof
+from seqtile.models import proof
 from seqtile.models.model_types import model_classes, model_types
 from seqtile.models.parts import EXPERTS, LAYER, LOSS, MLP, Part
 from seqtile.models.proof import Finding
 from seqtile.models.small import small_model
 
 ROOT = Path(__file__).parents[1]
-PAGE, STUB = ROOT / "docs" / "models.md", ROOT / "src" / "seqtile" / "__init__.pyi"
+PAGE = ROOT / "docs" / "models.md"
 CONSTRAINTS = (ROOT / "dev" / "constraints.txt").read_text()
 COLUMNS: tuple[Part, ...] = (LOSS, MLP, EXPERTS, LAYER)
 
@@ -93,22 +91,6 @@ def write_page(block: str) -> None:
     PAGE.write_text(f"{before}<!-- types -->\n{block}\n<!-- end of types -->{rest.split('<!-- end of types -->')[1]}")
 
 
-def write_stub() -> None:
-    """Writes a line for each function, which all have the arguments of apply_seqtile_to_llama."""
-    llama, names = "apply_seqtile_to_llama", sorted(ENTRIES, key=_natural)
-    text = STUB.read_text()
-    text = re.sub(r'    "apply_seqtile_to_.*?",\n(?!    "apply_seqtile_to_)', lambda _: "@@", text, flags=re.S)
-    text = text.replace("@@", "".join(f'    "{name}",\n' for name in names))
-    text = re.sub(r"\napply_seqtile_to_\w+ = .*?(?=\n\n|\Z)", "", text, flags=re.S)
-    aliases = "\n".join(f"{name} = {llama}" for name in names if name != llama)
-    STUB.write_text(text.rstrip() + "\n\n" + aliases + "\n")
-
-
-def _natural(name: str) -> list[str | int]:
-    """Numbers by their size, as ruff sorts."""
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
-
-
 def main() -> None:
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
@@ -125,7 +107,6 @@ def main() -> None:
     remember(results)
     if f"transformers=={transformers.__version__}" in CONSTRAINTS:
         write_page(table(results))
-        write_stub()
 
 
 if __name__ == "__main__":

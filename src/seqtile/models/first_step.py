@@ -102,28 +102,29 @@ def _outcome(model: nn.Module, options: Options, original: Callable, args: tuple
     tokens = batch.shape.numel()
     placed, chunk_tokens = tiled_modules(model), _chunk_tokens(model, batch)
     trial = partial(Pass(model, original, batch.inputs, full, reset=_reset(model)).run, placed)
+    in_chunks = partial(trial, chunk_tokens=chunk_tokens)
     try:
         plain = trial(tiled=())
         nudged = trial(tiled=(), nudge=True)
     except Exception as error:  # whatever the model's own code raises for so short a batch
         return f"not compared: the untiled model fails on {tokens} tokens of it ({_brief(error)})"
+    differs = partial(difference, plain, nudged=nudged, eps=eps)
     try:
-        tiled = trial(tiled=placed, chunk_tokens=chunk_tokens)
+        tiled = in_chunks(tiled=placed)
     except Exception:
+        part = None if _runs_with_others(model) else _part_that_differs(model, placed, in_chunks, differs)
         logger.error(
             f"seqtile's first step: the tiled model fails on {tokens} tokens of this batch, on which the untiled "
-            f"one runs. Nothing was trained. {_remedy(None)}"
+            f"one runs{_blamed(part)}"
         )
         raise
-    found = difference(plain, tiled, nudged, eps)
+    found = differs(tiled=tiled)
     if _on_any_rank(model, found is not None):
-        differs = partial(difference, plain, nudged=nudged, eps=eps)
-        part = _part_that_differs(model, placed, partial(trial, chunk_tokens=chunk_tokens), differs)
+        part = _part_that_differs(model, placed, in_chunks, differs)
         where = "on another rank" if found is None else str(found)
         raise ValueError(
             f"the tiled model computes something else than the untiled one on {tokens} tokens of this batch: "
-            f"{where}{f'; the part is {part[0]}' if part else ''}. Nothing was trained. "
-            f"{_remedy(part[1] if part else None)}"
+            f"{where}{_blamed(part)}"
         )
     compared = "every gradient" if full else f"the loss and {len(plain) - 1} gradients"
     left_out = f" (left out: {', '.join(batch.left_out)})" if batch.left_out else ""
@@ -206,9 +207,7 @@ def _part_that_differs(
 
 def _on_any_rank(model: nn.Module, is_so: bool) -> bool:
     """Returns whether it is so on any rank, where ranks run each forward together."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return is_so
-    if SHARDED not in vars(model) and not any(isinstance(module, FSDPModule) for module in model.modules()):
+    if not _runs_with_others(model):
         return is_so
     device = next(model.parameters()).device
     flag = torch.tensor(float(is_so), device=device)
@@ -216,16 +215,24 @@ def _on_any_rank(model: nn.Module, is_so: bool) -> bool:
     return bool(flag.item())
 
 
+def _runs_with_others(model: nn.Module) -> bool:
+    """Returns whether ranks run each forward together."""
+    if not (dist.is_available() and dist.is_initialized()):
+        return False
+    return SHARDED in vars(model) or any(isinstance(module, FSDPModule) for module in model.modules())
+
+
 def _reset(model: nn.Module) -> Callable[[], None]:
     """Returns what has to be done after a backward inside the model's forward: FSDP2 shards the root anew."""
     return model.unshard if isinstance(model, FSDPModule) else lambda: None
 
 
-def _remedy(part: str | None) -> str:
-    without = _REMEDIES.get(part or "", "the part left out (mlp=False, layer=False or loss=False)")
+def _blamed(part: tuple[str, str] | None) -> str:
+    """Returns the end of a sentence that names the part, as `_part_that_differs` returns it, and the remedy."""
+    without = "the part left out (mlp=False, layer=False or loss=False)" if part is None else _REMEDIES[part[1]]
     return (
-        f"Apply seqtile with {without}, after seqtile.restore(model), and please report it (docs/troubleshooting.md); "
-        "check=False trains all the same"
+        f"{f'; the part is {part[0]}' if part else ''}. Nothing was trained. Apply seqtile with {without}, after "
+        "seqtile.restore(model), and please report it (docs/troubleshooting.md); check=False trains all the same"
     )
 
 

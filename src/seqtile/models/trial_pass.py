@@ -63,7 +63,7 @@ class Pass:
             inputs["skip_logits"] = False
         if "return_dict" in inputs or not getattr(self.model.config, "return_dict", True):
             inputs["return_dict"] = True
-        if chunk_tokens is None and any(placement.part == "layer" for _, placement in placed):
+        if any(placement.part == "layer" for _, placement in untiled):
             inputs["use_cache"] = False  # tiled layers make no cache in training, so documents are told apart
         with ExitStack() as stack:
             stack.enter_context(without_a_trace(self.model))

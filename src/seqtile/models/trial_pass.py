@@ -12,7 +12,7 @@ import random
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from types import MethodType
 from typing import Any
@@ -24,7 +24,9 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from seqtile.models.find import experts_in
 from seqtile.models.placement import HELD, Placement, package_of, placement_at
+from seqtile.models.same_choices import SameChoices
 from seqtile.ops.chunks import chunk_tokens_everywhere
 from seqtile.ops.leaf_gradients import without_hooks
 from seqtile.protocols import SHARDED
@@ -50,6 +52,7 @@ class Pass:
 
     def __init__(self, model: nn.Module, original: Callable, inputs: dict[str, Any], full: bool, reset: Callable):
         self.model, self.original, self.inputs, self.full, self.reset = model, original, inputs, full, reset
+        self.choices = SameChoices() if experts_in(model) else nullcontext()
 
     def run(self, placed: Placed, *, tiled: Placed, chunk_tokens: int | None = None, nudge: bool = False) -> Vectors:
         """Returns the loss and the gradients; of all `placed` modules those `tiled` are. `nudge` changes what the
@@ -71,6 +74,7 @@ class Pass:
                 stack.enter_context(sharded.other_batch())
             for module, placement in untiled:
                 _run_untiled(module, placement)
+            stack.enter_context(self.choices)
             if chunk_tokens is not None:
                 stack.enter_context(chunk_tokens_everywhere(chunk_tokens))
             leaves, seen = self._leaves(), self._watch_embeddings(inputs, nudge)

@@ -72,7 +72,7 @@ CASES = {
     "llama, other projections": Case(lambda: quantised(build("llama"))),
     "qwen3, groups": Case(partial(build, "qwen3"), GROUPS, summed),
     "granite": Case(partial(build, "granite"), {}, summed),
-    "granite, groups": Case(partial(build, "granite"), GROUPS),
+    "granite, groups": Case(partial(build, "granite", residual_multiplier=0.4), GROUPS),
     "cohere": Case(partial(build, "cohere")),
     "gemma2, layer": Case(partial(build, "gemma2"), LAYER),
     "gemma3_text, layer": Case(partial(build, "gemma3_text"), LAYER, PACKED),

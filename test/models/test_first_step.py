@@ -20,7 +20,7 @@ from seqtile.models.base_model import base_models_of
 from seqtile.models.first_step import outcome_of
 from seqtile.models.placement import unplace
 from seqtile.models.trial_batch import TOKENS, trial_batch
-from seqtile.ops import leaf_gradients, tiled
+from seqtile.ops import leaf_gradients, linear, tiled
 from tiny import CHUNK, batch_of, build, checkpointing
 
 EQUAL = "equal the untiled model's up to rounding"
@@ -69,6 +69,26 @@ def wrong_gradients_of_weights(model: nn.Module, monkeypatch: pytest.MonkeyPatch
 
     monkeypatch.setattr(tiled, "gradients_of", gradients_of)
     assert leaf_gradients.gradients_of is not gradients_of
+
+
+def larger_gradients(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is called chunk by chunk gets gradients that are a tenth too large."""
+    right = tiled.gradients_of
+    monkeypatch.setattr(tiled, "gradients_of", lambda *args: [None if g is None else 1.1 * g for g in right(*args)])
+
+
+def overwrite_main_grads(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a `main_grad` held before is lost."""
+    for parameter in model.parameters():
+        parameter.main_grad = torch.zeros(parameter.shape)
+    begin = linear.WeightGrad.__init__
+
+    def begun(self, *args, **options) -> None:
+        begin(self, *args, **options)
+        if self._buffer is not None:
+            self._buffer.zero_()
+
+    monkeypatch.setattr(linear.WeightGrad, "__init__", begun)
 
 
 def make_a_cache(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,9 +147,18 @@ WRONG: dict[str, Wrong] = {
     "hooks on parameters of a mixture": Wrong(
         partial(build, "qwen3_moe"), {}, wrong_gradients_of_weights, r"mlp \(Qwen3MoeExperts\).*mlp=False"
     ),
+    "a tenth too much of a mixture": Wrong(
+        partial(build, "mixtral"), {}, larger_gradients, r"mlp \(MixtralExperts\).*mlp=False"
+    ),
+    "a tenth too much of a layer of a mixture": Wrong(
+        partial(build, "qwen3_moe"), LAYER, larger_gradients, NAMES_LAYER
+    ),
     "hooks on parameters of a layer": Wrong(partial(build, "olmo2"), LAYER, wrong_gradients_of_weights, NAMES_LAYER),
     "shared keys of the last chunk": Wrong(partial(built, "gemma4"), LAYER, share(last_chunk_of), NAMES_LAYER),
     "shared keys without gradients": Wrong(partial(built, "gemma4"), LAYER, share(torch.Tensor.detach), NAMES_LAYER),
+    "a main_grad that loses what it held": Wrong(
+        partial(build, "llama"), LAYER, overwrite_main_grads, r"layer=False|loss=False"
+    ),
     "a cache": Wrong(partial(build, "llama"), LAYER, make_a_cache, NAMES_LAYER, PACKED),
     "a cache, the loss untiled": Wrong(
         partial(build, "olmo2"), LAYER | {"loss": False}, make_a_cache, NAMES_LAYER, PACKED
@@ -140,8 +169,8 @@ WRONG: dict[str, Wrong] = {
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", WRONG)
 def test_what_is_wrong_is_found_and_named(case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    if case.endswith("mixture") and dtype == torch.bfloat16:
-        pytest.skip("one bit sends tokens to other experts, so gradients differ by as much")
+    if case == "shared keys without gradients" and dtype == torch.bfloat16:
+        pytest.skip("one bit moves the gradients of Gemma 4 by a third, and this defect by a half")
     wrong = WRONG[case]
     model, batch = wrong.built().to(dtype), wrong.batch()
     seqtile.apply_seqtile(model, chunk_tokens=CHUNK, **wrong.options)
@@ -204,6 +233,7 @@ def test_it_leaves_no_trace(options: dict, reentrant: bool | None) -> None:
         torch.manual_seed(3)
         random.seed(3)
         each = copy.deepcopy(model)
+        each.lm_head.weight.main_grad = torch.ones_like(model.lm_head.weight)
         seqtile.apply_seqtile(each, chunk_tokens=CHUNK, **options | {"check": check})
         attributes = {name: sorted(vars(module)) for name, module in each.named_modules()}
         torch.manual_seed(5)
@@ -220,6 +250,7 @@ def test_it_leaves_no_trace(options: dict, reentrant: bool | None) -> None:
     for (name, ours), theirs in zip(checked.named_parameters(), unchecked.parameters(), strict=True):
         assert (ours.grad is None) == (theirs.grad is None)
         assert ours.grad is None or torch.equal(ours.grad, theirs.grad), name
+    assert torch.equal(checked.lm_head.weight.main_grad, unchecked.lm_head.weight.main_grad)
     assert torch.equal(checked.count, torch.zeros(3))
 
 

@@ -4,9 +4,9 @@
                                            ├─ tiled, in chunks of 5 tokens a row ───── the same?
                                            └─ untiled, embeddings changed by one bit ─ how far rounding goes
 
-Where the tiled loss or a gradient is farther from the untiled one than `FACTOR` times what the one bit does, nothing is
-trained: a ValueError names the part and the parameter. Compared are the loss and the gradients of the small parameters
-and of the embeddings' output, with check="full" of every parameter.
+Where the tiled loss or a gradient is farther from the untiled one than `FACTOR` times what the one bit does to it, or
+to most, nothing is trained: a ValueError names the part and the parameter. Compared are the loss and the gradients of
+the small parameters and of the embeddings' output, with check="full" of every parameter.
 """
 
 from collections.abc import Callable

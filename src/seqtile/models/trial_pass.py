@@ -3,7 +3,7 @@
 module.__dict__, its buffers      as they were, also where a value was changed in place
 hooks of users                    not called, on modules or on parameters
 random numbers, autocast's casts  as before
-.grad, main_grad                  not touched
+.grad, main_grad                  not touched; for main_grad another one is there meanwhile
 dropout, checkpointing            off
 """
 
@@ -53,6 +53,9 @@ class Pass:
     def __init__(self, model: nn.Module, original: Callable, inputs: dict[str, Any], full: bool, reset: Callable):
         self.model, self.original, self.inputs, self.full, self.reset = model, original, inputs, full, reset
         self.choices = SameChoices() if experts_in(model) else nullcontext()
+        self.with_main_grad = [name for name, parameter in model.named_parameters() if "main_grad" in vars(parameter)]
+        self.main_grads: dict[str, torch.Tensor] = {}
+        """What these hold before a pass in the place of users' own: the gradients of the first."""
 
     def run(self, placed: Placed, *, tiled: Placed, chunk_tokens: int | None = None, nudge: bool = False) -> Vectors:
         """Returns the loss and the gradients; of all `placed` modules those `tiled` are. `nudge` changes what the
@@ -78,8 +81,17 @@ class Pass:
             if chunk_tokens is not None:
                 stack.enter_context(chunk_tokens_everywhere(chunk_tokens))
             leaves, seen = self._leaves(), self._watch_embeddings(inputs, nudge)
+            for name, before in self.main_grads.items():
+                leaves[name].main_grad = before.clone()
             loss = forward(self.model, **inputs).loss
-            return self._gradients(loss, leaves, seen)
+            found = self._gradients(loss, leaves, seen)
+            for name, before in self.main_grads.items():
+                added = 2 * (leaves[name].main_grad - before)  # which no hook doubled
+                found[name] = added if found[name] is None else found[name] + added
+            if not self.main_grads:
+                first = {name: found.get(name) for name in self.with_main_grad}
+                self.main_grads = {name: each.float() for name, each in first.items() if each is not None}
+            return found
 
     def _leaves(self) -> dict[str, torch.Tensor]:
         """Returns the parameters whose gradients are wanted, by name; those that FSDP2 gathers when a module runs are
@@ -125,7 +137,7 @@ class Pass:
         found: Sequence[torch.Tensor | None] = []
         if loss.requires_grad and wanted:
             with without_hooks(leaves.values()):
-                hooks = [leaf.register_hook(lambda gradient: gradient + gradient) for leaf in leaves.values()]
+                hooks = [leaf.register_hook(_doubled) for leaf in leaves.values()]
                 try:
                     scale = 2.0**10 if _computes_in_half(loss) else 1.0  # of small gradients in float16
                     found = torch.autograd.grad(loss * scale, list(wanted.values()), allow_unused=True)
@@ -135,6 +147,10 @@ class Pass:
             self.reset()
         vectors = {name: None if g is None else g.detach() for name, g in zip(wanted, found, strict=False)}
         return {"loss": loss.detach().reshape(1)} | vectors
+
+
+def _doubled(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    return None if gradient is None else gradient + gradient  # none comes of a leaf that has a main_grad
 
 
 def precision_of(tensor: torch.Tensor) -> float:

@@ -77,7 +77,7 @@ CASES = {
     "gemma2, layer": Case(partial(build, "gemma2"), LAYER),
     "gemma3_text, layer": Case(partial(build, "gemma3_text"), LAYER, PACKED),
     "gemma4, layer": Case(partial(built, "gemma4"), LAYER),
-    "smollm3, layer": Case(partial(build, "smollm3"), LAYER),
+    "smollm3, layer": Case(partial(build, "smollm3", no_rope_layers=[0, 1]), LAYER),
     "phi3, layer": Case(partial(build, "phi3"), LAYER),
     "olmo2, layer": Case(partial(build, "olmo2"), LAYER, PACKED),
     "qwen3_moe": Case(partial(build, "qwen3_moe")),

@@ -89,8 +89,6 @@ FEW = ("llama", "llama, groups", "gemma3_text, layer")  # in Triton's interprete
 def step(model: nn.Module, batch: dict[str, Any], case: Case) -> Found:
     """Returns loss and gradients."""
     names = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
-    for parameter in names.values() if case.main_grads else ():
-        parameter.main_grad = torch.ones(parameter.shape)
     with nullcontext() if case.autocast is None else torch.autocast("cpu", case.autocast):
         loss = model(**batch).loss
     loss.backward()
@@ -110,6 +108,8 @@ def prepared(case: Case, dtype: torch.dtype) -> nn.Module:
     checkpointing(model, case.reentrant)
     if case.reentrant:
         model.enable_input_require_grads()
+    for parameter in model.parameters() if case.main_grads else ():
+        parameter.main_grad = torch.ones(parameter.shape)
     return model
 
 

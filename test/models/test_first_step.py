@@ -15,6 +15,7 @@ from torch import nn
 import seqtile
 from models.test_layer_packed import packed
 from models.test_layer_sharing import built
+from models.test_paths import hooked
 from seqtile.models import any_layer, layer_arguments
 from seqtile.models.base_model import base_models_of
 from seqtile.models.first_step import outcome_of
@@ -146,6 +147,9 @@ WRONG: dict[str, Wrong] = {
     ),
     "hooks on parameters of a mixture": Wrong(
         partial(build, "qwen3_moe"), {}, wrong_gradients_of_weights, r"mlp \(Qwen3MoeExperts\).*mlp=False"
+    ),
+    "a tenth too much of modules with hooks": Wrong(
+        lambda: hooked(build("llama")), {}, larger_gradients, r"mlp \(LlamaMLP\).*mlp=False"
     ),
     "a tenth too much of a mixture": Wrong(
         partial(build, "mixtral"), {}, larger_gradients, r"mlp \(MixtralExperts\).*mlp=False"

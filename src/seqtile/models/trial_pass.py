@@ -241,8 +241,12 @@ def _prepare(module: nn.Module) -> None:
         own["gradient_checkpointing"] = False
     _drop_nothing(own)
     for name in _HOOKS:  # a copy, which what registers hooks meanwhile writes to
-        kept = ((key, hook) for key, hook in own[name].items() if package_of(hook) in _LIBRARIES)
-        own[name] = OrderedDict(kept)
+        hooks = own[name].items()
+        own[name] = OrderedDict((key, hook if package_of(hook) in _LIBRARIES else _no_hook) for key, hook in hooks)
+
+
+def _no_hook(*args: Any, **kwargs: Any) -> None:
+    """Stands for a user's hook, so that its module is computed in the way that a module with hooks is."""
 
 
 def _drop_nothing(attributes: dict[str, Any]) -> None:

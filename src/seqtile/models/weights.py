@@ -36,7 +36,7 @@ _HARMLESS = (  # where hooks are written that only watch, or gather what a modul
     "torch.distributed.tensor.debug._comm_mode.",
     "torch.distributed.fsdp.",
     "deepspeed.runtime.zero.",
-    "seqtile.models.trial_pass.",
+    "seqtile.models.trial_pass.Pass.",
 )
 _RECORDING = "transformers.utils.output_capturing."
 

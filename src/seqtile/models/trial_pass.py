@@ -139,7 +139,7 @@ class Pass:
             with without_hooks(leaves.values()):
                 hooks = [leaf.register_hook(_doubled) for leaf in leaves.values()]
                 try:
-                    scale = 2.0**10 if _computes_in_half(loss) else 1.0  # of small gradients in float16
+                    scale = 2.0**10 if _computes_in_half(next(iter(seen), loss)) else 1.0  # of small gradients
                     found = torch.autograd.grad(loss * scale, list(wanted.values()), allow_unused=True)
                 finally:
                     for hook in hooks:

@@ -2,14 +2,12 @@
 
 python -m dev.models             src/seqtile/models/proven.json: the files that hold what was proven, and by which
                                  configs: the default ones and those of real_configs.py; with the transformers of
-                                 dev/constraints.txt also the table in docs/models.md and the functions in
-                                 src/seqtile/__init__.pyi
+                                 dev/constraints.txt also the table in docs/models.md
 python -m dev.models TYPE ...    only tells
 """
 
 import copy
 import json
-import re
 import sys
 import warnings
 from pathlib import Path
@@ -20,14 +18,14 @@ import transformers
 from dev.real_configs import REAL_CONFIGS
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
-from seqtile.models import ENTRIES, proof
+from seqtile.models import proof
 from seqtile.models.model_types import model_classes, model_types
 from seqtile.models.parts import EXPERTS, LAYER, LOSS, MLP, Part
 from seqtile.models.proof import Finding
 from seqtile.models.small import config_of_all_kinds, small_model
 
 ROOT = Path(__file__).parents[1]
-PAGE, STUB = ROOT / "docs" / "models.md", ROOT / "src" / "seqtile" / "__init__.pyi"
+PAGE = ROOT / "docs" / "models.md"
 CONSTRAINTS = (ROOT / "dev" / "constraints.txt").read_text()
 COLUMNS: tuple[Part, ...] = (LOSS, MLP, EXPERTS, LAYER)
 
@@ -104,22 +102,6 @@ def write_page(block: str) -> None:
     PAGE.write_text(f"{before}<!-- types -->\n{block}\n<!-- end of types -->{rest.split('<!-- end of types -->')[1]}")
 
 
-def write_stub() -> None:
-    """Writes a line for each function, which all have the arguments of apply_seqtile_to_llama."""
-    llama, names = "apply_seqtile_to_llama", sorted(ENTRIES, key=_natural)
-    text = STUB.read_text()
-    text = re.sub(r'    "apply_seqtile_to_.*?",\n(?!    "apply_seqtile_to_)', lambda _: "@@", text, flags=re.S)
-    text = text.replace("@@", "".join(f'    "{name}",\n' for name in names))
-    text = re.sub(r"\napply_seqtile_to_\w+ = .*?(?=\n\n|\Z)", "", text, flags=re.S)
-    aliases = "\n".join(f"{name} = {llama}" for name in names if name != llama)
-    STUB.write_text(text.rstrip() + "\n\n" + aliases + "\n")
-
-
-def _natural(name: str) -> list[str | int]:
-    """Numbers by their size, as ruff sorts."""
-    return [int(part) if part.isdigit() else part for part in re.split(r"(\d+)", name)]
-
-
 def main() -> None:
     warnings.filterwarnings("ignore")
     transformers.logging.set_verbosity_error()
@@ -144,7 +126,6 @@ def main() -> None:
     remember(proofs)
     if f"transformers=={transformers.__version__}" in CONSTRAINTS:
         write_page(table(results))
-        write_stub()
 
 
 if __name__ == "__main__":

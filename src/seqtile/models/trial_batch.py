@@ -50,15 +50,6 @@ def trial_batch(model: nn.Module, forward: Callable, args: tuple, kwargs: dict[s
     return TrialBatch(inputs, torch.Size((len(rows), len(columns))), left_out)
 
 
-def _renumbered(given: dict[str, Any], tokens: int, rank: int) -> dict[str, Any]:
-    """Returns what a rank is given, with positions that go on from rank to rank when each keeps its first tokens, and
-    without a mask."""
-    given = {name: value for name, value in given.items() if name != "attention_mask"}
-    positions = given["position_ids"].clone()
-    positions[..., :tokens] = torch.arange(rank * tokens, (rank + 1) * tokens, device=positions.device)
-    return given | {"position_ids": positions}
-
-
 def _made_up(model: nn.Module) -> TrialBatch:
     embeddings = model.get_input_embeddings().weight
     ids = torch.arange(3, 3 + TOKENS, device=embeddings.device)[None]

@@ -1,11 +1,10 @@
-"""One rank's first steps: that they are compared under every reducer, change nothing of what is trained, and that what one
-rank finds, or cannot run, every rank hears of."""
+"""One rank's first steps: they are compared under every reducer and change nothing of what is trained; what one rank
+finds, or cannot run, stops the comparison of all."""
 
 import faulthandler
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
@@ -15,12 +14,16 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 import seqtile
-from distributed.worker import base_of, ddp, fsdp2, full, trainable, zero
+from distributed.worker import ddp, fsdp2, full, trainable, zero
 from seqtile import sp
 from seqtile.models import mlp as tiled_mlp
-from seqtile.models.first_step import outcome_of
+from seqtile.models import trial_ranks
+from seqtile.models.first_step import OUTCOME, outcome_of
+from seqtile.models.trial_batch import TOKENS
 from tiny import batch_of, build
 
 TIME_LIMIT = 120  # seconds a case: ranks that wait for each other end with a traceback of where
@@ -53,15 +56,18 @@ def fsdp1(model: nn.Module, **options: object):
     return wrapped, torch.optim.SGD(wrapped.parameters(), lr=1.0)
 
 
-class Case(NamedTuple):
+EQUAL = "equal the untiled model's up to rounding"
+
+
+@dataclass(frozen=True)
+class Case:
     strategy: Callable
     wrap: Callable[[nn.Module], nn.Module] = lambda model: model
-    apply: dict[str, Any] = {}
+    apply: dict[str, Any] = field(default_factory=dict)
+    tied: bool = False
     spread: bool = False
     """Whether the ranks share sequences."""
-    evaluations: int = 0
-    """Before training: from two on ZeRO-3 has the order of modules, and fetches ahead."""
-    outcome: str = "up to rounding"
+    outcome: str = f"the loss and 22 gradients {EQUAL}"
 
 
 def lora(model: nn.Module) -> nn.Module:
@@ -73,6 +79,19 @@ def lora(model: nn.Module) -> nn.Module:
     return wrapped
 
 
+def reads_of_another(model: nn.Module) -> nn.Module:
+    """The second layer's attention reads a weight of the first, which ZeRO-3 gathers then, and remembers."""
+    first, attention = model.model.layers[0], model.model.layers[1].self_attn
+    attend = attention.forward
+
+    def forward(hidden_states: torch.Tensor, **options: Any) -> Any:
+        return attend(hidden_states + 0 * first.self_attn.q_proj.weight.sum(), **options)
+
+    attention.forward = forward
+    return model
+
+
+by_layer = partial(transformer_auto_wrap_policy, transformer_layer_cls={LlamaDecoderLayer})
 MIXED = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
 TORCH = {
     "ddp": Case(ddp),
@@ -80,26 +99,29 @@ TORCH = {
     "fsdp2 layers": Case(fsdp2, apply={"layer": True}),
     "fsdp2 keep": Case(partial(fsdp2, reshard_after_forward=False)),
     "fsdp2 wrapper": Case(fsdp2, Wrapper),
-    "fsdp2 peft": Case(fsdp2, lora),
+    "fsdp2 peft": Case(fsdp2, lora, outcome=f"12 gradients {EQUAL}"),
     "fsdp2 parts": Case(parts),
     "fsdp2 mixed parts": Case(partial(parts, **MIXED), apply={"layer": True}),
     "fsdp2 sp": Case(fsdp2, apply={"layer": True}, spread=True),
-    "fsdp2 sp peft": Case(fsdp2, lora, spread=True),
-    "fsdp1": Case(fsdp1, outcome="FullyShardedDataParallel"),
+    "fsdp2 sp peft": Case(fsdp2, lora, spread=True, outcome=f"12 gradients {EQUAL}"),
+    "fsdp1": Case(fsdp1, outcome=f"2 gradients {EQUAL}"),  # its one parameter is flat
+    "fsdp1 by names": Case(partial(fsdp1, use_orig_params=True)),
+    "fsdp1 parts": Case(partial(fsdp1, auto_wrap_policy=by_layer), outcome="FullyShardedDataParallel"),
 }
 ZERO = {
     "zero2": Case(zero(2)),
     "zero3": Case(zero(3)),
     "zero3 layers": Case(zero(3), apply={"layer": True, "head_groups": 2}),
-    "zero3 full": Case(zero(3), apply={"check": "full"}),
-    "zero3 peft": Case(zero(3), lora, {"layer": True}),
-    "zero3 persistent": Case(zero(3, stage3_param_persistence_threshold=1000), evaluations=1),
-    "zero3 ahead": Case(zero(3), evaluations=2),
+    "zero3 full": Case(zero(3), apply={"check": "full"}, outcome=f"every gradient {EQUAL}"),
+    "zero3 peft": Case(zero(3), lora, {"layer": True}, outcome=f"12 gradients {EQUAL}"),
+    "zero3 tied": Case(zero(3), tied=True, outcome=f"21 gradients {EQUAL}"),
+    "zero3 weights of another": Case(zero(3), reads_of_another, outcome="the untiled model fails on a few tokens"),
+    "zero3 persistent": Case(zero(3, stage3_param_persistence_threshold=1000)),
     "zero3 leaf": Case(zero(3, leaf=True)),
     "zero3 sp": Case(zero(3), spread=True),
 }
 CASES = {"torch": TORCH, "zero": ZERO}
-TOGETHER = {"torch": ("fsdp2", "fsdp2 wrapper", "fsdp2 parts"), "zero": ("zero3", "zero3 ahead")}
+TOGETHER = {"torch": ("fsdp2", "fsdp2 wrapper", "fsdp2 parts"), "zero": ("zero3",)}
 
 
 class Trained(NamedTuple):
@@ -112,31 +134,30 @@ class Trained(NamedTuple):
     outcome: str | None
 
 
-def train(case: Case, check: bool | str, before: Callable[[nn.Module], Any] = lambda model: None) -> Trained:
-    """Three steps of a model, the same at every call; `before` is done to it before the first."""
+def train(case: Case, check: bool, before: Callable[..., Any] = lambda *_: None, again: bool = False) -> Trained:
+    """Three steps of a model, the same at every call; `before` is done with it before the first. With `again` each is
+    compared: from the third on ZeRO-3 knows the order of modules, and fetches ahead."""
     rank, batches = dist.get_rank(), []
     torch.manual_seed(0)
-    model = build("llama", tie_word_embeddings=False)
+    model = build("llama", tie_word_embeddings=case.tied)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(0.5)
     ctx = sp.initialize(2) if case.spread else None
     if ctx is not None:
         sp.apply_ulysses(model, ctx)
-    seqtile.apply_seqtile(model, chunk_tokens=20, **{"check": check} | (case.apply if check else {**case.apply, "check": False}))
+    seqtile.apply_seqtile(model, chunk_tokens=20, **{"check": True} | case.apply | ({} if check else {"check": False}))
     wrapped, optimizer = case.strategy(case.wrap(model).train())
     torch.manual_seed(1 if case.spread else rank + 1)
     for length in LENGTHS[0 if case.spread else rank]:
         batch = batch_of(1, length)
         del batch["attention_mask"]
         batches.append(sp.shard(batch, ctx) if case.spread else batch)
-    for _ in range(case.evaluations):
-        with torch.no_grad():
-            wrapped.eval()(**batches[0])
-        wrapped.train()
-    before(model)
+    before(model, wrapped, batches[0])
     losses, states = [], []
     for batch in batches:
+        if again:
+            vars(model).pop(OUTCOME, None)
         loss = wrapped(**batch).loss
         loss = sp.reduce_loss(loss, ctx) if case.spread else loss
         losses.append(loss.item())
@@ -148,7 +169,7 @@ def train(case: Case, check: bool | str, before: Callable[[nn.Module], Any] = la
             optimizer.step()
             optimizer.zero_grad()
         states.append(zero_state(wrapped))
-    weights = {} if case.strategy is fsdp1 else full(model)
+    weights = full(model)
     if wrapped is optimizer:
         wrapped.destroy()
     return Trained(losses, weights, states, outcome_of(model))
@@ -177,47 +198,103 @@ def assert_same(found: Trained, expected: Trained, name: str) -> None:
 
 def same_training(name: str, case: Case) -> Trained:
     """A model that is compared is trained to the bit as one that is not."""
-    unchecked, checked = train(case, False), train(case, True)
+    unchecked = train(case, False)
+    checked = train(case, True, again=True)
     assert unchecked.outcome is None and case.outcome in str(checked.outcome), f"{name}: {checked.outcome}"
     assert_same(checked, unchecked, name)
-    print(f"rank {dist.get_rank()}: {name} {checked.outcome}", flush=True)
+    print(f"rank {dist.get_rank()}: {name} {case.outcome}", flush=True)
     return unchecked
 
 
-@contextmanager
-def wrong_on_rank_1() -> Iterator[None]:
-    """Tiled MLPs there compute something else."""
+def first_step_refuses(model: nn.Module, wrapped: Any, batch: dict[str, torch.Tensor]) -> None:
+    """Each rank raises for tiled MLPs that compute something else on rank 1 alone."""
     right = tiled_mlp.gated_mlp_of
 
     def wrong(x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
         return right(x, *args, **options) + (0.3 * x if dist.get_rank() == 1 else 0)
 
-    with patch.object(tiled_mlp, "gated_mlp_of", wrong):
-        yield
+    named = r"something else .*the part is mlp \(LlamaMLP\)\. Nothing was trained"
+    with patch.object(tiled_mlp, "gated_mlp_of", wrong), pytest.raises(ValueError, match=named) as error:
+        wrapped(**batch)
+    assert ("on another rank" in str(error.value)) == (dist.get_rank() == 0), error.value
 
 
-def found_everywhere(name: str, case: Case, unchecked: Trained) -> None:
-    def first_step_fails(model: nn.Module) -> None:
-        batch = batch_of(1, 61)
-        engine = engines.pop() if engines else model
-        with wrong_on_rank_1(), pytest.raises(ValueError, match=r"something else .*mlp \(LlamaMLP\).* Nothing was trained"):
-            engine(**batch)
+def fails_on_few_tokens(in_backward: bool, model: nn.Module, wrapped: Any, batch: dict[str, torch.Tensor]) -> None:
+    """The second layer's attention fails on rank 1 alone, of few tokens alone."""
 
-    raise NotImplementedError
+    def fail(*_: Any) -> None:
+        raise IndexError("too few tokens")
+
+    def forward(hidden_states: torch.Tensor, **options: Any) -> Any:
+        output, weights = attend(hidden_states, **options)
+        if dist.get_rank() == 1 and hidden_states.shape[1] <= TOKENS:
+            output.register_hook(fail) if in_backward else fail()
+        return output, weights
+
+    attention = model.model.layers[1].self_attn
+    attend, attention.forward = attention.forward, forward
 
 
-def main(family: str) -> None:
+def one_rank_is_watched(model: nn.Module, wrapped: Any, batch: dict[str, torch.Tensor]) -> None:
+    """After the comparison rank 0 gets a hook, as loggers have on the main process: it must not compare again alone."""
+    wrapped(**batch)
+    if dist.get_rank() == 0:
+        model.model.layers[0].register_forward_hook(lambda *_: None)
+
+
+def holds_one_layer_at_a_time(case: Case) -> None:
+    """Of what ZeRO-3 has partitioned."""
+    held, gather, partition = [0], trial_ranks._gather, trial_ranks._partition
+
+    def counted_gather(parameters: Iterable[nn.Parameter]) -> list:
+        found = gather(parameters)
+        held.append(held[-1] + sum(parameter.ds_numel for parameter, *_ in found))
+        return found
+
+    def counted_partition(before: list) -> None:
+        held.append(held[-1] - sum(parameter.ds_numel for parameter, *_ in before))
+        partition(before)
+
+    with patch.multiple(trial_ranks, _gather=counted_gather, _partition=counted_partition):
+        train(case, True)
+    layers = build("llama", tie_word_embeddings=case.tied).model.layers
+    sizes = [sum(parameter.numel() for parameter in layer.parameters()) for layer in layers]
+    rest = sum(parameter.numel() for parameter in build("llama", tie_word_embeddings=case.tied).parameters()) - sum(
+        sizes
+    )
+    assert (max(held), held[-1]) == (rest + max(sizes), 0), held
+
+
+def together(name: str, case: Case, unchecked: Trained) -> None:
+    """What happens on rank 1 alone stops the comparison of every rank, and training is as without, to the bit."""
+    found = train(case, True, first_step_refuses)
+    assert case.outcome in str(found.outcome), found.outcome
+    assert_same(found._replace(state=unchecked.state), unchecked, name)  # ZeRO-3 has recorded a forward that broke off
+    found = train(case, True, one_rank_is_watched)
+    assert_same(found._replace(state=unchecked.state), unchecked, name)
+    for in_backward in (False, True):
+        found = train(case, True, partial(fails_on_few_tokens, in_backward))
+        reason = "IndexError: too few tokens" if dist.get_rank() == 1 else "OtherRankFailed"
+        assert reason in str(found.outcome), f"{name}: {found.outcome}"
+        assert_same(found, unchecked, name)
+    print(f"rank {dist.get_rank()}: {name} together", flush=True)
+
+
+def main(family: str, only: str = "") -> None:
     if family == "zero":
         import deepspeed
 
         deepspeed.init_distributed("gloo")
     else:
         dist.init_process_group("gloo")
-    import os, sys
-    only = os.environ.get("ONLY")
     for name, case in CASES[family].items():
-        if only and name not in only.split(","): continue
         faulthandler.dump_traceback_later(TIME_LIMIT, exit=True)
-        same_training(name, case)
+        if only and name not in only.split(","):
+            continue
+        unchecked = same_training(name, case)
+        if name in TOGETHER[family]:
+            together(name, case, unchecked)
+        if name == "zero3":
+            holds_one_layer_at_a_time(case)
     faulthandler.cancel_dump_traceback_later()
     dist.destroy_process_group()

@@ -2,8 +2,8 @@
 
     FSDP2   gathers by its own hooks. What was gathered when the comparison began, such as the root, whose forward runs,
             is gathered again at the end of each pass.
-    ZeRO-3  records the order of modules by its hooks, so they are left out. Gathered are parameters outside of every
-            nn.ModuleList for a pass, and the modules in one (the layers) one at a time, in forward and backward.
+    ZeRO-3  records the order of modules by its hooks, so they are left out. What is in a list of modules, such as a
+            layer, is gathered one module at a time, in the forward and in the backward; the rest for the whole pass.
 
 Before each of these gathers ranks tell each other if one has failed, since the others would wait for it for ever.
 """
@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_leaves
 
 from seqtile.protocols import SHARDED
 
+_LISTS = (nn.ModuleList, nn.Sequential)
 _Partitioned = list[tuple[nn.Parameter, torch.Tensor, Any]]
 """Parameters of ZeRO-3, what each held instead of its numbers, and its status."""
 
@@ -121,15 +122,17 @@ def _is_running(state: Any) -> bool:
 def _blocks(module: nn.Module) -> Iterator[nn.Module]:
     """Yields the modules in the outermost lists."""
     for child in module.children():
-        if isinstance(module, nn.ModuleList) and not isinstance(child, nn.ModuleList | nn.ModuleDict):
+        if isinstance(module, _LISTS) and not isinstance(child, _LISTS):
             yield child
         else:
             yield from _blocks(child)
 
 
 def _outside(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Parameter]:
-    inside = {id(parameter) for block in blocks for parameter in block.parameters()}
-    return [parameter for parameter in model.parameters() if id(parameter) not in inside]
+    """Returns the parameters that modules hold that are in none of the blocks."""
+    inside = {module for block in blocks for module in block.modules()}
+    others = [module for module in model.modules() if module not in inside]
+    return list(dict.fromkeys(each for module in others for each in module.parameters(recurse=False)))
 
 
 def _is_partitioned(parameter: nn.Parameter) -> bool:

@@ -1,4 +1,4 @@
-"""The first training step compares itself with the untiled model under every reducer, and leaves no trace in its state."""
+"""The first training step compares itself with the untiled model under every reducer, and leaves no trace."""
 
 import pytest
 

@@ -102,7 +102,7 @@ def _outcome(model: nn.Module, options: Options, original: Callable, args: tuple
     try:
         with ranks.stop_together():
             batch = trial_batch(model, original, args, kwargs)
-        tokens = f"{batch.shape.numel()} tokens"
+        tokens = batch.shape.numel()
         trial = partial(Pass(model, original, batch.inputs, full, ranks).run, placed)
         plain = trial(tiled=())
         eps = max(precision_of(x) for x in (next(model.parameters()), *plain.values()) if x is not None)
@@ -114,8 +114,8 @@ def _outcome(model: nn.Module, options: Options, original: Callable, args: tuple
         tiled = trial(tiled=placed)
     except Exception:
         logger.error(
-            f"seqtile's first step: the tiled model fails on {tokens} of this batch, on which the untiled one runs. "
-            f"Nothing was trained. {_remedy(None)}"
+            f"seqtile's first step: the tiled model fails on {tokens} tokens of this batch, on which the untiled "
+            f"one runs. Nothing was trained. {_remedy(None)}"
         )
         raise
     found = difference(plain, tiled, nudged, eps)
@@ -124,13 +124,13 @@ def _outcome(model: nn.Module, options: Options, original: Callable, args: tuple
         part = _part_that_differs(ranks, placed, trial, differs)
         where = "on another rank" if found is None else str(found)
         raise ValueError(
-            f"the tiled model computes something else than the untiled one on {tokens} of this batch: "
+            f"the tiled model computes something else than the untiled one on {tokens} tokens of this batch: "
             f"{where}{f'; the part is {part[0]}' if part else ''}. Nothing was trained. "
             f"{_remedy(part[1] if part else None)}"
         )
     compared = "every gradient" if full else f"the loss and {len(plain) - 1} gradients"
     left_out = f" (left out: {', '.join(batch.left_out)})" if batch.left_out else ""
-    return f"{compared} equal the untiled model's up to rounding, on {tokens}{left_out}"
+    return f"{compared} equal the untiled model's up to rounding, on {tokens} tokens{left_out}"
 
 
 def _chunk_tokens(model: nn.Module, batch: TrialBatch) -> int:

@@ -1,31 +1,21 @@
-"""The variants of a model: of its config what changes the way of its code, and of its batch; each tiled and untiled.
-
-    small model of the changed config, untiled, the changed batch ─> loss, gradients
-    all parts tiled by 7 tokens, as `apply_seqtile` would ─────────> the same, or refused by name
-"""
+"""The variants of a model: values of its config, batches and settings that change the way of its code."""
 
 import copy
-import traceback
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from seqtile.models.layer_kinds import count_of, set_field
-from seqtile.models.parts import EXPERTS, LAYER, LOSS, MLP
-from seqtile.models.patch import apply, refused_of
-from seqtile.models.placement import Options, placement_at
-from seqtile.models.proof import CHUNK, Gradients, gradients_of, some_words, worst
-from seqtile.models.small import HEADS, small_model
-from seqtile.models.way_taken import WayTaken
+from seqtile.models.proof import CHUNK
+from seqtile.models.small import HEADS
 
-RIGHT, REFUSED, DIFFERS, FAILS = "right", "refused", "different", "failing untiled too"
 Inputs = dict[str, Any]
 Batch = Callable[[PreTrainedModel, Inputs], Inputs]
 """Changes how a model is called, and what it is set to."""
-_UNSAID = ("output_hidden_states", "return_dict", "torchscript", "use_cache", "is_encoder_decoder", "add_cross_attention")
+_UNSAID = ("output_hidden_states", "return_dict", "use_cache", "is_encoder_decoder", "add_cross_attention")
 _ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "mlp_hidden_act")
 _OTHER_VALUES: dict[str, tuple[Any, ...]] = {  # of a field that is no switch, what else it may be
     **dict.fromkeys(_ACTIVATIONS, ("gelu", "gelu_pytorch_tanh", "silu")),
@@ -39,14 +29,12 @@ _OTHER_VALUES: dict[str, tuple[Any, ...]] = {  # of a field that is no switch, w
     **dict.fromkeys(("num_experts_per_tok", "moe_topk", "decoder_sparse_step"), (1,)),
     **dict.fromkeys(("first_k_dense_replace", "num_dense_layers", "num_kv_shared_layers"), (0, 1)),
     **dict.fromkeys(("num_nextn_predict_layers", "hidden_size_per_layer_input", "q_lora_rank"), (0, None, 1)),
-    "head_dim": (24,),
     "chunk_size_feed_forward": (1,),
     "pretraining_tp": (2,),
     "mlp_only_layers": ([], [0]),
     "scoring_func": ("softmax", "sigmoid"),
     "topk_method": ("greedy", "noaux_tc", "group_limited_greedy"),
     "position_embedding_type": ("absolute", "alibi", "rope", "nope", None),
-    "hidden_size": (80,),
 }
 _KINDS = ("layer_types", "mlp_layer_types", "layers_block_type", "block_types", "no_rope_layers", "attention_layers")
 
@@ -55,37 +43,26 @@ class Variant(NamedTuple):
     """A model, or a batch, that is not as its type's are by default."""
 
     name: str
-    changes: dict[str, Any] = {}
+    changes: dict[str, Any]
     """Of the text model's config, by the names of its fields, those of a config inside it behind a dot."""
     batch: Batch = lambda model, inputs: inputs
 
 
-class Row(NamedTuple):
-    """What came of a variant."""
-
-    variant: str
-    how: str
-    """right, refused, differs, or fails untiled too."""
-    reason: str | None
-    """What is refused and why, or what differs."""
-
-
-def sweep(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> Iterator[Row]:
-    """Yields a row for each variant of a config's model, made small; the first is the model as it is. ValueError if
-    that cannot be built."""
-    config = small_model(model_class, config).config
-    row, known = _tried(model_class, config, Variant("as it is"), None)
-    yield row
-    for variant in [*_of_config(config), *_of_batch(model_class._supports_sdpa)] if row.how != FAILS else []:
-        yield _tried(model_class, config, variant, known)[0]
-
-
 def _configs_in(config: PreTrainedConfig, prefix: str = "") -> Iterator[tuple[str, PreTrainedConfig]]:
-    """Yields a config and those inside it, each after what its fields are named by: "" and, for example, "attn_config."."""
+    """Yields a config and those inside it, each behind the beginning of its fields' names, such as "attn_config."."""
     yield prefix, config
     for name, value in vars(config).items():
         if isinstance(value, PreTrainedConfig):
             yield from _configs_in(value, f"{prefix}{name}.")
+
+
+def variants_of(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> Iterator[Variant]:
+    """Yields every switch of a config flipped, other values of its fields, and other batches and settings."""
+    yield from _of_config(config)
+    for name, batch in _BATCHES.items():
+        yield Variant(name, {}, batch)
+    for name, batch in ({"": lambda model, inputs: inputs} | _BATCHES if model_class._supports_sdpa else {}).items():
+        yield Variant(f"sdpa, {name}".removesuffix(", "), {}, partial(_sdpa, batch))
 
 
 def _of_config(config: PreTrainedConfig) -> Iterator[Variant]:
@@ -114,19 +91,10 @@ def _of_config(config: PreTrainedConfig) -> Iterator[Variant]:
         yield Variant("output_router_logits=True, checkpointed", {"output_router_logits": True}, _checkpointed)
 
 
-def _of_batch(with_sdpa: bool) -> Iterator[Variant]:
-    """Yields what a model may be given, and how it may be set, by eager attention and by torch's."""
-    for name, batch in _BATCHES.items():
-        yield Variant(name, {}, batch)
-        if with_sdpa:
-            yield Variant(f"{name}, sdpa", {}, lambda model, inputs, batch=batch: _sdpa(model, batch(model, inputs)))
-    if with_sdpa:
-        yield Variant("sdpa", {}, _sdpa)
-
-
-def _sdpa(model: PreTrainedModel, inputs: Inputs) -> Inputs:
+def _sdpa(batch: Batch, model: PreTrainedModel, inputs: Inputs) -> Inputs:
+    """A batch, the model with torch's attention instead of eager attention."""
     model.set_attn_implementation("sdpa")
-    return inputs
+    return batch(model, inputs)
 
 
 def _packed(model: PreTrainedModel, inputs: Inputs) -> Inputs:
@@ -174,74 +142,12 @@ _BATCHES: dict[str, Batch] = {
 }
 
 
-def _tried(
-    model_class: type[PreTrainedModel], config: PreTrainedConfig, variant: Variant, known: dict[str, str] | None
-) -> tuple[Row, dict[str, str]]:
-    """Returns what came of a variant, and all that is refused in it, of which `known` is no news; None: nothing is."""
-    refusals: dict[str, str] = {}
-    try:
-        model = small_model(model_class, _changed(config, variant.changes))
-        plain = gradients_of(*_called(model, variant, {}))
-    except Exception as error:  # of the model's own code, which may raise anything
-        return Row(variant.name, FAILS, f"{type(error).__name__}: {str(error)[:200]}"), refusals
-    for options in ({"layer": True, "head_groups": 2}, {"layer": True}, {}):
-        try:
-            found = _difference(model, variant, Options(**options, chunk_tokens=CHUNK, check=False), plain, refusals)
-        except Exception as error:
-            if not _is_refusal(error):
-                where = traceback.extract_tb(error.__traceback__)[-1]
-                text = f"fails tiled ({options}): {type(error).__name__}: {str(error)[:200]} in {where.name}"
-                return Row(variant.name, DIFFERS, text), refusals
-            if "head_groups" not in options:
-                refusals["layers" if options else "all"] = str(error)
-            continue
-        if found is not None:
-            return Row(variant.name, DIFFERS, f"{found} ({options})"), refusals
-        break
-    news = [f"{name}: {reason}" for name, reason in refusals.items() if known is not None and name not in known]
-    return Row(variant.name, REFUSED if news else RIGHT, "; ".join(news) or None), refusals
-
-
-def _changed(config: PreTrainedConfig, changes: dict[str, Any]) -> PreTrainedConfig:
+def changed(config: PreTrainedConfig, changes: dict[str, Any]) -> PreTrainedConfig:
     """Returns a copy of a config with other values in that of its text model. They are set rather than given to its
     class, so that it does not compute others from them."""
     changed = copy.deepcopy(config)
     inside = dict(_configs_in(changed.get_text_config()))
     for path, value in changes.items():
-        prefix, _, name = path.rpartition(".")
-        set_field(inside[f"{prefix}." if prefix else ""], name, value)
+        prefix, dot, name = path.rpartition(".")
+        setattr(inside[prefix + dot], name, value)
     return changed
-
-
-def _called(model: PreTrainedModel, variant: Variant, instead: Inputs) -> tuple[PreTrainedModel, Inputs]:
-    """Returns a copy of a model as a variant sets it, and what it is called with."""
-    model = copy.deepcopy(model)
-    return model, variant.batch(model, some_words()) | instead
-
-
-def _difference(
-    model: PreTrainedModel, variant: Variant, options: Options, plain: Gradients, refusals: dict[str, str]
-) -> str | None:
-    """Says what differs when the model is tiled, None if nothing does, and adds to `refusals` what is left untiled.
-    Raises ValueError where that is refused."""
-    tiled, inputs = _called(model, variant, {})
-    apply(model.config.model_type, tiled, options)
-    placed = [module for part in (LOSS, MLP, EXPERTS, LAYER) for module in part.modules(tiled) if placement_at(module)]
-    with WayTaken(placed, CHUNK) as way:
-        found = gradients_of(tiled, inputs)
-    refusals |= refused_of(tiled)
-    if options.layer and "use_cache" not in inputs:  # tiled layers make no cache, so documents are told apart
-        plain = gradients_of(*_called(model, variant, {"use_cache": False}))
-    difference = worst(found, plain, plain)[0]
-    if difference is not None:  # more than without rounding
-        with suppress(RuntimeError, ValueError, TypeError):  # some code computes in float32 whatever it is given
-            difference = worst(found, plain, gradients_of(*_called(copy.deepcopy(model).double(), variant, {})))[0]
-    if more := found.keys() - plain.keys():
-        difference = difference or f"{min(more)} gets a gradient, which it does not untiled"
-    return difference or way.refusal
-
-
-def _is_refusal(error: Exception) -> bool:
-    """Says if an error is one that seqtile raises by intent."""
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    return isinstance(error, ValueError) and "seqtile" in last.filename

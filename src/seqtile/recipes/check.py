@@ -19,7 +19,7 @@ from seqtile.models.parts import EXPERTS, LAYER, LOSS
 from seqtile.models.placement import Options
 from seqtile.models.proof import Finding, findings, tiled_copy
 from seqtile.models.small import WORDS, small_model
-from seqtile.models.variants import DIFFERS, FAILS, Row, sweep
+from seqtile.models.sweep import DIFFERS, FAILS, Row, sweep
 from seqtile.recipes import Trial
 from seqtile.recipes.measure import FlopCount, LiveBytes
 

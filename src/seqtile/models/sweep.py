@@ -1,0 +1,115 @@
+"""The sweep over a model's variants: each made small, all its parts tiled together, beside itself untiled.
+
+small model of the variant's config, untiled, its batch ───> loss, gradients
+the same, all parts tiled by 7 tokens as by apply_seqtile ─> no farther from float64, or refused by name
+"""
+
+import copy
+import traceback
+from collections.abc import Iterator
+from contextlib import suppress
+from typing import NamedTuple
+
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from seqtile.models.parts import EXPERTS, LAYER, LOSS, MLP
+from seqtile.models.patch import apply, refused_of
+from seqtile.models.placement import Options, placement_at
+from seqtile.models.proof import CHUNK, Gradients, gradients_of, some_words, worst
+from seqtile.models.small import small_model
+from seqtile.models.variants import Inputs, Variant, changed, variants_of
+from seqtile.models.way_taken import WayTaken
+
+RIGHT, REFUSED, DIFFERS, FAILS = "right", "refused", "different", "failing untiled too"
+
+
+class Row(NamedTuple):
+    """What came of a variant."""
+
+    variant: str
+    how: str
+    """right, refused, differs, or fails untiled too."""
+    reason: str | None
+    """What is refused and why, or what differs."""
+
+
+def sweep(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> Iterator[Row]:
+    """Yields a row for each variant of a config's model, made small; the first is the model as it is. ValueError if
+    that cannot be built."""
+    config = small_model(model_class, config).config
+    row, known = _tried(model_class, config, Variant("as it is", {}), None)
+    yield row
+    for variant in variants_of(model_class, config) if row.how != FAILS else ():
+        yield _tried(model_class, config, variant, known)[0]
+
+
+def _tried(
+    model_class: type[PreTrainedModel], config: PreTrainedConfig, variant: Variant, known: dict[str, str] | None
+) -> tuple[Row, dict[str, str]]:
+    """Returns what came of a variant, and all that is refused in it, of which `known` is no news; None: nothing is."""
+    refusals: dict[str, str] = {}
+    try:
+        model = small_model(model_class, changed(config, variant.changes))
+        plain = gradients_of(*_called(model, variant, {}))
+    except Exception as error:  # of the model's own code, which may raise anything
+        return Row(variant.name, FAILS, f"{type(error).__name__}: {str(error)[:200]}"), refusals
+    for options in ({"layer": True, "head_groups": 2}, {"layer": True}, {}):
+        try:
+            found = _difference(model, variant, Options(**options, chunk_tokens=CHUNK, check=False), plain, refusals)
+        except Exception as error:
+            if not _is_refusal(error):
+                where = traceback.extract_tb(error.__traceback__)[-1]
+                text = f"fails tiled ({options}): {type(error).__name__}: {str(error)[:200]} in {where.name}"
+                return Row(variant.name, DIFFERS, text), refusals
+            if "head_groups" not in options:
+                refusals["layers" if options else "all"] = str(error)
+            continue
+        if found is not None:
+            return Row(variant.name, DIFFERS, f"{found} ({options})"), refusals
+        break
+    news = [f"{name}: {reason}" for name, reason in refusals.items() if known is not None and name not in known]
+    return Row(variant.name, REFUSED if news else RIGHT, "; ".join(news) or None), refusals
+
+
+def _called(model: PreTrainedModel, variant: Variant, instead: Inputs) -> tuple[PreTrainedModel, Inputs]:
+    """Returns a copy of a model as a variant sets it, and what it is called with."""
+    model = copy.deepcopy(model)
+    return model, variant.batch(model, some_words()) | instead
+
+
+def _difference(
+    model: PreTrainedModel, variant: Variant, options: Options, plain: Gradients, refusals: dict[str, str]
+) -> str | None:
+    """Says what differs when the model is tiled, None if nothing does, and adds to `refusals` what is left untiled.
+    Raises ValueError where that is refused."""
+    tiled, inputs = _called(model, variant, {})
+    apply(model.config.model_type, tiled, options)
+    with WayTaken(_outermost(tiled), CHUNK) as way:
+        found = gradients_of(tiled, inputs)
+    refusals |= refused_of(tiled)
+    instead = {"use_cache": False} if options.layer else {}  # tiled layers make no cache in training
+    if "use_cache" not in inputs and options.layer:
+        plain = gradients_of(*_called(model, variant, instead))
+    difference = worst(found, plain, plain)[0]
+    if difference is not None:  # more than without rounding
+        with suppress(RuntimeError, ValueError, TypeError):  # some code computes in float32 whatever it is given
+            truth = gradients_of(*_called(copy.deepcopy(model).double(), variant, instead))
+            difference = worst(found, plain, truth)[0]
+    if more := found.keys() - plain.keys():
+        difference = difference or f"{min(more)} gets a gradient, which it does not untiled"
+    return difference or way.refusal
+
+
+def _outermost(model: PreTrainedModel) -> list[nn.Module]:
+    """Returns the modules that are tiled, but for those in tiled layers: with hooks of ours these would be called."""
+    placed = [module for part in (LOSS, MLP, EXPERTS, LAYER) for module in part.modules(model) if placement_at(module)]
+    layers = [module for module in LAYER.modules(model) if module in placed]
+    inside = {part for layer in layers for part in layer.modules() if part is not layer}
+    return [module for module in placed if module not in inside]
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Says if an error is one that seqtile raises by intent."""
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    return isinstance(error, ValueError) and "seqtile" in last.filename

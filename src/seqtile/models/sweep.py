@@ -1,7 +1,7 @@
 """The sweep over a model's variants: each made small, all its parts tiled together, beside itself untiled.
 
 small model of the variant's config, untiled, its batch ───> loss, gradients
-the same, all parts tiled by 7 tokens as by apply_seqtile ─> no farther from float64, or refused by name
+the same, all parts tiled by 11 tokens as by apply_seqtile ─> no farther from float64, or refused by name
 """
 
 import copy
@@ -16,12 +16,13 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from seqtile.models.parts import EXPERTS, LAYER, LOSS, MLP
 from seqtile.models.patch import apply, refused_of
 from seqtile.models.placement import Options, placement_at
-from seqtile.models.proof import CHUNK, Gradients, gradients_of, some_words, worst
+from seqtile.models.proof import Gradients, gradients_of, some_words, worst
 from seqtile.models.small import small_model
 from seqtile.models.variants import Inputs, Variant, changed, variants_of
 from seqtile.models.way_taken import WayTaken
 
 RIGHT, REFUSED, DIFFERS, FAILS = "right", "refused", "different", "failing untiled too"
+CHUNK_TOKENS = 11  # less than a quarter of the batch, so that experts' chunks, of up to four times as many, are several
 
 
 class Row(NamedTuple):
@@ -37,11 +38,13 @@ class Row(NamedTuple):
 def sweep(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> Iterator[Row]:
     """Yields a row for each variant of a config's model, made small; the first is the model as it is. ValueError if
     that cannot be built."""
-    config = small_model(model_class, config).config
-    row, known = _tried(model_class, config, Variant("as it is", {}), None)
-    yield row
-    for variant in variants_of(model_class, config) if row.how != FAILS else ():
-        yield _tried(model_class, config, variant, known)[0]
+    config, known = small_model(model_class, config).config, None
+    for variant in variants_of(model_class, config):
+        row, refusals = _tried(model_class, config, variant, known)
+        yield row
+        if known is None and row.how == FAILS:
+            return
+        known = refusals if known is None else known
 
 
 def _tried(
@@ -56,7 +59,9 @@ def _tried(
         return Row(variant.name, FAILS, f"{type(error).__name__}: {str(error)[:200]}"), refusals
     for options in ({"layer": True, "head_groups": 2}, {"layer": True}, {}):
         try:
-            found = _difference(model, variant, Options(**options, chunk_tokens=CHUNK, check=False), plain, refusals)
+            found = _difference(
+                model, variant, Options(**options, chunk_tokens=CHUNK_TOKENS, check=False), plain, refusals
+            )
         except Exception as error:
             if not _is_refusal(error):
                 where = traceback.extract_tb(error.__traceback__)[-1]
@@ -85,7 +90,7 @@ def _difference(
     Raises ValueError where that is refused."""
     tiled, inputs = _called(model, variant, {})
     apply(model.config.model_type, tiled, options)
-    with WayTaken(_outermost(tiled), CHUNK) as way:
+    with WayTaken(_outermost(tiled), CHUNK_TOKENS) as way:
         found = gradients_of(tiled, inputs)
     refusals |= refused_of(tiled)
     instead = {"use_cache": False} if options.layer else {}  # tiled layers make no cache in training

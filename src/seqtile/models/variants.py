@@ -18,7 +18,7 @@ Batch = Callable[[PreTrainedModel, Inputs], Inputs]
 _UNSAID = ("output_hidden_states", "return_dict", "use_cache", "is_encoder_decoder", "add_cross_attention")
 _ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "mlp_hidden_act")
 _OTHER_VALUES: dict[str, tuple[Any, ...]] = {  # of a field that is no switch, what else it may be
-    **dict.fromkeys(_ACTIVATIONS, ("gelu", "gelu_pytorch_tanh", "silu")),
+    **dict.fromkeys(_ACTIVATIONS, ("gelu", "gelu_pytorch_tanh")),
     **dict.fromkeys(("sliding_window", "attention_window_size", "attention_chunk_size"), (None, 5)),
     **dict.fromkeys(("partial_rotary_factor", "logit_scale", "residual_multiplier", "embedding_multiplier"), (0.5,)),
     **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping", "logits_soft_cap"), (None, 3.0)),
@@ -29,8 +29,6 @@ _OTHER_VALUES: dict[str, tuple[Any, ...]] = {  # of a field that is no switch, w
     **dict.fromkeys(("num_experts_per_tok", "moe_topk", "decoder_sparse_step"), (1,)),
     **dict.fromkeys(("first_k_dense_replace", "num_dense_layers", "num_kv_shared_layers"), (0, 1)),
     **dict.fromkeys(("num_nextn_predict_layers", "hidden_size_per_layer_input", "q_lora_rank"), (0, None, 1)),
-    "chunk_size_feed_forward": (1,),
-    "pretraining_tp": (2,),
     "mlp_only_layers": ([], [0]),
     "scoring_func": ("softmax", "sigmoid"),
     "topk_method": ("greedy", "noaux_tc", "group_limited_greedy"),
@@ -39,56 +37,12 @@ _OTHER_VALUES: dict[str, tuple[Any, ...]] = {  # of a field that is no switch, w
 _KINDS = ("layer_types", "mlp_layer_types", "layers_block_type", "block_types", "no_rope_layers", "attention_layers")
 
 
-class Variant(NamedTuple):
-    """A model, or a batch, that is not as its type's are by default."""
-
-    name: str
-    changes: dict[str, Any]
-    """Of the text model's config, by the names of its fields, those of a config inside it behind a dot."""
-    batch: Batch = lambda model, inputs: inputs
-
-
 def _configs_in(config: PreTrainedConfig, prefix: str = "") -> Iterator[tuple[str, PreTrainedConfig]]:
     """Yields a config and those inside it, each behind the beginning of its fields' names, such as "attn_config."."""
     yield prefix, config
     for name, value in vars(config).items():
         if isinstance(value, PreTrainedConfig):
             yield from _configs_in(value, f"{prefix}{name}.")
-
-
-def variants_of(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> Iterator[Variant]:
-    """Yields every switch of a config flipped, other values of its fields, and other batches and settings."""
-    yield from _of_config(config)
-    for name, batch in _BATCHES.items():
-        yield Variant(name, {}, batch)
-    for name, batch in ({"": lambda model, inputs: inputs} | _BATCHES if model_class._supports_sdpa else {}).items():
-        yield Variant(f"sdpa, {name}".removesuffix(", "), {}, partial(_sdpa, batch))
-
-
-def _of_config(config: PreTrainedConfig) -> Iterator[Variant]:
-    """Yields every switch of a config flipped, and every other value of what a config of a language model says."""
-    text = config.get_text_config()
-    for prefix, part in _configs_in(text):
-        said = {name: value for name, value in vars(part).items() if not name.startswith("_")}
-        for name, value in said.items():
-            others = (not value,) if isinstance(value, bool) else _OTHER_VALUES.get(name, ())
-            for other in others if name not in _UNSAID else ():
-                if other != value:
-                    yield Variant(f"{prefix}{name}={other}", {f"{prefix}{name}": other})
-    said, layers = vars(text), count_of(text) or 0
-    for name in _KINDS:
-        kinds = dict.fromkeys(said[name]) if isinstance(said.get(name), list | tuple) else {}
-        for kind in kinds if len(kinds) > 1 else ():
-            yield Variant(f"{name}: all {kind}", {name: [kind] * layers})
-    if "use_sliding_window" in said or "sliding_window" in said:
-        kinds = {"layer_types": ["sliding_attention"] * layers} if "layer_types" in said else {}
-        switch = {"use_sliding_window": True} if "use_sliding_window" in said else {}
-        yield Variant("sliding windows", {"sliding_window": 5, "max_window_layers": 0} | switch | kinds)
-    if isinstance(rope := said.get("rope_parameters"), dict) and "rope_theta" in rope:
-        for other in ({"partial_rotary_factor": 0.5}, {"rope_type": "dynamic", "factor": 2.0}):
-            yield Variant(f"rope_parameters: {other}", {"rope_parameters": rope | other})
-    if "output_router_logits" in said:
-        yield Variant("output_router_logits=True, checkpointed", {"output_router_logits": True}, _checkpointed)
 
 
 def _sdpa(batch: Batch, model: PreTrainedModel, inputs: Inputs) -> Inputs:
@@ -132,7 +86,12 @@ def _checkpointed(model: PreTrainedModel, inputs: Inputs) -> Inputs:
     return inputs
 
 
+def _as_it_is(model: PreTrainedModel, inputs: Inputs) -> Inputs:
+    return inputs
+
+
 _BATCHES: dict[str, Batch] = {
+    "as it is": _as_it_is,
     "packed documents": _packed,
     "padded on the left": _padded(left=True),
     "padded on the right": _padded(left=False),
@@ -140,6 +99,49 @@ _BATCHES: dict[str, Batch] = {
     "inputs_embeds": _embedded,
     "checkpointed": _checkpointed,
 }
+
+
+class Variant(NamedTuple):
+    """A model, or a batch, that is not as its type's are by default."""
+
+    name: str
+    changes: dict[str, Any]
+    """Of the text model's config, by the names of its fields, those of a config inside it behind a dot."""
+    batch: Batch = _as_it_is
+
+
+def variants_of(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> Iterator[Variant]:
+    """Yields every switch of a config flipped, other values of its fields, and other batches and settings."""
+    for name, batch in _BATCHES.items():
+        yield Variant(name, {}, batch)
+    for name in ("as it is", "packed documents", "padded on the left") if model_class._supports_sdpa else ():
+        yield Variant(f"{name}, sdpa", {}, partial(_sdpa, _BATCHES[name]))
+    yield from _of_config(config)
+
+
+def _of_config(config: PreTrainedConfig) -> Iterator[Variant]:
+    """Yields every switch of a config flipped, and every other value of what a config of a language model says."""
+    text = config.get_text_config()
+    for prefix, part in _configs_in(text):
+        said = {name: value for name, value in vars(part).items() if not name.startswith("_")}
+        for name, value in said.items():
+            others = (not value,) if isinstance(value, bool) else _OTHER_VALUES.get(name, ())
+            for other in others if name not in _UNSAID else ():
+                if other != value:
+                    yield Variant(f"{prefix}{name}={other}", {f"{prefix}{name}": other})
+    said, layers = vars(text), count_of(text) or 0
+    for name in _KINDS:
+        kinds = dict.fromkeys(said[name]) if isinstance(said.get(name), list | tuple) else {}
+        for kind in kinds if len(kinds) > 1 else ():
+            yield Variant(f"{name}: all {kind}", {name: [kind] * layers})
+    if "use_sliding_window" in said or "sliding_window" in said:
+        kinds = {"layer_types": ["sliding_attention"] * layers} if "layer_types" in said else {}
+        switch = {"use_sliding_window": True} if "use_sliding_window" in said else {}
+        yield Variant("sliding windows", {"sliding_window": 5, "max_window_layers": 0} | switch | kinds)
+    if isinstance(rope := said.get("rope_parameters"), dict) and "rope_theta" in rope:
+        yield Variant("half of each head rotated", {"rope_parameters": rope | {"partial_rotary_factor": 0.5}})
+    if "output_router_logits" in said:
+        yield Variant("output_router_logits=True, checkpointed", {"output_router_logits": True}, _checkpointed)
 
 
 def changed(config: PreTrainedConfig, changes: dict[str, Any]) -> PreTrainedConfig:

@@ -30,7 +30,7 @@ class Row(NamedTuple):
 
     variant: str
     how: str
-    """right, refused, differs, or fails untiled too."""
+    """RIGHT, REFUSED, DIFFERS or FAILS."""
     reason: str | None
     """What is refused and why, or what differs."""
 

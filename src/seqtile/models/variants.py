@@ -28,7 +28,9 @@ _OTHER_VALUES: dict[str, tuple[Any, ...]] = {  # of a field that is no switch, w
     **dict.fromkeys(("num_local_experts", "num_experts", "shared_intermediate_size"), (0,)),
     **dict.fromkeys(("num_experts_per_tok", "moe_topk", "decoder_sparse_step"), (1,)),
     **dict.fromkeys(("first_k_dense_replace", "num_dense_layers", "num_kv_shared_layers"), (0, 1)),
-    **dict.fromkeys(("num_nextn_predict_layers", "hidden_size_per_layer_input", "q_lora_rank"), (0, None, 1)),
+    "num_nextn_predict_layers": (0, 1),
+    "hidden_size_per_layer_input": (0,),
+    "q_lora_rank": (None, 8),
     "mlp_only_layers": ([], [0]),
     "scoring_func": ("softmax", "sigmoid"),
     "topk_method": ("greedy", "noaux_tc", "group_limited_greedy"),
@@ -133,7 +135,7 @@ def _of_config(config: PreTrainedConfig) -> Iterator[Variant]:
     for name in _KINDS:
         kinds = dict.fromkeys(said[name]) if isinstance(said.get(name), list | tuple) else {}
         for kind in kinds if len(kinds) > 1 else ():
-            yield Variant(f"{name}: all {kind}", {name: [kind] * layers})
+            yield Variant(f"{name}: all {kind}", {name: [kind] * len(said[name])})
     if "use_sliding_window" in said or "sliding_window" in said:
         kinds = {"layer_types": ["sliding_attention"] * layers} if "layer_types" in said else {}
         switch = {"use_sliding_window": True} if "use_sliding_window" in said else {}

@@ -49,9 +49,8 @@ class WayTaken:
         self._calls.append((module, is_short, ends | set(nodes_behind(ends))))
 
     def _returned(self, module: nn.Module, args: tuple, output: Any) -> None:
-        while (call := self._calls.pop())[0] is not module:  # one that was ended by an exception does not return
-            pass
-        _, is_short, before = call
+        called, is_short, before = self._calls.pop()
+        assert called is module, "modules return in the reverse of the order in which they are called"
         ends = {tensor.grad_fn for tensor in _tensors_in(output)} - {None}
         if is_short or not ends:  # without a gradient there is nothing to compare
             return

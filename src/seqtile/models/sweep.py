@@ -38,9 +38,9 @@ class Row(NamedTuple):
 def sweep(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> Iterator[Row]:
     """Yields a row for each variant of a config's model, made small; the first is the model as it is. ValueError if
     that cannot be built."""
-    config, known = small_model(model_class, config).config, None
-    for variant in variants_of(model_class, config):
-        row, refusals = _tried(model_class, config, variant, known)
+    small, known = small_model(model_class, config).config, None
+    for variant in variants_of(model_class, config, small):
+        row, refusals = _tried(model_class, config if variant.is_whole else small, variant, known)
         yield row
         if known is None and row.how == FAILS:
             return

@@ -27,7 +27,8 @@ _OTHER_VALUES: dict[str, tuple[Any, ...]] = {  # of a field that is no switch, w
     **dict.fromkeys(("num_key_value_heads", "num_kv_heads"), (1, HEADS)),
     **dict.fromkeys(("num_local_experts", "num_experts", "shared_intermediate_size"), (0,)),
     **dict.fromkeys(("num_experts_per_tok", "moe_topk", "decoder_sparse_step"), (1,)),
-    **dict.fromkeys(("first_k_dense_replace", "num_dense_layers", "num_kv_shared_layers"), (0, 1)),
+    **dict.fromkeys(("first_k_dense_replace", "num_dense_layers"), (0, 1)),
+    "num_kv_shared_layers": (0,),
     "num_nextn_predict_layers": (0, 1),
     "hidden_size_per_layer_input": (0,),
     "q_lora_rank": (None, 8),
@@ -36,6 +37,8 @@ _OTHER_VALUES: dict[str, tuple[Any, ...]] = {  # of a field that is no switch, w
     "topk_method": ("greedy", "noaux_tc", "group_limited_greedy"),
     "position_embedding_type": ("absolute", "alibi", "rope", "nope", None),
 }
+_WITH_IT = {"enable_moe_block": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 72}}
+"""What a switch, turned on, needs besides."""
 _KINDS = ("layer_types", "mlp_layer_types", "layers_block_type", "block_types", "no_rope_layers", "attention_layers")
 
 
@@ -110,15 +113,24 @@ class Variant(NamedTuple):
     changes: dict[str, Any]
     """Of the text model's config, by the names of its fields, those of a config inside it behind a dot."""
     batch: Batch = _as_it_is
+    is_whole: bool = False
+    """The changes are of the config before it is made small, since they are of more layers than are left then."""
 
 
-def variants_of(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> Iterator[Variant]:
-    """Yields every switch of a config flipped, other values of its fields, and other batches and settings."""
+def variants_of(
+    model_class: type[PreTrainedModel], config: PreTrainedConfig, small: PreTrainedConfig
+) -> Iterator[Variant]:
+    """Yields every switch of a config flipped, other values of its fields, and other batches and settings; `small` is
+    the config with its sizes cut down."""
     for name, batch in _BATCHES.items():
         yield Variant(name, {}, batch)
     for name in ("as it is", "packed documents", "padded on the left") if model_class._supports_sdpa else ():
         yield Variant(f"{name}, sdpa", {}, partial(_sdpa, _BATCHES[name]))
-    yield from _of_config(config)
+    yield from _of_config(small)
+    text = config.get_text_config()
+    if "num_kv_shared_layers" in vars(text):
+        half = (count_of(text) or 0) // 2
+        yield Variant("half of the layers share keys", {"num_kv_shared_layers": half}, is_whole=True)
 
 
 def _of_config(config: PreTrainedConfig) -> Iterator[Variant]:
@@ -130,7 +142,8 @@ def _of_config(config: PreTrainedConfig) -> Iterator[Variant]:
             others = (not value,) if isinstance(value, bool) else _OTHER_VALUES.get(name, ())
             for other in others if name not in _UNSAID else ():
                 if other != value:
-                    yield Variant(f"{prefix}{name}={other}", {f"{prefix}{name}": other})
+                    changes = {f"{prefix}{name}": other} | (_WITH_IT.get(name, {}) if other else {})
+                    yield Variant(f"{prefix}{name}={other}", changes)
     said, layers = vars(text), count_of(text) or 0
     for name in _KINDS:
         kinds = dict.fromkeys(said[name]) if isinstance(said.get(name), list | tuple) else {}

@@ -34,7 +34,15 @@ def test_a_type(model_type: str) -> None:
     assert sum(row.how == RIGHT for row in rows.values()) > len(rows) // 2
 
 
-def test_an_attention_that_asks_for_no_function() -> None:
-    """It is given a mask of all tokens and queries of a chunk."""
-    row = rows_of("gpt2")["reorder_and_upcast_attn=True"]
-    assert row.how == REFUSED and "before it asks for an attention function" in row.reason
+@pytest.mark.parametrize(
+    ("model_type", "variant", "reason"),
+    [
+        ("gpt2", "reorder_and_upcast_attn=True", "before it asks for an attention function"),
+        ("doge", "is_moe=True", "DogeCDMoE: it fails when it is tiled"),
+    ],
+)
+def test_what_is_refused(model_type: str, variant: str, reason: str) -> None:
+    """An attention that does all itself, with a mask of all tokens and queries of a chunk; a mixture of experts that
+    returns routes besides."""
+    row = rows_of(model_type)[variant]
+    assert row.how == REFUSED and reason in row.reason

@@ -51,6 +51,7 @@ CUTS = (
         tuple("012345"),
         "of 40 draws, other ones in every run",
     ),
+    Cut(("recipes/test_on_ranks.py::test_one_rank_holds",), (), "a model of 800 MB, and four processes"),
     Cut(
         ("recipes/test_simulate.py::test_where",),
         ("llama",),

@@ -165,6 +165,10 @@ def test_fit(pretrained: Path, capsys: pytest.CaptureFixture) -> None:
             found = fitted(job, size)
         assert (found.fit, found.layer, found.head_groups, found.offload) == (False, layer, None, False)
     assert capsys.readouterr().out.count("GiB, fits") == 2
+    autocast = memory.plan(config_of("llama"), seq_len=100_000, autocast=True)
+    with patch("seqtile.fitting.available", lambda: autocast.gpu_bytes):
+        assert not fitted(replace(job, dtype="bfloat16"), size).layer
+    assert f"{autocast.gpu_bytes / 2**30:.1f} GiB, fits" in capsys.readouterr().out
     with pytest.raises(ValueError, match="--fit chooses --layer, --head-groups and --offload"):
         replace(job, layer=True).check()
 

@@ -79,6 +79,7 @@ def fitted(job: Job, console: Console) -> Job:
         seq_len=job.seq_len,
         host=job.device == "cuda",
         dtype=job.dtype,
+        autocast=job.dtype == "bfloat16",
         gpus=1 if job.local_rank is None else dist.get_world_size(),
         sequence_parallel=job.sequence_parallel,
         gpu_memory_gib=gpu_memory,

@@ -27,6 +27,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from seqtile.models.find import experts_in
 from seqtile.models.placement import HELD, Placement, package_of, placement_at
 from seqtile.models.same_choices import SameChoices
+from seqtile.models.trial_ranks import Ranks
+from seqtile.models.weights import innermost, is_harmless
 from seqtile.ops.chunks import chunk_tokens_everywhere
 from seqtile.ops.leaf_gradients import without_hooks
 from seqtile.protocols import SHARDED
@@ -35,7 +37,7 @@ SMALL = 2**22  # numbers of a parameter whose gradient is compared, and of a buf
 _ALMOST_NONE = 1e-30  # a rate that drops nothing, and still is a rate: what is computed how does not change
 _RATES = re.compile(r".*(drop|jitter|noise).*|p")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_LIBRARIES = ("torch", "transformers", "peft", "accelerate", "deepspeed", "seqtile", "bitsandbytes", "torchao")
+_LIBRARIES = ("torch", "transformers", "peft", "accelerate", "seqtile", "bitsandbytes", "torchao")  # whose hooks stay
 Placed = Sequence[tuple[nn.Module, Placement]]
 Vectors = dict[str, torch.Tensor | None]
 """The loss, by the name "loss", and gradients by their parameters' names; None of a parameter that got none."""
@@ -50,16 +52,16 @@ def tiled_modules(model: nn.Module) -> Placed:
 class Pass:
     """Runs a model on a short batch, untiled or with some of its modules tiled, and returns loss and gradients."""
 
-    def __init__(self, model: nn.Module, original: Callable, inputs: dict[str, Any], full: bool, reset: Callable):
-        self.model, self.original, self.inputs, self.full, self.reset = model, original, inputs, full, reset
+    def __init__(self, model: nn.Module, original: Callable, inputs: dict[str, Any], full: bool, ranks: Ranks):
+        self.model, self.original, self.inputs, self.full, self.ranks = model, original, inputs, full, ranks
         self.choices = SameChoices() if experts_in(model) else nullcontext()
         self.with_main_grad = [name for name, parameter in model.named_parameters() if "main_grad" in vars(parameter)]
         self.main_grads: dict[str, torch.Tensor] = {}
         """What these hold before a pass in the place of users' own: the gradients of the first."""
 
-    def run(self, placed: Placed, *, tiled: Placed, chunk_tokens: int | None = None, nudge: bool = False) -> Vectors:
-        """Returns the loss and the gradients; of all `placed` modules those `tiled` are. `nudge` changes what the
-        embeddings return by one bit."""
+    def run(self, placed: Placed, *, tiled: Placed, chunk_tokens: int | None = None, nudge: float = 0.0) -> Vectors:
+        """Returns the loss and the gradients; of all `placed` modules those `tiled` are. `nudge` is the relative change
+        of what the embeddings return."""
         tiles = {id(module) for module, _ in tiled}
         untiled = [(module, placement) for module, placement in placed if id(module) not in tiles]
         inputs, forward = dict(self.inputs), self.original
@@ -80,6 +82,7 @@ class Pass:
             stack.enter_context(self.choices)
             if chunk_tokens is not None:
                 stack.enter_context(chunk_tokens_everywhere(chunk_tokens))
+            stack.enter_context(self.ranks.gathering())
             leaves, seen = self._leaves(), self._watch_embeddings(inputs, nudge)
             for name, before in self.main_grads.items():
                 leaves[name].main_grad = before.clone()
@@ -100,17 +103,17 @@ class Pass:
 
         def add(prefix: str, module: nn.Module) -> None:
             for name, parameter in module.named_parameters(prefix):
-                whole = not isinstance(parameter, DTensor) and parameter.numel() > 0
-                if parameter.requires_grad and whole and (self.full or parameter.numel() <= SMALL):
+                size = 0 if isinstance(parameter, DTensor) else getattr(parameter, "ds_numel", parameter.numel())
+                if parameter.requires_grad and size > 0 and (self.full or size <= SMALL):
                     leaves[name] = parameter
 
         add("", self.model)
         for prefix, module in self.model.named_modules():
-            if isinstance(module, FSDPModule) and module is not self.model:
+            if isinstance(module, FSDPModule):
                 module.register_forward_pre_hook(lambda module, args, prefix=prefix: add(prefix, module))
         return leaves
 
-    def _watch_embeddings(self, inputs: dict[str, Any], nudge: bool) -> list[torch.Tensor]:
+    def _watch_embeddings(self, inputs: dict[str, Any], nudge: float) -> list[torch.Tensor]:
         """Returns a list that will hold what the embeddings return, in which the forward goes on."""
         seen: list[torch.Tensor] = []
 
@@ -118,7 +121,7 @@ class Pass:
             if nudge:
                 with torch.random.fork_rng(devices=[]):
                     signs = torch.randint(0, 2, embedded.shape, generator=torch.Generator().manual_seed(1)) * 2 - 1
-                embedded = embedded * (1 + precision_of(embedded) * signs.to(embedded.device)).to(embedded.dtype)
+                embedded = embedded * (1 + nudge * signs.to(embedded.device)).to(embedded.dtype)
             seen.append(embedded)
             return embedded
 
@@ -144,7 +147,6 @@ class Pass:
                 finally:
                     for hook in hooks:
                         hook.remove()
-            self.reset()
         vectors = {name: None if g is None else g.detach() for name, g in zip(wanted, found, strict=False)}
         return {"loss": loss.detach().reshape(1)} | vectors
 
@@ -241,12 +243,20 @@ def _prepare(module: nn.Module) -> None:
         own["gradient_checkpointing"] = False
     _drop_nothing(own)
     for name in _HOOKS:  # a copy, which what registers hooks meanwhile writes to
-        hooks = own[name].items()
-        own[name] = OrderedDict((key, hook if package_of(hook) in _LIBRARIES else _no_hook) for key, hook in hooks)
+        own[name] = OrderedDict(_without_users(own[name]))
+
+
+def _without_users(hooks: dict[int, Callable]) -> Iterator[tuple[int, Callable]]:
+    """Yields hooks, in place of users' one that does nothing, so that modules are computed as those with hooks are."""
+    for key, hook in hooks.items():
+        if package_of(innermost(hook)) in _LIBRARIES:
+            yield key, hook
+        elif not is_harmless(hook, recording=True):
+            yield key, _no_hook
 
 
 def _no_hook(*args: Any, **kwargs: Any) -> None:
-    """Stands for a user's hook, so that its module is computed in the way that a module with hooks is."""
+    pass
 
 
 def _drop_nothing(attributes: dict[str, Any]) -> None:

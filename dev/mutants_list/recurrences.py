@@ -107,7 +107,7 @@ MUTANTS = (
     Mutant(
         "plan: nothing is decoded",
         "memory/setup.py",
-        "return parameters * self.bytes if self.load_in_4bit else 0",
+        "return parameters * self.bytes if self.load_in_4bit or self.autocast else 0",
         "return 0",
         PLANS,
     ),

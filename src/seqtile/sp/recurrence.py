@@ -136,7 +136,7 @@ class Recurrence:
         if self.name is not None:
             return hidden_states
         operands = {"x": hidden_states.transpose(1, 2)[..., None]}
-        return self._spread(layout, _ALONE, operands, lambda heads, found: found["x"])[..., 0].transpose(1, 2)
+        return self._spread(layout, _ALONE, operands, lambda own, found: found["x"])[..., 0].transpose(1, 2)
 
     def _rule(self, *args: Any, **kwargs: Any) -> Any:
         """In the place of the rule."""
@@ -146,8 +146,8 @@ class Recurrence:
         operands = {name: call.options.pop(name) for name in dict.fromkeys((*rule.own, *rule.shared))}
         layout.convolution.check_channels([operands[name] for name in rule.convolved], type(self.module).__name__)
         whole = layout.documents == (((0, layout.length),),)
-        compute, in_one_call = partial(call.of_heads, rule), call.takes_cu_seqlens and not whole
-        out = self._spread(layout, rule, operands, compute, in_one_call)
+        in_one_call = call.takes_cu_seqlens and not whole
+        out = self._spread(layout, rule, operands, partial(call.of_heads, rule), in_one_call)
         return (out, None) if rule is _DELTA else out
 
     def _spread(
@@ -160,15 +160,14 @@ class Recurrence:
     ) -> Tensor:
         """Returns what the rule does of this rank's tokens, [B, S, H, K]."""
         convolution, layout.convolution = layout.convolution, None
-        by_kv = tuple(name in rule.shared for name in operands)
-        counts = [x.shape[2] for x in operands.values()]
-        heads, groups = counts[by_kv.index(False)], counts[by_kv.index(True)] if any(by_kv) else counts[0]
-        if layout.sp_group.size > heads:
+        heads = operands[rule.own[0]].shape[2]
+        groups = operands[rule.shared[0]].shape[2] if rule.shared else heads
+        if (size := layout.sp_group.size) > heads:
             raise ValueError(
-                f"{type(self.module).__name__} has {heads} heads, expected at least one for each of "
-                f"{layout.sp_group.size} ranks; use fewer ranks to a sequence"
+                f"{type(self.module).__name__} has {heads} heads, expected at least one for each of {size} ranks; use "
+                "fewer ranks to a sequence"
             )
-        all_to_all = layout.all_to_all(heads, groups, by_kv)
+        all_to_all = layout.all_to_all(heads, groups, tuple(name in rule.shared for name in operands))
         channels = _channels(rule, operands, all_to_all.heads)
 
         def convolved(*parts: Tensor) -> dict[str, Tensor]:
@@ -239,10 +238,6 @@ class Convolution(NamedTuple):
     """[C]"""
     activation: Any
 
-    @property
-    def channels(self) -> int:
-        return self.hidden_states.shape[1]
-
     def __call__(self, operands: Sequence[Tensor], channels: Sequence[slice]) -> list[Tensor]:
         """Convolves operands [B, S, h, K], whose heads are these channels; returns them likewise."""
         x = torch.cat([operand.flatten(2) for operand in operands], 2).transpose(1, 2)
@@ -256,7 +251,7 @@ class Convolution(NamedTuple):
         """Raises ValueError unless the operands [B, S, h, K] are views of the input's channels, in their order."""
         x = self.hidden_states
         starts = [0, *accumulate(operand.shape[2] * operand.shape[3] for operand in operands)]
-        same = starts[-1] == self.channels
+        same = starts[-1] == x.shape[1]
         for operand, (start, stop) in zip(operands, pairwise(starts), strict=True):
             same = same and _is_same_view(operand, x[:, start:stop].transpose(1, 2).unflatten(2, operand.shape[2:]))
         if not same:
@@ -298,7 +293,8 @@ def by_documents(
     outs = (compute(convolve(*document)) for document in documents)
     if in_one_call and documents:
         sizes = [document[0].shape[2] for document in documents]
-        starts = torch.tensor([0, *accumulate(sizes)], device=arrived[0].device)
+        device = arrived[0].device
+        starts = layout.once(("starts", len(rows)), lambda: torch.tensor([0, *accumulate(sizes)], device=device))
         found = [convolve(*document) for document in documents]
         together = {name: torch.cat([operands[name] for operands in found], 1) for name in found[0]}
         outs = iter(compute(together, cu_seqlens=starts).split(sizes, 1))

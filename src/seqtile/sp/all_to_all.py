@@ -93,12 +93,8 @@ def count(rows: Rows) -> int:
     return sum(last - first for first, last in rows)
 
 
-class Piece(NamedTuple):
-    """A part of a tensor that goes from one rank to another, as it lies with one of them."""
-
-    tensor: int
-    tokens: slice
-    heads: slice
+Piece = tuple[int, slice, slice]
+"""A part of a tensor that goes from one rank to another: of which tensor, its tokens and its heads."""
 
 
 class AllToAll:
@@ -123,17 +119,17 @@ class AllToAll:
                 rows, own = (((0, length),), heads.kv) if is_kv else (heads.rows, heads.q)
                 for first, last in within(rows, start, start + local):
                     at = count(within(rows, 0, first)) if by_heads else first - start
-                    found.append(Piece(i, slice(at, at + last - first), slice(0, width(own)) if by_heads else own))
+                    found.append((i, slice(at, at + last - first), slice(0, width(own)) if by_heads else own))
             return found
 
-        # By tokens, by heads: the pieces of each rank, and the tokens and heads of each tensor.
+        # Both by tokens and by heads: the pieces of each rank, and of each tensor how many tokens and heads are here.
         by_tokens = [pieces(rank, heads, False) for heads in ranks]
         self._pieces = by_tokens, [pieces(holder, mine, True) for holder in range(size)]
-        at_heads = [(length, width(mine.kv)) if is_kv else (count(mine.rows), width(mine.q)) for is_kv in by_kv]
-        self._shapes = [(local, total) for total in self._totals], at_heads
+        by_heads = [(length, width(mine.kv)) if is_kv else (count(mine.rows), width(mine.q)) for is_kv in by_kv]
+        self._sizes = [(local, total) for total in self._totals], by_heads
         is_shared = sum(width(heads.kv) for heads in ranks) > kv_heads
         self._summed = [i for i, is_kv in enumerate(by_kv) if is_kv and is_shared]
-        """The tensors of which ranks send the same place, on the way back."""
+        """The tensors of which several ranks send the same place, on the way back."""
 
     def start(self, tensors: Sequence[Tensor], *, to_heads: bool) -> PendingTensors:
         """Starts one, and returns what waits for its results, to be called once. Those are contiguous as [B, tokens,
@@ -158,7 +154,7 @@ class AllToAll:
             nonlocal sent, received
             work.wait()
             arrived, sent, received = received, None, None
-            shapes = [(batch, *size, k) for size, k in zip(self._shapes[to_heads], widths, strict=True)]
+            shapes = [(batch, *size, k) for size, k in zip(self._sizes[to_heads], widths, strict=True)]
             results = self._unpacked(arrived, shapes, to_heads)
             return [x.view(dtype).transpose(1, 2) for x, dtype in zip(results, dtypes, strict=True)]
 
@@ -176,11 +172,10 @@ class AllToAll:
         are. Where all ranks have as many heads, a tensor's are one view [ranks / n, n, B, tokens, heads, K], n the
         ranks that read the same kv heads; by tokens it has the size 1 there."""
         if not self._is_even:
-            pieces = [piece for of_rank in self._pieces[by_heads] for piece in of_rank]
-            parts = [tensors[i][:, tokens, heads] for i, tokens, heads in pieces]
-            places = buffer.split([part.numel() for part in parts])
-            for piece, part, place in zip(pieces, parts, places, strict=True):
-                yield piece.tensor, part, place.view(part.shape)
+            parts = [(i, tensors[i][:, tokens, heads]) for of in self._pieces[by_heads] for i, tokens, heads in of]
+            places = buffer.split([part.numel() for _, part in parts])
+            for (i, part), place in zip(parts, places, strict=True):
+                yield i, part, place.view(part.shape)
             return
         parts, size = [], len(self._pieces[0])
         for x, total in zip(tensors, self._totals, strict=True):

@@ -36,8 +36,6 @@ from seqtile.sp.layout import BATCH_HASH, CUTTERS, WHOLE_LENGTH, Layout, check_s
 from seqtile.sp.loss import PartialLossFunction
 from seqtile.sp.recurrence import BY_TOKEN, Recurrence, is_known, is_recurrence, mixers
 
-_APPLIED = SHARDED  # on a model: what was applied to it
-_BY_KEYWORD = "under sequence parallelism pass input_ids or inputs_embeds, and the rest by keyword"
 _ATTENTIONS = {"full_attention", "sliding_attention"}  # kinds of layers that mix tokens in attention alone
 _RECURRENCES = {"linear_attention", "hybrid", "conv"}  # in a recurrence or a convolution, too
 
@@ -55,7 +53,7 @@ def apply_ulysses(model: PreTrainedModel, ctx: SequenceParallel) -> None:
     interface and the layers of recurrence.py, and TypeError for anything but a Hugging Face model.
     """
     model = _without_adapter(model)
-    if (applied := getattr(model, _APPLIED, None)) is not None:
+    if (applied := getattr(model, SHARDED, None)) is not None:
         if applied.sp_group is not ctx:
             raise ValueError("this model is sharded over other ranks already: sp.restore(model) first")
         return
@@ -66,14 +64,14 @@ def apply_ulysses(model: PreTrainedModel, ctx: SequenceParallel) -> None:
     layers = len(mixers(model)) if is_recurrent(model) else model.config.get_text_config().num_hidden_layers
     applied = Applied(model, ctx, implementation, layers)
     applied.hook()
-    setattr(model, _APPLIED, applied)
+    setattr(model, SHARDED, applied)
 
 
 def restore(model: PreTrainedModel) -> None:
     """Takes `apply_ulysses` back, of the model that it was given; any other model it leaves as it is. What
     `apply_seqtile` did stays, see `seqtile.restore`. Raises TypeError for anything but a Hugging Face model."""
     model = _without_adapter(model)
-    if (applied := vars(model).pop(_APPLIED, None)) is not None:
+    if (applied := vars(model).pop(SHARDED, None)) is not None:
         for handle in applied.handles:
             handle.remove()
         for module in model.modules():
@@ -186,13 +184,14 @@ class Applied:
         ids = kwargs.get("input_ids", args[0] if args else None)
         tokens = ids if ids is not None else kwargs.get("inputs_embeds")
         if tokens is None or len(args) > 1:
-            raise ValueError(_BY_KEYWORD)
-        _check_shard(kwargs, *tokens.shape[:2])
-        if kwargs.get("position_ids") is None and self.sp_group.size == 1:
-            kwargs["position_ids"] = torch.arange(tokens.shape[1], device=tokens.device)[None]
-        last_position = check_same_batch(tokens, kwargs, batch_hash, self.sp_group)
-        positions, mask = kwargs["position_ids"], kwargs.get("attention_mask")
-        layout = layout_of(tokens.shape[1], positions, mask, self.sp_group, self.implementation)
+            raise ValueError("over ranks pass input_ids or inputs_embeds, and the rest by keyword")
+        batch, local = tokens.shape[:2]
+        positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
+        if positions is None and self.sp_group.size == 1:
+            positions = torch.arange(local, device=tokens.device)[None]
+        _check_shard(kwargs, batch, local)
+        last_position = check_same_batch(tokens, kwargs | {"position_ids": positions}, batch_hash, self.sp_group)
+        layout = layout_of(local, positions, mask, self.sp_group, self.implementation)
         if (lengths := kwargs.get("cu_seq_lens_q")) is not None:
             lengths = lengths.tolist()  # what follows pads to a multiple of ranks
             if lengths != [0, *(stop for start, stop in layout.documents[0] if start < lengths[-1])]:
@@ -206,13 +205,11 @@ class Applied:
         if self.layout is None or self.layout.attended:  # called by itself, or once more
             self.layout = self._layout(module if self.layout is None else self.layout.owner, args, kwargs)
         layout = self.layout
-        if kwargs.get("output_router_logits"):
-            layout.balance = Balance.of(self.model)
-            if layout.balance is None:
-                raise ValueError(
-                    "the router's balancing loss of this model is not known; expected output_router_logits=False over "
-                    "ranks"
-                )
+        layout.balance = Balance.of(self.model) if kwargs.get("output_router_logits") else None
+        if kwargs.get("output_router_logits") and layout.balance is None:
+            raise ValueError(
+                "the router's balancing loss of this model is not known; expected output_router_logits=False over ranks"
+            )
         if kwargs.get("position_ids") is None:
             kwargs["position_ids"] = layout.position_ids
         for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"):  # of whole sequences
@@ -236,18 +233,17 @@ class Applied:
 
     def guard_loss(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
         """Returns the output, a dict or a tuple, with a loss that has to be reduced before its backward."""
-        balance, is_tuple = self.layout.balance, isinstance(output, tuple)
-        if self.sp_group.size > 1 and balance is not None:
-            if is_tuple:
-                raise ValueError(
-                    "the loss that balances experts is not found in a tuple; expected return_dict=True over ranks"
-                )
-            if output.get("aux_loss") is not None:
-                balance.over_ranks(output, self.layout.counted(output["router_logits"][0]), self.sp_group)
+        size, balance, is_tuple = self.sp_group.size, self.layout.balance, isinstance(output, tuple)
+        if size > 1 and balance is not None and is_tuple:
+            raise ValueError(
+                "the loss that balances experts is not found in a tuple; expected return_dict=True over ranks"
+            )
+        if size > 1 and balance is not None and output.get("aux_loss") is not None:
+            balance.over_ranks(output, self.layout.counted(output["router_logits"][0]), self.sp_group)
         loss = output[0] if is_tuple else output.get("loss")
-        if self.sp_group.size == 1 or not _labelled(kwargs) or loss is None or not loss.requires_grad:
+        if size == 1 or not _labelled(kwargs) or loss is None or not loss.requires_grad:
             return output
-        partial = PartialLossFunction.apply(loss, self.sp_group.size)
+        partial = PartialLossFunction.apply(loss, size)
         if is_tuple:
             return (partial, *output[1:])
         output["loss"] = partial
@@ -264,14 +260,11 @@ def _labelled(kwargs: dict[str, Any]) -> bool:
 
 
 def _check_shard(kwargs: dict[str, Any], batch: int, local: int) -> None:
-    """Raises ValueError for arguments of the base model that are not of a shard [batch, local]."""
+    """Raises ValueError for arguments that are not of a shard [batch, local]."""
     if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
         raise ValueError("a cache is not sharded over ranks: use_cache=False, or sp.restore(model) before generating")
-    positions, mask, expected = (
-        kwargs.get("position_ids"),
-        kwargs.get("attention_mask"),
-        "expected this rank's shard of it",
-    )
+    positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
+    expected = "expected this rank's shard of it"
     if positions is not None and positions.shape[-1] != local:
         raise ValueError(f"position_ids is {list(positions.shape)} for {local} tokens, {expected}")
     if mask is not None and (not isinstance(mask, Tensor) or mask.shape != (batch, local)):

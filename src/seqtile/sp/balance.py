@@ -40,8 +40,8 @@ class Balance(NamedTuple):
         `loss` this rank's part of it. `counted` [B S] is False where a token is padding. One all-reduce."""
         own, whole = output["aux_loss"], self._whole(output["router_logits"], counted, sp_group)
         if output.get("loss") is not None:
-            others = whole.detach() * (1 - 1 / sp_group.size)  # in value; the gradient is that of this rank's tokens
-            part = whole - others
+            # In value 1 / size of it; the gradient is that of this rank's tokens.
+            part = whole - whole.detach() * (1 - 1 / sp_group.size)
             output["loss"] = output["loss"] + self.factor * (part - own)
         output["aux_loss"] = whole.detach()
 

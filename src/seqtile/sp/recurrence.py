@@ -54,6 +54,9 @@ RULES = {
     "mamba2_chunk_scan": Rule(("hidden_states", "B", "C"), ("hidden_states", "dt"), ("B", "C"), ("A", "D", "dt_bias")),
 }
 _ALONE = Rule(("x",), ("x",), ())  # a convolution without a rule: its channels in the place of heads
+Operands = dict[str, Tensor]
+Compute = Callable[..., Tensor]
+"""A rule of some operands, or the convolution where it is alone."""
 BY_TOKEN = {"mlp", "moe"}  # kinds of layers in which no tokens meet
 _EMPTY = ("initial_state", "initial_states", "z", "seq_idx", "cu_seqlens", "cu_seq_lens_q")
 
@@ -79,9 +82,7 @@ def mixers(model: nn.Module) -> list[nn.Module]:
     """Returns the modules of a model in which tokens meet: the innermost of those that are given a cache."""
     given = []
     for module in model.modules():
-        if (
-            getattr(module, "block_type", None) in BY_TOKEN
-        ):  # a layer without attention, which is given a cache all the same
+        if getattr(module, "block_type", None) in BY_TOKEN:  # is given a cache all the same
             continue
         parameters = inspect.signature(inspect.unwrap(type(module).forward)).parameters
         if parameters.keys() & {"past_key_values", "past_key_value", "cache_params"}:
@@ -136,7 +137,7 @@ class Recurrence:
         if self.name is not None:
             return hidden_states
         operands = {"x": hidden_states.transpose(1, 2)[..., None]}
-        return self._spread(layout, _ALONE, operands, lambda own, found: found["x"])[..., 0].transpose(1, 2)
+        return self._spread(layout, _ALONE, operands, lambda own, found: found["x"], False)[..., 0].transpose(1, 2)
 
     def _rule(self, *args: Any, **kwargs: Any) -> Any:
         """In the place of the rule."""
@@ -145,19 +146,11 @@ class Recurrence:
             raise ValueError(f"{self.name} with {', '.join(wrong)} is not spread over ranks; leave this model whole")
         operands = {name: call.options.pop(name) for name in dict.fromkeys((*rule.own, *rule.shared))}
         layout.convolution.check_channels([operands[name] for name in rule.convolved], type(self.module).__name__)
-        whole = layout.documents == (((0, layout.length),),)
-        in_one_call = call.takes_cu_seqlens and not whole
+        in_one_call = call.takes_cu_seqlens and layout.documents != (((0, layout.length),),)
         out = self._spread(layout, rule, operands, partial(call.of_heads, rule), in_one_call)
         return (out, None) if rule is _DELTA else out
 
-    def _spread(
-        self,
-        layout: Layout,
-        rule: Rule,
-        operands: dict[str, Tensor],
-        compute: Callable[..., Tensor],
-        in_one_call: bool = False,
-    ) -> Tensor:
+    def _spread(self, layout: Layout, rule: Rule, operands: Operands, compute: Compute, in_one_call: bool) -> Tensor:
         """Returns what the rule does of this rank's tokens, [B, S, H, K]."""
         convolution, layout.convolution = layout.convolution, None
         heads = operands[rule.own[0]].shape[2]
@@ -170,19 +163,19 @@ class Recurrence:
         all_to_all = layout.all_to_all(heads, groups, tuple(name in rule.shared for name in operands))
         channels = _channels(rule, operands, all_to_all.heads)
 
-        def convolved(*parts: Tensor) -> dict[str, Tensor]:
+        def convolved(*parts: Tensor) -> Operands:
             found = {name: part.transpose(1, 2) for name, part in zip(operands, parts, strict=True)}
             made = convolution([found[name] for name in rule.convolved], channels)
             found |= dict(zip(rule.convolved, made, strict=True))
             return {name: x if operands[name].dim() == 4 else x[..., 0] for name, x in found.items()}
 
         arrived = AllToAllFunction.apply(all_to_all, True, *map(_by_heads, operands.values()))
-        out = by_documents(layout, convolved, partial(compute, all_to_all.heads), in_one_call, arrived)
+        out = by_documents(layout, convolved, partial(compute, all_to_all.heads), in_one_call, *arrived)
         (back,) = AllToAllFunction.apply(layout.all_to_all(heads, groups, (False,)), False, out.transpose(1, 2))
         return back.transpose(1, 2)
 
 
-def _channels(rule: Rule, operands: dict[str, Tensor], own: RankHeads) -> list[slice]:
+def _channels(rule: Rule, operands: Operands, own: RankHeads) -> list[slice]:
     """Returns the channels of the convolution that are a rank's heads of each convolved operand."""
     start, found = 0, []
     for name in rule.convolved:
@@ -214,7 +207,7 @@ class Call(NamedTuple):
         known = inspect.getclosurevars(self.function).nonlocals
         return bool(known.get("is_new_implementation")) and "cu_seqlens" in known.get("applicable_params", ())
 
-    def of_heads(self, rule: Rule, own: RankHeads, operands: dict[str, Tensor], **more: Any) -> Tensor:
+    def of_heads(self, rule: Rule, own: RankHeads, operands: Operands, **more: Any) -> Tensor:
         """Calls it for a rank's heads, group by group where they read unequally many."""
         found = []
         for heads, groups in own.groups:
@@ -272,11 +265,7 @@ def _by_heads(operand: Tensor) -> Tensor:
 
 
 def by_documents(
-    layout: Layout,
-    convolve: Callable[..., dict[str, Tensor]],
-    compute: Callable[..., Tensor],
-    in_one_call: bool,
-    arrived: Sequence[Tensor],
+    layout: Layout, convolve: Callable[..., Operands], compute: Compute, in_one_call: bool, *arrived: Tensor
 ) -> Tensor:
     """Returns [B, S, h, K] of tensors [B, h, S, K] of whole sequences, computed document by document; zeros where there
     is padding. Rows that have the same documents are computed together; `in_one_call` the documents of all rows behind

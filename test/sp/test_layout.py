@@ -12,6 +12,7 @@ from seqtile import sp
 from seqtile.sp import all_to_all, attention, backends
 from seqtile.sp.attention import UlyssesAttention
 from seqtile.sp.layout import Layout, documents_of
+from seqtile.sp.recurrence import Recurrence
 from sp import recurrences
 from sp.cases import batch_of_kind
 from tiny import build, checkpointing
@@ -54,6 +55,14 @@ def test_ranks_agree_by_one_collective(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = UlyssesAttention(SimpleNamespace(), layout, None, {}, 8, 8)
     assert [steps.agree_on_max(size) for size in (3, 0)] == [9, 9]
     assert calls == [(dist.ReduceOp.MAX, "ranks")]
+
+
+def test_more_ranks_than_channels() -> None:
+    """Ranks that computed the same channels would each add all of their weights' gradient."""
+    layer = recurrences.build("lfm2").model.layers[0].conv
+    layout = Layout(SimpleNamespace(rank=0, size=49, group=None), 2, (((0, 98),),), "sdpa")
+    with pytest.raises(ValueError, match="Lfm2ShortConv has 48 heads, expected at least one for each of 49 ranks"):
+        Recurrence(layer)(torch.randn(1, 2, 48), ulysses_layout=layout)
 
 
 @pytest.fixture(scope="module")

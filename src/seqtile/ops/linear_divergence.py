@@ -64,9 +64,10 @@ def linear_divergence(
     FLOPs, with u = 2 n D V of each head for n tokens that count: student 3 u, teacher 1 u (3 u if it is trained). With
     "none", whose upstream gradients differ from token to token, student 4 u, teacher 2 u (4 u). Without gradients 1 u.
 
-    Memory: a chunk of logits of each head, d_hidden, d_weight in float32 and its rounding; if some tokens are left out
-    a chunk of each head's hidden states. Nothing else grows with T but a few numbers a token. Until its backward has
-    run, the operands are kept. It breaks the graph of torch.compile and runs eagerly.
+    Memory: a chunk of logits of each head, d_hidden, d_weight in float32 and its rounding (of one chunk, as in
+    `linear_cross_entropy`); if some tokens are left out a chunk of each head's hidden states. Nothing else grows with T
+    but a few numbers a token. Until its backward has run, the operands are kept. It breaks the graph of torch.compile
+    and runs eagerly.
 
     Raises:
         TypeError, ValueError: types, dtypes, devices, shapes or numbers that do not fit, such as a teacher of another

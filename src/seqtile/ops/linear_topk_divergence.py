@@ -57,8 +57,7 @@ def linear_topk_divergence(
 
     FLOPs, with u = 2 n D V: 3 u; with "none" 4 u; without gradients 1 u.
 
-    Memory: a chunk of logits, d_hidden, d_weight in float32 and its rounding; if some tokens are left out a chunk of
-    hidden states. Nothing else grows with T but a few numbers a token. It breaks the graph of torch.compile.
+    Memory: as `linear_divergence`, of one head. It breaks the graph of torch.compile.
 
     Raises:
         TypeError, ValueError: as `linear_divergence`; on a CPU also ids outside [0, V) or twice in a row, and

@@ -199,10 +199,6 @@ class Projection(NamedTuple):
             return self
         return self._replace(weight=self.quantized.dequantize(), quantized=None)
 
-    @property
-    def adapter(self) -> LowRank | None:
-        return None if self.a is None else LowRank(self.a, self.b, self.scale)
-
     def slice_out(self, rows: slice) -> "Projection":
         """Returns the projection to some of the outputs."""
         bias, b = (None if tensor is None else tensor[rows] for tensor in (self.bias, self.b))

@@ -46,8 +46,8 @@ MUTANTS = (
     Mutant(
         "heads: the only chunk of a second head is multiplied by the hidden states of the first",
         "ops/logit_chunks.py",
-        "head, rows = chunked.heads[i], chunked.rows",
-        "head, rows = chunked.heads[0], chunked.rows",
+        "(hidden, parameter, _), rows = chunked.heads[i], chunked.rows",
+        "(hidden, parameter, _), rows = chunked.heads[0], chunked.rows",
         DIVERGENCE,
     ),
     Mutant(

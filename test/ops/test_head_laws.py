@@ -181,6 +181,20 @@ def test_one_chunk_is_one_product(op: str, reduction: str) -> None:
 
 
 @pytest.mark.parametrize("chunk_tokens", [63, None])
+@pytest.mark.parametrize("op", [linear_cross_entropy, linear_divergence], ids=["cross_entropy", "divergence"])
+def test_a_weight_that_is_given_back_after_the_forward(op: Callable, chunk_tokens: int | None) -> None:
+    """As ZeRO-3 does: of a sum the backward needs no weight, nor its shape."""
+    hidden, weight = torch.randn(190, 64, requires_grad=True), torch.randn(500, 64, requires_grad=True)
+    rest = (torch.randint(0, 500, (190,)),)
+    if op is linear_divergence:
+        rest = torch.randn(190, 48), torch.randn(500, 48)
+    expected = torch.autograd.grad(op(hidden, weight, *rest, chunk_tokens=chunk_tokens), (hidden, weight))
+    loss = op(hidden, weight, *rest, chunk_tokens=chunk_tokens)
+    weight.data = weight.data.new_empty(0)
+    torch.testing.assert_close(torch.autograd.grad(loss, (hidden, weight)), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("chunk_tokens", [63, None])
 @pytest.mark.parametrize("reduction", ["mean", "sum"])
 def test_compiled_products(reduction: str, chunk_tokens: int | None) -> None:
     """A compiled graph of forward and backward has the three products of every chunk, too."""

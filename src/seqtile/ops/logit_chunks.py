@@ -330,11 +330,13 @@ def _scaled(ctx, gradients: Sequence[HeadGradients], factor: torch.Tensor) -> li
         of_products, weight = factor * spec.logit_scales[i], of_head.weight
         if of_head.hidden is not None:
             scale_(of_head.hidden, of_products)
-        if of_head.d_logits is not None:
+        if (d_logits := of_head.d_logits) is not None:
             chunked = ChunkedHeads.of(spec, ctx.saved_tensors)
-            head, rows = chunked.heads[i], chunked.rows
-            weight = WeightGrad(head.weight, head.weight.dtype)
-            weight.add(of_head.d_logits, (head.hidden if rows is None else head.hidden[rows]).to(spec.dtypes[i]))
+            (hidden, parameter, _), rows = chunked.heads[i], chunked.rows
+            hidden = (hidden if rows is None else hidden[rows]).to(spec.dtypes[i])
+            like = d_logits.new_empty(1, 1, dtype=parameter.dtype)  # of the parameter ZeRO-3 may have left no shape
+            weight = WeightGrad(like.expand(d_logits.shape[1], hidden.shape[1]), parameter.dtype)
+            weight.add(d_logits, hidden)
         found += [
             of_head.hidden,
             None if weight is None else weight.scaled(of_products, ctx.main_grads[2 * i]),

@@ -19,7 +19,7 @@ def masked_loss(
     shape = chunked.heads[0].hidden.shape[:-1]
     chunked = chunked._replace(
         heads=tuple(head.flat() for head in chunked.heads),
-        inputs=tuple(tensor.flatten(0, len(shape) - 1) for tensor in chunked.inputs),
+        inputs=tuple(tensor.reshape(-1, *tensor.shape[len(shape) :]) for tensor in chunked.inputs),
         rows=None if mask is None else labelled_rows(mask.reshape(-1), False),
     )
     total, (losses, *others) = chunked.compute(reduction != "none")

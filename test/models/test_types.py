@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from dev import models
+from dev.real_configs import REAL_CONFIGS
 from transformers import (
     CONFIG_MAPPING,
     AttentionInterface,
@@ -26,8 +27,8 @@ import seqtile
 from seqtile.models import layer_form, proof, way_taken
 from seqtile.models.find import mlps_of
 from seqtile.models.model_types import model_classes, model_types
-from seqtile.models.parts import LAYER, LOSS
-from seqtile.models.small import small_model
+from seqtile.models.parts import EXPERTS, LAYER, LOSS, MLP
+from seqtile.models.small import small_model, unfilled
 
 PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
 COUNTS = (
@@ -218,15 +219,69 @@ def test_the_proof_leaves_no_trace() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_what_was_proven_is_proven_again_when_its_file_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs: list[object] = []
-    monkeypatch.setattr(proof, "findings", lambda model: runs.append(model) or [])
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
+    """The small models on which something is proven; nothing is found of them."""
+    found: list[object] = []
+    monkeypatch.setattr(proof, "findings", lambda model: found.append(model) or [])
+    proof._proof_of.cache_clear()
+    yield found
+    proof._proof_of.cache_clear()
+
+
+def test_what_was_proven_is_proven_again_when_its_file_changes(
+    runs: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = small_model(LlamaForCausalLM, LlamaConfig())
     assert proof.unproven(model)(LOSS, model) is None and not runs
     monkeypatch.setattr(proof, "fingerprint", lambda module: "another file")
-    proof._proof_of.cache_clear()
     assert "no such module" in proof.unproven(model)(LOSS, model) and len(runs) == 1
+
+
+SIZES = {"hidden_size": 96, "num_hidden_layers": 5, "num_attention_heads": 6, "num_key_value_heads": 6}
+
+
+@pytest.mark.parametrize(
+    ("changes", "same"),
+    [
+        (SIZES | {"rope_theta": 5e5, "rms_norm_eps": 1e-5, "pad_token_id": 7, "dtype": "bfloat16"}, True),
+        (SIZES | {"num_key_value_heads": 1}, False),
+        ({"mlp_bias": True}, False),
+        ({"hidden_act": "relu"}, False),
+        ({"attention_bias": True, "tie_word_embeddings": True}, False),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 1e4}}, False),
+    ],
+)
+def test_what_was_proven_holds_for_other_sizes_alone(runs: list[object], changes: dict, same: bool) -> None:
+    model = LlamaForCausalLM(
+        LlamaConfig(**{"vocab_size": 40, "num_hidden_layers": 2, "intermediate_size": 50} | changes)
+    )
+    assert (proof.unproven(model)(LOSS, model) is None) == same and len(runs) == (not same)
+
+
+def test_a_config_that_is_not_remembered_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_model(LlamaForCausalLM, LlamaConfig(mlp_bias=True, hidden_act="gelu"))
+    assert proof.digest(model.config) not in proof._proven()[proof.fingerprint(modeling_llama.__name__)]
+    seqtile.apply_seqtile(model, layer=True, chunk_tokens=proof.CHUNK)
+    assert "left untiled" not in str(seqtile.status(model))
+    monkeypatch.setattr(proof, "_difference", lambda *_: ("it differs", 1.0))
     proof._proof_of.cache_clear()
+    seqtile.apply_seqtile(seqtile.restore(model) or model, chunk_tokens=proof.CHUNK)
+    assert "LlamaForCausalLM is left untiled: it differs" in str(seqtile.status(model))
+    proof._proof_of.cache_clear()
+
+
+@documented
+@pytest.mark.parametrize("name", [name for name, *_ in REAL_CONFIGS])
+def test_well_known_configs(name: str, runs: list[object]) -> None:
+    """Nothing is run, and nothing taken for replaced, before such a model is tiled."""
+    [(model_type, said)] = [known[1:] for known in REAL_CONFIGS if known[0] == name]
+    model = unfilled(model_classes(model_type)[0], models.config_of(model_type, said))
+    reason_of = proof.unproven(model)
+    for part in (LOSS, MLP, EXPERTS, LAYER):
+        for module in part.modules(model):
+            assert part.refusal(module) is not None or reason_of(part, module) is None
+    assert not runs
 
 
 class Convolution(torch.nn.Module):

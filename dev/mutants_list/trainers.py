@@ -55,8 +55,8 @@ MUTANTS = (
         "ops/logit_chunks.py",
         "one_product = needs[1] and main_grad is None and 0 < self.labelled",
         "one_product = i == 0 and len(self.heads) == 1 and needs[1] and main_grad is None and 0 < self.labelled",
-        DIVERGENCE,
-        select="one_chunk",
+        ("ops/test_head_laws.py",),
+        select="one_product",
     ),
     Mutant(
         "top-k: what a cap leaves of the tokens taken out stays in the tail",

@@ -39,8 +39,8 @@ MUTANTS = (
     Mutant(
         "heads: the teacher's products get the scale of the student's",
         "ops/linear_divergence.py",
-        "logit_scales=(options.student_scale, options.teacher_scale)",
-        "logit_scales=(options.student_scale, options.student_scale)",
+        "logit_scales=(options.student.logit_scale, options.teacher.logit_scale)",
+        "logit_scales=(options.student.logit_scale, options.student.logit_scale)",
         DIVERGENCE,
     ),
     Mutant(

@@ -80,18 +80,7 @@ def divergence_(
     write: tuple[bool, bool],
 ) -> None:
     beta = options.beta
-    heads = [
-        (
-            student,
-            vectors.student_bias,
-            LossOptions(options.student_scale, options.student_softcap, options.temperature),
-        ),
-        (
-            teacher,
-            vectors.teacher_bias,
-            LossOptions(options.teacher_scale, options.teacher_softcap, options.temperature),
-        ),
-    ]
+    heads = ((student, vectors.student_bias, options.student), (teacher, vectors.teacher_bias, options.teacher))
     for rows in _row_blocks(student):
         logits, slopes = zip(*(_logits(chunk[rows], bias, own) for chunk, bias, own in heads), strict=True)
         logp, logq = (x.log_softmax(dim=1) for x in logits)

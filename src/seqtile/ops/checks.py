@@ -7,6 +7,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from seqtile.kernels import LossOptions
+
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -82,6 +84,17 @@ def check_no_transform(op: str) -> None:
             f"{op} cannot be transformed by torch.vmap or torch.func; loop over the batch, and take gradients by "
             "torch.autograd"
         )
+
+
+def check_logit_options(
+    op: str, logit_scale: float, softcap: float | None, temperature: float, prefix: str = ""
+) -> LossOptions:
+    """Returns what makes logits of products, if the numbers are in range; `prefix` begins the arguments' names."""
+    return LossOptions(
+        check_number(op, f"{prefix or 'logit_'}scale", logit_scale, -math.inf),
+        0.0 if softcap is None else check_number(op, f"{prefix}softcap", softcap, 0, above=True),
+        check_number(op, "temperature", temperature, 0, above=True),
+    )
 
 
 def check_mask(op: str, mask: torch.Tensor | None, hidden: torch.Tensor) -> None:

@@ -5,7 +5,6 @@
 `prepare_head`, `run_head` and `scatter_to_tokens` serve `linear_log_probs` as well.
 """
 
-import math
 from collections.abc import Callable, Collection
 from functools import partial
 from numbers import Integral
@@ -18,6 +17,7 @@ from seqtile.kernels.dispatch import cross_entropy_
 from seqtile.ops.checks import (
     check_dense,
     check_device,
+    check_logit_options,
     check_no_transform,
     check_number,
     check_reduction,
@@ -219,10 +219,7 @@ def prepare_head(
         )
     if class_weight is not None:
         check_class_weight(op, class_weight, hidden, weight.shape[0])
-    options = LossOptions(
-        logit_scale=check_number(op, "logit_scale", logit_scale, -math.inf),
-        softcap=0.0 if softcap is None else check_number(op, "softcap", softcap, 0, above=True),
-        temperature=check_number(op, "temperature", temperature, 0, above=True),
+    options = check_logit_options(op, logit_scale, softcap, temperature)._replace(
         label_smoothing=check_number(op, "label_smoothing", label_smoothing, 0, 1),
         z_loss=check_number(op, "z_loss", z_loss, 0),
     )

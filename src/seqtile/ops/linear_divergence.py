@@ -1,14 +1,13 @@
 """Divergences between the next tokens of a student's head and a teacher's, with one chunk of logits of each alive at a
 time; see `logit_chunks.py`."""
 
-import math
 from functools import partial
 
 import torch
 
 from seqtile.kernels import DivergenceOptions, DivergenceVectors
 from seqtile.kernels.dispatch import divergence_
-from seqtile.ops.checks import check_device, check_mask, check_number, check_reduction
+from seqtile.ops.checks import check_device, check_logit_options, check_mask, check_number, check_reduction
 from seqtile.ops.chunks import resolve_chunk_tokens
 from seqtile.ops.logit_chunks import ChunkedHeads, Head, LogitChunk, RowLossSpec
 from seqtile.ops.reduction import masked_loss
@@ -76,12 +75,9 @@ def linear_divergence(
     """
     check_reduction(_OP, reduction, num_items)
     options = DivergenceOptions(
-        beta=check_number(_OP, "beta", beta, 0, 1),
-        temperature=check_number(_OP, "temperature", temperature, 0, above=True),
-        student_scale=check_number(_OP, "student_scale", student_scale, -math.inf),
-        student_softcap=_cap("student_softcap", student_softcap),
-        teacher_scale=check_number(_OP, "teacher_scale", teacher_scale, -math.inf),
-        teacher_softcap=_cap("teacher_softcap", teacher_softcap),
+        check_number(_OP, "beta", beta, 0, 1),
+        check_logit_options(_OP, student_scale, student_softcap, temperature, "student_"),
+        check_logit_options(_OP, teacher_scale, teacher_softcap, temperature, "teacher_"),
     )
     student = Head(student_hidden, student_weight, student_bias)
     teacher = Head(teacher_hidden, teacher_weight, teacher_bias)
@@ -90,8 +86,8 @@ def linear_divergence(
         _OP,
         partial(_divergences, options),
         dtypes=(student.dtype, teacher.dtype),
-        logit_scales=(options.student_scale, options.teacher_scale),
-        temperature=options.temperature,
+        logit_scales=(options.student.logit_scale, options.teacher.logit_scale),
+        temperature=options.student.temperature,
         chunk_tokens=resolve_chunk_tokens(chunk_tokens, max(student_hidden.shape[-1], teacher_hidden.shape[-1])),
         values=(torch.float32 if return_entropy else None,),
     )
@@ -105,10 +101,6 @@ def _divergences(options: DivergenceOptions, chunk: LogitChunk) -> None:
     student_bias, teacher_bias = chunk.biases
     vectors = DivergenceVectors(student_bias, teacher_bias, entropies, *chunk.scales)
     divergence_(*chunk.logits, losses, options, write=chunk.write_grads, **vectors._asdict())
-
-
-def _cap(name: str, softcap: float | None) -> float:
-    return 0.0 if softcap is None else check_number(_OP, name, softcap, 0, above=True)
 
 
 def _check(student: Head, teacher: Head, mask: torch.Tensor | None) -> None:

@@ -172,6 +172,22 @@ MUTANTS = (
         select="differs or rotary",
     ),
     Mutant(
+        "sweep: a variant that differs is right",
+        "models/sweep.py",
+        "return difference or way.refusal",
+        "return way.refusal",
+        ("recipes/test_check.py",),
+        select="variants",
+    ),
+    Mutant(
+        "sweep: modules in a tiled layer are watched, and so called",
+        "models/sweep.py",
+        "return [module for module in placed if module not in inside]",
+        "return placed",
+        ("recipes/test_check.py",),
+        select="variants",
+    ),
+    Mutant(
         "proof: what is inside a layer is not looked at",
         "models/replaced.py",
         "                waiting += _placed(place, module)\n                for name",

@@ -9,7 +9,7 @@ import signal
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -26,13 +26,13 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 import seqtile
 from seqtile import offload, sp
 from seqtile.recipes import Job, number_or_name
-from seqtile.recipes.checkpoint import REMEDY, Done, load_checkpoint, of_every_rank, rank, save_checkpoint
+from seqtile.recipes.checkpoint import REMEDY, Done, load_checkpoint, of_every_rank, rank, ranks, save_checkpoint
 from seqtile.recipes.data import load_model
 from seqtile.recipes.output import RunResult, save_model
 
@@ -75,21 +75,38 @@ def train(run: Run, ctx: sp.SequenceParallel | None = None) -> RunResult:
     else:  # tensors of other sizes a layer, a chunk and a step do not leave the memory in pieces
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     by_blocks = run.tiled and ctx is None and has_square_mask(run.config, run.job.seq_len)
-    console = Console(quiet=rank() != 0)
+    console = Console(quiet=rank() != 0, soft_wrap=True)
     with sequence_group(run.job) if by_blocks else nullcontext(ctx) as group:
         with console.status(f"{'seqtile' if run.tiled else 'untiled'}: loading"):
             training = loaded(run, group)
-        interrupts = []  # whoever started this process may still kill it
-        before = signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
-        try:
+        with interrupts_noted(run, console) as interrupts:
             result = take_steps(training, run, group, interrupts, console)
             if run.save_to is None or not (weights := training.weights()):  # the main process has them
                 return result
             with redirect_stderr(io.StringIO()):  # Hugging Face has bars of its own
                 saved = save_model(training.unwrapped, weights, run.tokenizer, run.save_to)
             return replace(result, saved=str(saved))
-        finally:
-            signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def interrupts_noted(run: Run, console: Console) -> Iterator[list[int]]:
+    """Yields a list to which Ctrl-C adds a number, so that the step at hand is finished and saved. A second one raises
+    KeyboardInterrupt; not on ranks, to which torchrun passes on what their terminal has told them already."""
+    noted: list[int] = []
+
+    def note(number: int, frame: Any) -> None:
+        if run.job.local_rank is None:
+            if noted:
+                raise KeyboardInterrupt
+            newline = "\n" if console.is_terminal else ""  # there a bar ends without one
+            console.print(f"{newline}interrupted: after this step the model is saved; Ctrl-C again ends it at once")
+        noted.append(number)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield noted
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def has_square_mask(config: PreTrainedConfig, seq_len: int) -> bool:
@@ -127,7 +144,7 @@ def loaded(run: Run, ctx: sp.SequenceParallel | None) -> "Training":
     """Returns the model and its optimizer, ready to be trained."""
     job = run.job
     with redirect_stderr(io.StringIO()):
-        model = load_model(job.model, run.config).train()
+        model = model_of(run).train()
     if run.tiled:
         seqtile.apply_seqtile(model, layer=job.layer, head_groups=number_or_name(job.head_groups))
     if ctx is not None:
@@ -142,6 +159,33 @@ def loaded(run: Run, ctx: sp.SequenceParallel | None) -> "Training":
     return training
 
 
+def model_of(run: Run) -> PreTrainedModel:
+    """Returns the model with its weights in float32; on ranks other than the first what they are to be received in, of
+    which nothing is in memory until it is written to. Raises what `load_model` raises, on all ranks."""
+    failed: list[Exception | None] = [None]
+    if rank() == 0:
+        try:
+            model = load_model(run.job.model, run.config)
+        except Exception as error:
+            failed = [error]
+    else:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(run.config, dtype=torch.float32)
+        model = model.to_empty(device="cpu")
+        model.tie_weights()
+    if ranks() > 1:
+        dist.broadcast_object_list(failed, src=0)
+    if failed[0] is not None:
+        raise failed[0]
+    return model
+
+
+def receive(tensors: Iterable[torch.Tensor]) -> None:
+    """Has every rank hold what the first rank's tensors do."""
+    for tensor in tensors:
+        dist.broadcast(tensor.detach(), src=0)
+
+
 class Training:
     """A model and its AdamW, whole in this process or sharded layer by layer over all ranks (torch's FSDP2).
 
@@ -153,8 +197,11 @@ class Training:
         if sharded:
             mesh = init_device_mesh(job.device, (dist.get_world_size(),))
             layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-            for module in (*layers, model):
+            for module in (*layers, model):  # whole in a rank's memory one after the other
+                module.to(job.device)
+                receive(parameter for parameter in module.parameters() if not isinstance(parameter, DTensor))
                 fully_shard(module, mesh=mesh)
+            receive(model.buffers())
         self.model = self.unwrapped = model.to(job.device)
         self.optimizer = adamw(model, job)
 
@@ -220,9 +267,10 @@ class Zero3(Training):
             "gradient_clipping": 0.0,  # DeepSpeed clips to a norm of 1 unless told not to
             "torch_autocast": {"enabled": job.dtype == "bfloat16", "dtype": "bfloat16"},
         }
-        deepspeed.zero.Init(module=model, config_dict_or_path=config)  # else all of it goes to every GPU first
+        deepspeed.zero.Init(module=model, config_dict_or_path=config)  # receives one parameter after the other
         self.unwrapped = model
         self.model, *_ = deepspeed.initialize(model=model, optimizer=adamw(model, job), config=config)
+        receive(model.buffers())
 
     def update(self, loss: torch.Tensor) -> None:
         self.model.backward(loss)

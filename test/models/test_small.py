@@ -6,8 +6,13 @@ from transformers import CONFIG_MAPPING, Gemma4TextConfig, PreTrainedModel
 
 from seqtile.models.find import layers_of
 from seqtile.models.model_types import model_classes, model_types
+from seqtile.models.parts import LAYER, LOSS, MLP
+from seqtile.models.proof import findings
 from seqtile.models.replaced import Made, modules_by_place
 from seqtile.models.small import config_for, small_model, structure_of, with_few_layers
+
+LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 60}
+LONG_ROPE |= {"short_factor": [1.0] * 6, "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 6.0]}
 
 
 def made(model_type: str, **changes: object) -> PreTrainedModel:
@@ -60,6 +65,20 @@ def test_shared_keys_of_a_few_layers(layers: int) -> None:
     few = with_few_layers(Gemma4TextConfig(num_kv_shared_layers=layers))
     assert few.hidden_size == Gemma4TextConfig().hidden_size
     assert few.num_kv_shared_layers == (2 if layers else 0) and few.num_hidden_layers == (4 if layers else 2)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "changes"),
+    [
+        ("llama", {"vocab_size": 40, "pad_token_id": 3}),
+        ("phi3", {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 60, "pad_token_id": 3}),
+    ],
+    ids=["few words", "few factors"],
+)
+def test_sizes_smaller_than_a_small_models(model_type: str, changes: dict) -> None:
+    """Its proof runs all the same."""
+    found = list(findings(made(model_type, num_attention_heads=2, hidden_size=24, **changes)))
+    assert {one.part for one in found} == {LOSS, MLP, LAYER} and all(one.refusal is None for one in found)
 
 
 def test_what_is_not_there_is_not_made() -> None:

@@ -271,6 +271,17 @@ def test_a_config_that_is_not_remembered_is_proven(monkeypatch: pytest.MonkeyPat
     proof._proof_of.cache_clear()
 
 
+@pytest.mark.parametrize("known", [True, False])
+def test_a_config_whose_small_model_does_not_run(known: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is remembered of its file for other configs stands; where nothing is, it is left untiled."""
+    model = small_model(LlamaForCausalLM, LlamaConfig(mlp_bias=True, hidden_act="gelu"))
+    monkeypatch.setattr(proof, "_proof_of", lambda *_: "IndexError: too small")
+    if not known:
+        monkeypatch.setattr(proof, "_proven", dict)
+    seqtile.apply_seqtile(model, chunk_tokens=proof.CHUNK)
+    assert ("left untiled: it could not be proven on a small model" in str(seqtile.status(model))) is not known
+
+
 @documented
 @pytest.mark.parametrize("name", [name for name, *_ in REAL_CONFIGS])
 def test_well_known_configs(name: str, runs: list[object]) -> None:

@@ -76,8 +76,9 @@ def unproven(model: PreTrainedModel) -> Callable[[Part, nn.Module], str | None]:
         if all(map(origin.is_known, homes)):
             return None
         proof = _proof_of(origin.model_class, _Key(model.config))
-        if isinstance(proof, str):
-            return f"{_UNPROVABLE}: {proof}"
+        if isinstance(proof, str):  # this config's small model does not run; another's may have
+            of_any = all(origin.is_known(home, of_any_config=True) for home in homes)
+            return None if of_any else f"{_UNPROVABLE}: {proof}"
         cls = class_of(model if part is LOSS else module)
         return proof.get((part.option, cls), "a small model of its class has no such module to prove it on")
 
@@ -98,12 +99,12 @@ class _Origin(NamedTuple):
         """The Python modules whose classes are expected, too: a model may be older than Liger's classes in its file."""
         return (self.model_class.__module__,) if self.meaning is None else ()
 
-    def is_known(self, home: str) -> bool:
+    def is_known(self, home: str, of_any_config: bool = False) -> bool:
         """Says if what a Python module holds was proven, or is of a library of layers that treat every token alike."""
         if home.split(".")[0] == "torch" or is_of_library(home):
             return True
         meanings = _proven().get(fingerprint(home), ())
-        return self.meaning in meanings or (self.meaning is None and bool(meanings))
+        return self.meaning in meanings or ((of_any_config or self.meaning is None) and bool(meanings))
 
 
 def _origin_of(model: PreTrainedModel) -> _Origin | str:

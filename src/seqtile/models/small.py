@@ -34,6 +34,7 @@ def _known_word(instead: int) -> Rule:
 
 
 _SIZES: tuple[tuple[Rule, str], ...] = (  # what becomes of a config's sizes, by their names; the first that fits
+    (_always(WORDS), "vocab_size"),
     (_at_most(WORDS), "*vocab|*vocab_size|vocab_size_*|*_vocab_size_base|codebook_size|num_image_tokens"),
     (_known_word(0), "pad_token_id"),
     (_known_word(1), "bos_token_id"),
@@ -196,7 +197,7 @@ def _parts_of(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
 
 def _shrink(config: PreTrainedConfig) -> None:
     whole_head = vars(config).get("qk_head_dim", -1) == vars(config).get("head_dim")  # without and with rotation
-    heads_before = next((vars(config)[name] for name in _HEADS if isinstance(vars(config).get(name), int)), None)
+    heads_before = _heads_of(config)
     for name, value in list(vars(config).items()):
         if isinstance(value, int) and not isinstance(value, bool):
             same = value == heads_before and re.search("heads", name)  # as many keys and values as queries
@@ -215,6 +216,10 @@ def _shrink(config: PreTrainedConfig) -> None:
         set_field(config, "mamba_headdim", 2 * HIDDEN // config.n_mamba_heads)
 
 
+def _heads_of(config: PreTrainedConfig) -> int | None:
+    return next((vars(config)[name] for name in _HEADS if isinstance(vars(config).get(name), int)), None)
+
+
 def _rule_of(name: str) -> Rule | None:
     return next((rule for rule, names in _SIZES if any(fnmatchcase(name, one) for one in names.split("|"))), None)
 
@@ -226,13 +231,15 @@ def _shrunk(name: str, value: Any) -> Any:
 
 
 def _set_rotary(config: PreTrainedConfig, of_images: bool) -> None:
-    """Cuts the sections of a rotary embedding of three axes, and factors by frequency, to half of what it rotates of a
+    """Has the sections of a rotary embedding of three axes, and factors by frequency, be half of what it rotates of a
     head."""
     for name in ("rope_parameters", "rope_scaling"):
         rope = vars(config).get(name)
         if not isinstance(rope, dict):
             continue
-        half = int(HEAD_DIM * rope.get("partial_rotary_factor", 1)) // 2
+        head_dim = HEAD_DIM if vars(config).get("head_dim") else HIDDEN // (_heads_of(config) or HEADS)
+        half = int(head_dim * rope.get("partial_rotary_factor", 1)) // 2
         if rope.get("mrope_section") or of_images:
             rope["mrope_section"] = [half - 2 * (half // 3), half // 3, half // 3]
-        rope |= {factors: rope[factors][:half] for factors in ("short_factor", "long_factor") if rope.get(factors)}
+        given = {name: rope[name] for name in ("short_factor", "long_factor") if rope.get(name)}
+        rope |= {name: [*factors, *factors[-1:] * half][:half] for name, factors in given.items()}

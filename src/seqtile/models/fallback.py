@@ -37,7 +37,7 @@ class Called:
     """
 
     def __init__(self, **modules: nn.Module):
-        self.name = type(next(iter(modules.values()))).__name__
+        self.name = type(next(iter(modules.values()), None)).__name__
         self._modules = [ref(module) for module in modules.values()]
         parts = dict.fromkeys(part for module in modules.values() for part in module.modules())
         self._inside = [part for part in parts if part not in modules.values()]
@@ -47,8 +47,10 @@ class Called:
         self._state = [(name, thing, owner and ref(owner)) for name, thing, owner in found]
 
     @property
-    def state(self) -> list[tuple[str, Any, nn.Module | None]]:
-        """The tensors and generators that they hold, see `found_in`."""
+    def state(self) -> list[tuple[str, Any, nn.Module | None]] | None:
+        """The tensors and generators that they hold, see `found_in`; None where it is not known what is called."""
+        if not self._modules:
+            return None
         return [(name, thing, owner and owner()) for name, thing, owner in self._state]
 
     @property

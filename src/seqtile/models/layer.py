@@ -33,7 +33,7 @@ from seqtile.models.placement import (
     package_of,
     stand_in_for,
 )
-from seqtile.models.verdict import Verdict, verdict_of
+from seqtile.models.verdict import Verdict, Verdicts
 from seqtile.models.weights import (
     call_fallback_reason,
     check_untransformed,
@@ -69,15 +69,18 @@ def tiled_layer_forward(options: Options, original: Callable) -> Callable:
     defaults = {parameter.name: parameter.default for parameter in parameters[1:] if parameter.name in names}
     defaults = {name: value for name, value in defaults.items() if value is not inspect.Parameter.empty}
 
+    of_layer = Verdicts(layer_verdict).of
+    of_layer_apart = torch.compiler.disable(of_layer, reason="seqtile looks at what the modules of a layer are")
+
     def tiled(self, *args, **kwargs):
         hidden = args[0] if args else kwargs[names[0]]
         fits = hidden.shape[:-1].numel() <= resolve_chunk_tokens(options.chunk_tokens, hidden.shape[-1])
         if torch.compiler.is_compiling():
             if fits and not is_sharded(self):
                 return inner(self, *args, **kwargs)
-            verdict = _verdict_apart(self, hidden)
+            verdict = of_layer_apart(self, autocast_dtype(hidden) or hidden.dtype)
         else:
-            verdict = verdict_of(self, layer_verdict, autocast_dtype(hidden) or hidden.dtype)
+            verdict = of_layer(self, autocast_dtype(hidden) or hidden.dtype)
             if fits and not verdict.sharded:
                 return inner(self, *args, **kwargs)
         given = defaults | dict(zip(names, args, strict=False)) | kwargs
@@ -149,11 +152,6 @@ def _note_that_all_is_kept(layer: nn.Module, verdict: Verdict, options: Options,
             "whole layers are tiled, but activation checkpointing is off: at this length every layer keeps more for "
             "its backward than its weights take; model.gradient_checkpointing_enable() has it keep its input alone"
         )
-
-
-@torch.compiler.disable(reason="seqtile looks at what the modules of a layer are")
-def _verdict_apart(layer: nn.Module, hidden: torch.Tensor) -> Verdict:
-    return verdict_of(layer, layer_verdict, autocast_dtype(hidden) or hidden.dtype)
 
 
 def _chunk_tokens(verdict: Verdict, options: Options, hidden: torch.Tensor) -> int:

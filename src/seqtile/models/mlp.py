@@ -21,7 +21,7 @@ from transformers.utils import logging
 from seqtile.models.fallback import Called, call_tiled, inside_chunk
 from seqtile.models.forms import code_of, names_in
 from seqtile.models.placement import Options, forward_in_place_of, stand_in_for
-from seqtile.models.verdict import Verdict, verdict_of
+from seqtile.models.verdict import Verdict, Verdicts
 from seqtile.models.weights import (
     activation_fallback_reason,
     activation_name,
@@ -107,13 +107,15 @@ def tiled_mlp_forward(options: Options, original: Callable) -> Callable:
     def inspect(mlp: nn.Module, dtype: torch.dtype | None) -> Verdict:
         return _verdict(mlp, form or original, dtype)
 
+    of_mlp = Verdicts(inspect).of
+
     @stand_in_for(original)
     def forward(self, x: torch.Tensor, *others: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         if kwargs or (others and not all(isinstance(other, torch.Tensor) for other in others)):
             return original(self, x, *others, **kwargs)
         dtype = autocast_dtype(x) or x.dtype
         compiling = torch.compiler.is_compiling()
-        verdict = inspect(self, dtype) if compiling else verdict_of(self, inspect, dtype)
+        verdict = (inspect if compiling else of_mlp)(self, dtype)
         if verdict.error is not None:
             raise ValueError(verdict.error)
         chunk = resolve_chunk_tokens(options.chunk_tokens, x.shape[-1])
@@ -196,11 +198,13 @@ def tiled_experts_forward(options: Options, original: Callable) -> Callable:
     computed once for all chunks.
     """
 
+    of_experts = Verdicts(experts_verdict).of
+
     @stand_in_for(original)
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor):
         if not top_k_index.shape[:-1] == hidden_states.shape[:-1] == top_k_weights.shape[:-1]:
             return original(self, hidden_states, top_k_index, top_k_weights)
-        verdict = experts_verdict(self) if torch.compiler.is_compiling() else verdict_of(self, experts_verdict)
+        verdict = (experts_verdict if torch.compiler.is_compiling() else of_experts)(self)
         if verdict.error is not None:
             raise ValueError(verdict.error)
         own = dict(self.named_parameters(recurse=False))
@@ -246,7 +250,7 @@ def experts_verdict(experts: nn.Module, dtype: torch.dtype | None = None) -> Ver
     """Finds how a mixture's experts are computed."""
     reason = "tokens are routed to experts"
     error = zero3_error(reason) if is_sharded(experts) else None
-    return Verdict("chunked", reason, error, called=(Called(experts=experts),))
+    return Verdict("chunked", reason, error, called=(Called(),))  # PEFT exchanges the class of experts meanwhile
 
 
 def experts_of(module: nn.Module) -> int:

@@ -33,7 +33,6 @@ Wrap = Callable[[Callable], Callable]
 """A forward (a plain function) to the tiled one that stands in for it."""
 KNOWN_PACKAGES = ("transformers", "liger_kernel")  # whose forwards a tiled forward may stand in for
 HELD = "_seqtile_placement"  # what a module holds, None on its own class
-VERDICT = "_seqtile_verdict"  # on a module, the last of its attributes: how it is computed, see verdict.py
 
 
 @dataclass(frozen=True)
@@ -313,7 +312,6 @@ def unplace(owner: Owner) -> None:
         return
     taken = own_forward(owner) is not None
     vars(owner).pop(HELD, None)
-    vars(owner).pop(VERDICT, None)
     if placement is not None and not taken:
         vars(owner).pop("forward", None)
         if placement.previous is not None:

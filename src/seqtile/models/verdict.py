@@ -1,6 +1,6 @@
-"""How a module is computed, and why: found once, and kept on the module while nothing that it was found from changes.
+"""How a module is computed, and why: found once, and kept while nothing that it was found from changes.
 
-    verdict_of(layer, ...)   inspects the layer's modules, classes and functions        the first time
+    verdicts.of(layer)       inspects the layer's modules, classes and functions        the first time
                              compares these with what they were, one by one, by identity   afterwards
 
 Compared are the attributes of the module and of those inside it, with what their dicts and lists hold (hooks, children,
@@ -9,10 +9,11 @@ torch's functions, and the TorchFunctionModes that are active. That walks no tre
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from itertools import chain, islice, product
+from itertools import chain, product
 from operator import attrgetter, is_
 from types import FunctionType
 from typing import Any, Literal, NamedTuple
+from weakref import WeakKeyDictionary
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,7 @@ from torch import nn
 from torch.nn.modules import linear as linear_module
 from torch.nn.modules import module as module_module
 
-from seqtile.models.placement import VERDICT, Placement, placement_of
+from seqtile.models.placement import Placement, placement_of
 
 _END = object()
 _DTYPE = attrgetter("dtype")
@@ -64,20 +65,22 @@ class Verdict(NamedTuple):
     """Experts / experts a token of what is inside."""
 
 
-def verdict_of(
-    module: nn.Module, inspect: Callable[[nn.Module, torch.dtype | None], Verdict], dtype: torch.dtype | None = None
-) -> Verdict:
-    """Returns the verdict that `inspect` gives of a module whose products are in `dtype`, where that is known.
+class Verdicts:
+    """The verdicts of the modules that run one tiled forward; a copy of a module gets one of its own.
 
     Not for a compiler, whose guards see what changes.
     """
-    own = module.__dict__
-    kept = own[VERDICT] if VERDICT in own else None
-    if kept is None or len(own) != kept.count + 1 or not all(map(is_, kept.now(module, own, dtype), kept.seen)):
-        verdict = inspect(module, dtype)
-        own.pop(VERDICT, None)
-        own[VERDICT] = kept = _Kept(verdict, module, dtype)
-    return kept.verdict
+
+    def __init__(self, inspect: Callable[[nn.Module, torch.dtype | None], Verdict]):
+        self._inspect = inspect
+        self._kept: WeakKeyDictionary[nn.Module, _Kept] = WeakKeyDictionary()
+
+    def of(self, module: nn.Module, dtype: torch.dtype | None = None) -> Verdict:
+        """Returns the verdict on a module whose products are in `dtype`, where that is known."""
+        kept = self._kept.get(module)
+        if kept is None or not all(map(is_, kept.now(module, dtype), kept.seen)):
+            kept = self._kept[module] = _Kept(self._inspect(module, dtype), module, dtype)
+        return kept.verdict
 
 
 class _Kept:
@@ -86,7 +89,6 @@ class _Kept:
 
     def __init__(self, verdict: Verdict, module: nn.Module, dtype: torch.dtype | None):
         self.verdict = verdict
-        self.count = len(vars(module))
         self._inside = [inner for inner in module.modules() if inner is not module]
         self._parameters = list(module.parameters())
         owned = [vars(module), *map(vars, self._inside)]
@@ -103,14 +105,14 @@ class _Kept:
             *(each for own in owned for each in own.values()),
         ]
         self._globals, self._global_names = zip(*_named_by(forwards), strict=True)
-        now = self.now(module, vars(module), dtype)
+        now = self.now(module, dtype)
         loose = {id(each) for own in owned for each in own.values() if isinstance(each, torch.Tensor)}
         self.seen = [None if id(each) in loose else each for each in now]  # they may have a graph; not kept alive here
 
-    def now(self, module: nn.Module, own: dict[str, Any], dtype: torch.dtype | None) -> Iterable[Any]:
+    def now(self, module: nn.Module, dtype: torch.dtype | None) -> Iterable[Any]:
         return chain(
             (dtype, type(module)),
-            islice(own.values(), self.count),
+            module.__dict__.values(),
             map(type, self._inside),
             chain.from_iterable(chain(map(dict.values, self._dicts), self._lists)),
             map(_DTYPE, self._parameters),
@@ -119,12 +121,6 @@ class _Kept:
             map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack())),
             (_END,),
         )
-
-    def __deepcopy__(self, memo: dict) -> None:
-        return None  # a copy's is found anew
-
-    def __reduce__(self) -> tuple:
-        return type(None), ()
 
 
 def _named_by(things: Iterable[Any]) -> Iterator[tuple[dict[str, Any], str]]:

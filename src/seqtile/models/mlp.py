@@ -107,7 +107,7 @@ def tiled_mlp_forward(options: Options, original: Callable) -> Callable:
     def inspect(mlp: nn.Module, dtype: torch.dtype | None) -> Verdict:
         return _verdict(mlp, form or original, dtype)
 
-    of_mlp = Verdicts(inspect).of
+    of_mlp, said = Verdicts(inspect).of, []
 
     @stand_in_for(original)
     def forward(self, x: torch.Tensor, *others: torch.Tensor, **kwargs: Any) -> torch.Tensor:
@@ -122,7 +122,8 @@ def tiled_mlp_forward(options: Options, original: Callable) -> Callable:
         if x.shape[:-1].numel() > chunk:
             check_untransformed()
         else:
-            if self.training and not compiling and torch.is_grad_enabled():
+            if not said and not compiling and self.training and torch.is_grad_enabled() and not inside_chunk():
+                said.append(chunk)
                 _note_that_it_fits(chunk)
             if not verdict.sharded and not any(map(hasattr, verdict.parameters, repeat("main_grad"))):
                 return original(self, x, *others)
@@ -139,11 +140,10 @@ def tiled_mlp_forward(options: Options, original: Callable) -> Callable:
 
 
 def _note_that_it_fits(chunk: int) -> None:
-    if not inside_chunk():
-        logger.warning_once(
-            f"a sequence fits in one chunk of {chunk} tokens: its MLPs, and its layers with layer=True, run untiled "
-            "and keep what they keep untiled; for less memory train on longer sequences, or pass a smaller chunk_tokens"
-        )
+    logger.warning_once(
+        f"a sequence fits in one chunk of {chunk} tokens: its MLPs, and its layers with layer=True, run untiled and "
+        "keep what they keep untiled; for less memory train on longer sequences, or pass a smaller chunk_tokens"
+    )
 
 
 def read_mlp(mlp: nn.Module, form: Gated) -> tuple[Projection, Projection | None, Projection]:

@@ -110,7 +110,7 @@ MUTANTS = (
     Mutant(
         "eager norm: the gradient that is to be added is lost",
         "kernels/eager.py",
-        "d_x if add is None else d_x.add_(add[rows].unsqueeze(1))",
+        "d_x if add is None else d_x.add_(add[rows])",
         "d_x",
         NORM,
     ),

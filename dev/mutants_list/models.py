@@ -38,8 +38,8 @@ MUTANTS = (
     Mutant(
         "causal LM: another loss function is not refused",
         "models/loss.py",
-        "if (reason := _unknown_loss_reason(model.loss_function)) is not None:",
-        "if (reason := None) is not None:",
+        "elif (unknown := _unknown_loss_reason(model.loss_function)) is not None:",
+        "elif (unknown := None) is not None:",
         PATCH,
         select="refused",
     ),
@@ -54,8 +54,8 @@ MUTANTS = (
     Mutant(
         "MLP: called under ZeRO-3, and not refused",
         "models/mlp.py",
-        "        check_not_zero3(mlp, reason)\n",
-        "        pass\n",
+        "    error = zero3_error(reason) if reason is not None and sharded else None\n",
+        "    error = None\n",
         PATHS,
         select="zero3",
     ),
@@ -78,8 +78,8 @@ MUTANTS = (
     Mutant(
         "layer: attentions that are asked for are not made",
         "models/layer.py",
-        "if (fits and not _is_zero3(self)) or records_attentions() or _asks_for_attentions(self, given):",
-        "if fits and not _is_zero3(self):",
+        "if records_attentions() or _asks_for_attentions(self, given):",
+        "if False:",
         LAYER,
         select="caches_and_outputs",
     ),
@@ -118,7 +118,7 @@ MUTANTS = (
     Mutant(
         "called again: a change before the backward is not noticed",
         "models/fallback.py",
-        "if (active and active != modes) or list(_call_environment(modules)) != surroundings:",
+        "if (active and active != modes) or not called.environment().computes_as(environment):",
         "if active and active != modes:",
         PLAIN,
         select="changed_back",

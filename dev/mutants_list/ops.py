@@ -135,8 +135,8 @@ MUTANTS = (
     Mutant(
         "MLP: gradients arrive in the forward's order",
         "ops/linear.py",
-        "tensor.view_as(tensor) for tensor in tensors_of(params)]",
-        "tensor.view_as(tensor) for tensor in tensors_of(params)[::-1]][::-1]",
+        "tensor.view_as(tensor) for tensor in tensors_of(parts)]",
+        "tensor.view_as(tensor) for tensor in tensors_of(parts)[::-1]][::-1]",
         MLP,
         select="order",
     ),

@@ -6,6 +6,7 @@ import torch
 import seqtile
 from models.layered import whole
 from seqtile.models import base_model, mlp
+from seqtile.models import layer as layers
 from tiny import CHUNK, build, checkpointing
 
 FITS, KEPT = f"a sequence fits in one chunk of {CHUNK} tokens", "activation checkpointing is off"
@@ -36,7 +37,7 @@ def test_said(
 ) -> None:
     """Of 256 tokens a layer keeps more than its weights take, with groups and without, unless it is checkpointed."""
     found: list[str] = []
-    for room in (base_model, mlp):
+    for room in (base_model, layers, mlp):
         monkeypatch.setattr(room.logger, "warning_once", found.append)
     model = build("llama", intermediate_size=70)
     seqtile.apply_seqtile(model, layer=layer, head_groups=head_groups if layer else None, chunk_tokens=CHUNK)

@@ -56,7 +56,7 @@ def runs_tiled(model: nn.Module) -> list[bool]:
     """Whether the loss and the MLPs are tiled, by what a training step does, and whether `status` says so too."""
     with pytest.MonkeyPatch.context() as patch:
         calls = []
-        for room, name in ((seqtile.models.mlp, "gated_mlp_of"), (seqtile.models.fallback, "tiled")):
+        for room, name in ((seqtile.models.mlp, "gated_mlp_of"), (seqtile.models.fallback, "tiled_holding")):
             function = getattr(room, name)
             patch.setattr(room, name, counting(calls, function))
         loss_tiled = model(**batch_of(1, 101)).logits is None
@@ -351,13 +351,13 @@ def test_a_copy_that_peft_saves() -> None:
 
 def test_tiles_of_a_mixture_are_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each expert is to meet 2048 tokens of a chunk; dense layers keep their own chunk."""
-    original, lengths = seqtile.models.fallback.tiled, set()
+    original, lengths = seqtile.models.fallback.tiled_holding, set()
 
     def recorded(*args: object, **options: object) -> object:
         lengths.add(options["chunk_tokens"])
         return original(*args, **options)
 
-    monkeypatch.setattr(seqtile.models.fallback, "tiled", recorded)
+    monkeypatch.setattr(seqtile.models.fallback, "tiled_holding", recorded)
     model = build("qwen3_moe")
     seqtile.apply_seqtile(model)
     assert "seqtile, 2048 or 5461 tokens a chunk, 2 of 2 layers" in str(seqtile.status(model))

@@ -43,9 +43,12 @@ def run(name: str, tensor: torch.Tensor, *args: Any) -> None:
     """Runs the kernel of this name, or its eager twin, where `tensor` is; in a simulation, which stands for a GPU and
     has no values, nothing."""
     if not isinstance(tensor, FakeTensor):
-        module = PROGRAMS[name] if triton_serves(tensor) else eager
-        with torch.cuda.device_of(tensor):  # Triton launches on the current device
-            getattr(module, name)(tensor, *args)
+        function = getattr(PROGRAMS[name] if triton_serves(tensor) else eager, name)
+        if tensor.is_cuda and tensor.get_device() != torch._C._cuda_getDevice():
+            with torch.cuda.device_of(tensor):  # Triton launches on the current device
+                function(tensor, *args)
+        else:
+            function(tensor, *args)
 
 
 def cross_entropy_(
@@ -158,7 +161,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tenso
 
     Moves 2 * C * H * W elements, allocates nothing on a GPU (the eager twin: some blocks of rows of 1 MiB).
     """
-    run("rms_norm", _heads(x), weight, eps, _heads(out))
+    run("rms_norm", x, weight, eps, out)
     return out
 
 
@@ -183,8 +186,8 @@ def rms_norm_backward(
     Moves 3 * C * H * W elements, 4 with `add`; allocates for the weight's a few hundred rows of W float32 (the eager
     twin: some blocks of rows of 1 MiB).
     """
-    assert add is None or (add.shape == x.shape and x.dim() == 2)
-    run("rms_norm_backward", _heads(x), weight, eps, _heads(d_y), _heads(out), add, d_weight)
+    assert add is None or (add.shape == x.shape and x.ndim == 2)
+    run("rms_norm_backward", x, weight, eps, d_y, out, add, d_weight)
     return out
 
 
@@ -199,7 +202,3 @@ def rotary_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, *, backward: 
     """
     run("rotary_", x, cos, sin, backward)
     return x
-
-
-def _heads(x: torch.Tensor) -> torch.Tensor:
-    return x if x.dim() == 3 else x.unsqueeze(1)

@@ -178,10 +178,10 @@ def rms_norm_backward(
         scale = _scale(part, eps)
         normed = part * scale
         if d_weight is not None:
-            d_weight += (d * normed).sum((0, 1))
+            d_weight += (d * normed).flatten(0, -2).sum(0)
         d = d * weight
         d_x = (d - normed * (d * normed).mean(-1, keepdim=True)) * scale
-        out[rows] = d_x if add is None else d_x.add_(add[rows].unsqueeze(1))
+        out[rows] = d_x if add is None else d_x.add_(add[rows])
     return out
 
 

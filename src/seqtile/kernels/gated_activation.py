@@ -77,13 +77,14 @@ def _gated_activation_backward_kernel(
 
 def gated_activation_(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
     """Launches the kernel, see `dispatch.gated_activation_`."""
-    assert gate.stride(1) == up.stride(1) == 1
     rows, width = gate.shape
-    _gated_activation_kernel[(rows, triton.cdiv(width, BLOCK))](
+    (gate_stride, gate_step), (up_stride, up_step) = gate.stride(), up.stride()
+    assert gate_step == up_step == 1
+    _gated_activation_kernel[(rows, -(-width // BLOCK))](
         gate,
         up,
-        gate.stride(0),
-        up.stride(0),
+        gate_stride,
+        up_stride,
         width,
         GELU=activation == "gelu_tanh",
         BLOCK=BLOCK,
@@ -94,15 +95,17 @@ def gated_activation_(gate: torch.Tensor, up: torch.Tensor, activation: str) -> 
 
 def gated_activation_backward_(gate: torch.Tensor, up: torch.Tensor, d_product: torch.Tensor, activation: str) -> None:
     """Launches the kernel, see `dispatch.gated_activation_backward_`."""
-    assert gate.stride(1) == up.stride(1) == d_product.stride(1) == 1
     rows, width = gate.shape
-    _gated_activation_backward_kernel[(rows, triton.cdiv(width, BLOCK))](
+    (gate_stride, gate_step), (up_stride, up_step) = gate.stride(), up.stride()
+    product_stride, product_step = d_product.stride()
+    assert gate_step == up_step == product_step == 1
+    _gated_activation_backward_kernel[(rows, -(-width // BLOCK))](
         gate,
         up,
         d_product,
-        gate.stride(0),
-        up.stride(0),
-        d_product.stride(0),
+        gate_stride,
+        up_stride,
+        product_stride,
         width,
         GELU=activation == "gelu_tanh",
         BLOCK=BLOCK,

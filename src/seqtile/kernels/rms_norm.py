@@ -3,6 +3,8 @@
 Rows of heads, [C, H, K], are normed as rows of K, where they lie. Source: Zhang & Sennrich, arXiv:1910.07467.
 """
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -109,12 +111,11 @@ def _rms_norm_backward_kernel(
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> torch.Tensor:
     """Launches the kernel, see `dispatch.rms_norm`."""
-    assert x.stride(2) == out.stride(2) == 1 and weight.is_contiguous()
-    rows, heads, width = x.shape
-    block = _block(width)
-    _rms_norm_kernel[(triton.cdiv(rows * heads, block["ROWS"]),)](
-        x, weight, out, *x.stride()[:2], *out.stride()[:2], rows * heads, heads, width, eps, **block
-    )
+    assert weight.is_contiguous()
+    heads, width = _heads(x)
+    rows, block = x.shape[0] * heads, _block(width)
+    strides = *_strides(x), *_strides(out)
+    _rms_norm_kernel[(-(-rows // block["ROWS"]),)](x, weight, out, *strides, rows, heads, width, eps, **block)
     return out
 
 
@@ -128,11 +129,10 @@ def rms_norm_backward(
     d_weight: torch.Tensor | None,
 ) -> torch.Tensor:
     """Launches the kernel, see `dispatch.rms_norm_backward`."""
-    assert x.stride(2) == d_y.stride(2) == out.stride(2) == 1 and weight.is_contiguous()
-    assert add is None or add.stride(1) == 1
-    tokens, heads, width = x.shape
-    block, rows = _block(width), tokens * heads
-    programs = min(_multiprocessors(x.device) * RESIDENT[block["num_warps"]], triton.cdiv(rows, block["ROWS"]))
+    assert weight.is_contiguous()
+    heads, width = _heads(x)
+    block, rows = _block(width), x.shape[0] * heads
+    programs = min(_multiprocessors(x.device) * RESIDENT[block["num_warps"]], -(-rows // block["ROWS"]))
     sums = None if d_weight is None else x.new_empty(programs, width, dtype=torch.float32)
     _rms_norm_backward_kernel[(programs,)](
         x,
@@ -141,10 +141,10 @@ def rms_norm_backward(
         add,
         out,
         sums,
-        *x.stride()[:2],
-        *d_y.stride()[:2],
-        0 if add is None else add.stride(0),
-        *out.stride()[:2],
+        *_strides(x),
+        *_strides(d_y),
+        0 if add is None else _strides(add)[0],
+        *_strides(out),
         rows,
         heads,
         width,
@@ -158,11 +158,25 @@ def rms_norm_backward(
     return out
 
 
+def _heads(x: torch.Tensor) -> tuple[int, int]:
+    """Returns how many heads a token has, and their width."""
+    return (1, x.shape[1]) if x.ndim == 2 else x.shape[1:]
+
+
+def _strides(x: torch.Tensor) -> tuple[int, int]:
+    """Returns those of tokens and of heads."""
+    *strides, last = x.stride()
+    assert last == 1
+    return (strides[0], 0) if x.ndim == 2 else strides
+
+
+@cache
 def _block(width: int) -> dict[str, int]:
     columns = triton.next_power_of_2(width)
     return {"ROWS": max(1, ELEMENTS // columns), "WIDTH": columns, "num_warps": 8 if columns <= ELEMENTS else 16}
 
 
+@cache
 def _multiprocessors(device: torch.device) -> int:
     """Returns a GPU's number of them; Triton's interpreter runs one program after the other."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4

@@ -4,6 +4,8 @@ x cos + turned(x) sin, where turned(x1, x2) = (-x2, x1) for the halves of a head
 Source: Su et al., arXiv:2104.09864, in the form of halves that Hugging Face's models have.
 """
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -56,16 +58,17 @@ def _rotary_kernel(
 
 def rotary_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, backward: bool) -> torch.Tensor:
     """Launches the kernel, see `dispatch.rotary_`."""
-    assert x.stride(2) == cos.stride(1) == sin.stride(1) == 1
     tokens, heads, width = x.shape
+    (*strides, x_step), (cos_stride, cos_step), (sin_stride, sin_step) = x.stride(), cos.stride(), sin.stride()
+    assert x_step == cos_step == sin_step == 1
     rows, block = tokens * heads, _block(width)
-    _rotary_kernel[(triton.cdiv(rows, block["ROWS"]),)](
+    _rotary_kernel[(-(-rows // block["ROWS"]),)](
         x,
         cos,
         sin,
-        *x.stride()[:2],
-        cos.stride(0),
-        sin.stride(0),
+        *strides,
+        cos_stride,
+        sin_stride,
         rows,
         heads,
         width // 2,
@@ -76,6 +79,7 @@ def rotary_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, backward: boo
     return x
 
 
+@cache
 def _block(width: int) -> dict[str, int]:
     half = triton.next_power_of_2(width // 2)
     return {"ROWS": max(1, ELEMENTS // half), "HALF": half}

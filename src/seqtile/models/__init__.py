@@ -4,7 +4,7 @@ whom, and what another library took back.
 
 import re
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from torch import nn
 
@@ -223,16 +223,13 @@ def part_status(model: nn.Module, *parts: Part) -> PartStatus:
     others = dict.fromkeys(package_of(current_forward(module)) for module in part_of if module not in placements)
     around = dict.fromkeys(package_of(wrapper) for module in part_of for wrapper in wrappers_at(module))
     fallback = problem = None
-    if placements:
-        untiled, reasons = Options(), []
-        for module, part in part_of.items():
-            options = placements[module].options if module in placements else untiled
-            try:
-                reasons.append(part.check(module, replace(options, head_groups=None)))
-                part.check(module, options)
-            except ValueError as error:
-                problem = problem or str(error)
-        fallback = next((reason for reason in reasons if reason is not None), None)
+    for module, placement in placements.items():
+        verdict = part_of[module].verdict(module)
+        fallback = fallback or (verdict.reason if verdict.tileable else None)
+        try:
+            part_of[module].check(module, placement.options)
+        except ValueError as error:
+            problem = problem or str(error)
     groups = {
         groups_of(layer.self_attn, placement.options.head_groups)
         for layer, placement in placements.items()

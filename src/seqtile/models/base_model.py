@@ -9,7 +9,7 @@ from torch import nn
 from transformers.utils import logging
 
 from seqtile.models.find import layers_of
-from seqtile.models.placement import Options, placement_at, stand_in_for
+from seqtile.models.placement import Options, stand_in_for
 
 logger = logging.get_logger(__name__)
 
@@ -52,28 +52,6 @@ def uncached_forward(options: Options, original: Callable) -> Callable:
 def _wants_cache(model: nn.Module, given: dict[str, Any]) -> bool:
     wanted = given.get("use_cache")
     return bool(getattr(model.config, "use_cache", False) if wanted is None else wanted)
-
-
-def note_that_all_is_kept(model: nn.Module, tokens: int) -> None:
-    """Says so, once, where a model in training has tiled layers that are not checkpointed, and keep more each than its
-    weights take."""
-    if not (model.training and torch.is_grad_enabled()) or torch.compiler.is_compiling():
-        return
-    layer = next(iter(layers_of(model)), None)
-    placement = None if layer is None else placement_at(layer)
-    attention = getattr(layer, "self_attn", None)
-    config, head_dim = getattr(attention, "config", None), getattr(attention, "head_dim", None)
-    if placement is None or is_checkpointed(model) or config is None or not isinstance(head_dim, int):
-        return
-    query_heads = getattr(config, "num_attention_heads", 0)
-    heads, kv = query_heads * head_dim, getattr(config, "num_key_value_heads", query_heads) * head_dim
-    weights = sum(getattr(weight, "ds_numel", weight.numel()) for weight in layer.parameters())
-    kept = config.hidden_size + heads + (heads + 2 * kv if placement.options.head_groups is None else 0)
-    if tokens * kept > weights:
-        logger.warning_once(
-            "whole layers are tiled, but activation checkpointing is off: at this length every layer keeps more for "
-            "its backward than its weights take; model.gradient_checkpointing_enable() has it keep its input alone"
-        )
 
 
 def is_checkpointed(model: nn.Module) -> bool:

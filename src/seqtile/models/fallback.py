@@ -4,10 +4,12 @@ They are called again in the backward, and there as they were called in the forw
 and only if nothing else has changed that decides what they compute.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from contextvars import ContextVar
-from typing import Any
+from itertools import chain, repeat
+from typing import Any, NamedTuple
+from weakref import ref
 
 import torch
 import torch.nn.functional as F
@@ -15,8 +17,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 
-from seqtile.models.weights import hooks_of, is_harmless, trained
-from seqtile.ops.tiled import Outputs, tiled
+from seqtile.models.weights import hooks_of, is_harmless, leaves_of
+from seqtile.ops.state import found_in
+from seqtile.ops.tiled import Outputs, tiled_holding
 
 _inside_chunk: ContextVar[bool] = ContextVar("inside_chunk", default=False)
 
@@ -26,20 +29,77 @@ def inside_chunk() -> bool:
     return _inside_chunk.get()
 
 
+class Called:
+    """Modules that are called chunk by chunk: what of them may be trained, and what decides what they compute.
+
+    Found once, for as long as what they are made of does not change. It does not hold the modules themselves, which may
+    hold it.
+    """
+
+    def __init__(self, **modules: nn.Module):
+        self.name = type(next(iter(modules.values()), None)).__name__
+        self._modules = [ref(module) for module in modules.values()]
+        parts = dict.fromkeys(part for module in modules.values() for part in module.modules())
+        self._inside = [part for part in parts if part not in modules.values()]
+        self._hooks = [*hooks_of(None), *(hooks for part in parts for hooks in hooks_of(part))]
+        self._leaves = leaves_of(*modules.values())
+        found = found_in([(name, module, None) for name, module in modules.items()])
+        self._state = [(name, thing, owner and ref(owner)) for name, thing, owner in found]
+
+    @property
+    def state(self) -> list[tuple[str, Any, nn.Module | None]] | None:
+        """The tensors and generators that they hold, see `found_in`; None where it is not known what is called."""
+        if not self._modules:
+            return None
+        return [(name, thing, owner and owner()) for name, thing, owner in self._state]
+
+    @property
+    def trained(self) -> list[torch.Tensor]:
+        """The leaves that require a gradient."""
+        return [leaf for leaf in self._leaves if leaf.requires_grad]
+
+    def environment(self) -> "_Environment":
+        """Returns everything but tensors that decides what calling the modules computes."""
+        parts = [*(module() for module in self._modules), *self._inside]
+        owned, types = [*map(vars, parts)], [*map(type, parts)]
+        of_parts = (
+            map(getattr, types, repeat("forward")),
+            *(map(dict.get, owned, repeat(name)) for name in _ATTRIBUTES),
+        )
+        of_torch = (nn.Module.__call__, nn.Module._call_impl, F.linear, F.silu, F.gelu, F.cross_entropy)
+        hooks = [*chain.from_iterable(map(dict.items, self._hooks))]
+        return _Environment([*of_torch, *types, *chain.from_iterable(of_parts)], hooks)
+
+
+_ATTRIBUTES = ("forward", "training")
+
+
+class _Environment(NamedTuple):
+    computed: list[Any]
+    hooks: list[tuple[int, Callable]]
+
+    def computes_as(self, other: "_Environment") -> bool:
+        """Says if both compute the same; hooks that change nothing may come and go."""
+        if self.hooks == other.hooks:
+            return self.computed == other.computed
+        mine, others = ([key for key, hook in each.hooks if not is_harmless(hook, False)] for each in (self, other))
+        return mine == others and self.computed == other.computed
+
+
 def call_tiled(
     function: Callable[..., Outputs],
-    modules: Sequence[nn.Module],
+    called: Called,
     *inputs: torch.Tensor,
     params: Sequence[torch.Tensor] | None = None,
     **options: Any,
 ) -> Outputs:
     """Returns function(*inputs), which calls the modules, computed by `seqtile.tiled` with these options; `params` are
     by default what the modules train."""
-    params = trained(*modules) if params is None else params
-    return tiled(_repeatable(function, modules), *inputs, params=params, **options)
+    params = called.trained if params is None else params
+    return tiled_holding(_repeatable(function, called), called.state, *inputs, params=params, **options)
 
 
-def _repeatable(function: Callable, modules: Sequence[nn.Module]) -> Callable:
+def _repeatable(function: Callable, called: Called) -> Callable:
     """Returns `function` for a backward that calls it again, under the TorchFunctionModes that are active now.
 
     RuntimeError from it where something else has changed since that decides what is computed: hooks, a forward, a
@@ -47,39 +107,28 @@ def _repeatable(function: Callable, modules: Sequence[nn.Module]) -> Callable:
     """
     if torch.compiler.is_compiling():  # whose guards ask the same
         return function
-    modes, surroundings = _modes(), list(_call_environment(modules))
+    modes, environment = _modes(), called.environment()
 
     def call(*tensors: torch.Tensor) -> Any:
         active = _modes()
-        if (active and active != modes) or list(_call_environment(modules)) != surroundings:
+        if (active and active != modes) or not called.environment().computes_as(environment):
             raise RuntimeError(
                 "a module is called chunk by chunk, in the forward and again in the backward, and what it computes has "
                 "changed in between: expected the same hooks, forwards, torch functions and training mode; call "
                 "backward() before they are changed back"
             )
-        with ExitStack() as stack:
-            stack.callback(_inside_chunk.reset, _inside_chunk.set(True))
-            for mode in modes if active != modes else ():
-                stack.enter_context(mode)
-            return function(*tensors)
+        token = _inside_chunk.set(True)
+        try:
+            with ExitStack() as stack:
+                for mode in modes if active != modes else ():
+                    stack.enter_context(mode)
+                return function(*tensors)
+        finally:
+            _inside_chunk.reset(token)
 
     return call
 
 
 def _modes() -> list[TorchFunctionMode]:
-    modes = (torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack()))
-    return [mode for mode in modes if type(mode) is not DeviceContext]
-
-
-def _call_environment(modules: Sequence[nn.Module]) -> Iterator[Any]:
-    """Yields everything but tensors that decides what calling the modules computes."""
-    yield from (nn.Module.__call__, nn.Module._call_impl, F.linear, F.silu, F.gelu, F.cross_entropy)
-    yield from _kept_hooks(None)
-    for part in (part for module in modules for part in module.modules()):
-        yield from (type(part), type(part).forward, vars(part).get("forward"), part.training)
-        yield from _kept_hooks(part)
-
-
-def _kept_hooks(module: nn.Module | None) -> Iterator[int]:
-    for hooks in hooks_of(module):
-        yield from (key for key, hook in hooks.items() if not is_harmless(hook, recording=False))
+    count = torch._C._len_torch_function_stack()
+    return [mode for mode in map(torch._C._get_function_stack_at, range(count)) if type(mode) is not DeviceContext]

@@ -11,6 +11,7 @@ the small parameters and of the embeddings' output, with check="full" of every p
 
 from collections.abc import Callable
 from functools import partial
+from itertools import chain, repeat
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ CHUNKS = (5, 7, 9, 11)  # tokens of a row in a chunk, the first that is no size 
 FACTOR = 5  # of 169 small models in float32 and bfloat16 no gradient was beyond 2
 _OF_SUMS = 2.0**-20  # chunks are summed in float32, and in another order
 OUTCOME = "_seqtile_first_step"  # on a model: (what it was made of when it was compared, what came of it)
+_ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters")  # what PEFT says of them, on a module
 _REMEDIES = {"loss": "loss=False", "mlp": "mlp=False", "layer": "layer=False"}
 
 
@@ -69,9 +71,12 @@ def check_first_step(model: nn.Module, options: Options, original: Callable, arg
     """
     if torch.compiler.is_compiling() or not (options.check and model.training and torch.is_grad_enabled()):
         return
-    made_of = None if is_trial() or getattr(model, "_is_replica", False) else _made_of(model)
-    if made_of is None or vars(model).get(OUTCOME, (None,))[0] == made_of:
+    if is_trial() or getattr(model, "_is_replica", False):
         return
+    made_of = vars(model).get(OUTCOME, (None,))[0]
+    if made_of is not None and made_of.still_is(model):
+        return
+    made_of = _MadeOf(model)
     outcome = _outcome(model, options, original, args, kwargs)
     vars(model)[OUTCOME] = (made_of, outcome)
     logger.info(f"seqtile's first step: {outcome}")
@@ -82,17 +87,32 @@ def outcome_of(model: nn.Module) -> str | None:
     return vars(model).get(OUTCOME, (None, None))[1]
 
 
-def _made_of(model: nn.Module) -> int:
-    """Returns a number that changes where a module is exchanged, patched, hooked or gets another adapter."""
-    found, hooks = [], []
-    for module in model.modules():
-        own = vars(module)
-        found += [id(type(module)), id(own.get("forward")), id(own.get(HELD))]
-        hooks += [len(module._forward_hooks), len(module._forward_pre_hooks)]
-        if "_active_adapter" in own:
-            found += [str(own["_active_adapter"]), own.get("_disable_adapters"), len(own.get("merged_adapters", ()))]
-    # Of ranks that run together one may hook modules, as loggers do on the first: it would compare alone.
-    return hash((*found, *(() if run_together(model) else hooks)))
+class _MadeOf:
+    """What a model is made of, as far as the comparison depends on it: modules, their classes and forwards, adapters,
+    the number of hooks. Compared without a walk; the model itself is not held, which holds this."""
+
+    def __init__(self, model: nn.Module):
+        self._inside = [module for module in model.modules() if module is not model]
+        self._owned = [vars(module) for module in self._inside]
+        owned = [vars(model), *self._owned]
+        self._children = [own["_modules"] for own in owned]
+        # Of ranks that run together one may hook modules, as loggers do on the first: it would compare alone.
+        kinds = () if run_together(model) else ("_forward_hooks", "_forward_pre_hooks")
+        self._hooks = [own[name] for own in owned for name in kinds]
+        self._seen = [list(each) if isinstance(each, list) else each for each in self._now(model)]
+
+    def still_is(self, model: nn.Module) -> bool:
+        return self._now(model) == self._seen
+
+    def _now(self, model: nn.Module) -> list[Any]:
+        owned = [vars(model), *self._owned]
+        attributes = (map(dict.get, owned, repeat(name)) for name in ("forward", HELD, *_ADAPTERS))
+        children = map(dict.values, self._children)
+        own = (type(model), *map(type, self._inside), *map(len, self._hooks))
+        return [*own, *chain.from_iterable(attributes), *chain.from_iterable(children)]
+
+    def __reduce__(self) -> tuple:
+        return type(None), ()
 
 
 def _outcome(model: nn.Module, options: Options, original: Callable, args: tuple, kwargs: dict) -> str:

@@ -8,7 +8,6 @@ see any_layer.py.
 
 import inspect
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -19,29 +18,32 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
 from seqtile.models.any_layer import any_layer_refusal, call_layer_tiled
+from seqtile.models.fallback import Called
 from seqtile.models.find import are_experts
 from seqtile.models.further_outputs import call_with_further_outputs, records_attentions
 from seqtile.models.layer_form import LayerForm, is_llamas_rotary, layer_form_of
-from seqtile.models.mlp import Gated, activation_of, gated_form, mlp_fallback_reason, read_mlp, sparsity_of
+from seqtile.models.mlp import activation_of, gated_form, mlp_fallback_reason, read_mlp, sparsity_of
 from seqtile.models.norm import norm_fallback_reason, read_norm
 from seqtile.models.placement import (
+    HELD,
     KNOWN_PACKAGES,
     Options,
     computed_forward,
     forward_in_place_of,
-    is_patched_subclass,
     package_of,
     stand_in_for,
 )
+from seqtile.models.verdict import Verdict, Verdicts
 from seqtile.models.weights import (
     call_fallback_reason,
-    check_not_zero3,
     check_untransformed,
+    is_sharded,
     module_call_reason,
     module_fallback_reason,
     process_fallback_reason,
     projection_fallback_reason,
     read_projection,
+    zero3_error,
 )
 from seqtile.ops.checks import autocast_dtype
 from seqtile.ops.chunks import is_trial, resolve_chunk_tokens
@@ -67,27 +69,31 @@ def tiled_layer_forward(options: Options, original: Callable) -> Callable:
     defaults = {parameter.name: parameter.default for parameter in parameters[1:] if parameter.name in names}
     defaults = {name: value for name, value in defaults.items() if value is not inspect.Parameter.empty}
 
+    of_layer = Verdicts(layer_verdict).of
+    of_layer_apart = torch.compiler.disable(of_layer, reason="seqtile looks at what the modules of a layer are")
+
     def tiled(self, *args, **kwargs):
+        hidden = args[0] if args else kwargs[names[0]]
+        fits = hidden.shape[:-1].numel() <= resolve_chunk_tokens(options.chunk_tokens, hidden.shape[-1])
+        if torch.compiler.is_compiling():
+            if fits and not is_sharded(self):
+                return inner(self, *args, **kwargs)
+            verdict = of_layer_apart(self, autocast_dtype(hidden) or hidden.dtype)
+        else:
+            verdict = of_layer(self, autocast_dtype(hidden) or hidden.dtype)
+            if fits and not verdict.sharded:
+                return inner(self, *args, **kwargs)
         given = defaults | dict(zip(names, args, strict=False)) | kwargs
-        hidden_states = given.pop(names[0])
-        tokens = hidden_states.shape[:-1].numel()
-        fits = tokens <= resolve_chunk_tokens(options.chunk_tokens, hidden_states.shape[-1])
-        if (fits and not _is_zero3(self)) or records_attentions() or _asks_for_attentions(self, given):
+        del given[names[0]]
+        if records_attentions() or _asks_for_attentions(self, given):
             if not fits and records_attentions() and not _FORWARD_CHECKPOINTS:
                 _check_not_checkpointed(self)
-            return inner(self, hidden_states, **given)
-        form, cache = _form_of(self), given.pop("past_key_values", None)
-        if isinstance(form, LayerForm):
-            return _llama_layer(form, options, self, hidden_states, cache, **given)
-        if cache is not None or _is_hugging_faces_and_refused(self):
-            return inner(self, hidden_states, past_key_values=cache, **given)
-        check_layer(self, options)
-        given |= {"past_key_values": None} if "past_key_values" in names else {}
-        return call_layer_tiled(self, inner, hidden_states, given, _chunk_tokens(self, options, hidden_states))
+            return inner(self, hidden, **given)
+        return _compute(verdict, inner, options, self, hidden, given)
 
     @stand_in_for(original)
     def forward(self, *args, **kwargs):
-        outermost = is_patched_subclass(type(self)) or type(self).forward is forward
+        outermost = HELD in type(self).__dict__ or type(self).forward is forward
         if _FORWARD_CHECKPOINTS and outermost and self.gradient_checkpointing and self.training:
             if kwargs.get("use_cache") or kwargs.get("past_key_values") is not None:
                 logger.warning_once("checkpointed layers have no cache, which recomputation would fill once more")
@@ -109,24 +115,48 @@ def _check_not_checkpointed(layer: nn.Module) -> None:
         )
 
 
-@torch.compiler.disable(reason="seqtile looks at the source of a layer")
-def _form_of(layer: nn.Module) -> LayerForm | str:
-    return layer_form_of(layer)
+def _compute(
+    verdict: Verdict, inner: Callable, options: Options, layer: nn.Module, hidden: torch.Tensor, given: dict[str, Any]
+) -> Any:
+    """Returns what a layer makes of `hidden` and of what else it is `given`, by the way that its verdict says; `inner`
+    is its original forward. Raises ValueError where there is none."""
+    cache = given.get("past_key_values")
+    if (verdict.form is None and cache is not None) or (verdict.error is None and not verdict.tileable):
+        return inner(layer, hidden, **given)
+    check_untransformed()
+    if verdict.error is not None:
+        raise ValueError(verdict.error)
+    if options.head_groups is not None and cache is None:
+        check_head_groups(layer, verdict, options)
+    if verdict.how == "untiled":
+        return inner(layer, hidden, **given)
+    if not layer.gradient_checkpointing:
+        _note_that_all_is_kept(layer, verdict, options, hidden)
+    if verdict.form is not None:
+        given.pop("past_key_values", None)
+        return _llama_layer(verdict, options, layer, hidden, cache, **given)
+    return call_layer_tiled(layer, verdict.called[0], inner, hidden, given, _chunk_tokens(verdict, options, hidden))
 
 
-def _chunk_tokens(layer: nn.Module, options: Options, hidden: torch.Tensor) -> int:
+def _note_that_all_is_kept(layer: nn.Module, verdict: Verdict, options: Options, hidden: torch.Tensor) -> None:
+    """Says so, once, where a layer in training is not checkpointed, and keeps more than its weights take."""
+    config, head_dim = (getattr(getattr(layer, "self_attn", None), name, None) for name in ("config", "head_dim"))
+    in_training = layer.training and torch.is_grad_enabled() and not torch.compiler.is_compiling() and not is_trial()
+    if not in_training or config is None or not isinstance(head_dim, int):
+        return
+    query_heads = getattr(config, "num_attention_heads", 0)
+    heads, kv = query_heads * head_dim, getattr(config, "num_key_value_heads", query_heads) * head_dim
+    kept = hidden.shape[-1] + heads + (heads + 2 * kv if options.head_groups is None else 0)
+    if hidden.shape[:-1].numel() * kept > verdict.weights:
+        logger.warning_once(
+            "whole layers are tiled, but activation checkpointing is off: at this length every layer keeps more for "
+            "its backward than its weights take; model.gradient_checkpointing_enable() has it keep its input alone"
+        )
+
+
+def _chunk_tokens(verdict: Verdict, options: Options, hidden: torch.Tensor) -> int:
     """Returns the tokens of a chunk of a layer that is called; of one with experts that of its experts."""
-    config = next((module.config for module in layer.modules() if hasattr(module, "config")), None)
-    sparsity = max((sparsity_of(module, config) for module in layer.modules() if are_experts(module)), default=1)
-    return resolve_chunk_tokens(options.chunk_tokens, hidden.shape[-1], sparsity)
-
-
-def _is_hugging_faces_and_refused(layer: nn.Module) -> bool:
-    """Says if a layer is of another kind than those that are tiled, which may share its class; one that somebody
-    changed so that it cannot be tiled is for `check_layer` to refuse."""
-    parts = [layer, *layer.children()]
-    untouched = all(package_of(computed_forward(part)) in (*KNOWN_PACKAGES, "torch") for part in parts)
-    return untouched and any_layer_refusal(layer) is not None
+    return resolve_chunk_tokens(options.chunk_tokens, hidden.shape[-1], verdict.sparsity)
 
 
 def _asks_for_attentions(layer: nn.Module, given: dict[str, Any]) -> bool:
@@ -135,7 +165,7 @@ def _asks_for_attentions(layer: nn.Module, given: dict[str, Any]) -> bool:
 
 
 def _llama_layer(
-    form: LayerForm,
+    verdict: Verdict,
     options: Options,
     layer: nn.Module,
     hidden: torch.Tensor,
@@ -145,23 +175,18 @@ def _llama_layer(
     **kwargs: Any,
 ) -> torch.Tensor:
     """Computes the output [B, S, D] of a layer of Llama's shape."""
-    attention = layer.self_attn
-    grouped = None if cache is not None else options.head_groups
-    reason = check_layer(layer, replace(options, head_groups=grouped), autocast_dtype(hidden) or hidden.dtype)
-    if reason and module_call_reason():  # every call matters, that of the attention, too, which no chunk can make
-        inner = forward_in_place_of(layer)
-        inner = inner.__wrapped__ if _FORWARD_CHECKPOINTS else inner
-        embeddings = {"position_embeddings": position_embeddings, "attention_mask": attention_mask}
-        return inner(layer, hidden, past_key_values=cache, **embeddings, **kwargs)
-    if reason is None and cache is not None and torch.is_grad_enabled():
-        reason = "gradients may flow through the cache"
-        check_not_zero3(layer, reason)
+    attention, form, is_fused = layer.self_attn, verdict.form, verdict.how == "fused"
+    if is_fused and cache is not None and torch.is_grad_enabled():
+        is_fused = False  # gradients may flow through the cache
+        if verdict.sharded:
+            raise ValueError(zero3_error("gradients may flow through the cache"))
     attend, sp_attention, extra_tensors = _attention(form, attention, attention_mask, cache, kwargs)
     switch = form.attention.rotary_switch
     rotary = position_embeddings if switch is None or getattr(attention, switch) else None
     scale = getattr(layer, form.residual_scale) if form.residual_scale else 1.0
-    if reason is not None:
-        return _fallback_layer(form, layer, hidden, rotary, attend, scale, _chunk_tokens(layer, options, hidden))
+    if not is_fused:
+        return _fallback_layer(verdict, layer, hidden, rotary, attend, scale, _chunk_tokens(verdict, options, hidden))
+    grouped = None if cache is not None else options.head_groups
     groups = groups_of(attention, grouped, 1 if sp_attention is None else sp_attention.ranks)
     return decoder_layer(
         hidden,
@@ -173,15 +198,10 @@ def _llama_layer(
         sp_attention=None if sp_attention is None else sp_attention.in_groups(groups or 1),
         allow_recompute=grouped != "auto" or is_trial(),  # of a few tokens even a mask is large beside the heads
         extra_tensors=extra_tensors,
-        activation=activation_of(layer.mlp, _mlp_form(layer)),
+        activation=activation_of(layer.mlp, form.mlp),
         scale=scale,
         chunk_tokens=options.chunk_tokens,
     )
-
-
-def _is_zero3(layer: nn.Module) -> bool:
-    """Says if reading a weight is a collective, which ranks of different lengths must do alike."""
-    return any(hasattr(parameter, "ds_id") for parameter in layer.parameters())
 
 
 def _params_of(form: LayerForm, layer: nn.Module) -> LayerParams:
@@ -198,7 +218,7 @@ def _params_of(form: LayerForm, layer: nn.Module) -> LayerParams:
             read_projection("v_proj", attention.v_proj),
             read_projection("o_proj", attention.o_proj),
         ),
-        MLPParams(read_norm(layer.post_attention_layernorm), *read_mlp(layer.mlp, _mlp_form(layer))),
+        MLPParams(read_norm(layer.post_attention_layernorm), *read_mlp(layer.mlp, form.mlp)),
     )
 
 
@@ -242,37 +262,57 @@ def groups_of(attention: nn.Module, head_groups: int | str | None, ranks: int = 
     return head_groups
 
 
-@torch.compiler.disable(reason="seqtile looks at what the modules of a layer are")
-def layer_refusal(layer: nn.Module) -> str | None:
-    """Says why a layer is left untiled, by its kind."""
-    if isinstance(form := layer_form_of(layer), LayerForm):
-        return None
-    refusal = any_layer_refusal(layer)
-    return None if refusal is None else f"{form}, and {refusal}"
+def layer_verdict(layer: nn.Module, dtype: torch.dtype | None = None) -> Verdict:
+    """Finds how a layer is computed; `dtype` is that of its products, where that is known."""
+    weights = sum(getattr(weight, "ds_numel", weight.numel()) for weight in layer.parameters())
+    return _verdict(layer, dtype)._replace(sharded=is_sharded(layer), weights=weights)
 
 
-@torch.compiler.disable(reason="seqtile looks at what the modules of a layer are")
-def check_layer(layer: nn.Module, options: Options, dtype: torch.dtype | None = None) -> str | None:
-    """Raises ValueError where a tiled layer would refuse to run, or not compute what `layer` computes; returns why its
-    modules are called rather than read, None if they are read. `dtype`: of its products, where that is known."""
-    check_untransformed()
+def _verdict(layer: nn.Module, dtype: torch.dtype | None) -> Verdict:
     form = layer_form_of(layer)
-    if isinstance(form, LayerForm):
-        attention = layer.self_attn
-        if (changed := module_fallback_reason(attention, recording=False)) is not None:
-            raise ValueError(f"a tiled layer skips its attention's forward, which {changed}; apply with layer=False")
-        reason = layer_fallback_reason(form, layer, dtype)
-    else:
-        reason = form
-    if (refusal := layer_refusal(layer)) is not None:
-        raise ValueError(f"this layer cannot be tiled: {refusal}; apply with layer=False")
-    if reason is not None:
-        check_not_zero3(layer, reason)
-        if options.head_groups is not None:
-            raise ValueError(f"attention by groups of heads reads its weights, and {reason}; apply head_groups=None")
-    else:
-        groups_of(layer.self_attn, options.head_groups)
-    return reason
+    if not isinstance(form, LayerForm):
+        if (refusal := any_layer_refusal(layer)) is not None:
+            reason = f"{form}, and {refusal}"
+            error = None if _is_untouched(layer) else f"this layer cannot be tiled: {reason}; apply with layer=False"
+            return Verdict("untiled", reason, error, tileable=False)
+        return _chunked(layer, form, None)
+    if (changed := module_fallback_reason(layer.self_attn, recording=False)) is not None:
+        error = f"a tiled layer skips its attention's forward, which {changed}; apply with layer=False"
+        return Verdict("untiled", changed, error, form)
+    if (reason := layer_fallback_reason(form, layer, dtype)) is not None:
+        return _chunked(layer, reason, form)
+    return Verdict("fused", form=form._replace(mlp=gated_form(forward_in_place_of(layer.mlp))))
+
+
+def _chunked(layer: nn.Module, reason: str, form: LayerForm | None) -> Verdict:
+    config = next((module.config for module in layer.modules() if hasattr(module, "config")), None)
+    sparsity = max((sparsity_of(module, config) for module in layer.modules() if are_experts(module)), default=1)
+    # Where every call matters, that of the attention does, too, which no chunk can make.
+    how = "untiled" if form is not None and module_call_reason() else "chunked"
+    called = (Called(layer=layer),) if form is None else _called_parts(layer)
+    error = zero3_error(reason) if is_sharded(layer) else None
+    return Verdict(how, reason, error, form, sparsity=sparsity, called=called)
+
+
+def _called_parts(layer: nn.Module) -> tuple[Called, Called]:
+    """Returns the modules that a layer of Llama's shape calls before attention, and behind it."""
+    before = dict(layer.self_attn.named_children())
+    behind = {"o_proj": before.pop("o_proj"), "norm": layer.post_attention_layernorm, "mlp": layer.mlp}
+    return Called(input_layernorm=layer.input_layernorm, **before), Called(**behind)
+
+
+def _is_untouched(layer: nn.Module) -> bool:
+    """Says if nobody changed a layer: it may share its class with those that are tiled, and be of another kind."""
+    parts = [layer, *layer.children()]
+    return all(package_of(computed_forward(part)) in (*KNOWN_PACKAGES, "torch") for part in parts)
+
+
+def check_head_groups(layer: nn.Module, verdict: Verdict, options: Options) -> None:
+    """Raises ValueError where attention cannot be computed by the groups of heads that are asked for."""
+    if verdict.how != "fused":
+        reads = "attention by groups of heads reads its weights"
+        raise ValueError(f"{reads}, and {verdict.reason}; apply head_groups=None")
+    groups_of(layer.self_attn, options.head_groups)
 
 
 def layer_fallback_reason(form: LayerForm, layer: nn.Module, dtype: torch.dtype | None = None) -> str | None:
@@ -300,19 +340,12 @@ def _reasons(form: LayerForm, layer: nn.Module, dtype: torch.dtype | None) -> It
     yield mlp_fallback_reason(mlp, gated_form(forward) or forward, dtype)
 
 
-@torch.compiler.disable(reason="seqtile reads source")
-def _mlp_form(layer: nn.Module) -> Gated:
-    form = gated_form(forward_in_place_of(layer.mlp))
-    assert form is not None, "a layer is read with its MLP"
-    return form
-
-
 def _rotary_of(attention: nn.Module) -> Callable:
     return computed_forward(attention).__globals__["apply_rotary_pos_emb"]
 
 
 def _fallback_layer(
-    form: LayerForm,
+    verdict: Verdict,
     layer: nn.Module,
     x: torch.Tensor,
     rotary: tuple[torch.Tensor, torch.Tensor] | None,
@@ -322,7 +355,8 @@ def _fallback_layer(
 ) -> torch.Tensor:
     """Computes the output [B, S, D] of an input [B, S, D] by calling the layer's modules. `rotary` are cos and sin
     [B or 1, S, K]; `scale` multiplies what attention and MLP add."""
-    attention = layer.self_attn
+    attention, form = layer.self_attn, verdict.form
+    before, behind = verdict.called or _called_parts(layer)
 
     def heads_of(x: torch.Tensor, name: str) -> torch.Tensor:
         heads = getattr(attention, f"{name}_proj")(x).unflatten(-1, (-1, attention.head_dim))
@@ -340,9 +374,6 @@ def _fallback_layer(
         h = x + attention.o_proj(attn_output) * scale
         return h + layer.mlp(layer.post_attention_layernorm(h)) * scale, None
 
-    head_norms = [attention.q_norm, attention.k_norm] if form.attention.head_norms else []
-    before = (layer.input_layernorm, attention.q_proj, attention.k_proj, attention.v_proj, *head_norms)
-    behind = (attention.o_proj, layer.post_attention_layernorm, layer.mlp)
     chunks = {"rows": x.shape[0], "chunk_tokens": chunk_tokens}
     (q, k, v), _ = call_with_further_outputs(pre_attention, before, x, *(rotary or ()), **chunks)
     attn_output = attend(*(heads.transpose(1, 2) for heads in (q, k, v))).flatten(2)

@@ -32,6 +32,8 @@ class LayerForm(NamedTuple):
     attention: AttentionForm
     residual_scale: str | None
     """The layer's attribute by which what attention and MLP return is multiplied before it is added."""
+    mlp: Any = None
+    """What its MLP's forward calls its parts, where the layer is fused."""
 
 
 _ATTENTIONS = {

@@ -19,22 +19,23 @@ from torch import nn
 from transformers.loss import loss_utils
 from transformers.utils import ModelOutput
 
-from seqtile.models.base_model import note_that_all_is_kept
-from seqtile.models.fallback import call_tiled
+from seqtile.models.fallback import Called, call_tiled
 from seqtile.models.first_step import check_first_step
 from seqtile.models.forms import code_of
 from seqtile.models.lazy_logits import LazyLogits
 from seqtile.models.placement import Options, stand_in_for
 from seqtile.models.quantised import is_quantised
+from seqtile.models.verdict import Verdict
 from seqtile.models.weights import (
     call_inside,
-    check_not_zero3,
     check_untransformed,
     defining_path,
+    is_sharded,
     named,
     process_fallback_reason,
     projection_fallback_reason,
     read_projection,
+    zero3_error,
 )
 from seqtile.ops.chunks import resolve_chunk_tokens
 from seqtile.ops.linear_cross_entropy import linear_cross_entropy
@@ -97,7 +98,6 @@ class LazyHead:
         self._model, self._head, self._cross_entropy = model, head, cross_entropy
 
     def __call__(self, hidden: torch.Tensor) -> LazyLogits:
-        note_that_all_is_kept(self._model, hidden.shape[:-1].numel())
         return LazyLogits(hidden, self._head, (), self._cross_entropy)
 
     def __getattr__(self, name: str) -> Any:
@@ -124,10 +124,13 @@ def has_head(model: nn.Module) -> bool:
 @contextmanager
 def _lazy_head(model: nn.Module, options: Options) -> Iterator[None]:
     """Lets a model's forward run with `LazyHead` and the tiled loss, as attributes that hide its own until the end."""
-    reason, untiled = check_loss(model, options), model.loss_function
+    check_untransformed()
+    verdict, untiled = loss_verdict(model), model.loss_function
+    if verdict.error is not None:
+        raise ValueError(verdict.error)
     owner, name = place_of_head(model)
     head = getattr(owner, name)
-    compute = partial(_cross_entropy, fallback=reason is not None, chunk_tokens=options.chunk_tokens)
+    compute = partial(_cross_entropy, fallback=verdict.how == "chunked", chunk_tokens=options.chunk_tokens)
     loss = partial(_loss, untiled=untiled, compute=compute)
     own = vars(model).get("_loss_function")
     object.__setattr__(owner, name, LazyHead(model, head, compute))
@@ -150,18 +153,16 @@ def _without_logits(output: Any) -> Any:
     return type(output)(**values)
 
 
-def check_loss(model: nn.Module, options: Options) -> str | None:
-    """Raises ValueError where the tiled loss would refuse to run, or not compute what `model` computes; returns why
-    lm_head is called chunk by chunk rather than read, None if it is read."""
-    check_untransformed()
+def loss_verdict(model: nn.Module) -> Verdict:
+    """Finds how lm_head and the loss are computed."""
     head = getattr(*place_of_head(model))
-    if (fallback := head_fallback_reason(head)) is not None:
-        check_not_zero3(head, fallback)
-    if (reason := _unknown_loss_reason(model.loss_function)) is not None:
-        raise ValueError(
-            f"{reason}; expected Hugging Face's ForCausalLMLoss, the one loss that seqtile tiles; apply with loss=False"
-        )
-    return fallback
+    reason, error = head_fallback_reason(head), None
+    if reason is not None and is_sharded(head):
+        error = zero3_error(reason)
+    elif (unknown := _unknown_loss_reason(model.loss_function)) is not None:
+        expected = "expected Hugging Face's ForCausalLMLoss, the one loss that seqtile tiles"
+        error = f"{unknown}; {expected}; apply with loss=False"
+    return Verdict("fused" if reason is None else "chunked", reason, error)
 
 
 def head_fallback_reason(head: nn.Module) -> str | None:
@@ -263,4 +264,4 @@ def _fallback_losses(
 
     # torch's cross-entropy keeps four chunks of logits where ours keeps one
     quarter = max(1, resolve_chunk_tokens(chunk_tokens, logits.hidden.shape[-1]) // 4)
-    return call_tiled(losses_of, [logits.head], logits.hidden, targets.unsqueeze(-1), chunk_tokens=quarter)
+    return call_tiled(losses_of, Called(head=logits.head), logits.hidden, targets.unsqueeze(-1), chunk_tokens=quarter)

@@ -8,6 +8,7 @@ recorded of them for the balancing loss is what Hugging Face records.
 
 from collections.abc import Callable
 from functools import cache
+from itertools import repeat
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -17,22 +18,24 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 from transformers.utils import logging
 
-from seqtile.models.fallback import call_tiled, inside_chunk
+from seqtile.models.fallback import Called, call_tiled, inside_chunk
 from seqtile.models.forms import code_of, names_in
 from seqtile.models.placement import Options, forward_in_place_of, stand_in_for
+from seqtile.models.verdict import Verdict, Verdicts
 from seqtile.models.weights import (
     activation_fallback_reason,
     activation_name,
-    check_not_zero3,
     check_untransformed,
     defining_path,
+    is_sharded,
+    leaves_of,
     named,
     own_weights,
     process_fallback_reason,
     projection_fallback_reason,
     read_projection,
     silu_fallback_reason,
-    trained,
+    zero3_error,
 )
 from seqtile.ops.checks import autocast_dtype
 from seqtile.ops.chunks import resolve_chunk_tokens
@@ -96,38 +99,51 @@ def tiled_mlp_forward(options: Options, original: Callable) -> Callable:
     """Returns a tiled forward in place of `original`, an MLP's forward (a plain function) of a token's hidden states,
     or of several tensors that are as long.
 
-    `gated_mlp` where the projections' tensors can be read, else `original` itself, chunk by chunk. Which of them is
-    asked at every forward: an adapter may have come since. The tensors are read in the same order whatever the length,
-    also where the sequence fits in a chunk: under ZeRO-3 each reading is a collective, and ranks may hold sequences of
-    different lengths.
+    A sequence that fits in a chunk is `original`'s, unless weights take their gradients to `main_grad`, or ZeRO-3 holds
+    them: reading one is a collective, in the same order on ranks whose sequences are of different lengths.
     """
-
     form = gated_form(original)
+
+    def inspect(mlp: nn.Module, dtype: torch.dtype | None) -> Verdict:
+        return _verdict(mlp, form or original, dtype)
+
+    of_mlp, said = Verdicts(inspect).of, []
 
     @stand_in_for(original)
     def forward(self, x: torch.Tensor, *others: torch.Tensor, **kwargs: Any) -> torch.Tensor:
-        if kwargs or not all(isinstance(other, torch.Tensor) for other in others):
+        if kwargs or (others and not all(isinstance(other, torch.Tensor) for other in others)):
             return original(self, x, *others, **kwargs)
-        tokens, chunk = x.shape[:-1].numel(), resolve_chunk_tokens(options.chunk_tokens, x.shape[-1])
-        if tokens > chunk:
+        dtype = autocast_dtype(x) or x.dtype
+        compiling = torch.compiler.is_compiling()
+        verdict = (inspect if compiling else of_mlp)(self, dtype)
+        if verdict.error is not None:
+            raise ValueError(verdict.error)
+        chunk = resolve_chunk_tokens(options.chunk_tokens, x.shape[-1])
+        if x.shape[:-1].numel() > chunk:
             check_untransformed()
-        elif self.training and torch.is_grad_enabled() and not (torch.compiler.is_compiling() or inside_chunk()):
-            logger.warning_once(
-                f"a sequence fits in one chunk of {chunk} tokens: its MLPs, and its layers with layer=True, run "
-                "untiled and keep what they keep untiled; for less memory train on longer sequences, or pass a smaller "
-                "chunk_tokens"
-            )
-        if (reason := mlp_fallback_reason(self, form or original, autocast_dtype(x) or x.dtype)) is not None:
-            check_not_zero3(self, reason)
+        else:
+            if not said and not compiling and self.training and torch.is_grad_enabled() and not inside_chunk():
+                said.append(chunk)
+                _note_that_it_fits(chunk)
+            if not verdict.sharded and not any(map(hasattr, verdict.parameters, repeat("main_grad"))):
+                return original(self, x, *others)
+        if verdict.how == "fused":
+            params = tuple(projection for projection in read_mlp(self, form) if projection is not None)
+            return gated_mlp_of(x, params, activation_of(self, form), chunk_tokens=options.chunk_tokens)
 
-            def of_chunk(*pieces: torch.Tensor) -> torch.Tensor:
-                return original(self, *(piece.contiguous() for piece in pieces))  # some call view
+        def of_chunk(*pieces: torch.Tensor) -> torch.Tensor:
+            return original(self, *(piece.contiguous() for piece in pieces))  # some call view
 
-            return call_tiled(of_chunk, [self], x, *others, chunk_tokens=options.chunk_tokens)
-        params = tuple(projection for projection in read_mlp(self, form) if projection is not None)
-        return gated_mlp_of(x, params, activation_of(self, form), chunk_tokens=options.chunk_tokens)
+        return call_tiled(of_chunk, verdict.called[0], x, *others, chunk_tokens=options.chunk_tokens)
 
     return forward
+
+
+def _note_that_it_fits(chunk: int) -> None:
+    logger.warning_once(
+        f"a sequence fits in one chunk of {chunk} tokens: its MLPs, and its layers with layer=True, run untiled and "
+        "keep what they keep untiled; for less memory train on longer sequences, or pass a smaller chunk_tokens"
+    )
 
 
 def read_mlp(mlp: nn.Module, form: Gated) -> tuple[Projection, Projection | None, Projection]:
@@ -141,12 +157,18 @@ def activation_of(mlp: nn.Module, form: Gated) -> str:
     return form.activation or activation_name(getattr(mlp, form.module))
 
 
-def check_mlp(mlp: nn.Module, options: Options) -> str | None:
-    """Raises ValueError where the tiled MLP would refuse to run; returns why it falls back."""
+def mlp_verdict(mlp: nn.Module) -> Verdict:
+    """Finds how an MLP is computed."""
     forward = forward_in_place_of(mlp)
-    if (reason := mlp_fallback_reason(mlp, gated_form(forward) or forward)) is not None:
-        check_not_zero3(mlp, reason)
-    return reason
+    return _verdict(mlp, gated_form(forward) or forward, None)
+
+
+def _verdict(mlp: nn.Module, form: Gated | Callable, dtype: torch.dtype | None) -> Verdict:
+    reason, sharded = mlp_fallback_reason(mlp, form, dtype), is_sharded(mlp)
+    error = zero3_error(reason) if reason is not None and sharded else None
+    how = "fused" if reason is None else "chunked"
+    called = () if reason is None else (Called(mlp=mlp),)
+    return Verdict(how, reason, error, sharded=sharded, parameters=tuple(mlp.parameters()), called=called)
 
 
 def mlp_fallback_reason(mlp: nn.Module, form: Gated | Callable, dtype: torch.dtype | None = None) -> str | None:
@@ -176,11 +198,15 @@ def tiled_experts_forward(options: Options, original: Callable) -> Callable:
     computed once for all chunks.
     """
 
+    of_experts = Verdicts(experts_verdict).of
+
     @stand_in_for(original)
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor):
         if not top_k_index.shape[:-1] == hidden_states.shape[:-1] == top_k_weights.shape[:-1]:
             return original(self, hidden_states, top_k_index, top_k_weights)
-        check_experts(self, options)
+        verdict = (experts_verdict if torch.compiler.is_compiling() else of_experts)(self)
+        if verdict.error is not None:
+            raise ValueError(verdict.error)
         own = dict(self.named_parameters(recurse=False))
         given = {name: getattr(self, name) for name in self.parametrizations} if is_parametrized(self) else {}
         # What may be another tensor once this call is over: computed weights, a shard under expert parallelism.
@@ -194,11 +220,14 @@ def tiled_experts_forward(options: Options, original: Callable) -> Callable:
         sparsity = experts_of(self) / top_k_index.shape[-1]
         return call_tiled(
             of_chunk,
-            [],
+            verdict.called[0],
             hidden_states,
             top_k_index,
             top_k_weights,
-            params=[*(weight for name, weight in own.items() if name not in given), *trained(*self.children())],
+            params=[
+                *(weight for name, weight in own.items() if name not in given),
+                *(leaf for leaf in leaves_of(*self.children()) if leaf.requires_grad),
+            ],
             shared=given.values(),
             chunk_tokens=resolve_chunk_tokens(options.chunk_tokens, hidden_states.shape[-1], sparsity),
         )
@@ -217,11 +246,11 @@ class _Instead:
         return getattr(self._module, name)
 
 
-def check_experts(experts: nn.Module, options: Options) -> str:
-    """Raises ValueError where the tiled experts would refuse to run; returns why they fall back."""
+def experts_verdict(experts: nn.Module, dtype: torch.dtype | None = None) -> Verdict:
+    """Finds how a mixture's experts are computed."""
     reason = "tokens are routed to experts"
-    check_not_zero3(experts, reason)
-    return reason
+    error = zero3_error(reason) if is_sharded(experts) else None
+    return Verdict("chunked", reason, error, called=(Called(),))  # PEFT exchanges the class of experts meanwhile
 
 
 def experts_of(module: nn.Module) -> int:

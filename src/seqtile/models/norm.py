@@ -8,6 +8,7 @@ from torch import nn
 from seqtile.models.find import text_model_of
 from seqtile.models.layer_form import is_llamas_norm
 from seqtile.models.placement import Options, computed_forward, stand_in_for
+from seqtile.models.verdict import Verdict
 from seqtile.models.weights import call_fallback_reason, defining_path, named, process_fallback_reason
 from seqtile.ops.chunks import resolve_chunk_tokens
 from seqtile.ops.decoder_layer.params import Norm
@@ -47,10 +48,11 @@ def _is_norm(module: nn.Module) -> bool:
     return defining_path(forward) == _LIGERS_NORM or is_llamas_norm(forward)
 
 
-def check_norm(norm: nn.Module, options: Options) -> None:
-    """Raises ValueError where the tiled forward would not compute what `norm` computes."""
-    if (reason := norm_fallback_reason("norm", norm)) is not None:
-        raise ValueError(f"a tiled norm reads its weight, and {reason}; apply with layer=False")
+def norm_verdict(norm: nn.Module) -> Verdict:
+    """Finds how a norm is computed."""
+    reason = norm_fallback_reason("norm", norm)
+    error = f"a tiled norm reads its weight, and {reason}; apply with layer=False"
+    return Verdict("fused", reason, None if reason is None else error)
 
 
 def norm_fallback_reason(name: str, norm: nn.Module) -> str | None:

@@ -1,4 +1,4 @@
-"""The table of what is tiled: for each kind of module how it is found, checked and computed."""
+"""The table of what is tiled: for each kind of module how it is found, judged and computed."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -8,11 +8,13 @@ from torch import nn
 from seqtile.models.base_model import base_models_of, uncached_forward
 from seqtile.models.find import experts_in, layers_of, mlps_of
 from seqtile.models.first_step import checked_forward
-from seqtile.models.layer import check_layer, layer_refusal, tiled_layer_forward
-from seqtile.models.loss import check_loss, tiled_loss_forward
-from seqtile.models.mlp import check_experts, check_mlp, tiled_experts_forward, tiled_mlp_forward
-from seqtile.models.norm import check_norm, norms_of, tiled_norm_forward
+from seqtile.models.layer import check_head_groups, layer_verdict, tiled_layer_forward
+from seqtile.models.loss import loss_verdict, tiled_loss_forward
+from seqtile.models.mlp import experts_verdict, mlp_verdict, tiled_experts_forward, tiled_mlp_forward
+from seqtile.models.norm import norm_verdict, norms_of, tiled_norm_forward
 from seqtile.models.placement import Options
+from seqtile.models.verdict import Verdict
+from seqtile.models.weights import check_untransformed
 
 
 class Part(NamedTuple):
@@ -24,19 +26,31 @@ class Part(NamedTuple):
     """All such modules of a model."""
     tiled_forward: Callable[[Options, Callable], Callable]
     """Returns the tiled forward that stands in for one (a plain function)."""
-    check: Callable[[nn.Module, Options], str | None] = lambda *_: None
-    """Raises ValueError where the tiled forward would refuse a module; returns why it falls back, if it does."""
-    refusal: Callable[[nn.Module], str | None] = lambda _: None
-    """Says why a module, by its kind, is left untiled."""
+    verdict: Callable[[nn.Module], Verdict] = lambda _: Verdict("untiled")
+    """Finds how a module is computed."""
     swapped: bool = False
     """Its class is swapped for a subclass, rather than changed."""
 
+    def refusal(self, module: nn.Module) -> str | None:
+        """Says why a module, by its kind, is left untiled."""
+        verdict = self.verdict(module)
+        return None if verdict.tileable else verdict.reason
 
-LOSS = Part("loss", lambda model: [model], tiled_loss_forward, check_loss)
-MLP = Part("mlp", mlps_of, tiled_mlp_forward, check_mlp, swapped=True)
-EXPERTS = Part("mlp", experts_in, tiled_experts_forward, check_experts, swapped=True)
-LAYER = Part("layer", layers_of, tiled_layer_forward, check_layer, layer_refusal)
-NORM = Part("layer", norms_of, tiled_norm_forward, check_norm, swapped=True)
+    def check(self, module: nn.Module, options: Options) -> None:
+        """Raises ValueError where the tiled forward would refuse a module."""
+        check_untransformed()
+        verdict = self.verdict(module)
+        if verdict.error is not None:
+            raise ValueError(verdict.error)
+        if options.head_groups is not None:
+            check_head_groups(module, verdict, options)
+
+
+LOSS = Part("loss", lambda model: [model], tiled_loss_forward, loss_verdict)
+MLP = Part("mlp", mlps_of, tiled_mlp_forward, mlp_verdict, swapped=True)
+EXPERTS = Part("mlp", experts_in, tiled_experts_forward, experts_verdict, swapped=True)
+LAYER = Part("layer", layers_of, tiled_layer_forward, layer_verdict)
+NORM = Part("layer", norms_of, tiled_norm_forward, norm_verdict, swapped=True)
 BASE = Part("layer", base_models_of, uncached_forward)
 CHECK = Part("check", lambda model: [model], checked_forward)  # where the loss is not tiled, whose forward checks, too
 PARTS = (LOSS, MLP, EXPERTS, LAYER, NORM, BASE)

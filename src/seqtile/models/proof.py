@@ -166,7 +166,7 @@ def findings(model: PreTrainedModel) -> Iterator[Finding]:
             refusal, error = _difference(model, part, cls, Options(chunk_tokens=CHUNK, check=False), plain, truth)
             called, groups = None, False
             if refusal is None:
-                called = part.check(modules[0], Options())
+                called = part.verdict(modules[0]).reason
             if part is LAYER and refusal is None and called is None:
                 grouped = Options(layer=True, head_groups=2, chunk_tokens=CHUNK, check=False)
                 groups = _difference(model, part, cls, grouped, plain, truth)[0] is None

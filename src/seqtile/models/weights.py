@@ -265,14 +265,14 @@ def own_weights(module: nn.Module) -> list[torch.Tensor]:
     return [*module.parameters(recurse=False), *(weight for one in made_of for weight in one.parameters(recurse=False))]
 
 
-def trained(*modules: nn.Module) -> list[torch.Tensor]:
-    """Returns every leaf that requires a gradient and that calling the modules uses: parameters, and the scaling of
-    LoRA adapters where it is learned, which PEFT keeps in a plain dict."""
+def leaves_of(*modules: nn.Module) -> list[torch.Tensor]:
+    """Returns every leaf that calling the modules uses and that may be trained: parameters, and the scaling of LoRA
+    adapters where it is learned, which PEFT keeps in a plain dict."""
     found = [parameter for module in modules for parameter in module.parameters()]
     for part in (part for module in modules for part in module.modules()):
         if _is_lora(part):
             found += [scale for scale in part.scaling.values() if isinstance(scale, torch.Tensor)]
-    return list({id(leaf): leaf for leaf in found if leaf.requires_grad}.values())
+    return list({id(leaf): leaf for leaf in found}.values())
 
 
 def split_lora(module: Any) -> LoraLinear | str:
@@ -374,11 +374,16 @@ def check_untransformed() -> None:
         )
 
 
-def check_not_zero3(module: nn.Module, reason: str) -> None:
-    """Raises ValueError for a module that would be called once per chunk under ZeRO-3."""
-    if any(hasattr(parameter, "ds_id") for parameter in module.parameters()):
-        raise ValueError(
-            f"{reason}, so it is called once per chunk; under ZeRO-3 each call gathers its parameters, and ranks with "
-            "different numbers of chunks would wait for each other for ever: leave this part untiled (mlp=False or "
-            "loss=False; seqtile.restore(model) first), or use ZeRO-2 or FSDP2"
-        )
+def is_sharded(module: nn.Module) -> bool:
+    """Says if ZeRO-3 holds a module's weights: reading one is a collective, which ranks of different lengths must do
+    alike."""
+    return any(hasattr(parameter, "ds_id") for parameter in module.parameters())
+
+
+def zero3_error(reason: str) -> str:
+    """Returns what to say of a module that would be called once per chunk under ZeRO-3."""
+    return (
+        f"{reason}, so it is called once per chunk; under ZeRO-3 each call gathers its parameters, and ranks with "
+        "different numbers of chunks would wait for each other for ever: leave this part untiled (mlp=False or "
+        "loss=False; seqtile.restore(model) first), or use ZeRO-2 or FSDP2"
+    )

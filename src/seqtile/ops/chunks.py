@@ -46,11 +46,11 @@ def resolve_chunk_tokens(chunk_tokens: int | None, hidden_size: int, sparsity: f
 
     Raises TypeError or ValueError if `chunk_tokens` is not a positive int.
     """
-    if is_trial():
-        return _everywhere.get()
+    if not torch.compiler.is_compiling() and (tokens := _everywhere.get()) is not None:
+        return tokens
     if chunk_tokens is None:
         return max(hidden_size, int(MIN_CHUNK_TOKENS * sparsity))
-    if not isinstance(chunk_tokens, Integral) or isinstance(chunk_tokens, bool):
+    if type(chunk_tokens) is not int and (not isinstance(chunk_tokens, Integral) or isinstance(chunk_tokens, bool)):
         raise TypeError(f"chunk_tokens: expected an int or None, got {chunk_tokens!r}; pass a number of tokens")
     if chunk_tokens < 1:
         raise ValueError(f"chunk_tokens: expected at least 1 token, got {chunk_tokens}; leave it None for the default")

@@ -35,6 +35,7 @@ from seqtile.ops.linear import (
     tensors_of,
     views_of,
     with_tensors,
+    without_tensors,
 )
 from seqtile.ops.save_early import save_early, saved_for
 
@@ -148,7 +149,7 @@ class GatedMLPFunction(torch.autograd.Function):
         node: Node | None,
         *leaves: torch.Tensor | None,
     ) -> torch.Tensor:
-        ctx.params, ctx.main_grads = with_tensors(params, [None] * len(leaves)), main_grads_of(params)
+        ctx.params, ctx.main_grads = without_tensors(params), main_grads_of(params)
         ctx.activation, ctx.chunk_tokens, ctx.node = activation, chunk_tokens, node
         if node is None:
             ctx.save_for_backward(x, *tensors_of(params))

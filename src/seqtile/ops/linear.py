@@ -8,20 +8,19 @@ A parameter that carries a `main_grad` (float32, of its shape: Megatron's conven
 unrounded, and autograd is given nothing: chunk by chunk, or, of the loss's head, whose sum is first to be multiplied by
 the upstream gradient, at the end.
 
-Parameters travel as trees: NamedTuples of `Projection` and other NamedTuples, whose leaves are tensors, numbers and
-None. The sums of their gradients are a tree of the same form, with a `WeightGrad` in the place of a tensor.
+Parameters travel as tuples of parts, such as `Projection`: NamedTuples whose first `TENSORS` fields are tensors or
+None, and whose other fields are numbers. The sums of their gradients are the same parts with a `WeightGrad` in the
+place of a tensor.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate, pairwise
-from typing import Any, NamedTuple, TypeVar
+from itertools import accumulate, islice, pairwise, repeat
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-Tree = TypeVar("Tree")
 # torch < 2.10 refuses a float32 addend to a half-precision product (pytorch #167931).
 _ADDMM_TAKES_FLOAT32 = torch.__version__ >= "2.10"
 # A CPU has no half-precision product with a float32 sum: operands are copied to float32, 4 MiB of them at a time, and
@@ -182,6 +181,7 @@ class Projection(NamedTuple):
     scale: float = 1.0
     quantized: QuantizedWeight | None = None
     """The weight, if it is quantized."""
+    TENSORS = 4
 
     @classmethod
     def of(cls, weight: torch.Tensor, bias: torch.Tensor | None, adapter: LowRank | None) -> "Projection":
@@ -281,7 +281,7 @@ class FusedProjection:
     def begin_weight_grads(self, sums: Sequence[Projection]) -> Projection:
         """Returns the sums of the stack's gradients, of those tensors of which a part has a sum in `sums`."""
         needs = [any(part[i] is not None for part in sums) for i in range(4)]
-        return begin_weight_grads(self.projection, [*needs, False, False], [None] * 6)
+        return begin_weight_grads((self.projection,), needs, [None] * 4)[0]
 
     def add_to_parts(self, stacked: Projection, sums: Sequence[Projection]) -> None:
         """Adds the sums of the stack's gradients to those of the whole parts."""
@@ -302,43 +302,50 @@ def _adjacent(lengths: Iterable[int]) -> list[slice]:
     return [slice(start, stop) for start, stop in pairwise(accumulate(lengths, initial=0))]
 
 
-def tensors_of(params: Any) -> list[torch.Tensor | None]:
-    """Returns the leaves of a tree of parameters in their order, None in the place of a number."""
-    return [leaf if isinstance(leaf, torch.Tensor) else None for leaf in tree_leaves(params)]
+def tensors_of(parts: Iterable[Any]) -> list[Any]:
+    """Returns the tensors of all parts in their order, None where a part has none; or what stands in their place."""
+    return [tensor for part in parts if part is not None for tensor in part[: part.TENSORS]]
 
 
-def with_tensors(params: Tree, tensors: Sequence[torch.Tensor | None]) -> Tree:
-    """Returns the tree with other tensors, given in the order of `tensors_of`; its numbers stay."""
-    leaves, form = tree_flatten(params)
-    pairs = zip(leaves, tensors, strict=True)
-    return tree_unflatten(
-        [tensor if leaf is None or isinstance(leaf, torch.Tensor) else leaf for leaf, tensor in pairs], form
-    )
+def with_tensors(parts: Iterable[Any], tensors: Iterable[Any]) -> list[Any]:
+    """Returns the parts with other tensors, given in the order of `tensors_of`; their numbers stay."""
+    given = iter(tensors)
+    return [part and type(part)(*islice(given, part.TENSORS), *part[part.TENSORS :]) for part in parts]
 
 
-def views_of(params: Any) -> list[torch.Tensor | None]:
+def without_tensors(parts: Iterable[Any]) -> list[Any]:
+    """Returns the parts with None in the place of their tensors, for a node that saves these."""
+    return with_tensors(parts, repeat(None))
+
+
+def views_of(parts: Iterable[Any]) -> list[torch.Tensor | None]:
     """Returns `tensors_of` with a node of its own for each parameter, so that gradients arrive in the reverse of this
     order, as untiled: ZeRO-1 and -2 fill their buckets as gradients arrive, so ranks with and without chunks must
     agree."""
-    return [None if tensor is None else tensor.view_as(tensor) for tensor in tensors_of(params)]
+    return [None if tensor is None else tensor.view_as(tensor) for tensor in tensors_of(parts)]
 
 
-def main_grads_of(params: Any) -> list[torch.Tensor | None]:
-    """Returns the `main_grad` of every leaf, see `main_grad_of`."""
-    return [main_grad_of(tensor) for tensor in tensors_of(params)]
+def main_grads_of(parts: Iterable[Any]) -> list[torch.Tensor | None]:
+    """Returns the `main_grad` of every tensor, see `main_grad_of`."""
+    return [None if tensor is None else main_grad_of(tensor) for tensor in tensors_of(parts)]
 
 
-def begin_weight_grads(params: Tree, needs: Sequence[bool], main_grads: Sequence[torch.Tensor | None]) -> Tree:
-    """Returns the tree with a `WeightGrad` for every tensor whose gradient is needed, None elsewhere; `needs` and
-    `main_grads` are in the order of `tensors_of`."""
-    leaves, form = tree_flatten(params)
-    sums = [
-        WeightGrad(leaf, main_grad=main_grad) if need else None
-        for leaf, need, main_grad in zip(leaves, needs, main_grads, strict=True)
-    ]
-    return tree_unflatten(sums, form)
+def weight_grads(
+    tensors: Sequence[torch.Tensor | None], needs: Sequence[bool], main_grads: Sequence[torch.Tensor | None]
+) -> list[WeightGrad | None]:
+    """Returns a `WeightGrad` for every tensor whose gradient is needed, None for the others."""
+    each = zip(tensors, needs, main_grads, strict=True)
+    return [WeightGrad(tensor, main_grad=main_grad) if need else None for tensor, need, main_grad in each]
 
 
-def finish_weight_grads(sums: Any) -> list[torch.Tensor | None]:
+def begin_weight_grads(
+    parts: Sequence[Any], needs: Sequence[bool], main_grads: Sequence[torch.Tensor | None]
+) -> list[Any]:
+    """Returns the parts with `weight_grads` in the place of their tensors; `needs` and `main_grads` are in the order of
+    `tensors_of`."""
+    return with_tensors(parts, weight_grads(tensors_of(parts), needs, main_grads))
+
+
+def finish_weight_grads(sums: Iterable[Any]) -> list[torch.Tensor | None]:
     """Returns the gradients that the sums came to, in the order of `tensors_of`."""
-    return [None if total is None else total.result() for total in tree_leaves(sums)]
+    return [None if total is None else total.result() for total in tensors_of(sums)]

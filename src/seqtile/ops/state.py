@@ -33,6 +33,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd.graph import Node
 
 Tensors = Sequence[torch.Tensor]
+Found = tuple[str, Any, Any]
+"""A name, what has it, and the module whose attribute that is, or None."""
 _KEPT = {torch.Tensor, torch.Generator, random.Random}
 _PLAIN = (int, float, str, dict, set, type(None))  # what most attributes of a module are
 
@@ -144,13 +146,15 @@ class WatchedState:
     gradient.
     """
 
-    def __init__(self, function: Any, given: dict[str, Tensors], error: type[Exception], room: float = math.inf):
+    def __init__(
+        self, holds: Sequence[Found], given: dict[str, Tensors], error: type[Exception], room: float = math.inf
+    ):
         self.error = error
-        roots = [(f"{kind} {i}", tensor) for kind, tensors in given.items() for i, tensor in enumerate(tensors)]
-        found = [*_found_in([*roots, ("", function)])]
+        roots = [(f"{kind} {i}", tensor, None) for kind, tensors in given.items() for i, tensor in enumerate(tensors)]
+        found = [*found_in([*roots, *holds])]
         self.generators = [_generator(name, thing) for name, thing, _ in found if not isinstance(thing, torch.Tensor)]
         self.tensors = [WatchedTensor(*each) for each in found if isinstance(each[1], torch.Tensor)]
-        simulated = any(isinstance(tensor, FakeTensor) for _, tensor in roots)  # real tensors cannot be copied then
+        simulated = any(isinstance(tensor, FakeTensor) for _, tensor, _ in roots)  # real tensors cannot be copied then
         for each in sorted(self.tensors, key=attrgetter("bytes")):
             tensor = each.tensor
             has_values = not (simulated or tensor.is_meta or isinstance(tensor, FakeTensor))
@@ -188,11 +192,11 @@ class WatchedState:
             each.put_back()
 
 
-def _found_in(roots: list[tuple[str, Any]]) -> Iterator[tuple[str, Any, Any]]:
+def found_in(roots: Sequence[Found]) -> Iterator[Found]:
     """Yields every tensor and generator among the named roots or held by one, each once, of a module's parameters
     none: its name, itself, and the module whose attribute it is, or None."""
     seen: dict[int, Any] = {}  # holds what it has seen, so that no other object gets its id
-    pending = [(name, thing, None) for name, thing in reversed(roots)]
+    pending = list(reversed(roots))
     while pending:
         name, thing, owner = pending.pop()
         if id(thing) in seen:

@@ -11,7 +11,7 @@ Source: Arctic Long Sequence Training, 3.1 (TiledCompute).
                    params    likewise, or to their main_grad
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,7 @@ from seqtile.ops.chunks import chunks, resolve_chunk_tokens
 from seqtile.ops.leaf_gradients import gradients_of
 from seqtile.ops.linear import WeightGrad, main_grad_of
 from seqtile.ops.save_early import save_early, saved_for
-from seqtile.ops.state import ForwardState, Tensors, WatchedState, default_generators, equal, nodes_behind
+from seqtile.ops.state import ForwardState, Found, Tensors, WatchedState, default_generators, equal, nodes_behind
 
 Outputs = torch.Tensor | tuple[torch.Tensor, ...]
 TRIED_TOKENS = 8
@@ -86,6 +86,22 @@ def tiled(
         RuntimeError: in the backward, for second derivatives (`create_graph=True`), and for a leaf that is not in
             `params` and that only a later chunk uses.
     """
+    return tiled_holding(
+        fn, None, *inputs, params=params, shared=shared, chunk_tokens=chunk_tokens, dim=dim, check=check
+    )
+
+
+def tiled_holding(
+    fn: Callable[..., Outputs],
+    holds: Sequence[Found] | None,
+    *inputs: torch.Tensor,
+    params: Iterable[torch.Tensor] = (),
+    shared: Iterable[torch.Tensor] = (),
+    chunk_tokens: int | None = None,
+    dim: int = -2,
+    check: bool = False,
+) -> Outputs:
+    """Computes `tiled` of a function of which it is known what it `holds`; None to look for that."""
     params, shared = _listed("params", params), _listed("shared", shared)
     _check_inputs(inputs, shared, params, dim)
     first = inputs[0]
@@ -95,17 +111,25 @@ def tiled(
         _check_trial(fn, inputs, shared, dim)
     if first.shape[dim] <= step:
         return fn(*inputs, *shared)
-    return _tiled(fn, inputs, shared, params, step, dim)
+    return _tiled(fn, holds, inputs, shared, params, step, dim)
 
 
 @torch.compiler.disable(reason="seqtile.tiled runs its function chunk by chunk")
-def _tiled(fn: Callable, inputs: Tensors, shared: Tensors, params: Tensors, step: int, dim: int) -> Outputs:
+def _tiled(
+    fn: Callable,
+    holds: Sequence[Found] | None,
+    inputs: Tensors,
+    shared: Tensors,
+    params: Tensors,
+    step: int,
+    dim: int,
+) -> Outputs:
     check_no_transform("tiled")
     leaves = [param.view_as(param) for param in params]  # gradients then arrive in the reverse of this order
     given, node = save_early((*inputs, *shared), params)
     state = ForwardState.now(inputs[0].device)
     main_grads = [None] * len(shared) + [main_grad_of(param) for param in params]
-    call = Call(fn, len(inputs), params, main_grads, step, dim, node, torch.is_grad_enabled(), state)
+    call = Call(fn, holds, len(inputs), params, main_grads, step, dim, node, torch.is_grad_enabled(), state)
     outputs = TiledFunction.apply(call, *given, *leaves)
     return outputs if len(outputs) > 1 else outputs[0]
 
@@ -114,6 +138,8 @@ class Call(NamedTuple):
     """A call of `tiled` without the tensors that are saved: `given`, its inputs and then the shared tensors."""
 
     fn: Callable
+    holds: Sequence[Found] | None
+    """What fn holds, see `found_in`; None to look for that."""
     inputs: int
     params: Tensors
     main_grads: list[torch.Tensor | None]
@@ -133,7 +159,8 @@ class Call(NamedTuple):
         """Returns what fn must leave as it is, else `error` is raised; no more than a chunk's input is copied."""
         first = self.cut(given[0], slice(0, self.step))
         kinds = {"input": given[: self.inputs], "shared tensor": given[self.inputs :], "parameter": self.params}
-        return WatchedState(self.fn, kinds, error, room=first.numel() * first.element_size())
+        holds = [("", self.fn, None)] if self.holds is None else self.holds
+        return WatchedState(holds, kinds, error, room=first.numel() * first.element_size())
 
     def run(self, held: WatchedState, given: Tensors, chunk: slice, guarded: bool = False) -> tuple[Tensors, Tensors]:
         """Returns leaves that stand for the chunk's inputs and the shared tensors, and what fn makes of them."""
@@ -278,7 +305,7 @@ def _check_trial(fn: Callable, inputs: Tensors, shared: Tensors, dim: int) -> No
         raise ValueError("tiled: check=True compares values, and tensors on the meta device have none; leave it out")
     tokens = min(TRIED_TOKENS, inputs[0].shape[dim])
     given = [tensor.detach().narrow(dim, 0, tokens).clone() for tensor in inputs]
-    before = WatchedState(fn, {"input": given, "shared tensor": shared}, ValueError)
+    before = WatchedState([("", fn, None)], {"input": given, "shared tensor": shared}, ValueError)
     before.generators += default_generators(inputs[0].device)
 
     def run(pieces: Tensors) -> list[torch.Tensor]:

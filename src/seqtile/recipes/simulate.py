@@ -19,8 +19,8 @@ from transformers.utils import logging
 
 import seqtile
 from seqtile.models.find import experts_in, layers_of
-from seqtile.models.layer import layer_refusal
 from seqtile.models.mlp import sparsity_of
+from seqtile.models.parts import LAYER
 from seqtile.models.small import config_for, with_few_layers
 from seqtile.ops.chunks import resolve_chunk_tokens
 from seqtile.recipes.measure import LiveBytes
@@ -92,7 +92,7 @@ def simulations(
     others = len(layers_of(whole)) - len(layers_of(few))
     gradients = (weights[0] - weights[1]) * dtype.itemsize / max(others, 1)
     input_token = whole.config.get_text_config().hidden_size * dtype.itemsize
-    if any(layer_refusal(layer) for layer in layers_of(few)):
+    if any(LAYER.refusal(layer) for layer in layers_of(few)):
         raise ValueError("some of its layers have no attention of Hugging Face's, and their code for GPUs needs one")
     for name, options in FEATURES.items():
         with _run_without_data(_meta_model(model_class, with_few_layers(config), dtype)) as model:

@@ -94,7 +94,7 @@ def decoder_layer(
         sizes, attend, sp_attention, head_groups is not None, allow_recompute, extra_tensors, torch.is_grad_enabled()
     )
     tensors = attend_by_groups(call, x.contiguous().view(-1, hidden), cos, sin, attention)
-    tensors, node = save_early(tensors, tensors_of((attention.o, mlp)))
+    tensors, node = save_early(tensors, tensors_of((attention.o, *mlp)))
     return PostAttentionFunction.apply(node, sizes, attention.o, mlp, *tensors, *views_of(mlp))
 
 

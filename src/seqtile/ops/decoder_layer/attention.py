@@ -29,13 +29,14 @@ from seqtile.ops.decoder_layer.attention_graph import (
 from seqtile.ops.decoder_layer.params import AttentionParams, LayerSizes
 from seqtile.ops.decoder_layer.qkv import QKV, Inputs, QKVByGroup, QKVGradients
 from seqtile.ops.linear import (
-    begin_weight_grads,
     finish_weight_grads,
     main_grad_of,
     main_grads_of,
     tensors_of,
     views_of,
+    weight_grads,
     with_tensors,
+    without_tensors,
 )
 from seqtile.ops.state import ForwardState
 from seqtile.protocols import SequenceParallelAttention
@@ -125,7 +126,7 @@ class AttentionFunction(torch.autograd.Function):
         ctx.sizes, ctx.grouped, ctx.sp_attention, ctx.runs = call.sizes, call.grouped, call.sp_attention, runs
         ctx.call = None if runs[-1].state is None else call  # which holds extra tensors, such as masks
         own = tensors_of(params)
-        ctx.params, ctx.leaves = with_tensors(params, [None] * len(own)), len(leaves)
+        ctx.params, ctx.leaves = without_tensors(params), len(leaves)
         if call.differentiate:
             ctx.main_grads = [*main_grads_of(params), *map(main_grad_of, leaves)]
             ctx.save_for_backward(x, cos, sin, *own, *leaves, *outs, *saved)
@@ -170,12 +171,12 @@ class _Backward:
         self.grouped, self.needs_x, self.d_h = ctx.grouped, ctx.needs_input_grad[5], d_h
         x, cos, sin, *saved = ctx.saved_tensors
         count = len(tensors_of(ctx.params))
-        self.params, saved = with_tensors(ctx.params, saved[:count]), saved[count:]
+        params, saved = AttentionParams(*with_tensors(ctx.params, saved[:count])), saved[count:]
         self.leaves, saved = saved[: ctx.leaves], saved[ctx.leaves :]
         self.outs, self.saved = saved[: self.sizes.groups], saved[self.sizes.groups :]
-        both = begin_weight_grads((self.params, self.leaves), ctx.needs_input_grad[6:], ctx.main_grads)
-        self.sums, self.leaf_sums = both
-        self.params = self.params.dequantized("q", "k", "v", "o")
+        sums = weight_grads((*tensors_of(params), *self.leaves), ctx.needs_input_grad[6:], ctx.main_grads)
+        self.sums, self.leaf_sums = AttentionParams(*with_tensors(params, sums)), sums[count:]
+        self.params = params.dequantized("q", "k", "v", "o")
         self.inputs = Inputs(x, cos, sin, self.params, self.sizes)
 
     def gradients(self) -> list[torch.Tensor | None]:
@@ -199,15 +200,16 @@ class _Backward:
             qkv.add(arriving[0], arriving[1](), arriving[2])
         qkv.add_to_x(self.d_h)  # in place: it comes from a node of ours
         d_x = self.d_h if self.needs_x else None
-        return [d_x, *finish_weight_grads(self.sums)[:-1], *d_o, *finish_weight_grads(self.leaf_sums)]
+        d_leaves = [None if total is None else total.result() for total in self.leaf_sums]
+        return [d_x, *finish_weight_grads(self.sums), *d_o, *d_leaves]
 
     def _grad_o_proj(self) -> list[torch.Tensor | None]:
         """Returns the gradients of the output projection."""
         sizes, o, sums = self.sizes, self.params.o.to(self.sizes.dtype), self.sums.o
-        if any(total is not None for total in sums):
+        if any(total is not None for total in sums[: sums.TENSORS]):
             for chunk in chunks(len(self.d_h), sizes.chunk_tokens):
                 o.add_gradients(sums, sizes.branch_gradient(self.d_h[chunk]), sizes.concat_groups(self.outs, chunk))
-        return finish_weight_grads(sums)
+        return finish_weight_grads((sums,))
 
     def _through_attention(
         self, group: int, again: QKVByGroup | None

@@ -14,6 +14,7 @@ class Norm(NamedTuple):
 
     weight: torch.Tensor
     eps: float
+    TENSORS = 1
 
 
 class AttentionParams(NamedTuple):

@@ -12,6 +12,7 @@ So this node reads the output projection before its gradient leaves the other no
 """
 
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch.autograd.graph import Node
@@ -28,6 +29,7 @@ from seqtile.ops.linear import (
     main_grads_of,
     tensors_of,
     with_tensors,
+    without_tensors,
 )
 from seqtile.ops.save_early import saved_for
 
@@ -50,9 +52,9 @@ class PostAttentionFunction(torch.autograd.Function):
         x: torch.Tensor,
         *rest: torch.Tensor | None,
     ) -> torch.Tensor:
-        attn_output, params = rest[: sizes.groups], (o, mlp)
+        attn_output, params = rest[: sizes.groups], (o, *mlp)
         ctx.node, ctx.sizes, ctx.main_grads = node, sizes, main_grads_of(mlp)
-        ctx.params = with_tensors(params, [None] * len(tensors_of(params)))
+        ctx.params = without_tensors(params)
         if node is None:
             ctx.save_for_backward(x, *attn_output, *tensors_of(params))
         y = x.new_empty(sizes.batch, sizes.length, x.shape[1])
@@ -67,7 +69,8 @@ class PostAttentionFunction(torch.autograd.Function):
         sizes: LayerSizes = ctx.sizes
         x, *saved = saved_for(ctx)
         attn_output, params = saved[: sizes.groups], with_tensors(ctx.params, saved[sizes.groups :])
-        sums = begin_weight_grads(params[1], ctx.needs_input_grad[5 + sizes.groups :], ctx.main_grads)
+        needs = ctx.needs_input_grad[5 + sizes.groups :]
+        sums = begin_weight_grads(params[1:], needs, ctx.main_grads)
         d_h = _backward(sizes, params, sums, x, attn_output, d_y.contiguous().view(x.shape))
         placeholders = [out.new_zeros(()).expand(out.shape) for out in attn_output]
         return None, None, None, None, d_h, *placeholders, *finish_weight_grads(sums)
@@ -75,16 +78,16 @@ class PostAttentionFunction(torch.autograd.Function):
 
 def _backward(
     sizes: LayerSizes,
-    params: tuple[Projection, MLPParams],
-    sums: MLPParams,
+    params: Sequence[Any],
+    sums: Sequence[Any],
     x: torch.Tensor,
     attn_output: Sequence[torch.Tensor],
     d_y: torch.Tensor,
 ) -> torch.Tensor:
     """Returns the gradient of h [T, D], and adds those of the parameters to `sums`. Its chunks are gone when the sums
     are rounded."""
-    d_h, norm = torch.empty_like(x), params[1].norm
-    d_norm = None if sums.norm.weight is None else sums.norm.weight.total()
+    d_h, norm, of_norm = torch.empty_like(x), params[1], sums[0].weight
+    d_norm = None if of_norm is None else of_norm.total()
     compute = _Chunks(sizes, params, x, attn_output)
     d_rows = torch.empty_like(compute.rows)
     for chunk, h, normed in compute.each_chunk():
@@ -100,15 +103,15 @@ class _Chunks:
     def __init__(
         self,
         sizes: LayerSizes,
-        params: tuple[Projection, MLPParams],
+        params: Sequence[Any],
         x: torch.Tensor,
         attn_output: Sequence[torch.Tensor],
     ):
-        o, mlp = params
+        o, norm, *mlp = params
         count = min(len(x), sizes.chunk_tokens)
-        self._sizes, self._o, self._norm, self._x, self._attended = sizes, o.to(sizes.dtype), mlp.norm, x, attn_output
+        self._sizes, self._o, self._norm, self._x, self._attended = sizes, o.to(sizes.dtype), norm, x, attn_output
         self.rows = x.new_empty(count, x.shape[1], dtype=sizes.dtype)
-        self.mlp = MLPChunk(self.rows, count, mlp[1:], sizes.activation)
+        self.mlp = MLPChunk(self.rows, count, mlp, sizes.activation)
 
     def each_chunk(self, out: torch.Tensor | None = None) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
         """Yields every chunk with h [C, D], written to `out` [T, D] if given, and norm(h) [C, D] in `rows`."""

@@ -1,0 +1,145 @@
+"""How a module is computed, and why: found once, and kept while nothing that it was found from changes.
+
+    verdicts.of(layer)       inspects the layer's modules, classes and functions        the first time
+                             compares these with what they were, one by one, by identity   afterwards
+
+Compared are the attributes of the module and of those inside it, with what their dicts and lists hold (hooks, children,
+parameters, adapters), the classes and their forwards, all that the forwards name among the globals of their files,
+torch's functions, and the TorchFunctionModes that are active. That walks no tree and calls no function of Python.
+"""
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, product
+from operator import attrgetter, is_
+from types import FunctionType
+from typing import Any, Literal, NamedTuple
+from weakref import WeakKeyDictionary
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.modules import linear as linear_module
+from torch.nn.modules import module as module_module
+
+from seqtile.models.placement import Placement, placement_of
+
+_END = object()
+_DTYPE = attrgetter("dtype")
+_OF_TORCH = (
+    *((nn.Module, name) for name in ("__call__", "_call_impl")),
+    (nn.Linear, "forward"),
+    (linear_module, "F"),
+    *((F, name) for name in ("linear", "silu", "gelu")),
+    *((torch._C._nn, name) for name in ("linear", "gelu")),
+)
+_GLOBAL_HOOKS = (
+    module_module._global_forward_hooks,
+    module_module._global_forward_pre_hooks,
+    module_module._global_backward_hooks,
+    module_module._global_backward_pre_hooks,
+)
+
+
+class Verdict(NamedTuple):
+    """How a module that has a tiled forward is computed."""
+
+    how: Literal["fused", "chunked", "untiled"]
+    """From its weights; by calling it chunk by chunk; by its original forward."""
+    reason: str | None = None
+    """Why it is not fused."""
+    error: str | None = None
+    """Why the tiled forward raises instead; None if it runs."""
+    form: Any = None
+    """What is known of its forward: a `LayerForm` or a `Gated`."""
+    tileable: bool = True
+    """False of a kind of module that is left as it is."""
+    sharded: bool = False
+    """ZeRO-3 holds its weights: reading one is a collective."""
+    parameters: tuple[nn.Parameter, ...] = ()
+    """Those of an MLP."""
+    weights: int = 0
+    """The numbers in a layer's parameters."""
+    called: tuple[Any, ...] = ()
+    """What of it is called chunk by chunk, see `Called`."""
+    sparsity: float = 1
+    """Experts / experts a token of what is inside."""
+
+
+class Verdicts:
+    """The verdicts of the modules that run one tiled forward; a copy of a module gets one of its own.
+
+    Not for a compiler, whose guards see what changes.
+    """
+
+    def __init__(self, inspect: Callable[[nn.Module, torch.dtype | None], Verdict]):
+        self._inspect = inspect
+        self._kept: WeakKeyDictionary[nn.Module, _Kept] = WeakKeyDictionary()
+
+    def of(self, module: nn.Module, dtype: torch.dtype | None = None) -> Verdict:
+        """Returns the verdict on a module whose products are in `dtype`, where that is known."""
+        kept = self._kept.get(module)
+        if kept is None or not all(map(is_, kept.now(module, dtype), kept.seen)):
+            kept = self._kept[module] = _Kept(self._inspect(module, dtype), module, dtype)
+        return kept.verdict
+
+
+class _Kept:
+    """A verdict, and what it was found from. It does not hold the attributes' dict of the module itself, in which it
+    is: nothing would free the two but the garbage collector."""
+
+    def __init__(self, verdict: Verdict, module: nn.Module, dtype: torch.dtype | None):
+        self.verdict = verdict
+        self._inside = [inner for inner in module.modules() if inner is not module]
+        self._parameters = list(module.parameters())
+        owned = [vars(module), *map(vars, self._inside)]
+        held = [value for own in owned for value in own.values()]
+        self._dicts = [*owned[1:], *(each for each in held if isinstance(each, dict)), *_GLOBAL_HOOKS]
+        self._lists = [each for each in held if isinstance(each, list)]
+        bases = (base for inner in (module, *self._inside) for base in type(inner).__mro__)
+        classes = dict.fromkeys(base for base in bases if issubclass(base, nn.Module))
+        looked_up = [*_OF_TORCH, *product(classes, ("forward", "__call__", "_call_impl"))]
+        looked_up = [(owner, name) for owner, name in looked_up if hasattr(owner, name)]
+        self._owners, self._names = zip(*looked_up, strict=True)
+        forwards = [
+            *(getattr(owner, name) for owner, name in looked_up),
+            *(each for own in owned for each in own.values()),
+        ]
+        self._globals, self._global_names = zip(*_named_by(forwards), strict=True)
+        now = self.now(module, dtype)
+        loose = {id(each) for own in owned for each in own.values() if isinstance(each, torch.Tensor)}
+        self.seen = [None if id(each) in loose else each for each in now]  # they may have a graph; not kept alive here
+
+    def now(self, module: nn.Module, dtype: torch.dtype | None) -> Iterable[Any]:
+        return chain(
+            (dtype, type(module)),
+            module.__dict__.values(),
+            map(type, self._inside),
+            chain.from_iterable(chain(map(dict.values, self._dicts), self._lists)),
+            map(_DTYPE, self._parameters),
+            map(getattr, self._owners, self._names),
+            map(dict.get, self._globals, self._global_names),
+            map(torch._C._get_function_stack_at, range(torch._C._len_torch_function_stack())),
+            (_END,),
+        )
+
+
+def _named_by(things: Iterable[Any]) -> Iterator[tuple[dict[str, Any], str]]:
+    """Yields the globals that the code of functions names, each as the dict that holds it and its name; of functions
+    that are wrapped, replaced by a tiled forward, or named by one of the same file, too."""
+    seen: set[Any] = set()
+    waiting = list(things)
+    while waiting:
+        thing = waiting.pop()
+        function = getattr(thing, "__func__", thing)
+        if isinstance(thing, Placement):
+            waiting.append(thing.original)
+        if type(function) is not FunctionType or function in seen:
+            continue
+        seen.add(function)
+        waiting += [vars(function).get("__wrapped__"), placement_of(function)]
+        names = function.__globals__
+        for name in function.__code__.co_names:
+            if name in names:
+                yield names, name
+                if type(names[name]) is FunctionType and names[name].__globals__ is names:
+                    waiting.append(names[name])

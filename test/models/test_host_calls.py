@@ -1,0 +1,114 @@
+"""What a training step costs the host: calls of Python functions and builtins a decoder layer, beyond those untiled.
+
+A law that needs no clock. Absolute numbers move with Python and torch, so the difference to untiled of the same run is
+held. The eager twins, which no GPU runs, are left out: kernels are launched through a stub.
+"""
+
+import cProfile
+import pstats
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import seqtile
+from seqtile.kernels import dispatch
+
+CHUNK = 32
+SIZES = {"hidden_size": 64, "intermediate_size": 96, "vocab_size": 128, "num_attention_heads": 4}
+SIZES |= {
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "moe_intermediate_size": 32,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+}
+WAYS: dict[str, dict[str, Any]] = {"mlp": {}, "layer": {"layer": True}, "groups": {"layer": True, "head_groups": 2}}
+
+
+class Stub:
+    """A kernel that is launched and does nothing."""
+
+    def __getitem__(self, grid: tuple[int, ...]) -> Any:
+        return lambda *args, **options: None
+
+
+@contextmanager
+def stub_launcher() -> Iterator[None]:
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(dispatch, "triton_serves", lambda tensor: True))
+        for program in dispatch.PROGRAMS.values():
+            for name in [name for name in vars(program) if name.endswith("_kernel")]:
+                stack.enter_context(patch.object(program, name, Stub()))
+        yield
+
+
+def calls_of_step(kind: str, layers: int, tokens: int, checkpointed: bool, options: dict[str, Any] | None) -> int:
+    model_type = "llama" if kind.startswith("lora") else kind
+    config = AutoConfig.for_model(model_type, num_hidden_layers=layers, use_cache=False, **SIZES)
+    model: nn.Module = AutoModelForCausalLM.from_config(config).train()
+    if kind.startswith("lora"):
+        dropout = 0.1 if kind == "lora with dropout" else 0.0
+        model = get_peft_model(model, LoraConfig(r=4, lora_dropout=dropout, target_modules="all-linear")).train()
+    if options is not None:
+        seqtile.apply_seqtile(model, chunk_tokens=CHUNK, **options)
+    if checkpointed:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if checkpointed and kind.startswith("lora"):
+        model.enable_input_require_grads()
+    ids = torch.randint(0, SIZES["vocab_size"], (1, tokens))
+
+    def step() -> None:
+        model.zero_grad()
+        model(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+
+    step()  # compares itself with the untiled model, and finds how each module is computed
+    with stub_launcher(), cProfile.Profile() as profile:
+        profile.disable()
+        step()
+        profile.enable()
+        step()
+        profile.disable()
+    return pstats.Stats(profile).total_calls
+
+
+def calls_a_layer(kind: str, tokens: int, checkpointed: bool, options: dict[str, Any] | None) -> float:
+    few, many = (calls_of_step(kind, layers, tokens, checkpointed, options) for layers in (2, 4))
+    return (many - few) / 2
+
+
+@pytest.mark.parametrize(
+    ("chunks", "checkpointed", "limits"),
+    [
+        (0.5, False, (53, 53, 53)),
+        (0.5, True, (65, 90, 90)),
+        (2, True, (1_415, 3_915, 5_415)),
+    ],
+)
+def test_calls_beyond_untiled(chunks: float, checkpointed: bool, limits: tuple[int, ...]) -> None:
+    tokens = int(chunks * CHUNK)
+    untiled = calls_a_layer("llama", tokens, checkpointed, None)
+    found = {way: calls_a_layer("llama", tokens, checkpointed, options) - untiled for way, options in WAYS.items()}
+    assert all(beyond <= limit for beyond, limit in zip(found.values(), limits, strict=True)), found
+
+
+@pytest.mark.parametrize(("way", "limit"), [("mlp", 120), ("layer", 350), ("groups", 470)])
+def test_calls_of_a_further_chunk(way: str, limit: int) -> None:
+    two, four = (calls_a_layer("llama", chunks * CHUNK, True, WAYS[way]) for chunks in (2, 4))
+    assert (four - two) / 2 <= limit
+
+
+@pytest.mark.parametrize(
+    ("kind", "limit"),
+    [("lora", 6_962), ("lora with dropout", 25_051), ("gemma3_text", 13_759), ("qwen3_moe", 10_170)],
+)
+def test_calls_beyond_untiled_of_other_layers(kind: str, limit: int) -> None:
+    """A third at most of what they were before a module's verdict was kept."""
+    untiled, tiled = (calls_a_layer(kind, 2 * CHUNK, True, options) for options in (None, WAYS["layer"]))
+    assert tiled - untiled <= limit

@@ -1,24 +1,28 @@
 """Proves every model type of the transformers that is installed, and writes what follows from that.
 
-python -m dev.models             src/seqtile/models/proven.json: the files that hold what was proven; with the
-                                 transformers of dev/constraints.txt also the table in docs/models.md
+python -m dev.models             src/seqtile/models/proven.json: the files that hold what was proven, and by which
+                                 configs: the default ones and those of real_configs.py; with the transformers of
+                                 dev/constraints.txt also the table in docs/models.md
 python -m dev.models TYPE ...    only tells
 """
 
+import copy
 import json
 import sys
 import warnings
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
-from transformers import CONFIG_MAPPING
+from dev.real_configs import REAL_CONFIGS
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from seqtile.models import proof
 from seqtile.models.model_types import model_classes, model_types
 from seqtile.models.parts import EXPERTS, LAYER, LOSS, MLP, Part
 from seqtile.models.proof import Finding
-from seqtile.models.small import small_model
+from seqtile.models.small import config_of_all_kinds, small_model
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "models.md"
@@ -26,10 +30,15 @@ CONSTRAINTS = (ROOT / "dev" / "constraints.txt").read_text()
 COLUMNS: tuple[Part, ...] = (LOSS, MLP, EXPERTS, LAYER)
 
 
-def found_in(model_type: str) -> list[Finding] | str:
+def config_of(model_type: str, said: dict[str, Any] | None = None) -> PreTrainedConfig:
+    """Returns the config of a model type that is the default but for what is said."""
+    return CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(said or {}))
+
+
+def found_in(model_type: str, said: dict[str, Any] | None = None) -> list[Finding] | str:
     """Returns what was found of a model type; why it cannot be tried out if it cannot."""
     try:
-        return list(proof.findings(small_model(model_classes(model_type)[0], CONFIG_MAPPING[model_type]())))
+        return list(proof.findings(small_model(model_classes(model_type)[0], config_of(model_type, said))))
     except Exception as error:  # of Hugging Face's code, which may raise anything
         return f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
 
@@ -72,16 +81,18 @@ def table(results: dict[str, list[Finding] | str]) -> str:
     return "\n".join(lines)
 
 
-def remember(results: dict[str, list[Finding] | str]) -> None:
-    """Writes the files of classes of which no part differs to proven.json."""
-    same: set[str] = set()
-    different: set[str] = set()
-    for found in results.values():
-        for one in () if isinstance(found, str) else found:
-            if not one.cls.__module__.startswith("liger_kernel."):
-                (different if one.refusal else same).add(proof.fingerprint(one.cls.__module__))
+def remember(proofs: list[tuple[str, list[Finding]]]) -> None:
+    """Writes the files of classes of which no part differs, and of which configs, to proven.json."""
+    same: set[tuple[str, str]] = set()
+    different: set[tuple[str, str]] = set()
+    for digest, found in proofs:
+        for one in found:
+            (different if one.refusal else same).add((proof.fingerprint(one.cls.__module__), digest))
+    files: dict[str, str] = {}
+    for file, digest in sorted(same - different):
+        files[file] = f"{files[file]} {digest}" if file in files else digest
     known = json.loads(proof.PROVEN.read_text()) if proof.PROVEN.exists() else {}
-    known[transformers.__version__] = sorted(same - different - {""})
+    known[transformers.__version__] = files
     proof.PROVEN.write_text(json.dumps(known, indent=1) + "\n")
 
 
@@ -96,15 +107,23 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)  # what is small is slower on many
     results: dict[str, list[Finding] | str] = {}
-    for model_type in sys.argv[1:] or model_types():
-        results[model_type] = found = found_in(model_type)
+    proofs: list[tuple[str, list[Finding]]] = []
+    configs: list[tuple[str, dict[str, Any]]] = [(model_type, {}) for model_type in sys.argv[1:] or model_types()]
+    configs += [] if sys.argv[1:] else [(model_type, said) for _, model_type, said in REAL_CONFIGS]
+    for model_type, said in configs:
+        found = found_in(model_type, said)
+        results.setdefault(model_type, found)
         print(f"{model_type}: {found}" if isinstance(found, str) else row(model_type, found), flush=True)
-        for one in () if isinstance(found, str) else found:
+        if isinstance(found, str):
+            continue
+        model_class = model_classes(model_type)[0]
+        proofs.append((proof.digest(config_of_all_kinds(model_class, config_of(model_type, said))), found))
+        for one in found:
             if one.refusal:
                 print(f"    {one.cls.__name__}: {one.refusal}", flush=True)
     if sys.argv[1:]:
         return
-    remember(results)
+    remember(proofs)
     if f"transformers=={transformers.__version__}" in CONSTRAINTS:
         write_page(table(results))
 

@@ -83,6 +83,11 @@ CUTS = (
         ("*b", "*l", "*_text", "gpt_oss", "deepseek_v3", "phimoe"),
         "a tenth of the types and those that are most unlike; each takes a third of a second",
     ),
+    Cut(
+        ("models/test_sweep.py::test_a_type",),
+        ("llama", "gpt2", "olmo2", "gemma2", "bloom"),
+        "2 to 60 s each of some thirty variants",
+    ),
     Cut(("recipes/test_check.py::test_every_type",), ("gpt2", "gemma4_assistant"), "1 to 30 s each"),
     Cut(
         (f"{_PLANS}every_architecture",),

@@ -4,6 +4,7 @@ import copy
 import random
 import re
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -186,6 +187,11 @@ def test_tokens_are_chosen_about_what_differs() -> None:
     assert batch.shape == (2, TOKENS) and batch.left_out == ["pixel_values"]
     assert {70, 149, 150, 189, 190} <= set(columns) and columns == sorted(columns)
     assert batch.inputs["position_ids"].shape == batch.inputs["attention_mask"].shape == (2, TOKENS)
+    vars(model)["_seqtile_ulysses"] = SimpleNamespace(ctx=SimpleNamespace(rank=1, size=2))
+    second = trial_batch(model, type(model).forward, (labels.clamp(min=0),), given).inputs
+    assert "attention_mask" not in second, "of what two ranks keep the second holds the end, without a gap"
+    assert torch.equal(second["position_ids"], torch.arange(TOKENS, 2 * TOKENS).expand(2, -1))
+    del model._seqtile_ulysses
     whole = torch.rand(2, 1, 200, 200)
     cut = trial_batch(model, type(model).forward, (), {"input_ids": labels.clamp(min=0), "attention_mask": whole})
     assert torch.equal(cut.inputs["attention_mask"], whole[:, :, :TOKENS, :TOKENS])

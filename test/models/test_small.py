@@ -6,6 +6,7 @@ from transformers import CONFIG_MAPPING, Gemma4TextConfig, PreTrainedModel
 
 from seqtile.models.find import layers_of
 from seqtile.models.model_types import model_classes, model_types
+from seqtile.models.replaced import Made, modules_by_place
 from seqtile.models.small import config_for, small_model, structure_of, with_few_layers
 
 
@@ -30,6 +31,9 @@ def test_every_kind_of_layer(model_type: str) -> None:
     if model_type == "evolla":  # its code inserts its adapters by the number of layers
         kinds |= {kind for kind in map(structure_of, layers_of(whole)) if any(set(kind) <= set(one) for one in kinds)}
     assert {structure_of(layer) for layer in layers_of(whole)} <= kinds
+    expected, layers = Made(model), set(layers_of(whole))
+    for place, module in ((place, module) for place, module in modules_by_place(whole) if module in layers):
+        assert not any(one.is_replaced for one in expected.inside(place, module)), place
 
 
 @pytest.mark.parametrize(

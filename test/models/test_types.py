@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 from dev import models
+from dev.real_configs import REAL_CONFIGS
 from transformers import (
     CONFIG_MAPPING,
     AttentionInterface,
@@ -26,8 +27,8 @@ import seqtile
 from seqtile.models import layer_form, proof, way_taken
 from seqtile.models.find import mlps_of
 from seqtile.models.model_types import model_classes, model_types
-from seqtile.models.parts import LAYER, LOSS
-from seqtile.models.small import small_model
+from seqtile.models.parts import EXPERTS, LAYER, LOSS, MLP
+from seqtile.models.small import small_model, unfilled
 
 PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
 COUNTS = (
@@ -76,8 +77,8 @@ def test_by_the_public_functions(model_type: str) -> None:
     seqtile.apply_seqtile(tiled, layer=True, chunk_tokens=proof.CHUNK)
     status = seqtile.status(tiled)
     assert status.loss.tiled == 1 and status.mlp.tiled == status.mlp.total > 0 and status.layer.tiled > 0
-    ours, theirs = proof._gradients(tiled), proof._gradients(plain)
-    assert proof._worst(ours, theirs, theirs)[0] is None
+    ours, theirs = proof.gradients_of(tiled), proof.gradients_of(plain)
+    assert proof.worst(ours, theirs, theirs)[0] is None
     seqtile.restore(tiled)
     assert seqtile.status(tiled).mlp.tiled == 0
 
@@ -87,14 +88,14 @@ def test_by_the_classes(model_type: str) -> None:
     config = CONFIG_MAPPING[model_type]()
     model_class = model_classes(model_type)[0]
     plain = small_model(model_class, config)
-    truth = proof._gradients(plain)
+    truth = proof.gradients_of(plain)
     getattr(seqtile, f"apply_seqtile_to_{model_type}")(chunk_tokens=proof.CHUNK)
     tiled = small_model(model_class, config)
     status = seqtile.status(tiled)
-    seen = proof._gradients(tiled)
+    seen = proof.gradients_of(tiled)
     seqtile.restore(model_type)
     assert status.loss.tiled == 1 and (status.mlp.tiled == status.mlp.total)
-    assert proof._worst(seen, truth, truth)[0] is None
+    assert proof.worst(seen, truth, truth)[0] is None
     assert seqtile.status(small_model(model_class, config)).mlp.tiled == 0
 
 
@@ -218,15 +219,69 @@ def test_the_proof_leaves_no_trace() -> None:
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_what_was_proven_is_proven_again_when_its_file_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    runs: list[object] = []
-    monkeypatch.setattr(proof, "findings", lambda model: runs.append(model) or [])
+@pytest.fixture
+def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
+    """The small models on which something is proven; nothing is found of them."""
+    found: list[object] = []
+    monkeypatch.setattr(proof, "findings", lambda model: found.append(model) or [])
+    proof._proof_of.cache_clear()
+    yield found
+    proof._proof_of.cache_clear()
+
+
+def test_what_was_proven_is_proven_again_when_its_file_changes(
+    runs: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = small_model(LlamaForCausalLM, LlamaConfig())
     assert proof.unproven(model)(LOSS, model) is None and not runs
     monkeypatch.setattr(proof, "fingerprint", lambda module: "another file")
-    proof._proof_of.cache_clear()
     assert "no such module" in proof.unproven(model)(LOSS, model) and len(runs) == 1
+
+
+SIZES = {"hidden_size": 96, "num_hidden_layers": 5, "num_attention_heads": 6, "num_key_value_heads": 6}
+
+
+@pytest.mark.parametrize(
+    ("changes", "same"),
+    [
+        (SIZES | {"rope_theta": 5e5, "rms_norm_eps": 1e-5, "pad_token_id": 7, "dtype": "bfloat16"}, True),
+        (SIZES | {"num_key_value_heads": 1}, False),
+        ({"mlp_bias": True}, False),
+        ({"hidden_act": "relu"}, False),
+        ({"attention_bias": True, "tie_word_embeddings": True}, False),
+        ({"rope_parameters": {"rope_type": "linear", "factor": 3.0, "rope_theta": 1e4}}, False),
+    ],
+)
+def test_what_was_proven_holds_for_other_sizes_alone(runs: list[object], changes: dict, same: bool) -> None:
+    model = LlamaForCausalLM(
+        LlamaConfig(**{"vocab_size": 40, "num_hidden_layers": 2, "intermediate_size": 50} | changes)
+    )
+    assert (proof.unproven(model)(LOSS, model) is None) == same and len(runs) == (not same)
+
+
+def test_a_config_that_is_not_remembered_is_proven(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small_model(LlamaForCausalLM, LlamaConfig(mlp_bias=True, hidden_act="gelu"))
+    assert proof.digest(model.config) not in proof._proven()[proof.fingerprint(modeling_llama.__name__)]
+    seqtile.apply_seqtile(model, layer=True, chunk_tokens=proof.CHUNK)
+    assert "left untiled" not in str(seqtile.status(model))
+    monkeypatch.setattr(proof, "_difference", lambda *_: ("it differs", 1.0))
     proof._proof_of.cache_clear()
+    seqtile.apply_seqtile(seqtile.restore(model) or model, chunk_tokens=proof.CHUNK)
+    assert "LlamaForCausalLM is left untiled: it differs" in str(seqtile.status(model))
+    proof._proof_of.cache_clear()
+
+
+@documented
+@pytest.mark.parametrize("name", [name for name, *_ in REAL_CONFIGS])
+def test_well_known_configs(name: str, runs: list[object]) -> None:
+    """Nothing is run, and nothing taken for replaced, before such a model is tiled."""
+    [(model_type, said)] = [known[1:] for known in REAL_CONFIGS if known[0] == name]
+    model = unfilled(model_classes(model_type)[0], models.config_of(model_type, said))
+    reason_of = proof.unproven(model)
+    for part in (LOSS, MLP, EXPERTS, LAYER):
+        for module in part.modules(model):
+            assert part.refusal(module) is not None or reason_of(part, module) is None
+    assert not runs
 
 
 class Convolution(torch.nn.Module):

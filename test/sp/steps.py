@@ -199,7 +199,7 @@ def reducers(family: str, every: str = "") -> None:
                     f"{name}, {strategy}: of {part} {error:.1e} off {moved.norm():.1e}, x {factor:.3f}"
                 )
         outcome = outcome_of(many)
-        assert "up to rounding" in outcome or "ZeRO-3" in outcome, f"{name}, {strategy}: {outcome}"
+        assert "up to rounding" in str(outcome), f"{name}, {strategy}: {outcome}"
         forgotten(wrapped, optimizer, ctx)
         if wrapped is optimizer:
             wrapped.destroy()

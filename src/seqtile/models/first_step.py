@@ -14,17 +14,16 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch._guards import detect_fake_mode
-from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
+from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers.utils import logging
 
 from seqtile.models.placement import HELD, Options, name_of, stand_in_for
 from seqtile.models.trial_batch import TrialBatch, trial_batch
 from seqtile.models.trial_pass import Pass, Placed, Vectors, precision_of, tiled_modules
+from seqtile.models.trial_ranks import Ranks, run_together
 from seqtile.ops.chunks import is_trial
-from seqtile.protocols import SHARDED
 
 logger = logging.get_logger(__name__)
 CHUNKS = (5, 7, 9, 11)  # tokens of a row in a chunk, the first that is no size of the model
@@ -83,32 +82,36 @@ def outcome_of(model: nn.Module) -> str | None:
 
 def _made_of(model: nn.Module) -> int:
     """Returns a number that changes where a module is exchanged, patched, hooked or gets another adapter."""
-    found = []
+    found, hooks = [], []
     for module in model.modules():
         own = vars(module)
         found += [id(type(module)), id(own.get("forward")), id(own.get(HELD))]
-        found += [len(module._forward_hooks), len(module._forward_pre_hooks)]
+        hooks += [len(module._forward_hooks), len(module._forward_pre_hooks)]
         if "_active_adapter" in own:
             found += [str(own["_active_adapter"]), own.get("_disable_adapters"), len(own.get("merged_adapters", ()))]
-    return hash(tuple(found))
+    # Of ranks that run together one may hook modules, as loggers do on the first: it would compare alone.
+    return hash((*found, *(() if run_together(model) else hooks)))
 
 
 def _outcome(model: nn.Module, options: Options, original: Callable, args: tuple, kwargs: dict) -> str:
     """Returns what to say of the comparison. Raises ValueError for a difference."""
-    if (reason := _not_comparable(model, args, kwargs)) is not None:
+    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+    if (reason := _not_comparable(model, tensors, kwargs)) is not None:
         return f"not compared with the untiled model: {reason}"
-    batch = trial_batch(model, original, args, kwargs)
-    full, eps = options.check == "full", precision_of(next(model.parameters()))
-    tokens = batch.shape.numel()
-    placed, chunk_tokens = tiled_modules(model), _chunk_tokens(model, batch)
-    trial = partial(Pass(model, original, batch.inputs, full, reset=_reset(model)).run, placed)
+    ranks, full, placed = Ranks(model, tensors), options.check == "full", tiled_modules(model)
     try:
+        with ranks.stop_together():
+            batch = trial_batch(model, original, args, kwargs)
+        tokens = batch.shape.numel()
+        trial = partial(Pass(model, original, batch.inputs, full, ranks).run, placed)
         plain = trial(tiled=())
-        nudged = trial(tiled=(), nudge=True)
+        eps = max(precision_of(x) for x in (next(model.parameters()), *plain.values()) if x is not None)
+        nudged = trial(tiled=(), nudge=eps)
     except Exception as error:  # whatever the model's own code raises for so short a batch
-        return f"not compared: the untiled model fails on {tokens} tokens of it ({_brief(error)})"
+        return f"not compared: the untiled model fails on a few tokens of it ({_brief(error)})"
+    trial = partial(trial, chunk_tokens=_chunk_tokens(model, batch))
     try:
-        tiled = trial(tiled=placed, chunk_tokens=chunk_tokens)
+        tiled = trial(tiled=placed)
     except Exception:
         logger.error(
             f"seqtile's first step: the tiled model fails on {tokens} tokens of this batch, on which the untiled "
@@ -116,9 +119,9 @@ def _outcome(model: nn.Module, options: Options, original: Callable, args: tuple
         )
         raise
     found = difference(plain, tiled, nudged, eps)
-    if _on_any_rank(model, found is not None):
+    if ranks.any(found is not None):
         differs = partial(difference, plain, nudged=nudged, eps=eps)
-        part = _part_that_differs(model, placed, partial(trial, chunk_tokens=chunk_tokens), differs)
+        part = _part_that_differs(ranks, placed, trial, differs)
         where = "on another rank" if found is None else str(found)
         raise ValueError(
             f"the tiled model computes something else than the untiled one on {tokens} tokens of this batch: "
@@ -138,24 +141,19 @@ def _chunk_tokens(model: nn.Module, batch: TrialBatch) -> int:
     return rows * next((size for size in CHUNKS if not {size, length % size} & sizes), CHUNKS[0])
 
 
-def _not_comparable(model: nn.Module, args: tuple, kwargs: dict) -> str | None:
-    """Returns why the model cannot be compared in this forward; None if it can."""
-    tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+def _not_comparable(model: nn.Module, tensors: list[torch.Tensor], kwargs: dict) -> str | None:
+    """Returns why the model cannot be compared in this forward; None if it can. Ranks must find the same."""
     if detect_fake_mode(tensors) is not None or any(x.is_meta for x in (*tensors, *model.parameters())):
         return "its tensors hold no values"
     if torch._C._are_functorch_transforms_active():
         return "it is inside a transform of torch.func"
     if kwargs.get("past_key_values") is not None:
         return "it was given a cache"
-    if not isinstance(model, FSDPModule) and any(isinstance(module, FSDPModule) for module in model.modules()):
-        return "fully_shard was called on its parts, or on a module around it, not on the model itself"
     for module in model.modules():
         if module._compiled_call_impl is not None:
             return f"its {name_of(module)} is compiled"
         if isinstance(module, FullyShardedDataParallel):
             return "FullyShardedDataParallel moves its parameters; fully_shard can be compared"
-    if any(hasattr(parameter, "ds_id") for parameter in model.parameters()):
-        return "ZeRO-3 would record the comparison's order of modules as that of a training step"
     return None
 
 
@@ -184,7 +182,7 @@ def difference(plain: Vectors, tiled: Vectors, nudged: Vectors, eps: float) -> D
 
 
 def _part_that_differs(
-    model: nn.Module, placed: Placed, trial: Callable[..., Vectors], difference_of: Callable
+    ranks: Ranks, placed: Placed, trial: Callable[..., Vectors], difference_of: Callable
 ) -> tuple[str, str] | None:
     """Returns the first part that differs when it alone is tiled, by its modules' class and as it is asked for; None if
     none does alone."""
@@ -199,26 +197,9 @@ def _part_that_differs(
             differs = difference_of(tiled=trial(tiled=alone)) is not None
         except Exception:  # a part that does not run alone is not the one that is looked for
             differs = True
-        if _on_any_rank(model, differs):
+        if ranks.any(differs):
             return (f"{part} ({owner})" if owner else part), part
     return None
-
-
-def _on_any_rank(model: nn.Module, is_so: bool) -> bool:
-    """Returns whether it is so on any rank, where ranks run each forward together."""
-    if not (dist.is_available() and dist.is_initialized()):
-        return is_so
-    if SHARDED not in vars(model) and not any(isinstance(module, FSDPModule) for module in model.modules()):
-        return is_so
-    device = next(model.parameters()).device
-    flag = torch.tensor(float(is_so), device=device)
-    dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-    return bool(flag.item())
-
-
-def _reset(model: nn.Module) -> Callable[[], None]:
-    """Returns what has to be done after a backward inside the model's forward: FSDP2 shards the root anew."""
-    return model.unshard if isinstance(model, FSDPModule) else lambda: None
 
 
 def _remedy(part: str | None) -> str:

@@ -10,6 +10,7 @@ kept: layers            0        1        2     3                 5
 
 import re
 from collections.abc import Callable
+from itertools import groupby
 from typing import Any
 
 from transformers import PreTrainedConfig
@@ -102,11 +103,12 @@ def count_of(config: PreTrainedConfig) -> int | None:
 
 
 def meaning_of(value: Any) -> Any:
-    """Returns a value with only 0 and 1 left of the numbers, since a size is a size."""
+    """Returns a value with only 0 and 1 left of the numbers, since a size is a size, and of what is said several times
+    in a row one."""
     if isinstance(value, dict):
         return {str(key): meaning_of(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple | set):
-        return [meaning_of(inner) for inner in value]
+        return [meaning for meaning, _ in groupby(map(meaning_of, value))]
     if isinstance(value, int | float) and not isinstance(value, bool) and value not in (0, 1):
         return "number"
     return value

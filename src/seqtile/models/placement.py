@@ -334,15 +334,21 @@ def package_of(forward: Callable) -> str:
     A wrapper is its own author's, whatever name functools.wraps gave it. Only those that Hugging Face's decorators
     make, and which stand around anyone's forwards, are those of what they wrap.
     """
-    while True:
-        namespace = getattr(forward, "__globals__", None) or {"__name__": type(forward).__module__}
-        package = namespace["__name__"].split(".")[0]
-        if isinstance(forward, partial):
-            forward = forward.func
-        elif package == "transformers" and hasattr(forward, "__wrapped__"):
-            forward = forward.__wrapped__
-        else:
-            return package
+    forward = decorated(forward)
+    return package_of(forward.func) if isinstance(forward, partial) else home_of(forward).split(".")[0]
+
+
+def decorated(forward: Callable) -> Callable:
+    """Returns the forward that Hugging Face's decorators stand around; else itself."""
+    while home_of(forward).startswith("transformers.") and hasattr(forward, "__wrapped__"):
+        forward = forward.__wrapped__
+    return forward
+
+
+def home_of(function: Callable) -> str:
+    """Returns the name of the module in which a function was written."""
+    namespace = getattr(function, "__globals__", None) or {"__name__": type(function).__module__}
+    return namespace["__name__"]
 
 
 def packages_of(owner: Owner) -> set[str]:

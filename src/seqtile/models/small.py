@@ -1,9 +1,11 @@
 """Small models of any class, to try things out on: a config with its sizes cut down, and of every kind of layer one."""
 
 import copy
+import json
 import re
 from collections.abc import Callable, Iterator
 from fnmatch import fnmatchcase
+from functools import cache
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from seqtile.models.find import layers_of
-from seqtile.models.layer_kinds import MOST_LAYERS, LayerKinds, count_of, set_field
+from seqtile.models.layer_kinds import MOST_LAYERS, LayerKinds, count_of, meaning_of, set_field
 
 HIDDEN, HEADS, HEAD_DIM, WORDS, MLP = 64, 4, 16, 131, 72
 Structure = tuple[tuple[str, str, tuple[str, ...], str], ...]
@@ -59,6 +61,11 @@ _SIZES: tuple[tuple[Rule, str], ...] = (  # what becomes of a config's sizes, by
     (_at_most(16), "*window|*window_size|attention_chunk_size|local_attention|index_topk"),
     (_at_most(16), "*d_state|*state_size|chunk_size|mamba_chunk_size|index_block_size"),
 )
+_OF_NO_CODE = (  # what a config says besides what its model runs
+    *("*_token_id", "*_token_ids", "*_token_index", "vocab_offset", "architectures", "auto_map", "pretraining_tp"),
+    *("*dtype", "quantization_config", "initializer_*", "_name_or_path", "*attn_implementation*"),
+    *("transformers_version", "id2label", "label2id", "task_specific_params", "tokenizer_class"),
+)
 _RATES = re.compile(r".*(drop|jitter|noise).*")  # what makes two runs of one model differ
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "attention_heads")
 
@@ -76,6 +83,31 @@ def small_config(config: PreTrainedConfig, layers: list[int] | None = None) -> P
         _set_rotary(part, of_images=len(parts) > 1)
     small._attn_implementation = "eager"
     return small
+
+
+def meaning_of_config(config: PreTrainedConfig) -> str:
+    """Returns what a small config says that decides which code its model runs: equal of those made of configs that
+    differ in sizes only."""
+
+    def meaning(said: dict[str, Any]) -> dict[str, Any]:
+        found = {}
+        for name, value in said.items():
+            if any(fnmatchcase(name, one) for one in _OF_NO_CODE) or value == _every_config().get(name, ...):
+                continue
+            if isinstance(value, dict) and "model_type" in value:
+                found[name] = meaning(value)
+            elif isinstance(value, int) and value < HEAD_DIM and _rule_of(name):
+                found[name] = value  # a count: that heads share keys, that one expert is chosen
+            else:
+                found[name] = meaning_of(value)
+        return found
+
+    return json.dumps(meaning(config.to_dict()), sort_keys=True, default=str)
+
+
+@cache
+def _every_config() -> dict[str, Any]:
+    return PreTrainedConfig().to_dict()
 
 
 def with_few_layers(config: PreTrainedConfig) -> PreTrainedConfig:
@@ -97,8 +129,8 @@ def small_model(model_class: type[PreTrainedModel], config: PreTrainedConfig) ->
     random, also those that begin as zeros or ones. Random numbers are drawn without a trace. ValueError if it is not
     small, or cannot be built.
     """
-    small = _config_of_all_kinds(model_class, config_for(model_class, config))
-    size = sum(parameter.numel() for parameter in _unfilled(model_class, small).parameters())
+    small = config_of_all_kinds(model_class, config)
+    size = sum(parameter.numel() for parameter in unfilled(model_class, small).parameters())
     if size > 15_000_000:
         raise ValueError(f"{model_class.__name__}: its config does not say how to make it small: {size:,} parameters")
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -112,19 +144,21 @@ def small_model(model_class: type[PreTrainedModel], config: PreTrainedConfig) ->
     return model
 
 
-def _unfilled(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
+def unfilled(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
+    """Returns a model whose weights have shapes and no values."""
     with torch.device("meta"):
         return model_class(copy.deepcopy(config))
 
 
-def _config_of_all_kinds(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedConfig:
+def config_of_all_kinds(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedConfig:
     """Returns a small config whose model has a layer of every kind that the config's model has.
 
     A config may say by a rule which layers are of which kind, such as every eighth: then as many of the first are kept
     as it takes."""
+    config = config_for(model_class, config)
 
     def kinds_of(config: PreTrainedConfig) -> list[Structure]:
-        return [structure_of(layer) for layer in layers_of(_unfilled(model_class, config))]
+        return [structure_of(layer) for layer in layers_of(unfilled(model_class, config))]
 
     small = small_config(config)
     try:
@@ -181,16 +215,24 @@ def _shrink(config: PreTrainedConfig) -> None:
         set_field(config, "mamba_headdim", 2 * HIDDEN // config.n_mamba_heads)
 
 
+def _rule_of(name: str) -> Rule | None:
+    return next((rule for rule, names in _SIZES if any(fnmatchcase(name, one) for one in names.split("|"))), None)
+
+
 def _shrunk(name: str, value: Any) -> Any:
     """Returns what becomes of what a config says under a name."""
-    rule = next((rule for rule, names in _SIZES if any(fnmatchcase(name, one) for one in names.split("|"))), None)
+    rule = _rule_of(name)
     return value if rule is None or isinstance(value, bool) or not isinstance(value, int) else rule(value)
 
 
 def _set_rotary(config: PreTrainedConfig, of_images: bool) -> None:
-    """Cuts the sections of a rotary embedding of three axes to half of what it rotates of a head."""
+    """Cuts the sections of a rotary embedding of three axes, and factors by frequency, to half of what it rotates of a
+    head."""
     for name in ("rope_parameters", "rope_scaling"):
         rope = vars(config).get(name)
-        if isinstance(rope, dict) and (rope.get("mrope_section") or of_images):
-            half = int(HEAD_DIM * rope.get("partial_rotary_factor", 1)) // 2
+        if not isinstance(rope, dict):
+            continue
+        half = int(HEAD_DIM * rope.get("partial_rotary_factor", 1)) // 2
+        if rope.get("mrope_section") or of_images:
             rope["mrope_section"] = [half - 2 * (half // 3), half // 3, half // 3]
+        rope |= {factors: rope[factors][:half] for factors in ("short_factor", "long_factor") if rope.get(factors)}

@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
+from seqtile.protocols import SHARDED
+
 TOKENS, ROWS, FEWEST = 23, 2, 6
 IGNORED = -100
 # Of the whole batch, or of a cache: a model finds them anew in a shorter one.
@@ -46,26 +48,25 @@ def trial_batch(model: nn.Module, forward: Callable, args: tuple, kwargs: dict[s
             left_out.append(name)
         else:
             inputs[name] = cut
-    _add_labels(inputs, model)
+    if (sharded := vars(model).get(SHARDED)) is not None and sharded.ctx.size > 1 and "position_ids" in inputs:
+        inputs = _as_one_sequence(inputs, len(columns), sharded.ctx.rank)
+    _add_labels(inputs)
     return TrialBatch(inputs, torch.Size((len(rows), len(columns))), left_out)
 
 
-def _renumbered(given: dict[str, Any], tokens: int, rank: int) -> dict[str, Any]:
-    """Returns what a rank is given, with positions that go on from rank to rank when each keeps its first tokens, and
-    without a mask."""
-    given = {name: value for name, value in given.items() if name != "attention_mask"}
-    positions = given["position_ids"].clone()
-    positions[..., :tokens] = torch.arange(rank * tokens, (rank + 1) * tokens, device=positions.device)
-    return given | {"position_ids": positions}
+def _as_one_sequence(inputs: dict[str, Any], tokens: int, rank: int) -> dict[str, Any]:
+    """Returns a rank's share of what ranks keep of a sequence, as a sequence of its own: without gaps, and no mask."""
+    positions = torch.arange(rank * tokens, (rank + 1) * tokens, device=inputs["position_ids"].device)
+    inputs = {name: value for name, value in inputs.items() if name != "attention_mask"}
+    return inputs | {"position_ids": positions.expand_as(inputs["position_ids"]).contiguous()}
 
 
 def _made_up(model: nn.Module) -> TrialBatch:
-    embeddings = model.get_input_embeddings().weight
-    ids = torch.arange(3, 3 + TOKENS, device=embeddings.device)[None]
+    ids = torch.arange(3, 3 + TOKENS, device=next(model.parameters()).device)[None]
     return TrialBatch({"input_ids": ids, "labels": ids}, ids.shape, [])
 
 
-def _add_labels(inputs: dict[str, Any], model: nn.Module) -> None:
+def _add_labels(inputs: dict[str, Any]) -> None:
     """Sees to it that some tokens of each batch are to be predicted."""
     for name in ("labels", "shift_labels"):
         if name in inputs and bool((inputs[name][..., 1:] != IGNORED).any()):

@@ -25,6 +25,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from seqtile.models.placement import HELD, Placement, package_of, placement_at
+from seqtile.models.trial_ranks import Ranks
+from seqtile.models.weights import innermost
 from seqtile.ops.chunks import chunk_tokens_everywhere
 from seqtile.ops.leaf_gradients import without_hooks
 from seqtile.protocols import SHARDED
@@ -33,7 +35,7 @@ SMALL = 2**22  # numbers of a parameter whose gradient is compared, and of a buf
 _ALMOST_NONE = 1e-30  # a rate that drops nothing, and still is a rate: what is computed how does not change
 _RATES = re.compile(r".*(drop|jitter|noise).*|p")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_LIBRARIES = ("torch", "transformers", "peft", "accelerate", "deepspeed", "seqtile", "bitsandbytes", "torchao")
+_LIBRARIES = ("torch", "transformers", "peft", "accelerate", "seqtile", "bitsandbytes", "torchao")  # whose hooks stay
 Placed = Sequence[tuple[nn.Module, Placement]]
 Vectors = dict[str, torch.Tensor | None]
 """The loss, by the name "loss", and gradients by their parameters' names; None of a parameter that got none."""
@@ -48,12 +50,12 @@ def tiled_modules(model: nn.Module) -> Placed:
 class Pass:
     """Runs a model on a short batch, untiled or with some of its modules tiled, and returns loss and gradients."""
 
-    def __init__(self, model: nn.Module, original: Callable, inputs: dict[str, Any], full: bool, reset: Callable):
-        self.model, self.original, self.inputs, self.full, self.reset = model, original, inputs, full, reset
+    def __init__(self, model: nn.Module, original: Callable, inputs: dict[str, Any], full: bool, ranks: Ranks):
+        self.model, self.original, self.inputs, self.full, self.ranks = model, original, inputs, full, ranks
 
-    def run(self, placed: Placed, *, tiled: Placed, chunk_tokens: int | None = None, nudge: bool = False) -> Vectors:
-        """Returns the loss and the gradients; of all `placed` modules those `tiled` are. `nudge` changes what the
-        embeddings return by one bit."""
+    def run(self, placed: Placed, *, tiled: Placed, chunk_tokens: int | None = None, nudge: float = 0.0) -> Vectors:
+        """Returns the loss and the gradients; of all `placed` modules those `tiled` are. `nudge` is the relative change
+        of what the embeddings return."""
         tiles = {id(module) for module, _ in tiled}
         untiled = [(module, placement) for module, placement in placed if id(module) not in tiles]
         inputs, forward = dict(self.inputs), self.original
@@ -73,6 +75,7 @@ class Pass:
                 _run_untiled(module, placement)
             if chunk_tokens is not None:
                 stack.enter_context(chunk_tokens_everywhere(chunk_tokens))
+            stack.enter_context(self.ranks.gathering())
             leaves, seen = self._leaves(), self._watch_embeddings(inputs, nudge)
             loss = forward(self.model, **inputs).loss
             return self._gradients(loss, leaves, seen)
@@ -84,17 +87,17 @@ class Pass:
 
         def add(prefix: str, module: nn.Module) -> None:
             for name, parameter in module.named_parameters(prefix):
-                whole = not isinstance(parameter, DTensor) and parameter.numel() > 0
-                if parameter.requires_grad and whole and (self.full or parameter.numel() <= SMALL):
+                size = 0 if isinstance(parameter, DTensor) else getattr(parameter, "ds_numel", parameter.numel())
+                if parameter.requires_grad and size > 0 and (self.full or size <= SMALL):
                     leaves[name] = parameter
 
         add("", self.model)
         for prefix, module in self.model.named_modules():
-            if isinstance(module, FSDPModule) and module is not self.model:
+            if isinstance(module, FSDPModule):
                 module.register_forward_pre_hook(lambda module, args, prefix=prefix: add(prefix, module))
         return leaves
 
-    def _watch_embeddings(self, inputs: dict[str, Any], nudge: bool) -> list[torch.Tensor]:
+    def _watch_embeddings(self, inputs: dict[str, Any], nudge: float) -> list[torch.Tensor]:
         """Returns a list that will hold what the embeddings return, in which the forward goes on."""
         seen: list[torch.Tensor] = []
 
@@ -102,7 +105,7 @@ class Pass:
             if nudge:
                 with torch.random.fork_rng(devices=[]):
                     signs = torch.randint(0, 2, embedded.shape, generator=torch.Generator().manual_seed(1)) * 2 - 1
-                embedded = embedded * (1 + precision_of(embedded) * signs.to(embedded.device)).to(embedded.dtype)
+                embedded = embedded * (1 + nudge * signs.to(embedded.device)).to(embedded.dtype)
             seen.append(embedded)
             return embedded
 
@@ -128,7 +131,6 @@ class Pass:
                 finally:
                     for hook in hooks:
                         hook.remove()
-            self.reset()
         vectors = {name: None if g is None else g.detach() for name, g in zip(wanted, found, strict=False)}
         return {"loss": loss.detach().reshape(1)} | vectors
 
@@ -221,7 +223,7 @@ def _prepare(module: nn.Module) -> None:
         own["gradient_checkpointing"] = False
     _drop_nothing(own)
     for name in _HOOKS:  # a copy, which what registers hooks meanwhile writes to
-        kept = ((key, hook) for key, hook in own[name].items() if package_of(hook) in _LIBRARIES)
+        kept = ((key, hook) for key, hook in own[name].items() if package_of(innermost(hook)) in _LIBRARIES)
         own[name] = OrderedDict(kept)
 
 

@@ -36,7 +36,7 @@ _HARMLESS = (  # where hooks are written that only watch, or gather what a modul
     "torch.distributed.tensor.debug._comm_mode.",
     "torch.distributed.fsdp.",
     "deepspeed.runtime.zero.",
-    "seqtile.models.trial_pass.",
+    "seqtile.models.trial_",
 )
 _RECORDING = "transformers.utils.output_capturing."
 
@@ -185,10 +185,10 @@ def _is_builtin(function: Any, name: str) -> bool:
 
 def is_harmless(hook: Callable, recording: bool) -> bool:
     """Says if a module hook changes nothing that is not done to a module whose tensors are read, too."""
-    return defining_path(_innermost(hook)).startswith(_HARMLESS if recording else (*_HARMLESS, _RECORDING))
+    return defining_path(innermost(hook)).startswith(_HARMLESS if recording else (*_HARMLESS, _RECORDING))
 
 
-def _innermost(function: Any) -> Any:
+def innermost(function: Any) -> Any:
     """Returns the function inside the wrappers that torch and DeepSpeed put around their own hooks."""
     while True:
         function = getattr(function, "__func__", function)
@@ -205,7 +205,7 @@ def named(thing: Any) -> str:
     """Returns the name of a function or a class, of anything else that of its class, as a reader would look for it."""
     while isinstance(thing, partial):
         thing = thing.func
-    thing = _innermost(thing)
+    thing = innermost(thing)
     if not isinstance(thing, type | FunctionType | BuiltinFunctionType):
         thing = type(thing)
     return f"{thing.__module__}.{thing.__qualname__}"

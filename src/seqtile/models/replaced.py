@@ -1,0 +1,199 @@
+"""Finds what somebody put into a model in place of what its class makes, and tries out if that computes token by token.
+
+....layers.#.mlp.act_fn     a user's class      tried out: it runs on random tokens, all at once and a few at a time
+....layers.#.mlp.up_proj    Linear4bit          of a library whose layers treat every token alike
+....layers.#.mlp.down_proj  nn.Linear           what the class makes
+"""
+
+import copy
+from collections.abc import Callable, Iterable, Iterator
+from types import CodeType
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
+from torch.utils._python_dispatch import _disable_current_modes
+
+from seqtile.models.find import inside_peft
+from seqtile.models.forms import code_of
+from seqtile.models.placement import computed_forward, decorated, home_of, is_patched_subclass
+
+TOKENS, FEW = (2, 9), 4  # of a trial: rows of tokens, and how many at a time
+Kind = tuple[type, CodeType | None]
+"""The class of a module, and the code that runs as its forward."""
+_LIBRARIES = ("liger_kernel", "peft", "bitsandbytes", "torchao", "seqtile")
+_WRAPPED = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
+
+
+class Inside(NamedTuple):
+    """What stands at a place inside a module: a module, or a function in place of one."""
+
+    place: str
+    function: Callable
+    is_replaced: bool
+    """It is neither what the model's class makes there nor of a library."""
+
+
+class Made:
+    """The kinds of modules that a model has, by their places: what its class makes."""
+
+    def __init__(self, model: nn.Module):
+        self._kinds: dict[str, set[Kind]] = {}
+        self._names: dict[str, set[str]] = {}
+        for place, module in modules_by_place(model):
+            self._kinds.setdefault(place, set()).add(_kind_of(module))
+            self._names.setdefault(place, set()).update(name for name, _ in _children(module))
+
+    def inside(self, place: str, module: nn.Module, also: tuple[str, ...] = ()) -> Iterator[Inside]:
+        """Yields a module that stands at a place and what is in it, but not what is in what was replaced. `also`:
+        Python modules whose classes are no replacement."""
+        waiting = [(place, module)]
+        while waiting:
+            place, module = waiting.pop()
+            module = inside_wrappers(module)
+            if _kind_of(module) in self._kinds.get(place, ()):
+                yield Inside(place, module, False)
+                children = dict(_children(module))
+                waiting += _placed(place, module)
+                for name in sorted(self._names[place] - children.keys()):
+                    if callable(function := getattr(module, name, None)):
+                        yield Inside(f"{place}.{name}", function, True)
+            else:
+                yield Inside(place, module, not all(home in also or is_of_library(home) for home in homes_of(module)))
+
+
+def modules_by_place(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yields a model and all modules in it, of a wrapper what is in it."""
+    waiting = [("", model)]
+    while waiting:
+        place, module = waiting.pop()
+        module = inside_wrappers(module)
+        yield place, module
+        waiting += _placed(place, module)
+
+
+def _kind_of(module: nn.Module) -> Kind:
+    return class_of(module), code_of(decorated(computed_forward(module)))
+
+
+def homes_of(module: nn.Module) -> set[str]:
+    """Returns the Python modules that hold a module's class and its forward."""
+    return {class_of(module).__module__, home_of(decorated(computed_forward(module)))}
+
+
+def class_of(module: nn.Module) -> type:
+    """Returns the class of a module as it was made: without what seqtile and torch derive from it."""
+    cls, *bases = classes_of(module)
+    while bases and (cls.__module__.startswith(("torch.distributed.", "torch.nn.utils.")) or _is_same(cls, bases[0])):
+        cls, *bases = bases
+    return cls
+
+
+def classes_of(module: nn.Module) -> list[type]:
+    """Returns a module's class and what it is derived from, beneath what a tiled module is given."""
+    classes = list(type(module).__mro__)
+    tiled = [i for i, cls in enumerate(classes) if is_patched_subclass(cls)]
+    return classes[max(tiled, default=-1) + 1 :]
+
+
+def _is_same(cls: type, base: type) -> bool:
+    """Says if a class stands in for its base, where that was."""
+    return (cls.__module__, cls.__qualname__) == (base.__module__, base.__qualname__)
+
+
+def is_of_library(home: str) -> bool:
+    """Says if a Python module is of a library of layers that treat every token alike."""
+    return home.split(".")[0] in _LIBRARIES or (home.startswith("transformers.") and ".models." not in home)
+
+
+def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
+    """Returns the names and modules of what a module calls: not those that make its weights."""
+    of_weights = "parametrizations" if is_parametrized(module) else None
+    return [(name, child) for name, child in module._modules.items() if child is not None and name != of_weights]
+
+
+def _placed(place: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
+    return [(f"{place}.{'#' if name.isdigit() else name}", child) for name, child in _children(module)]
+
+
+def inside_wrappers(module: nn.Module) -> nn.Module:
+    """Returns what runs within PEFT's and torch's wrappers around a module."""
+    while True:
+        package, inner = type(module).__module__.split(".")[0], module
+        if package == "peft":
+            inner = inside_peft(module)
+        elif package == "torch":
+            inner = next((module._modules[name] for name in _WRAPPED if name in module._modules), module)
+        if inner is module:
+            return module
+        module = inner
+
+
+def mixing_reason(function: Callable, sizes: Iterable[int]) -> str | None:
+    """Says why a module, or a function, is not to be called chunk by chunk: a token's output depends on other tokens,
+    or nothing shows that it does not. A copy of it is tried out; `sizes` are those that its input may have."""
+    name = f"a {type(function).__name__}" if isinstance(function, nn.Module) else "a function"
+    try:
+        copied = copy.deepcopy(function)
+        weights = [*copied.parameters(), *copied.buffers()] if isinstance(copied, nn.Module) else []
+        like = next((weight for weight in weights if weight.is_floating_point()), torch.empty(0))
+        own = [size for weight in weights if weight.dim() <= 2 for size in reversed(weight.shape)]
+        widths = dict.fromkeys([getattr(copied, "in_features", 1), *own, *sorted(sizes)])
+    except Exception as error:  # of anyone's code
+        return f"is {name}, which cannot be copied to be tried out: {type(error).__name__}: {str(error)[:100]}"
+    for width in widths:
+        try:
+            with _disable_current_modes(), torch.enable_grad(), torch.random.fork_rng(_devices(like)):
+                difference = _difference(copied, torch.randn(*TOKENS, width).to(like.device, like.dtype))
+        except Exception:  # of anyone's code, which expects something else
+            continue
+        return None if difference is None else f"is {name}, {difference}"
+    return f"is {name}, and nothing shows that it treats every token by itself: it does not run on some"
+
+
+def _devices(tensor: torch.Tensor) -> list[torch.device]:
+    return [tensor.device] if tensor.is_cuda else []
+
+
+def _difference(function: Callable, x: torch.Tensor) -> str | None:
+    """Says how what comes of x [B, S, D] differs when it is given a few tokens at a time, in evaluation and in
+    training; where training changes from run to run, by noise or by what is kept, that tells nothing."""
+    allowed = max(1e-4, 4 * torch.finfo(x.dtype).eps)
+    for training in (False, True):
+        if isinstance(function, nn.Module):
+            function.train(training)
+        first, second, chunked = (_results(function, x, few) for few in (None, None, FEW))
+        if _error(first, second) > allowed:
+            if not training:
+                return "which does not compute the same twice"
+        elif (error := _error(first, chunked)) > allowed:
+            return f"in which tokens depend on others: given {FEW} at a time, it differs by {error:.1%}"
+    return None
+
+
+def _results(function: Callable, x: torch.Tensor, few: int | None) -> list[torch.Tensor]:
+    """Returns the outputs of a function, and the gradients of its input and its parameters; of all tokens at once or a
+    few at a time."""
+    x = x.detach().requires_grad_()
+    pieces = [x] if few is None else x.reshape(1, -1, x.shape[-1]).split(few, 1)
+    made = []
+    for piece in pieces:
+        y = function(piece.clone())  # which it may write over
+        if y.shape[:2] != piece.shape[:2]:
+            raise ValueError(f"expected an output for each token, got {list(y.shape)}")
+        made.append(y.flatten(0, 1))
+    y = torch.cat(made)
+    weights: list[torch.Tensor] = list(function.parameters()) if isinstance(function, nn.Module) else []
+    weights = [weight for weight in weights if weight.requires_grad]
+    upstream = torch.rand(y.shape, generator=torch.Generator().manual_seed(0)).to(y)
+    gradients: Iterable[Any] = ()
+    if y.requires_grad:
+        gradients = torch.autograd.grad(y, [x, *weights], upstream, allow_unused=True)
+    return [y.detach(), *(x.new_zeros(()) if gradient is None else gradient for gradient in gradients)]
+
+
+def _error(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
+    """Returns the largest difference relative to its norm."""
+    pairs = [(one.double(), other.double()) for one, other in zip(ours, theirs, strict=True)]
+    return max(float((one - other).norm() / other.norm().clamp_min(1e-12)) for one, other in pairs)

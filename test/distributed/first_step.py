@@ -1,0 +1,298 @@
+"""One rank's first steps: they are compared under every reducer and change nothing of what is trained; what one rank
+finds, or cannot run, stops the comparison of all."""
+
+import faulthandler
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+from unittest.mock import patch
+
+import peft
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.wrap import transformer_auto_wrap_policy
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+import seqtile
+from distributed.worker import ddp, fsdp2, full, trainable, zero
+from seqtile import sp
+from seqtile.models import mlp as tiled_mlp
+from seqtile.models import trial_ranks
+from seqtile.models.first_step import OUTCOME, outcome_of
+from seqtile.models.trial_batch import TOKENS
+from tiny import batch_of, build
+
+TIME_LIMIT = 120  # seconds a case: ranks that wait for each other end with a traceback of where
+LENGTHS = ((61, 40, 70), (4, 61, 33))  # of each rank's batches, one too short to be compared on
+
+
+class Wrapper(nn.Module):
+    """A user's, whose parts are sharded, and which is itself."""
+
+    def __init__(self, model: nn.Module):
+        super().__init__()
+        self.model = model
+
+    def get_base_model(self) -> nn.Module:
+        return self.model
+
+    def forward(self, **batch: Any) -> Any:
+        return self.model(**batch)
+
+
+def parts(model: nn.Module, **options: object):
+    """FSDP2 on each layer alone; who trains so reduces the rest."""
+    for layer in model.model.layers:
+        fully_shard(layer, **options)
+    return model, torch.optim.SGD(trainable(model), lr=1.0)
+
+
+def fsdp1(model: nn.Module, **options: object):
+    wrapped = FullyShardedDataParallel(model, **options, device_id=torch.device("cpu"))
+    return wrapped, torch.optim.SGD(wrapped.parameters(), lr=1.0)
+
+
+EQUAL = "equal the untiled model's up to rounding"
+
+
+@dataclass(frozen=True)
+class Case:
+    strategy: Callable
+    wrap: Callable[[nn.Module], nn.Module] = lambda model: model
+    apply: dict[str, Any] = field(default_factory=dict)
+    tied: bool = False
+    spread: bool = False
+    """Whether the ranks share sequences."""
+    outcome: str = f"the loss and 22 gradients {EQUAL}"
+
+
+def lora(model: nn.Module) -> nn.Module:
+    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj", "down_proj"]))
+    with torch.no_grad():
+        for name, parameter in wrapped.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    return wrapped
+
+
+def reads_of_another(model: nn.Module) -> nn.Module:
+    """The second layer's attention reads a weight of the first, which ZeRO-3 gathers then, and remembers."""
+    first, attention = model.model.layers[0], model.model.layers[1].self_attn
+    attend = attention.forward
+
+    def forward(hidden_states: torch.Tensor, **options: Any) -> Any:
+        return attend(hidden_states + 0 * first.self_attn.q_proj.weight.sum(), **options)
+
+    attention.forward = forward
+    return model
+
+
+by_layer = partial(transformer_auto_wrap_policy, transformer_layer_cls={LlamaDecoderLayer})
+MIXED = {"mp_policy": MixedPrecisionPolicy(param_dtype=torch.bfloat16)}
+TORCH = {
+    "ddp": Case(ddp),
+    "fsdp2": Case(fsdp2),
+    "fsdp2 layers": Case(fsdp2, apply={"layer": True}),
+    "fsdp2 keep": Case(partial(fsdp2, reshard_after_forward=False)),
+    "fsdp2 wrapper": Case(fsdp2, Wrapper),
+    "fsdp2 peft": Case(fsdp2, lora, outcome=f"12 gradients {EQUAL}"),
+    "fsdp2 parts": Case(parts),
+    "fsdp2 mixed parts": Case(partial(parts, **MIXED), apply={"layer": True}),
+    "fsdp2 sp": Case(fsdp2, apply={"layer": True}, spread=True),
+    "fsdp2 sp peft": Case(fsdp2, lora, spread=True, outcome=f"12 gradients {EQUAL}"),
+    "fsdp1": Case(fsdp1, outcome=f"2 gradients {EQUAL}"),  # its one parameter is flat
+    "fsdp1 by names": Case(partial(fsdp1, use_orig_params=True)),
+    "fsdp1 parts": Case(partial(fsdp1, auto_wrap_policy=by_layer), outcome="FullyShardedDataParallel"),
+}
+ZERO = {
+    "zero2": Case(zero(2)),
+    "zero3": Case(zero(3)),
+    "zero3 layers": Case(zero(3), apply={"layer": True, "head_groups": 2}),
+    "zero3 full": Case(zero(3), apply={"check": "full"}, outcome=f"every gradient {EQUAL}"),
+    "zero3 peft": Case(zero(3), lora, {"layer": True}, outcome=f"12 gradients {EQUAL}"),
+    "zero3 tied": Case(zero(3), tied=True, outcome=f"21 gradients {EQUAL}"),
+    "zero3 weights of another": Case(zero(3), reads_of_another, outcome="the untiled model fails on a few tokens"),
+    "zero3 persistent": Case(zero(3, stage3_param_persistence_threshold=1000)),
+    "zero3 leaf": Case(zero(3, leaf=True)),
+    "zero3 sp": Case(zero(3), spread=True),
+}
+CASES = {"torch": TORCH, "zero": ZERO}
+TOGETHER = {"torch": ("fsdp2", "fsdp2 wrapper", "fsdp2 parts"), "zero": ("zero3",)}
+
+
+class Trained(NamedTuple):
+    """What came of three steps."""
+
+    losses: list[float]
+    weights: dict[str, torch.Tensor]
+    state: list
+    """ZeRO-3's, after each step."""
+    outcome: str | None
+
+
+def train(case: Case, check: bool, before: Callable[..., Any] = lambda *_: None, again: bool = False) -> Trained:
+    """Three steps of a model, the same at every call; `before` is done with it before the first. With `again` each is
+    compared: from the third on ZeRO-3 knows the order of modules, and fetches ahead."""
+    rank, batches = dist.get_rank(), []
+    torch.manual_seed(0)
+    model = build("llama", tie_word_embeddings=case.tied)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    ctx = sp.initialize(2) if case.spread else None
+    if ctx is not None:
+        sp.apply_ulysses(model, ctx)
+    seqtile.apply_seqtile(model, chunk_tokens=20, **{"check": True} | case.apply | ({} if check else {"check": False}))
+    wrapped, optimizer = case.strategy(case.wrap(model).train())
+    torch.manual_seed(1 if case.spread else rank + 1)
+    for length in LENGTHS[0 if case.spread else rank]:
+        batch = batch_of(1, length)
+        batch["labels"][0, -1] = 5  # also of the shortest
+        batches.append(sp.shard(batch, ctx) if case.spread else batch)
+    before(model, wrapped, batches[0])
+    losses, states = [], []
+    for batch in batches:
+        if again:
+            vars(model).pop(OUTCOME, None)
+        loss = wrapped(**batch).loss
+        loss = sp.reduce_loss(loss, ctx) if case.spread else loss
+        losses.append(loss.item())
+        if wrapped is optimizer:  # DeepSpeed's engine
+            wrapped.backward(loss)
+            wrapped.step()
+        else:
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        states.append(zero_state(wrapped))
+    weights = full(model)
+    if wrapped is optimizer:
+        wrapped.destroy()
+    return Trained(losses, weights, states, outcome_of(model))
+
+
+def zero_state(engine: Any) -> tuple | None:
+    """What ZeRO-3 has recorded, by names, and which parameters it holds whole."""
+    if getattr(engine, "zero_optimization_partition_weights", bool)() is False:
+        return None
+    coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
+    names = {module: name for name, module in engine.module.named_modules()}
+    own = {name.split("__")[-1]: value for name, value in vars(coordinator).items()}
+    external = {names[module]: len(module._external_params) for module in names}
+    order = [names[module] for module in own["submodule_order"]]
+    queued = [(each.param.ds_numel, each.step_id_last_used_at) for each in own["param_order"]]
+    status = [parameter.ds_status.name for parameter in engine.module.parameters()]
+    return str(own["trace_mode"]), own["step_id"], own["n_available_params"], order, queued, status, external
+
+
+def assert_same(found: Trained, expected: Trained, name: str) -> None:
+    assert found.losses == expected.losses, f"{name}: {found.losses}, expected {expected.losses}"
+    assert found.state == expected.state, f"{name}: {found.state}, expected {expected.state}"
+    for part, weight in expected.weights.items():
+        assert torch.equal(found.weights[part], weight), f"{name}: {part}"
+
+
+def same_training(name: str, case: Case) -> Trained:
+    """A model that is compared is trained to the bit as one that is not."""
+    unchecked = train(case, False)
+    checked = train(case, True, again=True)
+    assert unchecked.outcome is None and case.outcome in str(checked.outcome), f"{name}: {checked.outcome}"
+    assert_same(checked, unchecked, name)
+    print(f"rank {dist.get_rank()}: {name} {case.outcome}", flush=True)
+    return unchecked
+
+
+def first_step_refuses(model: nn.Module, wrapped: Any, batch: dict[str, torch.Tensor]) -> None:
+    """Each rank raises for tiled MLPs that compute something else on rank 1 alone."""
+    right = tiled_mlp.gated_mlp_of
+
+    def wrong(x: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        return right(x, *args, **options) + (0.3 * x if dist.get_rank() == 1 else 0)
+
+    named = r"something else .*the part is mlp \(LlamaMLP\)\. Nothing was trained"
+    with patch.object(tiled_mlp, "gated_mlp_of", wrong), pytest.raises(ValueError, match=named) as error:
+        wrapped(**batch)
+    assert ("on another rank" in str(error.value)) == (dist.get_rank() == 0), error.value
+
+
+def fails_on_few_tokens(in_backward: bool, model: nn.Module, wrapped: Any, batch: dict[str, torch.Tensor]) -> None:
+    """The second layer's attention fails on rank 1 alone, of as few tokens as are compared."""
+
+    def fail(*_: Any) -> None:
+        raise IndexError("too few tokens")
+
+    def forward(hidden_states: torch.Tensor, **options: Any) -> Any:
+        output, weights = attend(hidden_states, **options)
+        if dist.get_rank() == 1 and hidden_states.shape[1] == TOKENS:
+            output.register_hook(fail) if in_backward else fail()
+        return output, weights
+
+    attention = model.model.layers[1].self_attn
+    attend, attention.forward = attention.forward, forward
+
+
+def one_rank_is_watched(model: nn.Module, wrapped: Any, batch: dict[str, torch.Tensor]) -> None:
+    """After the comparison rank 0 gets a hook, as loggers have on the main process: it must not compare again alone."""
+    wrapped(**batch)
+    if dist.get_rank() == 0:
+        model.model.layers[0].register_forward_hook(lambda *_: None)
+
+
+def holds_one_layer_at_a_time(case: Case) -> None:
+    """Of what ZeRO-3 has partitioned."""
+    held, gather, partition = [0], trial_ranks._gather, trial_ranks._partition
+
+    def counted_gather(parameters: Iterable[nn.Parameter]) -> list:
+        found = gather(parameters)
+        held.append(held[-1] + sum(parameter.ds_numel for parameter, *_ in found))
+        return found
+
+    def counted_partition(before: list) -> None:
+        held.append(held[-1] - sum(parameter.ds_numel for parameter, *_ in before))
+        partition(before)
+
+    with patch.multiple(trial_ranks, _gather=counted_gather, _partition=counted_partition):
+        train(case, True)
+    model = build("llama", tie_word_embeddings=case.tied)
+    layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in model.model.layers]
+    rest = sum(parameter.numel() for parameter in model.parameters()) - sum(layers)
+    assert (max(held), held[-1]) == (rest + max(layers), 0), held
+
+
+def together(name: str, case: Case, unchecked: Trained) -> None:
+    """What happens on rank 1 alone stops the comparison of every rank, and training is as without, to the bit."""
+    found = train(case, True, first_step_refuses)
+    assert case.outcome in str(found.outcome), found.outcome
+    assert_same(found._replace(state=unchecked.state), unchecked, name)  # ZeRO-3 has recorded a forward that broke off
+    found = train(case, True, one_rank_is_watched)
+    assert_same(found._replace(state=unchecked.state), unchecked, name)
+    for in_backward in (False, True):
+        found = train(case, True, partial(fails_on_few_tokens, in_backward))
+        reason = "IndexError: too few tokens" if dist.get_rank() == 1 else "OtherRankFailed"
+        assert reason in str(found.outcome), f"{name}: {found.outcome}"
+        assert_same(found, unchecked, name)
+    print(f"rank {dist.get_rank()}: {name} together", flush=True)
+
+
+def main(family: str, only: str = "") -> None:
+    if family == "zero":
+        import deepspeed
+
+        deepspeed.init_distributed("gloo")
+    else:
+        dist.init_process_group("gloo")
+    for name, case in CASES[family].items():
+        faulthandler.dump_traceback_later(TIME_LIMIT, exit=True)
+        if only and name not in only.split(","):
+            continue
+        unchecked = same_training(name, case)
+        if name in TOGETHER[family]:
+            together(name, case, unchecked)
+        if name == "zero3":
+            holds_one_layer_at_a_time(case)
+    faulthandler.cancel_dump_traceback_later()
+    dist.destroy_process_group()

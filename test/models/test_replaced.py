@@ -1,0 +1,272 @@
+"""What somebody put into a model is in no proof on a small model of its class: it is tried out by itself when seqtile
+is applied, tiled where it computes token by token, and else left untiled by name."""
+
+import copy
+from collections.abc import Callable
+from types import MethodType
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import seqtile
+from models.layered import assert_equal
+from seqtile.models.replaced import mixing_reason
+from tiny import CHUNK, batch_of, build, loss_and_gradients
+
+
+class Mixing(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return nn.functional.silu(x) + x.mean(-2, keepdim=True)
+
+
+class MixingBack(nn.Module):
+    """Its gradient is one of all tokens, its output is not."""
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.tanh()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+            return gradient / gradient.norm()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.Function.apply(x)
+
+
+class OwnGelu(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((), 1.3))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.scale * x * torch.sigmoid(1.702 * x)
+
+
+class OwnNorm(nn.Module):
+    def __init__(self, width: int, over: tuple[int, ...] = (-1,)) -> None:
+        super().__init__()
+        self.weight, self.over = nn.Parameter(torch.rand(width) + 0.5), over
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.weight * x * (x.square().mean(self.over, keepdim=True) + 1e-6).rsqrt()
+
+
+class MixingLinear(nn.Linear):
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        return super().__call__(x + x.roll(1, dims=1))
+
+
+class LowRank(nn.Module):
+    """An adapter of one's own, which calls the layer that it stands in for `base_layer`, as PEFT does."""
+
+    def __init__(self, layer: nn.Linear, mix: bool) -> None:
+        super().__init__()
+        self.base_layer, self.mix = layer, mix
+        self.a, self.b = nn.Linear(layer.in_features, 2, bias=False), nn.Linear(2, layer.out_features, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.base_layer(x) + self.b(self.a(x.cumsum(-2) if self.mix else x))
+
+
+def mixing_function(x: torch.Tensor) -> torch.Tensor:
+    return x.relu() * x.std(-2, keepdim=True)
+
+
+def in_layer(name: str, made: Callable[[nn.Module], nn.Module]) -> Callable[[nn.Module], None]:
+    """Puts what is made of it in place of a module of every layer."""
+
+    def change(model: nn.Module) -> None:
+        for layer in model.model.layers:
+            owner, _, child = f"{name}".rpartition(".")
+            owner = layer.get_submodule(owner)
+            setattr(owner, child, made(getattr(owner, child)))
+
+    return change
+
+
+def as_function(model: nn.Module) -> None:
+    for layer in model.model.layers:
+        del layer.mlp.act_fn
+        layer.mlp.act_fn = mixing_function
+
+
+def own_forward(name: str, forward: Callable) -> Callable[[nn.Module], None]:
+    def change(model: nn.Module) -> None:
+        for layer in model.model.layers:
+            module = layer.get_submodule(name)
+            module.forward = MethodType(forward, module)
+
+    return change
+
+
+def as_class(name: str, cls: type) -> Callable[[nn.Module], None]:
+    def change(model: nn.Module) -> None:
+        for layer in model.model.layers:
+            layer.get_submodule(name).__class__ = cls
+
+    return change
+
+
+def mixing_head(model: nn.Module) -> None:
+    model.lm_head.__class__ = MixingLinear
+
+
+DEPENDS = "in which tokens depend on others"
+MLP, LAYER, HEAD = "mlp", "layer", "loss"
+WRONG: dict[str, tuple[Callable[[nn.Module], None], str, str]] = {  # what is done, of which part it is, what is said
+    "activation": (in_layer("mlp.act_fn", lambda _: Mixing()), MLP, f"its act_fn is a Mixing, {DEPENDS}"),
+    "torch's softmax": (
+        in_layer("mlp.act_fn", lambda _: nn.Softmax(dim=1)),
+        MLP,
+        f"its act_fn is a Softmax, {DEPENDS}",
+    ),
+    "gradient": (in_layer("mlp.act_fn", lambda _: MixingBack()), MLP, f"its act_fn is a MixingBack, {DEPENDS}"),
+    "function": (as_function, MLP, f"its act_fn is a function, {DEPENDS}"),
+    "forward of an instance": (
+        own_forward("mlp.act_fn", lambda self, x: x * x.mean(1, keepdim=True)),
+        MLP,
+        f"its act_fn is a SiLUActivation, {DEPENDS}",
+    ),
+    "call of a class": (as_class("mlp.up_proj", MixingLinear), MLP, f"its up_proj is a MixingLinear, {DEPENDS}"),
+    "adapter": (in_layer("mlp.up_proj", lambda one: LowRank(one, True)), MLP, f"its up_proj is a LowRank, {DEPENDS}"),
+    "norm": (
+        in_layer("post_attention_layernorm", lambda _: OwnNorm(48, (-1, -2))),
+        LAYER,
+        f"its post_attention_layernorm is a OwnNorm, {DEPENDS}",
+    ),
+    "forward of a norm": (
+        own_forward("input_layernorm", lambda self, x: x * x.var(1, keepdim=True)),
+        LAYER,
+        f"its input_layernorm is a LlamaRMSNorm, {DEPENDS}",
+    ),
+    "projection": (as_class("self_attn.q_proj", MixingLinear), LAYER, f"its q_proj is a MixingLinear, {DEPENDS}"),
+    "head": (mixing_head, HEAD, f"its lm_head is a MixingLinear, {DEPENDS}"),
+}
+RIGHT: dict[str, Callable[[nn.Module], None]] = {
+    "activation": in_layer("mlp.act_fn", lambda _: OwnGelu()),
+    "torch's activation": in_layer("mlp.act_fn", lambda _: nn.ReLU(inplace=True)),
+    "forward of an instance": own_forward("mlp.act_fn", lambda self, x: x * x.tanh()),
+    "adapter": in_layer("mlp.up_proj", lambda one: LowRank(one, False)),
+    "norm": in_layer("post_attention_layernorm", lambda _: OwnNorm(48)),
+    "projection": in_layer("self_attn.v_proj", lambda one: nn.Sequential(one, nn.Tanh())),
+    "dropout": in_layer("input_layernorm", lambda one: nn.Sequential(one, nn.Dropout(0.0))),
+    "head": lambda model: setattr(model, "lm_head", LowRank(model.lm_head, False)),
+}
+
+
+@pytest.mark.parametrize("layer", [False, True], ids=["parts", "layer"])
+@pytest.mark.parametrize("name", WRONG)
+def test_what_mixes_tokens_is_left_untiled(name: str, layer: bool) -> None:
+    change, part, reason = WRONG[name]
+    model = build("llama", tie_word_embeddings=False)
+    change(model)
+    if layer and part != HEAD:
+        with pytest.raises(ValueError, match="layers of LlamaForCausalLM cannot be tiled") as raised:
+            seqtile.apply_seqtile(model, layer=True, chunk_tokens=CHUNK)
+        assert reason in str(raised.value)
+        return
+    untiled = copy.deepcopy(model)
+    seqtile.apply_seqtile(model, layer=layer, chunk_tokens=CHUNK, check=False)
+    status = seqtile.status(model)
+    tiled = {
+        "mlp": status.mlp.tiled,
+        "loss": status.loss.tiled,
+        "layer": 0 if status.layer is None else status.layer.tiled,
+    }
+    assert tiled == {"mlp": 2, "loss": 1, "layer": 2 if layer else 0} | ({} if part == LAYER else {part: 0})
+    assert (reason in str(status)) == (part != LAYER)
+    batch = batch_of(2, 2 * CHUNK + 3)
+    assert_equal(loss_and_gradients(model, **batch), loss_and_gradients(untiled, **batch))
+
+
+@pytest.mark.parametrize("layer", [False, True], ids=["parts", "layer"])
+@pytest.mark.parametrize("name", RIGHT)
+def test_what_computes_token_by_token_is_tiled(name: str, layer: bool) -> None:
+    untiled = build("llama", tie_word_embeddings=False)
+    RIGHT[name](untiled)
+    tiled = copy.deepcopy(untiled)
+    seqtile.apply_seqtile(tiled, layer=layer, chunk_tokens=CHUNK)
+    status = seqtile.status(tiled)
+    assert status.loss.tiled == 1 and status.mlp.tiled == 2 and (not layer or status.layer.tiled == 2)
+    assert "left untiled" not in str(status)
+    batch = batch_of(2, 2 * CHUNK + 3)
+    assert_equal(loss_and_gradients(tiled, **batch), loss_and_gradients(untiled, **batch))
+
+
+def test_one_layer_of_several() -> None:
+    """The others are tiled."""
+    model = build("llama")
+    model.model.layers[1].mlp.act_fn = Mixing()
+    seqtile.apply_seqtile(model, layer=True, chunk_tokens=CHUNK)
+    status = seqtile.status(model)
+    assert status.mlp.tiled == status.layer.tiled == 1
+    assert f"LlamaDecoderLayer is left untiled: its act_fn is a Mixing, {DEPENDS}" in str(status)
+
+
+def test_an_mlp_of_ones_own() -> None:
+    """It is no class that a small model has, and computes token by token."""
+
+    class OwnMLP(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(48, 60), nn.Linear(60, 48)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.down(self.up(x).relu())
+
+    untiled = build("qwen3")
+    in_layer("mlp", lambda _: OwnMLP())(untiled)
+    tiled = copy.deepcopy(untiled)
+    seqtile.apply_seqtile(tiled, layer=True, chunk_tokens=CHUNK)
+    assert seqtile.status(tiled).mlp.tiled == seqtile.status(tiled).layer.tiled == 2
+    batch = batch_of(2, 2 * CHUNK + 3)
+    assert_equal(loss_and_gradients(tiled, **batch), loss_and_gradients(untiled, **batch))
+
+
+class Noisy(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.randn_like(x) * (0.1 if self.training else 0)
+
+
+class AlwaysNoisy(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + torch.randn_like(x)
+
+
+class Uncopied(nn.Identity):
+    def __deepcopy__(self, memo: dict) -> None:
+        raise RuntimeError("one of its kind")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    ("module", "reason"),
+    [
+        (nn.Linear(31, 7), None),
+        (nn.LayerNorm(24), None),
+        (nn.Sequential(nn.Linear(12, 20), nn.GELU(), nn.Dropout(0.3)), None),
+        (Noisy(), None),
+        (AlwaysNoisy(), "which does not compute the same twice"),
+        (nn.BatchNorm1d(9), "does not run on some"),
+        (nn.Conv1d(9, 9, 3, padding=1), "does not run on some"),
+        (nn.MultiheadAttention(24, 2), "does not run on some"),
+        (nn.Linear(8, 8, device="meta"), "does not run on some"),
+        (Uncopied(), "cannot be copied to be tried out: RuntimeError: one of its kind"),
+    ],
+    ids=lambda given: type(given).__name__ if isinstance(given, nn.Module) else "",
+)
+def test_a_trial(module: nn.Module, reason: str | None, dtype: torch.dtype) -> None:
+    """It leaves no trace."""
+    module = module.to(dtype).train()
+    before = {} if "meta" in map(str, {p.device for p in module.parameters()}) else module.state_dict()
+    before = {name: tensor.clone() for name, tensor in before.items()}
+    state = torch.random.get_rng_state()
+    found = mixing_reason(module, {24, 48})
+    assert found is None if reason is None else reason in found
+    assert torch.equal(torch.random.get_rng_state(), state) and module.training
+    assert all(torch.equal(module.state_dict()[name], tensor) for name, tensor in before.items())
+    assert all(parameter.grad is None for parameter in module.parameters())

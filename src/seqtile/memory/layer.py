@@ -234,7 +234,9 @@ class Layer:
         more = inner * (1 if light and setup.full else 2)  # Liger's are written over what was kept
         if setup.autocast and peft and not setup.full:  # the recomputation of down with its adapter is the peak
             more += self.hidden + 3 * self.cast
-        return Part(kept, kept + more + (setup.decoded(shape.hidden * shape.mlp) if setup.load_in_4bit else 0))
+        if setup.load_in_4bit:  # seqtile's own has what up and gate were decoded to in its graph
+            more += setup.decoded(shape.hidden * shape.mlp) * (1 if peft else 2)
+        return Part(kept, kept + more)
 
     def _experts(self, pairs: int) -> int:
         """Returns the bytes of so many pairs of a token and an expert: the most of three moments of Hugging Face's

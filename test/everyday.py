@@ -52,11 +52,11 @@ CUTS = (
         "of 40 draws, other ones in every run",
     ),
     Cut(
-        ("recipes/test_simulate.py::test_where",),
+        ("memory/test_simulate.py::test_where",),
         ("llama",),
         "10 s each; the others go through the same lines",
     ),
-    Cut(("recipes/test_simulate.py::test_experts",), (), "likewise"),
+    Cut(("memory/test_simulate.py::test_experts",), (), "likewise"),
     Cut(
         ("sp/test_sequence_parallel.py::test_trainer_with_deepspeed",),
         (),

@@ -30,6 +30,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from seqtile.protocols import Arriving
+from seqtile.rules import heads_of_rank
 from seqtile.sp.groups import SequenceParallel
 
 Rows = tuple[tuple[int, int], ...]
@@ -65,17 +66,15 @@ class HeadShare(NamedTuple):
 
 def head_share(rank: int, size: int, q_heads: int, kv_heads: int, length: int) -> HeadShare:
     """Returns the share of `rank` of `size` in a sequence of `length` tokens. `kv_heads` divides `q_heads`."""
-    first = rank * q_heads // size
-    last = max(first + 1, (rank + 1) * q_heads // size)
-    sharers = [other for other in range(size) if other * q_heads // size == first]
+    heads, kv = heads_of_rank(rank, size, q_heads, kv_heads)
+    sharers = [other for other in range(size) if other * q_heads // size == heads.start]
     part, parts = sharers.index(rank), len(sharers)
     ends = [length * i // (2 * parts) for i in range(2 * parts + 1)]
     low, high = (ends[part], ends[part + 1]), (ends[-part - 2], ends[-part - 1])
     pieces = [(low[0], high[1])] if low[1] == high[0] else [low, high]
     rows = tuple(piece for piece in pieces if piece[0] < piece[1])
     per_kv = q_heads // kv_heads
-    kv = slice(first // per_kv, (last - 1) // per_kv + 1)
-    return HeadShare(slice(first, last), kv, tuple(head // per_kv - kv.start for head in range(first, last)), rows)
+    return HeadShare(heads, kv, tuple(head // per_kv - kv.start for head in range(heads.start, heads.stop)), rows)
 
 
 def width(heads: slice) -> int:

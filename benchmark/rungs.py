@@ -7,6 +7,7 @@ Arctic Long Sequence Training for one GPU, see `Missing`.
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
+from functools import partial
 from math import isfinite
 from types import MethodType
 from typing import Any
@@ -20,6 +21,8 @@ from benchmark.shapes import SMALL, Shape
 from transformers import PreTrainedModel
 
 from seqtile import apply_seqtile
+from seqtile.memory.features import FEATURES, apply_options
+from seqtile.memory.setup import Setup
 from seqtile.offload.checkpointing import enable_checkpointing
 
 Apply = Callable[[PreTrainedModel], None]
@@ -57,39 +60,35 @@ class Rung:
 
 
 LIGER_BESIDE = {"swiglu": False, "fused_linear_cross_entropy": False}
-TILED = {"tiles": ("loss", "mlp")}
-OFFLOADED = TILED | {"offload": ("activations",)}
-LAYER = OFFLOADED | {"tiles": ("loss", "mlp", "layer")}
-HEAD_GROUPS = LAYER | {"head_groups": "auto"}
+TILED = FEATURES["loss, MLP"].changes
+OFFLOADED = TILED | FEATURES["host"].changes
+LAYER = OFFLOADED | FEATURES["loss, MLP, layer"].changes
+HEAD_GROUPS = LAYER | FEATURES["groups"].changes
 IN_HOST_MEMORY = {"offload": ("activations", "optimizer", "weights")}
 
 
-def layer_tiled(model: PreTrainedModel) -> None:
-    apply_seqtile(model, layer=True)
-
-
-def by_head_groups(model: PreTrainedModel) -> None:
-    apply_seqtile(model, layer=True, head_groups="auto")
+def seqtile(setup: dict[str, Any], *before: Apply, needs: tuple[str, ...] = ()) -> Rung:
+    """Of what `setup` tiles and offloads, on top of what was applied before."""
+    tiled = partial(apply_seqtile, **apply_options(Setup(**setup)))
+    return Rung((*before, tiled, offloaded) if "offload" in setup else (*before, tiled), setup, needs)
 
 
 RUNGS = {
-    "huggingface": Rung((), {"tiles": ()}),
+    "huggingface": Rung((), FEATURES["nothing"].changes),
     "liger": Rung((liger,), needs=("liger_kernel",)),
     "liger_deepspeed_mlp": Rung(
         (lambda model: liger(model, swiglu=False), deepspeed_mlps), needs=("liger_kernel", "deepspeed")
     ),
-    "seqtile_loss": Rung((lambda model: apply_seqtile(model, mlp=False),), {"tiles": ("loss",)}),
-    "seqtile_loss_mlp": Rung((apply_seqtile,), TILED),
-    "seqtile_loss_mlp_offload": Rung((apply_seqtile, offloaded), OFFLOADED),
-    "seqtile_loss_mlp_offload_liger": Rung(
-        (lambda model: liger(model, **LIGER_BESIDE), apply_seqtile, offloaded),
-        OFFLOADED | {"liger": True},
-        needs=("liger_kernel",),
+    "seqtile_loss": seqtile(FEATURES["loss"].changes),
+    "seqtile_loss_mlp": seqtile(TILED),
+    "seqtile_loss_mlp_offload": seqtile(OFFLOADED),
+    "seqtile_loss_mlp_offload_liger": seqtile(
+        OFFLOADED | {"liger": True}, lambda model: liger(model, **LIGER_BESIDE), needs=("liger_kernel",)
     ),
-    "seqtile_layer_offload": Rung((layer_tiled, offloaded), LAYER),
-    "seqtile_head_groups_offload": Rung((by_head_groups, offloaded), HEAD_GROUPS),
-    "seqtile_layer_offload_weights": Rung((layer_tiled, offloaded), LAYER | IN_HOST_MEMORY),
-    "seqtile_head_groups_offload_weights": Rung((by_head_groups, offloaded), HEAD_GROUPS | IN_HOST_MEMORY),
+    "seqtile_layer_offload": seqtile(LAYER),
+    "seqtile_head_groups_offload": seqtile(HEAD_GROUPS),
+    "seqtile_layer_offload_weights": seqtile(LAYER | IN_HOST_MEMORY),
+    "seqtile_head_groups_offload_weights": seqtile(HEAD_GROUPS | IN_HOST_MEMORY),
 }
 
 

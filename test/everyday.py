@@ -53,11 +53,11 @@ CUTS = (
     ),
     Cut(("recipes/test_on_ranks.py::test_one_rank_holds",), (), "a model of 800 MB, and four processes"),
     Cut(
-        ("recipes/test_simulate.py::test_where",),
+        ("memory/test_simulate.py::test_where",),
         ("llama",),
         "10 s each; the others go through the same lines",
     ),
-    Cut(("recipes/test_simulate.py::test_experts",), (), "likewise"),
+    Cut(("memory/test_simulate.py::test_experts",), (), "likewise"),
     Cut(
         ("sp/test_sequence_parallel.py::test_trainer_with_deepspeed",),
         (),
@@ -135,6 +135,12 @@ CUTS = (
     ),
     Cut(("kernels/test_divergence.py::test_values",), EVERY_PAIR, "of 216 cases of one kernel's twin"),
     Cut(("models/test_layer.py::test_compiled",), (), "10 s of compiler; make test-all compiles whole layers"),
+    Cut((f"{_PLANS}float32_weights_under",), EVERY_VALUE, "of 32 cases, seconds each"),
+    Cut(
+        (f"{_PLANS}autocast_with", f"{_PLANS}autocast_of"),
+        ("*'tiles': ()}", "*'head_groups': 'auto'}", "gemma2"),
+        "likewise; half of a layer's parts are those of a plan without autocast",
+    ),
     Cut((f"{_PLANS}many_layers_over_gpus",), (), "15 s of simulation; layers are planned one like the other"),
     Cut((f"{_PLANS}a_whole_model", f"{_PLANS}groups_of_heads"), ("llama-2-*",), "likewise, 10 s each"),
     Cut(

@@ -1,9 +1,9 @@
-"""Laws without a clock: FLOP counted and live bytes tracked, see seqtile/recipes/measure.py."""
+"""Laws without a clock: FLOP counted and live bytes tracked, see seqtile/memory/measure.py."""
 
 import pytest
 
 from seqtile.kernels.dispatch import triton
-from seqtile.recipes.measure import FlopCount, LiveBytes
+from seqtile.memory.measure import FlopCount, LiveBytes
 
 __all__ = ["FlopCount", "LiveBytes", "eager_memory"]
 

@@ -16,7 +16,7 @@ from unittest.mock import patch
 import torch.distributed as dist
 
 import seqtile
-import seqtile.ops.chunks
+import seqtile.rules
 
 EXAMPLES = Path(__file__).parents[1] / "examples"
 LENGTH, SEQUENCES, CHUNK = 120, 6, 50
@@ -36,7 +36,7 @@ def run(name: str, *arguments: str, tiled: bool = True, **constants: int) -> dic
     with ExitStack() as stack:
         stack.enter_context(redirect_stdout(printed))
         stack.enter_context(patch.object(sys, "argv", [f"{name}.py", *arguments]))
-        stack.enter_context(patch.object(seqtile.ops.chunks, "MIN_CHUNK_TOKENS", CHUNK))
+        stack.enter_context(patch.object(seqtile.rules, "MIN_CHUNK_TOKENS", CHUNK))
         if not tiled:
             stack.enter_context(patch.object(seqtile, "apply_seqtile", lambda *_, **__: None, create=True))
         exec(compile(source, EXAMPLES / f"{name}.py", "exec"), names)

@@ -8,11 +8,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 import seqtile
-import seqtile.recipes.simulate
+import seqtile.memory.simulate
 from seqtile import memory
 from seqtile.fitting import cheapest
+from seqtile.memory.simulate import FEATURES, Simulation
 from seqtile.models.base_model import is_checkpointed
-from seqtile.recipes.simulate import FEATURES, Simulation
 from tiny import batch_of, build
 
 LLAMA_8B = LlamaConfig(
@@ -141,7 +141,7 @@ def test_of_a_simulation_the_first_that_fits(gib: float, tiled: int, monkeypatch
         assert cls is Qwen3_5ForCausalLM
         return [Simulation(name, of * 2.0**30, 1, 0, 0, 0) for name, of in zip(FEATURES, (3, 2, 1, 0.5), strict=True)]
 
-    monkeypatch.setattr(seqtile.recipes.simulate, "simulations", simulated)
+    monkeypatch.setattr(seqtile.memory.simulate, "simulations", simulated)
     model = on_meta(QWEN, torch.float32)
     if not tiled:
         with pytest.raises(ValueError, match="too large"):

@@ -1,17 +1,17 @@
 """seqtile.fit: turns on the cheapest features with which a training step fits in memory, as `memory.plan` predicts.
 
-memory at hand ─ cheapest: plan with more and more on, until it fits ─ Fit ─ apply_seqtile, offload or checkpoint
+memory at hand ─ choose: predict with more and more on, until it fits ─ Fit ─ apply_seqtile, offload or checkpoint
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
-from seqtile.memory import OPTIMIZERS, TILES, Plan, Setup, Shape, longest, plan, shape_of
-from seqtile.memory.layer import groups_of
+from seqtile.memory import Formula, Plan, Setup
+from seqtile.memory.features import FEATURES, Predictor, with_feature
 from seqtile.memory.setup import DTYPES, GIB, NoFormula, expect, setup_of
 from seqtile.models import apply_seqtile
 from seqtile.models.base_model import is_checkpointed
@@ -21,13 +21,6 @@ from seqtile.models.quantised import has_4_bits
 from seqtile.offload import enable as enable_offload
 from seqtile.offload.checkpointing import enable_checkpointing
 from seqtile.offload.store import available
-
-_FEATURES = {  # in the order of what they cost: what each adds to a Setup, and its cost
-    "loss and MLPs in chunks": ({"tiles": ("loss", "mlp")}, "no more products"),
-    "layers in chunks": ({"tiles": TILES}, "no more products"),
-    "layer inputs in host memory": ({"offload": ("activations",)}, "copied while layers compute"),
-    "attention by groups of heads": ({"head_groups": "auto"}, "1 % more products at 128K tokens"),
-}
 
 
 @dataclass(frozen=True)
@@ -94,10 +87,12 @@ def fit(
     setup = _setup_of_model(model, inner) | memory | setup
     if "gpus" not in setup and dist.is_initialized() and dist.get_world_size() > 1:
         raise ValueError(f"gpus: {dist.get_world_size()} processes train; pass gpus, zero_stage and sequence_parallel")
+    given = setup_of(setup)
     try:
-        found = cheapest(inner.config, seq_len=seq_len, batch_size=batch_size, **setup)
+        predictor: Predictor = Formula(inner.config)
     except NoFormula as error:
-        found = _simulated(inner, seq_len, batch_size, setup_of(setup), str(error))
+        predictor = _simulated(inner, given, str(error))
+    found = choose(predictor, given, seq_len, batch_size)
     if not dry_run:
         _apply(inner, found)
     if not dist.is_initialized() or dist.get_rank() == 0:
@@ -139,90 +134,50 @@ def _setup_of_model(model: nn.Module, inner: nn.Module) -> dict[str, Any]:
 def cheapest(config: Any, *, seq_len: int, batch_size: int = 1, host: bool = True, **setup: Any) -> Fit:
     """Returns the cheapest features with which `memory.plan` of these arguments fits; `host`: False to leave layer
     inputs where they are. ValueError, with the longest sequence that fits, if none do."""
-    shape, chosen = shape_of(config), replace(setup_of(setup), tiles=(), head_groups=None)
-    if shape.assumed:
-        raise NoFormula(f"model type {shape.model_type} has no formula in seqtile.memory")
-    tries = []
-    for name, (changes, _) in _FEATURES.items():
-        if (reason := _reason_against(name, shape, chosen, host)) is not None:
-            tries.append(_Try(name, reason))
+    return choose(Formula(config), setup_of(setup), seq_len, batch_size, host)
+
+
+def choose(predictor: Predictor, given: Setup, seq_len: int, batch_size: int = 1, host: bool = True) -> Fit:
+    """Returns the first features, in the order of their cost, with which a step is predicted to fit. ValueError, with
+    the longest sequence that fits, if none do."""
+    chosen, step, most = replace(given, tiles=(), head_groups=None), None, 0
+    lines = [f"seqtile.fit, for {seq_len:,} tokens:"]
+    for name, feature in FEATURES.items():
+        if not feature.words:
             continue
-        offloaded = {"offload": (*chosen.offload, "activations")} if "offload" in changes else {}
-        chosen = replace(chosen, **changes | offloaded)
-        step = plan(shape, seq_len=seq_len, batch_size=batch_size, **vars(chosen))
-        most = longest(shape, batch_size=batch_size, **vars(chosen)).tokens
-        tries.append(_Try(name, step.bound, chosen, step.gpu_bytes / GIB, most))
-    found = _first_that_fits(tries, seq_len, shape.notes)
-    return replace(found, plan=plan(shape, seq_len=seq_len, batch_size=batch_size, **vars(found.setup)))
-
-
-class _Try(NamedTuple):
-    """A feature, with those before it on."""
-
-    name: str
-    against: str | None
-    """Why it cannot be had, or the memory that is too small with it; None if a step fits."""
-    setup: Setup | None = None
-    gpu_gib: float = 0
-    longest: int = 0
-
-
-def _reason_against(name: str, shape: Shape, chosen: Setup, host: bool) -> str | None:
-    """Says why a feature cannot be had."""
-    if name == "layer inputs in host memory":
-        return None if host else "what is trained is in host memory"
-    if name != "loss and MLPs in chunks" and not shape.tiles_whole:
-        return f"not planned for {shape.inside or shape.model_type}"
-    if name == "attention by groups of heads" and groups_of(shape, replace(chosen, head_groups="auto")) is None:
-        return f"{shape.kv_heads} kv heads over {chosen.sequence_parallel} GPUs make no groups"
-    return None
-
-
-def _first_that_fits(tries: list[_Try], seq_len: int, notes: list[str]) -> Fit:
-    """Returns the first with which a step fits. ValueError, with the longest sequence that fits, if none does."""
-    lines, found = [f"seqtile.fit, for {seq_len:,} tokens:"], None
-    for tried in tries:
-        if found is not None:
-            lines.append(f"  off  {tried.name}: not needed")
-        elif tried.setup is None:
-            lines.append(f"  off  {tried.name}: {tried.against}")
-        else:
-            bound = (tried.against or "fits").partition(":")[0]
-            verdict = f"more than {bound}" if tried.against else bound
-            held = f"{tried.gpu_gib:.1f} of {tried.setup.gpu_memory_gib:.1f} GiB, {verdict}"
-            lines.append(f"  on   {tried.name} ({_FEATURES[tried.name][1]}): {held}")
-            found = tried if tried.against is None else None
-    if found is None:
-        most = max(tried.longest for tried in tries)
+        if step is not None and step.bound is None:
+            lines.append(f"  off  {feature.words}: not needed")
+            continue
+        trained = "what is trained is in host memory" if name == "host" and not host else None
+        if (refusal := trained or predictor.refusal(name, chosen)) is not None:
+            lines.append(f"  off  {feature.words}: {refusal}")
+            continue
+        chosen = with_feature(chosen, name)
+        step = predictor.predict(chosen, seq_len, batch_size)
+        verdict = "fits" if step.bound is None else f"more than {step.bound.partition(':')[0]}"
+        held = f"{step.gpu_bytes / GIB:.1f} of {chosen.gpu_memory_gib:.1f} GiB, {verdict}"
+        lines.append(f"  on   {feature.words} ({feature.cost}): {held}")
+        most = max(most, 0 if step.bound is None else predictor.longest(chosen, batch_size))
+    if step.bound is not None:
         remedies = "LoRA, an 8-bit optimizer, weights or optimizer on the host, or more GPUs, see seqtile plan"
         expected = f"expected at most {most:,} tokens" if most else "weights and optimizer alone are too large"
         said = f"seq_len: {expected}, got {seq_len:,}; to train longer sequences: {remedies}"
         raise ValueError("\n".join([said, *lines]))
-    return Fit(found.setup, found.gpu_gib, (*lines, *(f"  note: {note}" for note in notes)))
+    lines += [f"  note: {note}" for note in predictor.notes]
+    return Fit(chosen, step.gpu_bytes / GIB, tuple(lines), step if isinstance(step, Plan) else None)
 
 
-def _simulated(model: nn.Module, seq_len: int, batch_size: int, given: Setup, why: str) -> Fit:
-    """Does as `cheapest`, by running the model's own code without data."""
-    from seqtile.recipes.simulate import simulations
+def _simulated(model: nn.Module, given: Setup, why: str) -> Predictor:
+    """Returns what simulates a model. ValueError, with why that is needed, for a setup that cannot be."""
+    from seqtile.memory.simulate import Simulated  # which takes seconds to import
 
-    if given.gpus > 1 or not given.full or given.offload:
-        raise ValueError(f"{why}; it is simulated for one GPU alone, without LoRA, weights and optimizer on the GPU")
-    weights = list(model.parameters())
-    trained = sum(weight.numel() for weight in weights)
-    master = 4 if given.bytes < 4 and given.optimizer == "adamw" else 0
-    held = GIB + trained * (given.bytes + OPTIMIZERS[given.optimizer] + master)
     cls = next(cls for cls in type(model).__mro__ if not is_patched_subclass(cls))
-    tries = []
-    for simulation in simulations(cls, model.config, getattr(torch, given.dtype), lambda step: None):
-        if name := {"loss, MLP": "loss and MLPs in chunks", "loss, MLP, layer": "layers in chunks"}.get(
-            simulation.tiled
-        ):
-            setup = replace(given, **_FEATURES[name][0])
-            size = (held + simulation.bytes_of(seq_len * batch_size)) / GIB
-            most = simulation.longest(given.gpu_memory_gib * GIB - held, batch_size)
-            tries.append(_Try(name, None if most >= seq_len else "GPU memory", setup, size, most))
-    tries += [_Try(name, "not simulated") for name in list(_FEATURES)[2:]]
-    return _first_that_fits(tries, seq_len, [f"{why}: simulated with its own code"])
+    try:
+        found = Simulated(cls, model.config, given)
+    except ValueError as error:
+        raise ValueError(f"{why}; {error}") from error
+    found.notes = [f"{why}: simulated with its own code"]
+    return found
 
 
 def _apply(model: nn.Module, found: Fit) -> None:

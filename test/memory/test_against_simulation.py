@@ -251,11 +251,10 @@ def test_autocast_of_every_architecture(arch: str) -> None:
     assert error(arch, 40 * K, {}, **AUTOCAST) <= LIMIT
 
 
-@pytest.mark.parametrize("four_bits", [False, True], ids=["plain", "4 bits"])
-@pytest.mark.parametrize("tiles", [(), ("loss", "mlp")], ids="-".join)
-def test_adapters_of_one_chunk(tiles: tuple[str, ...], four_bits: bool) -> None:
+@pytest.mark.parametrize("setup", [{"tiles": ()}, {}, {"load_in_4bit": True}], ids=str)
+def test_one_chunk_under_adapters(setup: dict) -> None:
     """Over an untiled MLP, whose adapters are PEFT's or seqtile's."""
-    assert error("llama", 4 * K, SMALL, lora_rank=16, tiles=tiles, load_in_4bit=four_bits) <= LIMIT
+    assert error("llama", 4 * K, SMALL, lora_rank=16, **setup) <= LIMIT
 
 
 def test_a_bucket_is_all_that_is_added_where_nothing_is_spread() -> None:

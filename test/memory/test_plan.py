@@ -14,8 +14,7 @@ from typer.testing import CliRunner
 from seqtile import memory
 from seqtile.arch import ARCHS
 from seqtile.cli import app
-from seqtile.memory.layer import AUTO_GROUPS, chunk_tokens
-from seqtile.models.layer import AUTO
+from seqtile.memory.layer import chunk_tokens
 from seqtile.ops.chunks import resolve_chunk_tokens
 from tiny import config_of
 
@@ -264,7 +263,6 @@ def test_wrong_setups(arguments: dict, message: str) -> None:
 def test_layers_that_are_tiled_as_a_whole() -> None:
     """Of the model types that seqtile knows to tile so, and of no other; by as many groups of heads as it makes."""
     assert all(memory.shape_of(tiny_config(name)).tiles_whole == arch.layer for name, arch in ARCHS.items())
-    assert AUTO_GROUPS == AUTO
     fields = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
     fields |= {"num_key_value_heads": 4, "vocab_size": 100}
     others = [tiny_config("gemma2"), fields | {"model_type": "new"}]

@@ -2,7 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqtile.ops.chunks import MIN_CHUNK_TOKENS, chunks, resolve_chunk_tokens
+from seqtile.ops.chunks import chunks, resolve_chunk_tokens
+from seqtile.rules import MIN_CHUNK_TOKENS
 
 
 @given(tokens=st.integers(1, 10_000), chunk_tokens=st.integers(1, 12_000))

@@ -73,7 +73,7 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[sp.SequencePa
     dist.destroy_process_group()
 
 
-COUNTED = ((all_to_all, "heads_of_rank"), (backends, "segments_of"), (backends, "blocks"), (attention, "check"))
+COUNTED = ((all_to_all, "rank_heads"), (backends, "segments_of"), (backends, "blocks"), (attention, "check"))
 
 
 @pytest.mark.parametrize("kind", ["packed", "padded"])

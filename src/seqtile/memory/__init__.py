@@ -2,7 +2,8 @@
 
     plan, longest, ladder  >  Step (step.py)  >  Layer (layer.py)  >  Shape and Setup (setup.py)
 
-Imports neither torch nor transformers, and so answers at once.
+Imports neither torch nor transformers, and so answers at once. Of a model type without a formula `simulate` runs the
+code on tensors without data; who wants that imports it.
 """
 
 from collections.abc import Iterator
@@ -10,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from seqtile.arch import ARCHS
+from seqtile.memory.features import FEATURES, longest_that_fits
 from seqtile.memory.layer import groups_of
 from seqtile.memory.setup import (
     GIB,
@@ -17,6 +19,7 @@ from seqtile.memory.setup import (
     OFFLOAD,
     OPTIMIZERS,
     TILES,
+    NoFormula,
     Setup,
     Shape,
     expect,
@@ -28,7 +31,6 @@ from seqtile.memory.step import Moment, Parts, Step
 
 __all__ = ["KNOWN", "OFFLOAD", "OPTIMIZERS", "TILES", "Longest", "Plan", "Setup", "Shape"]
 __all__ += ["ladder", "longest", "plan", "shape_of"]
-LIMIT = 2**40  # tokens: nobody's length
 
 
 @dataclass(frozen=True)
@@ -136,15 +138,37 @@ def longest(config: Any, *, batch_size: int = 1, **setup: Any) -> Longest:
     """Returns the longest sequence that fits, from `plan`'s arguments without `seq_len`; a multiple of the GPUs that
     share it."""
     shape, size = shape_of(config), setup_of(setup).sequence_parallel
-    fits, too_long = 0, LIMIT // size  # tokens of a GPU
-    while too_long - fits > 1:
-        tokens = (fits + too_long) // 2
-        if plan(shape, seq_len=tokens * size, batch_size=batch_size, **setup).fits:
-            fits = tokens
-        else:
-            too_long = tokens
-    bound = plan(shape, seq_len=too_long * size, batch_size=batch_size, **setup).bound
-    return Longest(fits * size, bound or "nothing")
+
+    def bound(tokens: int) -> str | None:
+        return plan(shape, seq_len=tokens * size, batch_size=batch_size, **setup).bound
+
+    tokens = longest_that_fits(lambda tokens: bound(tokens) is None, 2**40 // size)  # of a GPU
+    return Longest(tokens * size, bound(tokens + 1) or "nothing")
+
+
+class Formula:
+    """The memory of a model by `plan`. NoFormula for a model type that is not in the table."""
+
+    def __init__(self, config: Any):
+        self.shape = shape_of(config)
+        if self.shape.assumed:
+            raise NoFormula(f"model type {self.shape.model_type} has no formula in seqtile.memory")
+        self.notes = self.shape.notes
+
+    def refusal(self, name: str, setup: Setup) -> str | None:
+        """Says why a feature cannot be had besides this setup."""
+        shape = self.shape
+        if name in ("loss, MLP, layer", "groups") and not shape.tiles_whole:
+            return f"not planned for {shape.inside or shape.model_type}"
+        if name == "groups" and groups_of(shape, replace(setup, **FEATURES[name].changes)) is None:
+            return f"{shape.kv_heads} kv heads over {setup.sequence_parallel} GPUs make no groups"
+        return None
+
+    def predict(self, setup: Setup, seq_len: int, batch_size: int) -> Plan:
+        return plan(self.shape, seq_len=seq_len, batch_size=batch_size, **vars(setup))
+
+    def longest(self, setup: Setup, batch_size: int) -> int:
+        return longest(self.shape, batch_size=batch_size, **vars(setup)).tokens
 
 
 def ladder(config: Any, *, batch_size: int = 1, **setup: Any) -> Iterator[tuple[Setup, Longest]]:
@@ -160,8 +184,9 @@ def ladder(config: Any, *, batch_size: int = 1, **setup: Any) -> Iterator[tuple[
     shape, given = shape_of(config), setup_of(setup)
     if {"tiles", "liger"} & setup.keys() or "activations" in given.offload:
         raise ValueError("tiles, liger and offload of activations: expected neither, since all are tried; use longest")
-    alone, loss, mlp = {"sequence_parallel": 1}, {"tiles": ("loss",)}, {"tiles": ("loss", "mlp")}
-    liger, host = {"liger": True}, {"offload": ("activations", *given.offload)}
+    alone, liger = {"sequence_parallel": 1}, {"liger": True}
+    loss, mlp, host = (FEATURES[name].changes for name in ("loss", "loss, MLP", "host"))
+    host = {"offload": (*host["offload"], *given.offload)}
     rungs = [alone, alone | loss, loss, mlp, mlp | liger, loss | host, mlp | host, mlp | host | liger]
     steps = [replace(given, **{"tiles": ()} | rung) for rung in rungs if shape.arch.liger or "liger" not in rung]
     if shape.tiles_whole:

@@ -12,13 +12,10 @@ A layer is run in one of two ways, and each has moments of its own, in the order
 """
 
 from collections.abc import Iterator
-from itertools import pairwise
 from typing import NamedTuple
 
 from seqtile.memory.setup import FLOAT, Setup, Shape, expect
-
-MIN_CHUNK_TOKENS = 2048  # as in seqtile.ops.chunks, which needs torch
-AUTO_GROUPS = 8  # as in seqtile.models.layer, which needs torch
+from seqtile.rules import default_chunk_tokens, heads_of_rank, number_of_groups
 
 
 class Working(NamedTuple):
@@ -45,19 +42,17 @@ class Part(NamedTuple):
 
 
 def chunk_tokens(shape: Shape, setup: Setup, mlp: bool = False) -> int:
-    """Returns the tokens of a chunk, of more in the MLP of a mixture: the rule of seqtile.ops.chunks."""
+    """Returns the tokens of a chunk, of more in the MLP of a mixture."""
     sparsity = shape.experts / shape.experts_per_token if mlp and shape.experts else 1
-    return setup.chunk_tokens or max(shape.hidden, int(MIN_CHUNK_TOKENS * sparsity))
+    return setup.chunk_tokens or default_chunk_tokens(shape.hidden, sparsity)
 
 
 def groups_of(shape: Shape, setup: Setup) -> int | None:
-    """Returns the number of groups of kv heads; None if all attend at once. ValueError if it does not divide them."""
-    groups, heads, ranks = setup.head_groups, shape.kv_heads, setup.sequence_parallel
-    if groups == "auto":
-        many = [count for count in range(2, AUTO_GROUPS + 1) if heads % count == 0 and heads // count >= ranks]
-        return max(many, default=None)
+    """Returns the number of groups of kv heads; None if all attend at once. ValueError if it does not divide them, or
+    leaves a GPU without a kv head of its own in a group, which can be run and has no formula here."""
+    heads, ranks = shape.kv_heads, setup.sequence_parallel
+    groups = number_of_groups(heads, setup.head_groups, ranks)
     if groups is not None:
-        expect("head_groups", heads % groups == 0, f"a divisor of the {heads} kv heads", groups)
         each = f"so that each of the {ranks} GPUs that share a sequence has a kv head of its own in every group"
         expect(
             "head_groups", ranks == 1 or heads // groups >= ranks, f"at most {heads // ranks} groups, {each}", groups
@@ -72,9 +67,8 @@ def head_shares(shape: Shape, setup: Setup, tokens: int) -> tuple[int, int, bool
     a_head = tokens * size * shape.head_dim * setup.bytes
     if size > shape.heads:  # GPUs share the queries of a head
         return a_head // (size // shape.heads), a_head, False
-    group = shape.heads // shape.kv_heads
-    spans = pairwise(rank * shape.heads // size for rank in range(size + 1))
-    heads, kv_heads = max((last - first, (last - 1) // group + 1 - first // group) for first, last in spans)
+    shares = (heads_of_rank(rank, size, shape.heads, shape.kv_heads) for rank in range(size))
+    heads, kv_heads = max((q.stop - q.start, kv.stop - kv.start) for q, kv in shares)
     return a_head * heads, a_head * kv_heads, heads > kv_heads
 
 
@@ -234,7 +228,9 @@ class Layer:
         more = inner * (1 if light and setup.full else 2)  # Liger's are written over what was kept
         if setup.autocast and peft and not setup.full:  # the recomputation of down with its adapter is the peak
             more += self.hidden + 3 * self.cast
-        return Part(kept, kept + more + (setup.decoded(shape.hidden * shape.mlp) if setup.load_in_4bit else 0))
+        if setup.load_in_4bit:  # seqtile's own has what up and gate were decoded to in its graph
+            more += setup.decoded(shape.hidden * shape.mlp) * (1 if peft else 2)
+        return Part(kept, kept + more)
 
     def _experts(self, pairs: int) -> int:
         """Returns the bytes of so many pairs of a token and an expert: the most of three moments of Hugging Face's

@@ -137,6 +137,12 @@ class Setup:
         """True if every parameter is trained, False if adapters are."""
         return self.lora_rank is None
 
+    @property
+    def optimizer_bytes(self) -> int:
+        """Bytes of the optimizer for each trained parameter, a float32 copy of its weight included."""
+        master = FLOAT if self.full and self.weight_bytes < FLOAT and self.optimizer == "adamw" else 0
+        return OPTIMIZERS[self.optimizer] + master
+
     def cast(self, parameters: int) -> int:
         """Returns the bytes of autocast's copies of so many weights, for products; 0 without it."""
         return parameters * self.bytes if self.autocast else 0

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from seqtile.memory.layer import Layer, Working
-from seqtile.memory.setup import FLOAT, GIB, OPTIMIZERS, Setup, Shape
+from seqtile.memory.setup import FLOAT, GIB, Setup, Shape
 
 BUCKET = 500_000_000  # elements that are reduced at a time: DeepSpeed's default
 
@@ -37,14 +37,12 @@ class Step:
     def __init__(self, shape: Shape, setup: Setup, tokens: int):
         self.shape, self.setup, self.tokens = shape, setup, tokens
         self.layer = Layer(shape, setup, tokens)
-        parameters, half = shape.parameters, setup.weight_bytes < FLOAT
-        self.trained = parameters if setup.full else shape.adapter_parameters(setup.lora_rank)
-        master = FLOAT if setup.full and half and setup.optimizer == "adamw" else 0
+        self.trained = shape.parameters if setup.full else shape.adapter_parameters(setup.lora_rank)
         adapters = 0 if setup.full else self.trained * FLOAT
         self.layer_weights = _layer_weights(shape, setup)
         weights = shape.outer_parameters * setup.weight_bytes + shape.layers * self.layer_weights
         self.weights = (weights + adapters) // setup.ranks(3)
-        self.optimizer = self.trained * (OPTIMIZERS[setup.optimizer] + master) // setup.ranks(1)
+        self.optimizer = self.trained * setup.optimizer_bytes // setup.ranks(1)
 
     def host(self) -> Parts:
         """Returns what is in the host memory of a node, for all its GPUs."""

@@ -50,10 +50,10 @@ from seqtile.ops.chunks import is_trial, resolve_chunk_tokens
 from seqtile.ops.decoder_layer import decoder_layer
 from seqtile.ops.decoder_layer.params import AttentionParams, LayerParams, MLPParams
 from seqtile.protocols import SequenceParallelAttention, SequenceParallelFunction
+from seqtile.rules import number_of_groups
 
 logger = logging.get_logger(__name__)
 _FORWARD_CHECKPOINTS = "__init_subclass__" in vars(GradientCheckpointingLayer)  # since transformers 5.2x; else __call__
-AUTO = 8  # groups at most: what exists of one group only is an eighth then, and its products are wide still
 
 
 def tiled_layer_forward(options: Options, original: Callable) -> Callable:
@@ -249,17 +249,8 @@ def _attention(
 
 
 def groups_of(attention: nn.Module, head_groups: int | str | None, ranks: int = 1) -> int | None:
-    """Returns how many groups of heads attend one after the other, None for all heads at once.
-
-    "auto" is as many as divide the kv heads, up to `AUTO`, and give each rank a kv head of its own in every group; None
-    if that is one. ValueError if the number asked for cannot be."""
-    kv_heads = attention.config.num_key_value_heads
-    if head_groups == "auto":
-        many = [groups for groups in range(2, AUTO + 1) if kv_heads % groups == 0 and kv_heads // groups >= ranks]
-        return max(many, default=None)
-    if head_groups is not None and kv_heads % head_groups:
-        raise ValueError(f"head_groups: expected a divisor of the {kv_heads} kv heads, got {head_groups}")
-    return head_groups
+    """Returns how many groups of heads attend one after the other, see `seqtile.rules`."""
+    return number_of_groups(attention.config.num_key_value_heads, head_groups, ranks)
 
 
 def layer_verdict(layer: nn.Module, dtype: torch.dtype | None = None) -> Verdict:

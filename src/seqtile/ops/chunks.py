@@ -19,7 +19,8 @@ from numbers import Integral
 
 import torch
 
-MIN_CHUNK_TOKENS = 2048
+from seqtile.rules import default_chunk_tokens
+
 _everywhere: ContextVar[int | None] = ContextVar("everywhere", default=None)
 
 
@@ -49,7 +50,7 @@ def resolve_chunk_tokens(chunk_tokens: int | None, hidden_size: int, sparsity: f
     if not torch.compiler.is_compiling() and (tokens := _everywhere.get()) is not None:
         return tokens
     if chunk_tokens is None:
-        return max(hidden_size, int(MIN_CHUNK_TOKENS * sparsity))
+        return default_chunk_tokens(hidden_size, sparsity)
     if type(chunk_tokens) is not int and (not isinstance(chunk_tokens, Integral) or isinstance(chunk_tokens, bool)):
         raise TypeError(f"chunk_tokens: expected an int or None, got {chunk_tokens!r}; pass a number of tokens")
     if chunk_tokens < 1:

@@ -14,6 +14,7 @@ from rich.table import Table
 from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
+from seqtile.memory.measure import FlopCount, LiveBytes
 from seqtile.models.model_types import model_classes, model_types
 from seqtile.models.parts import EXPERTS, LAYER, LOSS
 from seqtile.models.placement import Options
@@ -21,7 +22,6 @@ from seqtile.models.proof import Finding, findings, tiled_copy
 from seqtile.models.small import WORDS, small_model
 from seqtile.models.sweep import DIFFERS, FAILS, Row, sweep
 from seqtile.recipes import Trial
-from seqtile.recipes.measure import FlopCount, LiveBytes
 
 TOKENS, CHUNK = (2048, 192, 96), 64  # of the step whose work and memory are measured: the most that the model takes
 

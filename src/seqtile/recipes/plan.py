@@ -1,7 +1,7 @@
 """The forecast of `seqtile plan`: the longest sequence with each feature on, what to turn on, and what a step holds."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Annotated, Any
 
 from rich.console import Console
@@ -9,7 +9,8 @@ from rich.table import Column, Table
 from typer import Argument, Option
 
 from seqtile.memory import KNOWN, OFFLOAD, TILES, Longest, Plan, Setup, ladder, longest, plan, shape_of
-from seqtile.memory.setup import NoFormula
+from seqtile.memory.features import apply_options, simulation_refusal
+from seqtile.memory.setup import NoFormula, setup_of
 from seqtile.recipes import Trial, number_or_name
 
 GIB = 2**30
@@ -130,27 +131,21 @@ def _forecast(asked: Question, each: Callable[[str], None]) -> Forecast:
 
 def _simulated(asked: Question, each: Callable[[str], None]) -> tuple[dict[str, int], list[str]]:
     """Returns the longest sequences of a model without a formula, by running its code without data, and notes."""
-    known = plan(next(iter(KNOWN)), seq_len=1, **asked.setup())  # which has the same bytes a parameter
-    setup = known.setup
-    if setup.gpus > 1 or setup.lora_rank is not None or setup.offload:
-        return {}, ["it is simulated for one GPU alone, without LoRA and offload"]
-    import torch
-
+    setup = setup_of(asked.setup())
+    if (refusal := simulation_refusal(setup)) is not None:
+        return {}, [refusal]
+    from seqtile.memory.simulate import FEATURES, Simulated  # slow: torch
     from seqtile.recipes.check import class_of, config_of
-    from seqtile.recipes.simulate import parameters_of, simulations
 
     found: dict[str, int] = {}
     try:
         config = config_of(Trial(asked.model))
-        model_class = class_of(Trial(asked.model), config)
-        count = parameters_of(model_class, config)
-        held = sum(known.peak.parts[part] for part in ("weights", "optimizer")) / known.shape.parameters * count
-        free = setup.gpu_memory_gib * GIB - held - known.peak.parts["reserved"]
-        for simulation in simulations(model_class, config, getattr(torch, setup.dtype), each):
-            found[simulation.tiled] = simulation.longest(free, asked.batch_size)
+        predictor = Simulated(class_of(Trial(asked.model), config), config, setup, each)
+        for name, feature in FEATURES.items():
+            found[name] = predictor.longest(replace(setup, **feature.changes), asked.batch_size)
     except Exception as error:  # of the model's own code, which may raise anything on tensors without data
         return found, [f"it cannot be simulated: {' '.join(str(error).split())[:200]}"]
-    return found, [f"simulated with its own code, which has {count / 1e9:,.2f} billion parameters"]
+    return found, predictor.notes
 
 
 def remedies(rungs: list[tuple[Setup, Longest]], plan: Plan) -> dict[str, int]:
@@ -195,10 +190,9 @@ def to_turn_on(plan: Plan) -> list[str]:
     if setup.lora_rank is not None:
         lines.append(f'model = get_peft_model(model, LoraConfig(r={setup.lora_rank}, target_modules="all-linear"))')
     if setup.tiles:
-        options = "" if "mlp" in setup.tiles else ", mlp=False"
-        options += ", layer=True" if "layer" in setup.tiles else ""
-        groups = f'"{setup.head_groups}"' if setup.head_groups == "auto" else setup.head_groups
-        lines.append(f"seqtile.apply_seqtile(model{options}{f', head_groups={groups}' if groups else ''})")
+        options = ((name, '"auto"' if value == "auto" else value) for name, value in apply_options(setup).items())
+        given = "".join(f", {name}={value}" for name, value in options)
+        lines.append(f"seqtile.apply_seqtile(model{given})")
     if setup.sequence_parallel > 1:
         lines.append(f"sp.apply_ulysses(model, sp.initialize({setup.sequence_parallel}))  # and sp's loader and loss")
     if moved:

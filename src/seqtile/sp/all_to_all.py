@@ -29,6 +29,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from seqtile.protocols import PendingTensors
+from seqtile.rules import heads_of_rank
 from seqtile.sp.groups import SequenceParallel
 
 Rows = tuple[tuple[int, int], ...]
@@ -62,19 +63,17 @@ class RankHeads(NamedTuple):
         return count(within(self.rows, 0, token))
 
 
-def heads_of_rank(rank: int, size: int, q_heads: int, kv_heads: int, length: int) -> RankHeads:
+def rank_heads(rank: int, size: int, q_heads: int, kv_heads: int, length: int) -> RankHeads:
     """Returns what `rank` of `size` computes of a sequence of `length` tokens. `kv_heads` divides `q_heads`."""
-    first = rank * q_heads // size
-    last = max(first + 1, (rank + 1) * q_heads // size)
-    sharers = [other for other in range(size) if other * q_heads // size == first]
+    heads, kv = heads_of_rank(rank, size, q_heads, kv_heads)
+    sharers = [other for other in range(size) if other * q_heads // size == heads.start]
     part, parts = sharers.index(rank), len(sharers)
     ends = [length * i // (2 * parts) for i in range(2 * parts + 1)]
     low, high = (ends[part], ends[part + 1]), (ends[-part - 2], ends[-part - 1])
     pieces = [(low[0], high[1])] if low[1] == high[0] else [low, high]
     rows = tuple(piece for piece in pieces if piece[0] < piece[1])
     per_kv = q_heads // kv_heads
-    kv = slice(first // per_kv, (last - 1) // per_kv + 1)
-    return RankHeads(slice(first, last), kv, tuple(head // per_kv - kv.start for head in range(first, last)), rows)
+    return RankHeads(heads, kv, tuple(head // per_kv - kv.start for head in range(heads.start, heads.stop)), rows)
 
 
 def width(heads: slice) -> int:
@@ -106,7 +105,7 @@ class AllToAll:
 
     def __init__(self, sp_group: SequenceParallel, q_heads: int, kv_heads: int, by_kv: Sequence[bool], local: int):
         size, rank, length = sp_group.size, sp_group.rank, local * sp_group.size
-        ranks = [heads_of_rank(other, size, q_heads, kv_heads, length) for other in range(size)]
+        ranks = [rank_heads(other, size, q_heads, kv_heads, length) for other in range(size)]
         self._group, self._totals = sp_group.group, [kv_heads if is_kv else q_heads for is_kv in by_kv]
         self._is_even = q_heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
         self.heads = mine = ranks[rank]

@@ -11,10 +11,10 @@ from typer.testing import CliRunner
 
 from seqtile import memory
 from seqtile.cli import app
+from seqtile.memory import simulate
+from seqtile.memory.simulate import FEATURES, simulations
 from seqtile.models.model_types import model_classes
-from seqtile.recipes import simulate
 from seqtile.recipes.plan import Forecast, print_forecast
-from seqtile.recipes.simulate import FEATURES, simulations
 
 
 @pytest.fixture(autouse=True)

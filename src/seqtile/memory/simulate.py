@@ -17,18 +17,19 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-import seqtile
+from seqtile.memory import features
+from seqtile.memory.features import longest_that_fits
+from seqtile.memory.measure import LiveBytes
+from seqtile.memory.setup import GIB, Setup
+from seqtile.models import apply_seqtile
 from seqtile.models.find import experts_in, layers_of
 from seqtile.models.mlp import sparsity_of
 from seqtile.models.parts import LAYER
 from seqtile.models.small import config_for, with_few_layers
-from seqtile.ops.chunks import resolve_chunk_tokens
-from seqtile.recipes.measure import LiveBytes
+from seqtile.rules import default_chunk_tokens
 
-FEATURES = {"nothing": None, "loss": {"mlp": False}, "loss, MLP": {}, "loss, MLP, layer": {"layer": True}}
-"""What is tiled -> the options of `apply_seqtile`."""
-
-
+FEATURES = {name: feature for name, feature in features.FEATURES.items() if "tiles" in feature.changes}
+"""Those that are simulated."""
 CHUNKS = 24
 """Chunks of the shorter length, of an MLP; 2 at least of experts, which are longer. The other is a third longer."""
 
@@ -53,11 +54,51 @@ class Simulation(NamedTuple):
 
     def longest(self, free: float, batch_size: int) -> int:
         """Returns the tokens of the longest sequence whose step fits in `free` bytes."""
-        fits, too_long = 0, 2**40
-        while too_long - fits > 1:
-            tokens = (fits + too_long) // 2
-            fits, too_long = (tokens, too_long) if self.bytes_of(tokens * batch_size) <= free else (fits, tokens)
-        return fits
+        return longest_that_fits(lambda tokens: self.bytes_of(tokens * batch_size) <= free)
+
+
+class SimulatedStep(NamedTuple):
+    """What a step was simulated to need, see `features.Predicted`."""
+
+    gpu_bytes: float
+    bound: str | None
+
+
+class Simulated:
+    """The memory of a model by running its own code, as far as is asked for, see `features.Predictor`. ValueError for a
+    setup that cannot be simulated; when asked, whatever `simulations` raises."""
+
+    def __init__(
+        self,
+        model_class: type[PreTrainedModel],
+        config: PreTrainedConfig,
+        given: Setup,
+        each: Callable[[str], None] = lambda step: None,
+    ):
+        if (refusal := features.simulation_refusal(given)) is not None:
+            raise ValueError(refusal)
+        self.parameters = parameters_of(model_class, config)
+        self.notes = [f"simulated with its own code, which has {self.parameters / 1e9:,.2f} billion parameters"]
+        self._held = GIB + self.parameters * (given.weight_bytes + given.optimizer_bytes)
+        self._running = iter(simulations(model_class, config, getattr(torch, given.dtype), each))
+        self._simulations: dict[Any, Simulation] = {}
+
+    def _simulation(self, setup: Setup) -> Simulation:
+        """Simulates until what is tiled is what this setup tiles."""
+        while setup.tiles not in self._simulations:
+            found = next(self._running)
+            self._simulations[FEATURES[found.tiled].changes["tiles"]] = found
+        return self._simulations[setup.tiles]
+
+    def refusal(self, name: str, setup: Setup) -> str | None:
+        return None if name in FEATURES else "not simulated"
+
+    def predict(self, setup: Setup, seq_len: int, batch_size: int) -> SimulatedStep:
+        held = self._held + self._simulation(setup).bytes_of(seq_len * batch_size)
+        return SimulatedStep(held, None if held <= setup.gpu_memory_gib * GIB else "GPU memory")
+
+    def longest(self, setup: Setup, batch_size: int) -> int:
+        return self._simulation(setup).longest(setup.gpu_memory_gib * GIB - self._held, batch_size)
 
 
 class FlashFunction(torch.autograd.Function):
@@ -94,10 +135,10 @@ def simulations(
     input_token = whole.config.get_text_config().hidden_size * dtype.itemsize
     if any(LAYER.refusal(layer) for layer in layers_of(few)):
         raise ValueError("some of its layers have no attention of Hugging Face's, and their code for GPUs needs one")
-    for name, options in FEATURES.items():
+    for name, feature in FEATURES.items():
         with _run_without_data(_meta_model(model_class, with_few_layers(config), dtype)) as model:
-            if options is not None:
-                seqtile.apply_seqtile(model, **options, check=False)
+            if tiles := feature.changes["tiles"]:
+                apply_seqtile(model, **features.apply_options(Setup(tiles=tiles)), check=False)
             lengths = (tokens := _tokens(model), tokens + tokens // 3)
             short, long = (_peak(model, length, name, each) for length in lengths)
         token = (long - short) / (lengths[1] - lengths[0])
@@ -153,7 +194,7 @@ def _tokens(model: PreTrainedModel) -> int:
     """Returns the shorter length."""
     config = model.config.get_text_config()
     sparsity = max((sparsity_of(module, config) for module in experts_in(model)), default=1)
-    of_mlp, of_experts = (resolve_chunk_tokens(None, config.hidden_size, each) for each in (1, sparsity))
+    of_mlp, of_experts = (default_chunk_tokens(config.hidden_size, each) for each in (1, sparsity))
     return max(CHUNKS * of_mlp, 2 * of_experts)
 
 
@@ -161,7 +202,7 @@ def _peak(model: PreTrainedModel, tokens: int, name: str, each: Callable[[str], 
     each(f"{name}: {tokens:,} tokens")
     ids = torch.zeros(1, tokens, dtype=torch.long)
     # Which tokens are labelled is not known without data: all are.
-    labels = {"labels": ids} if FEATURES[name] is None else {"shift_labels": ids, "ignore_index": None}
+    labels = {"labels": ids} if name == "nothing" else {"shift_labels": ids, "ignore_index": None}
     with LiveBytes() as memory:
         model(input_ids=ids, use_cache=False, **labels).loss.backward()
     model.zero_grad(set_to_none=True)

@@ -1,0 +1,30 @@
+"""The rules that a tiled model and its plan both follow: tokens of a chunk, groups of heads, heads of a rank."""
+
+MIN_CHUNK_TOKENS = 2048
+MAX_AUTO_GROUPS = 8  # what exists of one group only is an eighth then, and its products are wide still
+
+
+def default_chunk_tokens(hidden_size: int, sparsity: float = 1) -> int:
+    """Returns the tokens of a chunk; `sparsity` is experts / experts a token in a mixture. See `ops/chunks.py`."""
+    return max(hidden_size, int(MIN_CHUNK_TOKENS * sparsity))
+
+
+def number_of_groups(kv_heads: int, head_groups: int | str | None, ranks: int = 1) -> int | None:
+    """Returns how many groups of heads attend one after the other, None for all heads at once.
+
+    "auto" is as many as divide the kv heads, up to `MAX_AUTO_GROUPS`, and give each rank a kv head of its own in every
+    group; None if that is one. ValueError if the number asked for cannot be."""
+    if head_groups == "auto":
+        many = range(2, MAX_AUTO_GROUPS + 1)
+        return max((n for n in many if kv_heads % n == 0 and kv_heads // n >= ranks), default=None)
+    if head_groups is not None and kv_heads % head_groups:
+        raise ValueError(f"head_groups: expected a divisor of the {kv_heads} kv heads, got {head_groups}")
+    return head_groups
+
+
+def heads_of_rank(rank: int, size: int, q_heads: int, kv_heads: int) -> tuple[slice, slice]:
+    """Returns the query heads that a rank computes, dealt out in order and balanced to within one, at least one; and
+    the kv heads that these read. `kv_heads` divides `q_heads`."""
+    first = rank * q_heads // size
+    last, per_kv = max(first + 1, (rank + 1) * q_heads // size), q_heads // kv_heads
+    return slice(first, last), slice(first // per_kv, (last - 1) // per_kv + 1)

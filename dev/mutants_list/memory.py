@@ -8,9 +8,9 @@ SIMULATION = ("memory/test_against_simulation.py",)
 MUTANTS = (
     Mutant(
         "states: float32 weights are kept in float32 once more",
-        "memory/step.py",
-        "FLOAT if setup.full and half and setup.optimizer",
-        "FLOAT if setup.full and setup.optimizer",
+        "memory/setup.py",
+        "FLOAT if self.full and self.weight_bytes < FLOAT and self.optimizer",
+        "FLOAT if self.full and self.optimizer",
         PLAN,
     ),
     Mutant(
@@ -45,9 +45,9 @@ MUTANTS = (
     ),
     Mutant(
         "tiled layer: groups leave ranks without a kv head",
-        "memory/layer.py",
-        "if heads % count == 0 and heads // count >= ranks]",
-        "if heads % count == 0]",
+        "rules.py",
+        "if kv_heads % n == 0 and kv_heads // n >= ranks)",
+        "if kv_heads % n == 0)",
         PLAN,
     ),
     Mutant(
@@ -67,9 +67,9 @@ MUTANTS = (
     ),
     Mutant(
         "plan: the longest sequence is a token short",
-        "memory/__init__.py",
-        "while too_long - fits > 1:",
-        "while too_long - fits > 2:",
+        "memory/features.py",
+        "while too_many - most > 1:",
+        "while too_many - most > 2:",
         PLAN,
     ),
     Mutant(

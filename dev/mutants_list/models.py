@@ -213,7 +213,7 @@ MUTANTS = (
     Mutant(
         "proof: what is remembered of a file holds for any config",
         "models/proof.py",
-        "return self.meaning in meanings or (self.meaning is None and bool(meanings))",
+        "return self.meaning in meanings or ((of_any_config or self.meaning is None) and bool(meanings))",
         "return bool(meanings)",
         TYPES,
         select="other_sizes or not_remembered",

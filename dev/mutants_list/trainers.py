@@ -106,9 +106,9 @@ MUTANTS = (
     ),
     Mutant(
         "fit: the layer inputs go to the host before whole layers are tried",
-        "fitting.py",
-        '"layers in chunks": ({"tiles": TILES}, "no more products"),',
-        '"layers in chunks": ({"tiles": TILES, "offload": ("activations",)}, "no more products"),',
+        "memory/features.py",
+        'Feature({"tiles": TILES}, "layers in chunks", "no more products"),',
+        'Feature({"tiles": TILES, "offload": ("activations",)}, "layers in chunks", "no more products"),',
         ("test_fitting.py",),
     ),
 )

@@ -348,9 +348,9 @@ def _whole(name: str, weight: torch.Tensor) -> torch.Tensor:
 
 
 def call_inside(module: nn.Module, function: Callable, *args: torch.Tensor) -> Any:
-    """Returns function(*args), called inside the module's own call if FSDP2 shards it by itself: its hooks then gather
-    the weight for `function` and see to its gradient."""
-    if not isinstance(module, FSDPModule):
+    """Returns function(*args), called inside the module's own call if FSDP2 shards it by itself, or ZeRO-3 has hooks on
+    it, which record that call: these hooks then gather the weight for `function` and see to its gradient."""
+    if not isinstance(module, FSDPModule) and "ds_id" not in vars(module):
         return function(*args)
 
     def once(*args: torch.Tensor) -> Any:

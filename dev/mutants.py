@@ -1,6 +1,7 @@
 """Makes small wrong changes to the package, one at a time, and tells whether the tests notice them.
 
     .venv/bin/python dev/mutants.py [--only NAME ...] [--check] [--full] [--jobs N] [--json OUT] [--before JSON]
+                                    [--first-step N [--seed S]]
 
 The changes are in `mutants_list`, each with the tests that should notice it. A change is made in a copy of the source,
 never in the source itself. A mutant dies where a test fails or takes too long; a module that cannot be imported, or
@@ -8,11 +9,14 @@ tests that cannot be collected, are an error of the list. Prints a table in Mark
 unless the list has the reason, or if anything else is wrong.
 
 To see that a change of the tests lost nothing: once before with `--json OUT`, once after with `--before OUT`.
+With `--first-step` no test is run: mutants are drawn until N of them change what a step of a small model computes, and
+the table says of each whether the first training step's comparison raises on these models, see mutants_first_step.py.
 """
 
 import argparse
 import json
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -201,6 +205,45 @@ def lost(outcomes: list[Outcome], before: Path) -> list[str]:
     return [one.name for one in outcomes if one.name in died and one.result != DIED]
 
 
+def judged_by_first_step(mutant: Mutant) -> list[tuple[str, str, str]]:
+    """Of each small model its name, what the mutant changes of a step, and what the comparison says."""
+    with copied(mutant) as folder:
+        ran = subprocess.run(
+            [sys.executable, "-m", "dev.mutants_first_step", *(["few"] if mutant.interpreted else [])],
+            cwd=ROOT,
+            env=environment(folder / "src", mutant.interpreted),
+            capture_output=True,
+            text=True,
+            timeout=3 * SECONDS,
+        )
+    if ran.returncode:
+        raise RuntimeError(f"{mutant.name}: {ran.stderr[-1000:]}")
+    return [tuple(json.loads(line)) for line in ran.stdout.splitlines()]
+
+
+def by_first_step(mutants: list[Mutant], number: int, seed: int, jobs: int) -> list[Outcome]:
+    """Draws mutants of kernels, ops and models until so many change a result. SURVIVED: on a model whose result it
+    changes the comparison says nothing."""
+    drawn = [each for each in mutants if each.file.split("/")[0] in ("kernels", "ops", "models") and not each.dist]
+    random.Random(seed).shuffle(drawn)
+    found: list[Outcome] = []
+    pool = ThreadPoolExecutor(jobs)
+    try:
+        for mutant, rows in zip(drawn, pool.map(judged_by_first_step, drawn), strict=True):
+            changed = [(name, differs, said) for name, differs, said in rows if differs]
+            missed = [f"{name} ({differs})" for name, differs, said in changed if not said]
+            print(f"{len(changed):2d} changed, {len(missed)} missed  {mutant.name}", file=sys.stderr, flush=True)
+            if changed:
+                by = f"{len(changed) - len(missed)} of {len(changed)} models, such as {changed[0][0]}: {changed[0][1]}"
+                by += f"; missed: {', '.join(missed)}" if missed else ""
+                found.append(Outcome(mutant.name, mutant.file, SURVIVED if missed else DIED, by))
+            if len(found) == number:
+                break
+    finally:
+        pool.shutdown(cancel_futures=True)
+    return found
+
+
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="mutants that have one of these in their name")
@@ -209,12 +252,18 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
     parser.add_argument("--json", type=Path, help="write the outcomes there")
     parser.add_argument("--before", type=Path, help="outcomes of another run: name those that died then and not now")
+    parser.add_argument("--first-step", type=int, metavar="N", help="what the first step's check says of N of them")
+    parser.add_argument("--seed", type=int, default=0, help="of the lot by which these are drawn")
     return parser.parse_args()
 
 
 def main() -> int:
     options = arguments()
     mutants = chosen(options.only)
+    if options.first_step:
+        outcomes = by_first_step(mutants, options.first_step, options.seed, options.jobs)
+        print(table(outcomes))
+        return int(any(one.result == SURVIVED for one in outcomes))
     if options.check:
         outcomes = all_tested(by_file(mutants), options.jobs, options.full, options.json, change=False)
         outcomes = [replace(one, result="passed" if one.result == SURVIVED else "FAILED") for one in outcomes]

@@ -51,6 +51,7 @@ CUTS = (
         tuple("012345"),
         "of 40 draws, other ones in every run",
     ),
+    Cut(("recipes/test_on_ranks.py::test_one_rank_holds",), (), "a model of 800 MB, and four processes"),
     Cut(
         ("recipes/test_simulate.py::test_where",),
         ("llama",),
@@ -82,6 +83,23 @@ CUTS = (
         ("models/test_types.py::test_a_type", "models/test_small.py::test_every_kind"),
         ("*b", "*l", "*_text", "gpt_oss", "deepseek_v3", "phimoe"),
         "a tenth of the types and those that are most unlike; each takes a third of a second",
+    ),
+    Cut(
+        ("models/test_first_step_types.py::test_no_false_alarm",),
+        (
+            "gpt2-float32",
+            "bart-float16",
+            "gpt_oss-bfloat16",
+            "qwen3_moe-float16",
+            "olmo2-autocast*",
+            "deepseek_v3-*bfloat16",
+        ),
+        "of each type and precision, a second each",
+    ),
+    Cut(
+        ("models/test_sweep.py::test_a_type",),
+        ("llama", "gpt2", "olmo2", "gemma2", "bloom"),
+        "2 to 60 s each of some thirty variants",
     ),
     Cut(("recipes/test_check.py::test_every_type",), ("gpt2", "gemma4_assistant"), "1 to 30 s each"),
     Cut(

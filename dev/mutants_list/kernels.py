@@ -22,8 +22,8 @@ MUTANTS = (
     Program(
         "cross-entropy kernel: half the gradient of the z-loss",
         "kernels/cross_entropy.py",
-        "of_all = of_target + 2.0 * z_loss * lse",
-        "of_all = of_target + z_loss * lse",
+        "softmax_coef = target_coef + 2.0 * z_loss * lse",
+        "softmax_coef = target_coef + z_loss * lse",
         CROSS_ENTROPY,
         select="values_and_gradient",
     ),
@@ -82,8 +82,8 @@ MUTANTS = (
     Mutant(
         "eager cross-entropy: smoothing forgets the class weights in the gradient",
         "kernels/eager.py",
-        "gradient -= of_class * weights",
-        "gradient -= of_class",
+        "gradient -= class_coef * weights",
+        "gradient -= class_coef",
         CROSS_ENTROPY,
     ),
     Mutant(

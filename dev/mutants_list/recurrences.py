@@ -13,26 +13,26 @@ MUTANTS = (
     Family(
         "recurrence: a group's channels are taken for those of heads",
         "sp/recurrence.py",
-        "mine = share.kv if name in rule.shared else share.q\n            found.append(slice(start",
-        "mine = share.q\n            found.append(slice(start",
+        "mine = own.kv if name in rule.shared else own.q\n",
+        "mine = own.q\n",
     ),
     Family(
         "recurrence: a state goes on into the next document",
         "sp/recurrence.py",
-        "parts = [compute(*(x[:, :, start:stop] for x in chosen)) for start, stop in of_row]",
-        "parts = [compute(*(x[:, :, :stop] for x in chosen))[:, start:] for start, stop in of_row]",
+        "spans = segments(layout, ((0, layout.length),))\n",
+        "spans = [[r[0]._replace(q1=r[-1].q1, k1=r[-1].q1)] for r in segments(layout, ((0, layout.length),))]\n",
     ),
     Family(
         "recurrence: what pads is computed as a document",
         "sp/recurrence.py",
-        "    if layout.documents == (((0, layout.length),),):\n        return compute(*arrived)\n    rows = []",
-        "    if len(layout.documents) == 1:\n        return compute(*arrived)\n    rows = []",
+        "spans = spans * (len(arrived[0]) // len(spans)) if in_one_call else spans",
+        "spans = [r if len(r) > 3 else [r[0]._replace(q1=layout.length, k0=0, k1=layout.length)] for r in spans]",
     ),
     Family(
         "recurrence: decays of the first heads on every rank",
         "sp/recurrence.py",
-        "{name: x[share.q][heads] for name, x in vectors.items()}",
-        "{name: x[: share.q.stop - share.q.start][heads] for name, x in vectors.items()}",
+        "{name: x[own.q][heads] for name, x in vectors.items()}",
+        "{name: x[: own.q.stop - own.q.start][heads] for name, x in vectors.items()}",
     ),
     Family(
         "recurrence: all operands by name",
@@ -43,20 +43,20 @@ MUTANTS = (
     Family(
         "recurrence: documents begin one token late",
         "sp/recurrence.py",
-        "starts = torch.tensor([0, *accumulate(sizes)], device=arrived[0].device)",
-        "starts = torch.tensor([0, *(end - 1 for end in accumulate(sizes[:-1])), sum(sizes)])",
+        "torch.tensor([0, *accumulate(sizes)], device=device)",
+        "torch.tensor([0, *(end - 1 for end in accumulate(sizes[:-1])), sum(sizes)])",
     ),
     Family(
         "all-to-all: gradients of shared heads are not added",
         "sp/all_to_all.py",
-        "summed = tuple(i for i, shared in enumerate(is_shared) if shared and several)",
-        "summed = ()",
+        "part.add_(place)",
+        "part.copy_(place)",
     ),
     Family(
         "sinks: those of the first heads on every rank",
         "sp/attention.py",
-        "self.window, self.options).of_heads(share.q)",
-        "self.window, self.options).of_heads(slice(0, share.q.stop - share.q.start))",
+        "self.window, self.options).of_heads(heads.q)",
+        "self.window, self.options).of_heads(slice(0, heads.q.stop - heads.q.start))",
     ),
     Family(
         "latent: the first heads are expanded on every rank",
@@ -67,8 +67,8 @@ MUTANTS = (
     Mutant(
         "latent: compressed where that is more",
         "sp/compressed.py",
-        "self.ctx.size > 1 and compressed < by_heads and plain",
-        "self.ctx.size > 1 and plain",
+        "self.sp_group.size > 1 and compressed < by_heads and plain",
+        "self.sp_group.size > 1 and plain",
         LATENT,
     ),
     Family(
@@ -80,7 +80,7 @@ MUTANTS = (
     Family(
         "balance: every rank adds all of it",
         "sp/balance.py",
-        "part = whole - whole.detach() * (1 - 1 / ctx.size)",
+        "part = whole - whole.detach() * (1 - 1 / sp_group.size)",
         "part = whole",
     ),
     Mutant(
@@ -107,7 +107,7 @@ MUTANTS = (
     Mutant(
         "plan: nothing is decoded",
         "memory/setup.py",
-        "return parameters * self.bytes if self.load_in_4bit else 0",
+        "return parameters * self.bytes if self.load_in_4bit or self.autocast else 0",
         "return 0",
         PLANS,
     ),

@@ -7,6 +7,8 @@ from mutants_list.mutant import Mutant
 COLLATOR = ("sp/test_collator.py",)
 DOCUMENTS = ("sp/test_documents.py",)
 HEADS = ("sp/test_heads.py",)
+EXCHANGES = ("sp/test_all_to_all.py",)
+LAYOUT = ("sp/test_layout.py",)
 OverRanks = partial(Mutant, tests=("sp/test_sequence_parallel.py",), dist=True)
 
 MUTANTS = (
@@ -34,8 +36,8 @@ MUTANTS = (
     Mutant(
         "documents: positions that leave some out do not part them",
         "sp/layout.py",
-        "follows = (positions[1:] == positions[:-1] + 1)",
-        "follows = (positions[1:] > positions[:-1])",
+        "follows = (positions[:, 1:] == positions[:, :-1] + 1)",
+        "follows = (positions[:, 1:] > positions[:, :-1])",
         DOCUMENTS,
     ),
     Mutant(
@@ -94,25 +96,60 @@ MUTANTS = (
         "if len(set(read)) > 0:",
         DOCUMENTS,
     ),
-    OverRanks(
+    Mutant(
         "exchange: of the gradients of a shared kv head one rank's stays",
         "sp/all_to_all.py",
-        "summed = (K, V) if sum(width(share.kv) for share in shares) > kv_heads else ()",
-        "summed = ()",
-        select="test_attention",
+        "torch.sum(place, 1, keepdim=True, out=part)",
+        "part.copy_(place[:, :1])",
+        EXCHANGES,
+    ),
+    Mutant(
+        "exchange: a rank at a time in a narrow dtype",
+        "sp/all_to_all.py",
+        "arrived.new_zeros(shape, dtype=wide) if i in added",
+        "arrived.new_zeros(shape) if i in added",
+        EXCHANGES,
+    ),
+    Mutant(
+        "exchange: one copy a rank where every rank has as many heads",
+        "sp/all_to_all.py",
+        "self._is_even = q_heads % size == 0 and",
+        "self._is_even = size == 1 and",
+        EXCHANGES,
+    ),
+    Mutant(
+        "exchange: of two pieces of a rank's queries both are put first",
+        "sp/all_to_all.py",
+        "at = count(within(rows, 0, first)) if by_heads else first - start",
+        "at = count(within(rows, start, first)) if by_heads else first - start",
+        EXCHANGES,
+    ),
+    Mutant(
+        "documents: each row is waited for",
+        "sp/layout.py",
+        "torch.stack([begins, ends], 1).cpu()]",
+        "torch.stack([begins, ends], 1)]",
+        LAYOUT,
+    ),
+    Mutant(
+        "layout: what a layer asks for is found for each",
+        "sp/layout.py",
+        "if key not in self._made:",
+        "if True:",
+        LAYOUT,
     ),
     OverRanks(
         "loss: its gradient is not multiplied by the size of the group",
-        "sp/apply.py",
-        "return d_total * ctx.size, None, None",
+        "sp/loss.py",
+        "return d_total * node.size, None, None",
         "return d_total, None, None",
         select="losses",
     ),
     OverRanks(
-        "loss: a share's backward is not refused",
-        "sp/apply.py",
-        "if not ctx.is_reduced:",
-        "if ctx.is_reduced is None:",
+        "loss: a partial loss's backward is not refused",
+        "sp/loss.py",
+        "if not node.is_reduced:",
+        "if node.is_reduced is None:",
         select="losses",
     ),
     OverRanks(
@@ -125,15 +162,15 @@ MUTANTS = (
     OverRanks(
         "same batch: a forward that failed leaves its positions to the next",
         "sp/apply.py",
-        "        self.batch = None\n",
-        "        pass\n",
+        "            self.layout = None\n",
+        "            pass\n",
         select="batches",
     ),
     OverRanks(
         "exchange: a dtype that cannot come back is refused in the backward alone",
         "sp/all_to_all.py",
-        "(*self.source.summed, *self.target.summed)",
-        "self.target.summed",
+        "_wire_dtype(dtypes, self._summed)",
+        "_wire_dtype(dtypes, [] if to_heads else self._summed)",
         select="refusals",
     ),
     OverRanks(

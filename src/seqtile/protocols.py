@@ -21,15 +21,12 @@ from torch import Tensor, nn
 SHARDED = "_seqtile_ulysses"
 """The attribute under which a model whose sequences are sharded over ranks holds its `ShardedSequences`."""
 
-Arriving = Callable[[], Sequence[Tensor]]
+PendingTensors = Callable[[], Sequence[Tensor]]
 """Waits for tensors that other ranks send, and returns them. To be called once."""
 
 
 class ShardedSequences(Protocol):
     """What a model is told whose sequences are sharded over ranks."""
-
-    ctx: Any
-    """The ranks: `rank`, `size` and `group`."""
 
     def other_batch(self) -> AbstractContextManager[None]:
         """Returns a context in which forwards take another batch than that of the model's forward that runs."""
@@ -49,12 +46,12 @@ class SequenceParallelAttention(Protocol):
         """Returns the steps for one of so many groups of heads; `groups` divides the number of kv heads."""
         ...
 
-    def start_to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> Arriving:
+    def start_to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> PendingTensors:
         """Sends q [B, H, S, K], k and v [B, KV, S, K] of this rank's S tokens; what arrives are q [B, h, rows, K], k
         and v [B, kv, length, K] of this rank's heads. Without gradients."""
         ...
 
-    def start_gradients_to_tokens(self, *d_qkv: Tensor) -> Arriving:
+    def start_gradients_to_tokens(self, *d_qkv: Tensor) -> PendingTensors:
         """Sends the gradients of what `start_to_heads` brought to the ranks that hold the tokens."""
         ...
 

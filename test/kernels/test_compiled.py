@@ -60,7 +60,8 @@ def of_two_heads(beta: float, *given: str, write: tuple[bool, bool] = (True, Fal
         vectors = {name: empty(ROWS) for name in ("entropy", "row_scale")}
         vectors |= {name: empty(128_256, dtype=dtype) for name in ("student_bias", "teacher_bias")}
         arguments = {name: vector if name in given else None for name, vector in vectors.items()}
-        chosen, found = DivergenceOptions(beta, **options), DivergenceVectors(**arguments)
+        of_each = LossOptions(**options)
+        chosen, found = DivergenceOptions(beta, of_each, of_each), DivergenceVectors(**arguments)
         divergence.divergence_(student, teacher, empty(ROWS), chosen, found, write)
 
     return launch
@@ -144,10 +145,8 @@ LAUNCHES: dict[str, Launch] = {
         "teacher_bias",
         write=(True, True),
         temperature=0.7,
-        student_scale=0.5,
-        student_softcap=30.0,
-        teacher_scale=0.5,
-        teacher_softcap=30.0,
+        logit_scale=0.5,
+        softcap=30.0,
     ),
     **{f"gated_{name}": forward(14_336, name) for name in ("silu", "gelu_tanh")},
     **{f"gated_backward_{name}": backward(14_336, name) for name in ("silu", "gelu_tanh")},

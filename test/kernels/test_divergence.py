@@ -3,16 +3,16 @@ import torch
 
 from assertions import assert_as_exact, poisoned
 from head_reference import entropies_of, logits_of
-from seqtile.kernels import DivergenceOptions
+from seqtile.kernels import DivergenceOptions, LossOptions
 from seqtile.kernels.dispatch import divergence_
 
 OPTIONS = {
     "forward": DivergenceOptions(0.0),
     "reverse": DivergenceOptions(1.0),
     "mixed": DivergenceOptions(0.3),
-    "all": DivergenceOptions(0.6, 1.7, 1.3, 4.0, -0.7, 6.0),
-    "forward, caps": DivergenceOptions(0.0, 0.8, 1.3, 4.0, 0.7, 6.0),
-    "reverse, caps": DivergenceOptions(1.0, 0.8, 1.3, 4.0, 0.7, 6.0),
+    "all": DivergenceOptions(0.6, LossOptions(1.3, 4.0, 1.7), LossOptions(-0.7, 6.0, 1.7)),
+    "forward, caps": DivergenceOptions(0.0, LossOptions(1.3, 4.0, 0.8), LossOptions(0.7, 6.0, 0.8)),
+    "reverse, caps": DivergenceOptions(1.0, LossOptions(1.3, 4.0, 0.8), LossOptions(0.7, 6.0, 0.8)),
 }
 HEADS = ("student", "teacher")
 
@@ -28,11 +28,10 @@ def reference(
 ) -> list[torch.Tensor]:
     """Divergences, the student's entropies and the gradients as the kernel leaves them."""
     leaves = [part.detach().clone().requires_grad_() for part in products]
-    scales = [options.student_scale, options.teacher_scale]
-    caps = [options.student_softcap, options.teacher_softcap]
+    of_heads = options[1:]
     logits = [
-        logits_of(leaf, bias, softcap=cap, logit_scale=scale, temperature=options.temperature)
-        for leaf, bias, cap, scale in zip(leaves, biases, caps, scales, strict=True)
+        logits_of(leaf, bias, softcap=own.softcap, logit_scale=own.logit_scale, temperature=own.temperature)
+        for leaf, bias, own in zip(leaves, biases, of_heads, strict=True)
     ]
     p, q = (x.log_softmax(1) for x in logits)
     if options.beta in (0, 1):
@@ -42,8 +41,8 @@ def reference(
         m = (options.beta * q.exp() + (1 - options.beta) * p.exp()).log()
         losses = options.beta * (q.exp() * (q - m)).sum(1) + (1 - options.beta) * (p.exp() * (p - m)).sum(1)
     total = (losses if row_scale is None else losses * row_scale.to(losses.dtype)).sum()
-    gradients = torch.autograd.grad(total * options.temperature, leaves)
-    return [losses, entropies_of(logits[0]), *(d / scale for d, scale in zip(gradients, scales, strict=True))]
+    gradients = torch.autograd.grad(total * options.student.temperature, leaves)
+    return [losses, entropies_of(logits[0]), *(d / own.logit_scale for d, own in zip(gradients, of_heads, strict=True))]
 
 
 @pytest.mark.parametrize("write", [(True, True), (True, False), (False, True)], ids=str)

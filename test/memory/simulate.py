@@ -150,6 +150,8 @@ class Sharded(LiveBytes):
 
 def attention(setup: Setup) -> Callable:
     def whole(module, q, k, v, mask, **kwargs):
+        if setup.autocast:  # as Hugging Face's flash_attention_forward does
+            q, k, v = (x.to(getattr(torch, setup.dtype)) for x in (q, k, v))
         return FlashFunction.apply(q, k, v), None
 
     if setup.sequence_parallel == 1:
@@ -257,7 +259,9 @@ def build(config: PreTrainedConfig, setup: Setup, modes: ExitStack, host: HostMe
     AttentionInterface.register("no_scores", attention(setup))
     with torch.device("meta"):
         model = causal_lm = AutoModelForCausalLM.from_config(
-            config, attn_implementation="no_scores", dtype=getattr(torch, setup.dtype)
+            config,
+            attn_implementation="no_scores",
+            dtype=torch.float32 if setup.autocast else getattr(torch, setup.dtype),
         )
         if setup.load_in_4bit:
             with_4_bits(model, model.dtype)
@@ -296,5 +300,7 @@ def simulate(
         for name, full in (("alloc_storage", True), ("free_storage", False)):
             modes.enter_context(patch.object(_fsdp_param, name, memory.resizing(getattr(_fsdp_param, name), full)))
         with memory:
-            model(input_ids=ids, use_cache=False, **labels).loss.backward()
+            with torch.autocast("cpu", getattr(torch, setup.dtype), enabled=setup.autocast):
+                loss = model(input_ids=ids, use_cache=False, **labels).loss
+            loss.backward()
     return Simulated(memory.peak, host.total)

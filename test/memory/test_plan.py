@@ -179,6 +179,15 @@ def test_optimizers(optimizer: str, dtype: str, expected: int) -> None:
     assert plan.peak.parts["optimizer"] == plan.shape.parameters * expected
 
 
+def test_weights_under_autocast() -> None:
+    """16 bytes a parameter, as with weights in half precision and a float32 copy, which are others: 4 of weights, 4 of
+    gradients, 8 of AdamW's; layer inputs in host memory have 4 bytes."""
+    plan = memory.plan(LLAMA, seq_len=8192, autocast=True, offload=("activations",))
+    assert plan.peak.parts["weights"] == plan.shape.parameters * 4
+    assert plan.peak.parts["optimizer"] == plan.shape.parameters * 8
+    assert plan.host["inputs"] == 31 * 8192 * 4096 * 4
+
+
 def test_adapters() -> None:
     """Rank 16 over every projection of Llama-3.1-8B has 41.9 million parameters."""
     plan = memory.plan(LLAMA, seq_len=8, lora_rank=16)
@@ -186,6 +195,8 @@ def test_adapters() -> None:
     assert plan.peak.parts["weights"] == plan.shape.parameters * 2 + 41_943_040 * 4
     with pytest.raises(ValueError, match="lora_rank: adapters of a mixture of experts are not planned"):
         memory.plan(config_of("mixtral"), seq_len=8, lora_rank=16)
+    with pytest.raises(ValueError, match="autocast: expected False for a mixture of experts, got True"):
+        memory.plan(config_of("mixtral"), seq_len=8, autocast=True)
 
 
 def test_the_published_ladder() -> None:
@@ -237,6 +248,9 @@ def test_the_published_ladder() -> None:
         ),
         ({"dtype": ["bfloat16"]}, "dtype: expected one of"),
         ({"liger": "no"}, "liger: expected True or False, got 'no'"),
+        ({"autocast": 1}, "autocast: expected True or False, got 1"),
+        ({"autocast": True, "dtype": "float32"}, "dtype: expected bfloat16 or float16 under autocast"),
+        ({"autocast": True, "load_in_4bit": True, "lora_rank": 8}, "autocast: expected False with load_in_4bit"),
         ({"optimizer": "adamw_8bit", "offload": ("optimizer",)}, "expected adamw or sgd, got adamw_8bit"),
         ({"gpus": 8, "zero_stage": 2, "offload": ("weights",)}, "offload of weights needs zero_stage 3 on 8 GPUs"),
     ],

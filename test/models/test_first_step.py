@@ -4,16 +4,24 @@ import copy
 import random
 import re
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import nn
 
 import seqtile
+from models.test_layer_packed import packed
+from models.test_layer_sharing import built
+from models.test_paths import hooked
+from seqtile.models import any_layer, layer_arguments
+from seqtile.models.base_model import base_models_of
 from seqtile.models.first_step import outcome_of
+from seqtile.models.placement import unplace
 from seqtile.models.trial_batch import TOKENS, trial_batch
-from seqtile.ops import leaf_gradients, tiled
+from seqtile.ops import leaf_gradients, linear, tiled
 from tiny import CHUNK, batch_of, build, checkpointing
 
 EQUAL = "equal the untiled model's up to rounding"
@@ -64,41 +72,134 @@ def wrong_gradients_of_weights(model: nn.Module, monkeypatch: pytest.MonkeyPatch
     assert leaf_gradients.gradients_of is not gradients_of
 
 
-WRONG: dict[str, tuple[str, dict, Callable, str]] = {  # model, options, what is spoiled, what is named
-    "an activation that mixes tokens": (
-        "llama",
+def larger_gradients(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is called chunk by chunk gets gradients that are a tenth too large."""
+    right = tiled.gradients_of
+    monkeypatch.setattr(tiled, "gradients_of", lambda *args: [None if g is None else 1.1 * g for g in right(*args)])
+
+
+def overwrite_main_grads(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a `main_grad` held before is lost."""
+    for parameter in model.parameters():
+        parameter.main_grad = torch.zeros(parameter.shape)
+    begin = linear.WeightGrad.__init__
+
+    def begun(self, *args, **options) -> None:
+        begin(self, *args, **options)
+        if self._buffer is not None:
+            self._buffer.zero_()
+
+    monkeypatch.setattr(linear.WeightGrad, "__init__", begun)
+
+
+def make_a_cache(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one, which Hugging Face's config asks for, packed documents are not told apart."""
+    for base in base_models_of(model):
+        unplace(base)
+
+
+def last_chunk_of(heads: torch.Tensor) -> torch.Tensor:
+    """Keys or values [B, H, S, K], each chunk of which is as the last one, of three tokens in the comparison."""
+    return heads[:, :, heads.shape[2] - 3 + torch.arange(heads.shape[2]) % 3]
+
+
+def share(of_heads: Callable[[torch.Tensor], torch.Tensor]) -> Callable:
+    """Keys and values that later layers are given are something else than what the layer's attention was given."""
+
+    def spoil(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+        whole = any_layer._LayerCall.whole_written
+
+        def spoiled(self, further: list, heads: list) -> dict:
+            return whole(self, further, [of_heads(part) for part in heads])
+
+        monkeypatch.setattr(any_layer._LayerCall, "whole_written", spoiled)
+
+    return spoil
+
+
+def share_by_chunks(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each chunk writes its keys and values into the dict that the layer was given, and reads those of the last."""
+    monkeypatch.setattr(layer_arguments, "copy", SimpleNamespace(copy=lambda leaf: leaf))
+    monkeypatch.setattr(layer_arguments, "tree_leaves", lambda tree: [])
+    monkeypatch.setattr(layer_arguments.ChunkArguments, "written", lambda self: {})
+
+
+class Wrong(NamedTuple):
+    """A model, and what is spoiled after it was tiled."""
+
+    built: Callable[[], nn.Module]
+    options: dict
+    spoil: Callable[[nn.Module, pytest.MonkeyPatch], None]
+    named: str
+    """What the error says, a pattern."""
+    batch: Callable[[], dict] = partial(batch_of, 2, 61)
+
+
+LAYER = {"layer": True}
+PACKED = partial(packed, 9, 30)  # use_cache left at its default
+NAMES_LAYER = r"the part is layer\..*layer=False"
+WRONG: dict[str, Wrong] = {
+    "an activation that mixes tokens": Wrong(
+        partial(build, "llama"),
         {},
         lambda model, monkeypatch: put_mixing_activation(model),
         r"mlp \(LlamaMLP\).*mlp=False",
     ),
-    "hooks on parameters": ("qwen3_moe", {}, wrong_gradients_of_weights, r"mlp \(Qwen3MoeExperts\).*mlp=False"),
-    "hooks on parameters of a layer": ("olmo2", {"layer": True}, wrong_gradients_of_weights, r"layer.*layer=False"),
+    "hooks on parameters of a mixture": Wrong(
+        partial(build, "qwen3_moe"), {}, wrong_gradients_of_weights, r"mlp \(Qwen3MoeExperts\).*mlp=False"
+    ),
+    "a tenth too much of modules with hooks": Wrong(
+        lambda: hooked(build("llama")), {}, larger_gradients, r"mlp \(LlamaMLP\).*mlp=False"
+    ),
+    "a tenth too much of a mixture": Wrong(
+        partial(build, "mixtral"), {}, larger_gradients, r"mlp \(MixtralExperts\).*mlp=False"
+    ),
+    "a tenth too much of a layer of a mixture": Wrong(
+        partial(build, "qwen3_moe"), LAYER, larger_gradients, NAMES_LAYER
+    ),
+    "hooks on parameters of a layer": Wrong(partial(build, "olmo2"), LAYER, wrong_gradients_of_weights, NAMES_LAYER),
+    "shared keys of the last chunk": Wrong(partial(built, "gemma4"), LAYER, share(last_chunk_of), NAMES_LAYER),
+    "shared keys without gradients": Wrong(partial(built, "gemma4"), LAYER, share(torch.Tensor.detach), NAMES_LAYER),
+    "a main_grad that loses what it held": Wrong(
+        partial(build, "llama"), LAYER, overwrite_main_grads, r"layer=False|loss=False"
+    ),
+    "a cache": Wrong(partial(build, "llama"), LAYER, make_a_cache, NAMES_LAYER, PACKED),
+    "a cache, the loss untiled": Wrong(
+        partial(build, "olmo2"), LAYER | {"loss": False}, make_a_cache, NAMES_LAYER, PACKED
+    ),
 }
 
 
-@pytest.mark.parametrize(
-    "case, dtype",  # a mixture in bfloat16 routes tokens to other experts for one bit, so gradients differ by as much
-    [
-        (case, dtype)
-        for case, (arch, *_) in WRONG.items()
-        for dtype in DTYPES
-        if "moe" not in arch or dtype == DTYPES[0]
-    ],
-    ids=str,
-)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", WRONG)
 def test_what_is_wrong_is_found_and_named(case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    arch, options, spoil, named = WRONG[case]
-    model = build(arch).to(dtype)
-    seqtile.apply_seqtile(model, chunk_tokens=CHUNK, **options)
+    if case.startswith("shared keys") and dtype == torch.bfloat16:
+        pytest.skip("one bit moves the gradients of Gemma 4 by a third and more, these defects by 40 to 100 %")
+    wrong = WRONG[case]
+    model, batch = wrong.built().to(dtype), wrong.batch()
+    seqtile.apply_seqtile(model, chunk_tokens=CHUNK, **wrong.options)
     before = copy.deepcopy(model.state_dict())
-    spoil(model, monkeypatch)
+    wrong.spoil(model, monkeypatch)
     with pytest.raises(ValueError, match=r"Nothing was trained") as error:
-        model(**batch_of(2, 61))
+        model(**batch)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert all(parameter.grad is None for parameter in model.parameters())
-    assert re.search(named, str(error.value)), str(error.value)
+    assert re.search(wrong.named, str(error.value)), str(error.value)
     with pytest.raises(ValueError, match="Nothing was trained"):  # asked again at the next forward
-        model(**batch_of(2, 61))
+        model(**batch)
+
+
+def test_a_part_that_fails_is_not_trained(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """A defect that shows as an error at most lengths; at a multiple of a chunk it would train, wrong."""
+    checked, unchecked = built("gemma4"), built("gemma4")
+    seqtile.apply_seqtile(checked, chunk_tokens=8, layer=True)
+    seqtile.apply_seqtile(unchecked, chunk_tokens=8, layer=True, check=False)
+    share_by_chunks(checked, monkeypatch)
+    batch = packed(40)
+    unchecked(**batch)
+    with pytest.raises(ValueError, match="layer=False"):
+        checked(**batch)
+    assert "Nothing was trained" in caplog.text
 
 
 def test_a_change_after_the_first_step_is_compared_again() -> None:
@@ -136,6 +237,7 @@ def test_it_leaves_no_trace(options: dict, reentrant: bool | None) -> None:
         torch.manual_seed(3)
         random.seed(3)
         each = copy.deepcopy(model)
+        each.lm_head.weight.main_grad = torch.ones_like(model.lm_head.weight)
         seqtile.apply_seqtile(each, chunk_tokens=CHUNK, **options | {"check": check})
         attributes = {name: sorted(vars(module)) for name, module in each.named_modules()}
         torch.manual_seed(5)
@@ -152,6 +254,7 @@ def test_it_leaves_no_trace(options: dict, reentrant: bool | None) -> None:
     for (name, ours), theirs in zip(checked.named_parameters(), unchecked.parameters(), strict=True):
         assert (ours.grad is None) == (theirs.grad is None)
         assert ours.grad is None or torch.equal(ours.grad, theirs.grad), name
+    assert torch.equal(checked.lm_head.weight.main_grad, unchecked.lm_head.weight.main_grad)
     assert torch.equal(checked.count, torch.zeros(3))
 
 

@@ -99,7 +99,7 @@ def test_a_loss_that_the_forward_computes_itself(model_class: type, config: obje
     model = small_model(model_class, config)
     tiled = copy.deepcopy(model)
     seqtile.apply_seqtile(tiled, mlp=False, chunk_tokens=proof.CHUNK)
-    plain, ours = proof._gradients(model), proof._gradients(tiled)
-    assert proof._worst(ours, plain, plain)[0] is None
+    plain, ours = proof.gradients_of(model), proof.gradients_of(tiled)
+    assert proof.worst(ours, plain, plain)[0] is None
     ids = torch.randint(5, 100, (1, 50))
     assert tiled(input_ids=ids, labels=ids).logits is None, "it is tiled"

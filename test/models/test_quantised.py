@@ -11,7 +11,7 @@ from torch import nn
 import seqtile
 from assertions import relative_error
 from measure import FlopCount, LiveBytes, eager_memory
-from seqtile.models.quantised import encoding_of
+from seqtile.models.quantised import quantized_weight_of
 from tiny import CHUNK, batch_of, build
 
 bnb = pytest.importorskip("bitsandbytes")
@@ -196,7 +196,7 @@ def test_memory(kind: str) -> None:
     decoded, beside = 3 * 4 * hidden * width, 0
     if kind == "nf4":
         with LiveBytes() as decoding:
-            encoding_of(of_few_bits.model.layers[0].mlp.down_proj).decode()
+            quantized_weight_of(of_few_bits.model.layers[0].mlp.down_proj).dequantize()
         beside = decoding.peak - decoded // 3
     assert peak(of_few_bits) <= 1.05 * (peak(plain) + decoded + beside)
 
@@ -209,4 +209,4 @@ def test_status_and_a_weight_that_is_not_quantised_yet() -> None:
     model.model.layers[0].mlp.down_proj.weight.quant_state = None
     seqtile.apply_seqtile(model, chunk_tokens=CHUNK)
     assert "not yet quantised" in str(seqtile.status(model).mlp)
-    assert encoding_of(nn.Linear(2, 2)) is None
+    assert quantized_weight_of(nn.Linear(2, 2)) is None

@@ -77,8 +77,8 @@ def test_by_the_public_functions(model_type: str) -> None:
     seqtile.apply_seqtile(tiled, layer=True, chunk_tokens=proof.CHUNK)
     status = seqtile.status(tiled)
     assert status.loss.tiled == 1 and status.mlp.tiled == status.mlp.total > 0 and status.layer.tiled > 0
-    ours, theirs = proof._gradients(tiled), proof._gradients(plain)
-    assert proof._worst(ours, theirs, theirs)[0] is None
+    ours, theirs = proof.gradients_of(tiled), proof.gradients_of(plain)
+    assert proof.worst(ours, theirs, theirs)[0] is None
     seqtile.restore(tiled)
     assert seqtile.status(tiled).mlp.tiled == 0
 
@@ -88,14 +88,14 @@ def test_by_the_classes(model_type: str) -> None:
     config = CONFIG_MAPPING[model_type]()
     model_class = model_classes(model_type)[0]
     plain = small_model(model_class, config)
-    truth = proof._gradients(plain)
+    truth = proof.gradients_of(plain)
     getattr(seqtile, f"apply_seqtile_to_{model_type}")(chunk_tokens=proof.CHUNK)
     tiled = small_model(model_class, config)
     status = seqtile.status(tiled)
-    seen = proof._gradients(tiled)
+    seen = proof.gradients_of(tiled)
     seqtile.restore(model_type)
     assert status.loss.tiled == 1 and (status.mlp.tiled == status.mlp.total)
-    assert proof._worst(seen, truth, truth)[0] is None
+    assert proof.worst(seen, truth, truth)[0] is None
     assert seqtile.status(small_model(model_class, config)).mlp.tiled == 0
 
 

@@ -3,14 +3,18 @@
 A dispatch mode does not see into a custom op, so every law asserts first that it saw the products.
 """
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from functorch.compile import make_boxed_func
+from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from assertions import relative_error
 from head_reference import IGNORE, cross_entropy_reference, values_and_gradients
 from measure import FlopCount, LiveBytes, eager_memory
-from seqtile import linear_cross_entropy
+from seqtile import linear_cross_entropy, linear_divergence, linear_topk_divergence
 from seqtile.ops.chunks import resolve_chunk_tokens
 
 K = 1024
@@ -148,6 +152,67 @@ def test_products(frozen: str) -> None:
             assert relative_error(operand.grad, true) <= 1e-6
         else:
             assert operand.grad is None
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("op", ["cross_entropy", "topk_divergence", "divergence", "divergence, trained teacher"])
+def test_one_chunk_is_one_product(op: str, reduction: str) -> None:
+    """In bfloat16, where a sum in float32 would be a CPU's product of each block of 128 rows: d_weight of one chunk is
+    rounded once, by the product."""
+    tokens, size, vocab = 190, 64, 1000
+    trained = op == "divergence, trained teacher"
+    student, teacher = (
+        [(torch.randn(rows, size) * 0.3).bfloat16().requires_grad_(needs) for rows in (tokens, vocab)]
+        for needs in (True, trained)
+    )
+    products = 3 if reduction == "mean" else 4
+    with FlopCount() as flops:
+        if op == "cross_entropy":
+            loss = linear_cross_entropy(*student, torch.randint(0, vocab, (tokens,)), reduction=reduction)
+        elif op == "topk_divergence":
+            log_probs, ids = torch.randn(tokens, vocab).log_softmax(1).topk(7)
+            loss = linear_topk_divergence(*student, ids, log_probs, reduction=reduction)
+        else:
+            products += products if trained else products - 2
+            loss = linear_divergence(*student, *teacher, reduction=reduction)
+        loss.sum().backward()
+    assert flops.calls == products and not flops.unknown
+    assert flops.total == products * 2 * tokens * size * vocab
+
+
+@pytest.mark.parametrize("chunk_tokens", [63, None])
+@pytest.mark.parametrize("op", [linear_cross_entropy, linear_divergence], ids=["cross_entropy", "divergence"])
+def test_a_weight_that_is_given_back_after_the_forward(op: Callable, chunk_tokens: int | None) -> None:
+    """As ZeRO-3 does: of a sum the backward needs no weight, nor its shape."""
+    hidden, weight = torch.randn(190, 64, requires_grad=True), torch.randn(500, 64, requires_grad=True)
+    rest = (torch.randint(0, 500, (190,)),)
+    if op is linear_divergence:
+        rest = torch.randn(190, 48), torch.randn(500, 48)
+    expected = torch.autograd.grad(op(hidden, weight, *rest, chunk_tokens=chunk_tokens), (hidden, weight))
+    loss = op(hidden, weight, *rest, chunk_tokens=chunk_tokens)
+    weight.data = weight.data.new_empty(0)
+    torch.testing.assert_close(torch.autograd.grad(loss, (hidden, weight)), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("chunk_tokens", [63, None])
+@pytest.mark.parametrize("reduction", ["mean", "sum"])
+def test_compiled_products(reduction: str, chunk_tokens: int | None) -> None:
+    """A compiled graph of forward and backward has the three products of every chunk, too."""
+    hidden, weight = torch.randn(190, 64, requires_grad=True), torch.randn(500, 64, requires_grad=True)
+    target, graphs = torch.randint(0, 500, (190,)), []
+
+    def kept(graph: torch.fx.GraphModule, _: object) -> Callable:
+        graphs.append(graph)
+        return make_boxed_func(graph.forward)
+
+    def step(hidden: torch.Tensor) -> torch.Tensor:
+        options = {"ignore_index": None, "reduction": reduction, "chunk_tokens": chunk_tokens}
+        return linear_cross_entropy(hidden * 1.0, weight, target, **options) * 1.5
+
+    backend = aot_autograd(fw_compiler=kept, bw_compiler=kept)
+    torch.compile(step, backend=backend, fullgraph=True)(hidden).backward()
+    calls = [str(node.target) for graph in graphs for node in graph.graph.nodes]
+    assert sum(name.startswith(("aten.mm.", "aten.addmm.")) for name in calls) == 3 * (1 if chunk_tokens is None else 4)
 
 
 @pytest.mark.parametrize("metrics", [False, True])

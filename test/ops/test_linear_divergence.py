@@ -90,6 +90,12 @@ def test_values_and_gradients(
     compare(heads(150, dtype, device, trained, beta=beta, **options), reduction, 40)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_both_heads_in_one_chunk(reduction: str, dtype: torch.dtype, device: str) -> None:
+    compare(heads(190, dtype, device, trained=True, beta=0.4, **OPTIONS["biases"]), reduction, 200)
+
+
 @pytest.mark.parametrize("draw", range(24))
 def test_random_options(draw: int, device: str) -> None:
     rng = random.Random(int(torch.randint(2**31, ())))

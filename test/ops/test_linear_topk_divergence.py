@@ -101,6 +101,15 @@ def compare(given: dict[str, Any], tail: bool, reduction: str, chunk_tokens: int
         assert_as_exact(value, same, true)
 
 
+def test_one_token_of_no_sequence(device: str) -> None:
+    given = arguments_of(1, torch.float32, device)
+    one = {name: value if name == "weight" else value[0] for name, value in given.items()}
+    for reduction in ("sum", "none"):
+        found = linear_topk_divergence(**one, reduction=reduction)
+        expected = linear_topk_divergence(**given, reduction=reduction).squeeze()
+        torch.testing.assert_close(found, expected, rtol=0, atol=0)
+
+
 def test_all_but_one_is_the_whole_divergence(device: str) -> None:
     """With all tokens but one given, the tail is that one: the divergence over the whole vocabulary."""
     hidden, weight = torch.randn(70, D, device=device).requires_grad_(), torch.randn(V, D, device=device) * 0.4

@@ -1,6 +1,7 @@
 """`seqtile check`: which parts of a model can be tiled, tried out on a small one."""
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -9,15 +10,17 @@ from transformers import CONFIG_MAPPING, LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner, Result
 
 from seqtile.cli import app
+from seqtile.models import layer, sweep
 from seqtile.models.model_types import model_types
 from seqtile.models.small import small_config
+from seqtile.ops.decoder_layer import decoder_layer
 
 
-def check(*arguments: object) -> Result:
+def check(*arguments: object, variants: str = "--no-variants") -> Result:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)  # what is small is slower on many
     try:
-        return CliRunner().invoke(app, ["check", *map(str, arguments)])
+        return CliRunner().invoke(app, ["check", variants, *map(str, arguments)])
     finally:
         torch.set_num_threads(threads)
 
@@ -76,6 +79,25 @@ def test_a_model_that_differs() -> None:
     assert result.exit_code == 1
     assert "DiffLlamaDecoderLayer is refused: the gradient of" in result.stdout
     assert "loss" in result.stdout and "mlp" in result.stdout
+
+
+@pytest.mark.parametrize("scale_is_forgotten", [False, True])
+def test_variants(scale_is_forgotten: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By default Granite's layers add what they compute as it is; times 0.5 they do not."""
+    if scale_is_forgotten:
+        monkeypatch.setattr(sweep, "unproven", lambda model: lambda part, module: None)  # which would refuse it
+        monkeypatch.setattr(layer, "decoder_layer", lambda *args, **given: decoder_layer(*args, **given | {"scale": 1}))
+    result = check("granite", "--json", variants="--variants")
+    report = json.loads(result.stdout)
+    assert {line["how"] for line in report["lines"]} == {"read"}
+    different = [row["variant"] for row in report["variants"] if row["how"] == "different"]
+    assert different == ["residual_multiplier=0.5"] * scale_is_forgotten
+    assert len(report["variants"]) > 20 and report["differs"] == scale_is_forgotten == result.exit_code
+    if scale_is_forgotten:
+        printed = " ".join(check("granite", variants="--variants").stdout.split())
+        assert re.search(
+            r"variants: \d+ right, 1 different residual_multiplier=0.5 is different: the gradient", printed
+        )
 
 
 def test_with_its_own_weights(tmp_path: Path) -> None:

@@ -5,7 +5,6 @@ import shutil
 import signal
 import subprocess
 import sys
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import fields, replace
 from importlib.metadata import version
 from pathlib import Path
@@ -166,6 +165,10 @@ def test_fit(pretrained: Path, capsys: pytest.CaptureFixture) -> None:
             found = fitted(job, size)
         assert (found.fit, found.layer, found.head_groups, found.offload) == (False, layer, None, False)
     assert capsys.readouterr().out.count("GiB, fits") == 2
+    autocast = memory.plan(config_of("llama"), seq_len=100_000, autocast=True)
+    with patch("seqtile.fitting.available", lambda: autocast.gpu_bytes):
+        assert not fitted(replace(job, dtype="bfloat16"), size).layer
+    assert f"{autocast.gpu_bytes / 2**30:.1f} GiB, fits" in capsys.readouterr().out
     with pytest.raises(ValueError, match="--fit chooses --layer, --head-groups and --offload"):
         replace(job, layer=True).check()
 
@@ -301,7 +304,7 @@ def test_running_out_of_memory_is_told_from_a_mistake() -> None:
     with pytest.raises(RuntimeError) as mistake:
         torch.zeros(2) @ torch.zeros(3)
     assert is_out_of_memory(allocation.value) and not is_out_of_memory(mistake.value)
-    assert is_out_of_memory(BrokenProcessPool())
+    assert is_out_of_memory(EOFError())
 
 
 def test_env_fits_into_a_bug_report() -> None:

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -24,7 +25,8 @@ from seqtile.offload.store import KEPT_FREE, available
 from seqtile.recipes import Job
 from seqtile.recipes.data import load_config, sequences, standard_library
 from seqtile.recipes.finetune import fitted
-from seqtile.recipes.train import sequence_group
+from seqtile.recipes.train import Run, loaded, peak_mib, return_freed_memory, sequence_group
+from tiny import build
 
 ON_RANKS = "recipes.test_on_ranks:on_ranks"
 FINETUNE = ("-m", "seqtile.cli", "finetune", "--device", "cpu")
@@ -116,6 +118,34 @@ def test_bad_input(tmp_path: Path) -> None:
         printed = " ".join(" ".join(rank.out + rank.err for rank in found).split())
         assert printed.count(message) == 1 and all(rank.code == 1 for rank in found), printed
     assert not (tmp_path / "run").exists()
+    weights = tmp_path / "start" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-100])  # only one rank reads them
+    found = ended(2, ON_RANKS, *job, together=False)
+    printed = " ".join(" ".join(rank.out + rank.err for rank in found).split())
+    assert printed.count("--model: the weights of") == 1 and all(rank.code == 1 for rank in found), printed
+
+
+def memory_to_load(directory: str, *shard: str) -> None:
+    """The most memory that a rank holds, beyond what it held before, until its model is sharded."""
+    job = Job(directory, device="cpu", local_rank=int(os.environ["RANK"]), **dict(zip(["shard"], shard, strict=False)))
+    run = Run(job, load_config(directory), torch.zeros(1, 1, 2, dtype=torch.int64), tiled=True)
+    with sequence_group(job) as ctx:
+        return_freed_memory()
+        before = peak_mib("cpu")
+        loaded(run, ctx)
+        print(f"held: {peak_mib('cpu') - before:.0f} MiB", flush=True)
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize(("shard", "most"), [("fsdp2", 0.5), ("zero3", 0.9)])
+def test_one_rank_holds_the_whole_model(shard: str, most: float, tmp_path: Path) -> None:
+    """The others, three of four, hold their part, in DeepSpeed thrice, and one layer or parameter at a time."""
+    build("llama", num_hidden_layers=16, hidden_size=1024, intermediate_size=3072).save_pretrained(tmp_path)
+    whole = (tmp_path / "model.safetensors").stat().st_size / 2**20
+    found = ended(4, "recipes.test_on_ranks:memory_to_load", str(tmp_path), shard)
+    assert not any(rank.code for rank in found), [rank.err[-2000:] for rank in found]
+    held = [float(re.search(r"held: (\d+) MiB", rank.out)[1]) for rank in found]
+    assert held[0] > 0.8 * whole > 500 and max(held[1:]) < most * whole, (whole, held)
 
 
 def interrupted_on_ranks(*arguments: str) -> None:

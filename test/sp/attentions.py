@@ -10,7 +10,7 @@ from torch.nn.attention import flex_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask, sdpa_mask
 
-from seqtile.sp.all_to_all import HeadShare, Rows
+from seqtile.sp.all_to_all import RankHeads, Rows
 from seqtile.sp.backends import LocalAttention
 from seqtile.sp.layout import Layout
 
@@ -122,7 +122,7 @@ def asked(
     implementation: str,
     documents: tuple[Rows, ...],
     length: int,
-    share: HeadShare,
+    share: RankHeads,
     window: int | None,
     **options: object,
 ) -> LocalAttention:

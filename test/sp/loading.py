@@ -140,7 +140,7 @@ def loader() -> None:
     made("random state", ctx).load_state_dict(before)
     for rows in (1, 2):
         whole = {"input_ids": torch.zeros(rows, 100_000, dtype=torch.int64)}
-        parcels, error = _parcels(iter([whole]), ctx)
+        parcels, error = _parcels(iter([whole]), ctx.size)
         local = rows * 100_000 // ctx.size
         assert error is None and all(len(parcel) < 2.1 * 8 * local for parcel in parcels), "each its shard alone"
     faulthandler.cancel_dump_traceback_later()

@@ -20,7 +20,7 @@ import seqtile
 from assertions import relative_error
 from measure import LiveBytes
 from seqtile import sp
-from seqtile.sp.all_to_all import head_share, width
+from seqtile.sp.all_to_all import heads_of_rank, width
 from seqtile.sp.layout import Layout
 from seqtile.sp.recurrence import Recurrence
 from sp.attentions import flex_with_sinks, install
@@ -271,7 +271,7 @@ def sent_by(family: str, ctx: sp.SequenceParallel, itemsize: int, batch: dict) -
     heads, groups, a_head, a_group, returned = SENT[family](ctx.size)
     rows, length = batch["input_ids"].shape
     local = rows * -(-length // ctx.size) * itemsize
-    shares = [head_share(rank, ctx.size, heads, groups, length) for rank in range(ctx.size)]
+    shares = [heads_of_rank(rank, ctx.size, heads, groups, length) for rank in range(ctx.size)]
     others = [share for rank, share in enumerate(shares) if rank != ctx.rank]
     there = [local * (width(share.q) * a_head + width(share.kv) * a_group) for share in others]
     return [there, [local * width(shares[ctx.rank].q) * returned for _ in others]]
@@ -409,7 +409,7 @@ def halves(ctx: sp.SequenceParallel) -> None:
     errors = {name: relative_error(x, gradients[name]) for name, x in summed(many).items()}
     assert max(errors.values()) <= 0.1, errors
     heads, groups, a_head, a_group, _ = delta(3, 6, gate=2)  # of twice as many bytes as others
-    share = head_share(1 - ctx.rank, 2, heads, groups, 96)
+    share = heads_of_rank(1 - ctx.rank, 2, heads, groups, 96)
     local = 48 * 2
     assert traffic.sent[0] == local * (width(share.q) * a_head + width(share.kv) * a_group)
     print(f"rank {ctx.rank}: halves equal", flush=True)

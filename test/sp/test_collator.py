@@ -9,6 +9,7 @@ import torch
 from transformers import DataCollatorWithFlattening
 
 from seqtile import apply_seqtile, sp
+from seqtile.sp import data
 from tiny import batch_of, build
 
 
@@ -51,6 +52,18 @@ def test_every_token_once(size: int) -> None:
         expected = torch.arange(missing).expand_as(padding) if name == "position_ids" else None
         fill = -100 if name == "labels" else 0
         assert padding.equal(torch.full_like(padding, fill) if expected is None else expected)
+
+
+def test_a_batch_is_padded_once_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    batch, padded, function = batch_of(2, 10), [], data._padded
+    expected = shards(batch, 3)
+    monkeypatch.setattr(data, "_padded", lambda name, *rest: (padded.append(name), function(name, *rest))[1])
+    parts = data.parts_of(batch, range(3), 3)
+    assert sorted(padded) == ["attention_mask", "input_ids", "labels", "position_ids", "shift_labels"]
+    for part, other in zip(parts, expected, strict=True):
+        assert part.keys() == other.keys()
+        assert all(torch.as_tensor(value).equal(torch.as_tensor(other[name])) for name, value in part.items())
+        assert all(x.untyped_storage().nbytes() == x.nbytes for name, x in part.items() if name in padded)
 
 
 def test_packed_by_hugging_faces_collator() -> None:

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 
 from measure import LiveBytes
 from seqtile.sp import backends
-from seqtile.sp.all_to_all import HeadShare, Rows, head_share
-from seqtile.sp.backends import attend, block_mask, blocks, check
+from seqtile.sp.all_to_all import RankHeads, Rows, heads_of_rank
+from seqtile.sp.backends import attend, block_mask, blocks, check, segments_of
 from seqtile.sp.layout import documents_of, layout_of
 from sp.attentions import INSTALLED, asked, install
 
@@ -54,7 +54,7 @@ def test_blocks_are_the_dense_mask(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backends, "MASK_ELEMENTS", mask_elements)
         for rank in range(size):
-            for block in blocks(head_share(rank, size, 1, 1, length).rows, found, window):
+            for block in blocks(segments_of(heads_of_rank(rank, size, 1, 1, length).rows, found, window), window):
                 here = torch.ones(block.q1 - block.q0, block.k1 - block.k0, dtype=torch.bool).tril()
                 if not block.is_square(window):
                     here = block.mask(window, torch.device("cpu"))
@@ -96,8 +96,8 @@ def test_attention(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backends, "MASK_ELEMENTS", mask_elements)
         for rank in range(size):
-            rows = head_share(rank, size, 1, 1, length).rows
-            share = HeadShare(slice(0, q_heads), slice(0, kv_heads), kv_of_q, rows)
+            rows = heads_of_rank(rank, size, 1, 1, length).rows
+            share = RankHeads(slice(0, q_heads), slice(0, kv_heads), kv_of_q, rows)
             index = torch.cat([torch.arange(first, last) for first, last in rows] or [torch.arange(0)])
             asking = asked(implementation, rows_of_batch, length, share, window, scaling=0.3, dropout=0.0)
             if len(index):
@@ -113,7 +113,7 @@ def test_attention(
 def test_an_attention_without_masks_is_asked_for_squares_only() -> None:
     documents, length = ((0, 30), (30, 70)), 80
     q, k, v = (torch.randn(1, 2, length, 8) for _ in range(3))
-    share = head_share(0, 1, 2, 2, length)
+    share = heads_of_rank(0, 1, 2, 2, length)
     ours, theirs = (
         attend(asked(name, (documents,), length, share, None, scaling=None, dropout=0.0), q, k, v)
         for name in ("of squares", "sdpa")
@@ -130,9 +130,9 @@ def test_an_attention_without_masks_is_asked_for_squares_only() -> None:
 def test_documents_of_positions() -> None:
     positions = torch.tensor([7, 8, 0, 1, 2, 0, 0, 1, 1, 2])
     valid = torch.tensor([1, 1, 1, 1, 1, 1, 1, 0, 1, 0], dtype=torch.bool)
-    assert documents_of(positions, valid) == ((0, 2), (2, 5), (5, 6), (6, 7), (8, 9))
-    assert documents_of(positions, torch.zeros(10, dtype=torch.bool)) == ()
-    assert documents_of(torch.tensor([0, 1, 3, 4, 5]), torch.ones(5, dtype=torch.bool)) == ((0, 2), (2, 5))
+    rows = torch.stack([valid, torch.zeros(10, dtype=torch.bool)])
+    assert documents_of(positions.expand(2, -1), rows) == (((0, 2), (2, 5), (5, 6), (6, 7), (8, 9)), ())
+    assert documents_of(torch.tensor([[0, 1, 3, 4, 5]]), torch.ones(1, 5, dtype=torch.bool)) == (((0, 2), (2, 5)),)
 
 
 def one_rank(values: torch.Tensor, ctx: object) -> list[torch.Tensor]:
@@ -166,7 +166,7 @@ def test_memory_does_not_grow_with_the_square_of_the_length(
 ) -> None:
     """All that is alive at once, forward and backward, where a rank has a head or shares it with another."""
     length = 8192
-    share = head_share(0, size, 1, 1, length)
+    share = heads_of_rank(0, size, 1, 1, length)
     q, k, v = (torch.randn(1, 1, tokens, 4, requires_grad=True) for tokens in (length // size, length, length))
     asking = asked(implementation, (found,), length, share, window)
     with pytest.MonkeyPatch.context() as patch, LiveBytes() as memory:
@@ -181,7 +181,7 @@ def test_a_block_mask(rank: int, window: int | None) -> None:
     """Its blocks cover the dense mask, those it calls full are full, and no tensor is as large as that mask."""
     length, side = 4096 + 50, 128
     documents = ((0, 1000), (1000, length - 9))
-    share = head_share(rank, 2, 1, 1, length)
+    share = heads_of_rank(rank, 2, 1, 1, length)
     with LiveBytes() as memory:
         made = block_mask(asked("flex_attention", (documents,), length, share, window), 1, torch.device("cpu"))
     assert memory.largest <= 8 * (length + side)

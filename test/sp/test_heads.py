@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seqtile.sp.all_to_all import count, head_share, within
+from seqtile.sp.all_to_all import count, heads_of_rank, within
 from seqtile.sp.compressed import CompressedKeys
 from sp.recurrences import build
 
@@ -24,7 +24,7 @@ def test_each_query_once(shape: tuple[int, int, int, int]) -> None:
     size, q_heads, kv_heads, length = shape
     done: list[tuple[int, int]] = []
     for rank in range(size):
-        share = head_share(rank, size, q_heads, kv_heads, length)
+        share = heads_of_rank(rank, size, q_heads, kv_heads, length)
         heads = range(*share.q.indices(q_heads))
         for head, kv in zip(heads, share.kv_of_q, strict=True):
             assert share.kv.start + kv == head * kv_heads // q_heads
@@ -44,7 +44,7 @@ def test_each_query_once(shape: tuple[int, int, int, int]) -> None:
 def test_balanced(shape: tuple[int, int, int, int]) -> None:
     """Heads to within one; where ranks share a head, causal work (a query's keys) to within what rounding leaves."""
     size, q_heads, kv_heads, length = shape
-    shares = [head_share(rank, size, q_heads, kv_heads, length) for rank in range(size)]
+    shares = [heads_of_rank(rank, size, q_heads, kv_heads, length) for rank in range(size)]
     counts = [share.q.stop - share.q.start for share in shares]
     assert max(counts) - min(counts) <= 1
     for head in range(q_heads if q_heads < size else 0):
@@ -55,7 +55,7 @@ def test_balanced(shape: tuple[int, int, int, int]) -> None:
 @settings(deadline=None)
 @given(shapes(), st.integers(0, 300), st.integers(0, 300))
 def test_within(shape: tuple[int, int, int, int], start: int, stop: int) -> None:
-    rows = head_share(shape[0] - 1, *shape).rows
+    rows = heads_of_rank(shape[0] - 1, *shape).rows
     kept = [row for first, last in rows for row in range(first, last) if start <= row < stop]
     assert [row for first, last in within(rows, start, stop) for row in range(first, last)] == kept
     assert count(within(rows, start, stop)) == len(kept)

@@ -8,7 +8,7 @@ import torch.distributed as dist
 
 from assertions import assert_as_exact, relative_error
 from seqtile import sp
-from seqtile.sp.all_to_all import HeadShare, head_share
+from seqtile.sp.all_to_all import RankHeads, heads_of_rank
 from seqtile.sp.backends import attend
 from sp.attentions import asked, dense
 from sp.cases import WRAPPED, attention_cases, batch_of_kind
@@ -28,8 +28,8 @@ def test_attention(implementation: str, window: int | None, rank: int, size: int
     package = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}.get(implementation)
     if package:
         pytest.importorskip(package)
-    rows = head_share(rank, size, 1, 1, LENGTH).rows
-    share = HeadShare(slice(0, 4), slice(0, 2), (0, 0, 1, 1), rows)
+    rows = heads_of_rank(rank, size, 1, 1, LENGTH).rows
+    share = RankHeads(slice(0, 4), slice(0, 2), (0, 0, 1, 1), rows)
     index = torch.cat([torch.arange(first, last) for first, last in rows])
     tokens = torch.arange(LENGTH)
     document = sum((tokens >= start).long() for start, _ in DOCUMENTS)

@@ -43,16 +43,11 @@ class RowVectors(NamedTuple):
 
 
 class DivergenceOptions(NamedTuple):
-    """Of both heads: logits = cap(scale * products + bias) / temperature, as `LossOptions` has it."""
-
     beta: float
     """0 for KL(teacher, student), 1 for KL(student, teacher), between them the Jensen-Shannon divergence of beta."""
-    temperature: float = 1.0
-    student_scale: float = 1.0
-    student_softcap: float = 0.0
-    """0 for no cap."""
-    teacher_scale: float = 1.0
-    teacher_softcap: float = 0.0
+    student: LossOptions = LossOptions()
+    """What makes logits of its products; its temperature is the teacher's, too."""
+    teacher: LossOptions = LossOptions()
 
 
 class DivergenceVectors(NamedTuple):

@@ -60,7 +60,7 @@ def _logits(
 @triton.jit
 def _add_step(
     start, row_ptr, bias_ptr, class_weight_ptr, vocab, logit_scale, softcap, temperature,
-    largest, total, centred, squares, predicted, weights, weighted,
+    largest, total, sum_exp_shifted, squares, predicted, weights, weighted,
     MASKED: tl.constexpr, HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, TEMPERED: tl.constexpr,
     HAS_CLASS_WEIGHT: tl.constexpr, SUMMED: tl.constexpr, ENTROPY: tl.constexpr, SQUARES: tl.constexpr,
     PREDICTED: tl.constexpr, THREADS: tl.constexpr, COLUMNS: tl.constexpr,
@@ -81,7 +81,7 @@ def _add_step(
     decay = tl.exp2((largest - new) * LOG2E)
     if ENTROPY:
         products = exponentials * tl.where(exponentials > 0, difference, 0.0)
-        centred = decay * (centred + (largest - new) * total) + tl.sum(products, 1)
+        sum_exp_shifted = decay * (sum_exp_shifted + (largest - new) * total) + tl.sum(products, 1)
     if SQUARES:
         squares = squares * decay * decay + tl.sum(exponentials * exponentials, 1)
     total = total * decay + tl.sum(exponentials, 1)
@@ -89,11 +89,11 @@ def _add_step(
         mask = columns < vocab if MASKED else None
         x = tl.where(mask, x, 0.0) if MASKED else x
         if HAS_CLASS_WEIGHT:
-            of_class = tl.load(class_weight_ptr + columns, mask=mask, other=0.0 if MASKED else None)
-            weights += of_class
-            x *= of_class
+            class_weight = tl.load(class_weight_ptr + columns, mask=mask, other=0.0 if MASKED else None)
+            weights += class_weight
+            x *= class_weight
         weighted += x
-    return new, total, centred, squares, predicted, weights, weighted
+    return new, total, sum_exp_shifted, squares, predicted, weights, weighted
 
 
 @triton.jit
@@ -107,21 +107,21 @@ def _statistics(
     the index of the largest, and sums of class_weight and of class_weight * x. What is not asked for is meaningless."""
     largest = tl.full([THREADS], SMALLEST, tl.float32)
     nothing = tl.full([THREADS], 0.0, tl.float32)
-    total, centred, squares = nothing, nothing, nothing  # of e = exp(x - largest), of e (x - largest), of e e
+    total, sum_exp_shifted, squares = nothing, nothing, nothing  # of e = exp(x - largest), of e (x - largest), of e e
     by_column = tl.full([THREADS, COLUMNS], 0.0, tl.float32)  # sums over columns that Triton 3.7 cannot do in a loop
     weights, weighted = by_column, by_column
     predicted = tl.full([THREADS], 0, tl.int32)
     whole = vocab // (THREADS * COLUMNS) * (THREADS * COLUMNS)
     for start in range(0, whole, THREADS * COLUMNS):
-        largest, total, centred, squares, predicted, weights, weighted = _add_step(
+        largest, total, sum_exp_shifted, squares, predicted, weights, weighted = _add_step(
             start, row_ptr, bias_ptr, class_weight_ptr, vocab, logit_scale, softcap, temperature,
-            largest, total, centred, squares, predicted, weights, weighted, False,
+            largest, total, sum_exp_shifted, squares, predicted, weights, weighted, False,
             HAS_BIAS, SCALED, CAPPED, TEMPERED, HAS_CLASS_WEIGHT, SUMMED, ENTROPY, SQUARES, PREDICTED, THREADS, COLUMNS,
         )  # fmt: skip
     if whole < vocab:
-        largest, total, centred, squares, predicted, weights, weighted = _add_step(
+        largest, total, sum_exp_shifted, squares, predicted, weights, weighted = _add_step(
             whole, row_ptr, bias_ptr, class_weight_ptr, vocab, logit_scale, softcap, temperature,
-            largest, total, centred, squares, predicted, weights, weighted, True,
+            largest, total, sum_exp_shifted, squares, predicted, weights, weighted, True,
             HAS_BIAS, SCALED, CAPPED, TEMPERED, HAS_CLASS_WEIGHT, SUMMED, ENTROPY, SQUARES, PREDICTED, THREADS, COLUMNS,
         )  # fmt: skip
     row_max = tl.max(largest, 0)
@@ -129,8 +129,8 @@ def _statistics(
     row_sum = tl.sum(total * decay, 0)
     entropy, square_sum, first, weight_sum, weighted_sum = 0.0, 0.0, 0, vocab * 1.0, 0.0
     if ENTROPY:
-        centred_sum = tl.sum(decay * (centred + tl.where(total > 0, largest - row_max, 0.0) * total), 0)
-        entropy = tl.log(row_sum) - centred_sum / row_sum
+        exp_shifted = tl.sum(decay * (sum_exp_shifted + tl.where(total > 0, largest - row_max, 0.0) * total), 0)
+        entropy = tl.log(row_sum) - exp_shifted / row_sum
     if SQUARES:
         square_sum = tl.sum(squares * decay * decay, 0) / (row_sum * row_sum)
     if PREDICTED:
@@ -145,12 +145,12 @@ def _statistics(
 @triton.jit
 def _write_gradient(
     start, row_ptr, bias_ptr, class_weight_ptr, vocab, logit_scale, softcap, temperature,
-    label, row_max, log_sum, of_all, of_target, of_class, entropy, d_entropy,
+    label, row_max, log_sum, softmax_coef, target_coef, class_coef, entropy, d_entropy,
     MASKED: tl.constexpr, HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, TEMPERED: tl.constexpr,
     HAS_CLASS_WEIGHT: tl.constexpr, SMOOTHED: tl.constexpr, ENTROPY_GRAD: tl.constexpr,
     THREADS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
-    """Writes the gradient of one step of a row; `of_all` is what exp(x - row_max) is multiplied by."""
+    """Writes the gradient of one step of a row; `softmax_coef` is what exp(x - row_max) is multiplied by."""
     first, in_thread = tl.arange(0, THREADS) * COLUMNS, tl.arange(0, COLUMNS)
     columns = start + first[:, None] + in_thread[None, :]
     mask = columns < vocab if MASKED else None
@@ -160,11 +160,11 @@ def _write_gradient(
     difference = x - row_max
     exponentials = tl.exp2(difference * LOG2E)
     is_target = in_thread[None, :] == (label - start - first)[:, None]  # so that each thread compares with constants
-    gradient = exponentials * of_all - tl.where(is_target, of_target, 0.0)
+    gradient = exponentials * softmax_coef - tl.where(is_target, target_coef, 0.0)
     if SMOOTHED and HAS_CLASS_WEIGHT:
-        gradient -= of_class * tl.load(class_weight_ptr + columns, mask=mask)
+        gradient -= class_coef * tl.load(class_weight_ptr + columns, mask=mask)
     elif SMOOTHED:
-        gradient -= of_class
+        gradient -= class_coef
     if ENTROPY_GRAD:
         logp = difference - log_sum
         gradient -= d_entropy * (tl.exp2(logp * LOG2E) * tl.where(exponentials > 0, logp + entropy, 0.0))
@@ -237,13 +237,13 @@ def _cross_entropy_kernel(
     log_sum = tl.log(row_sum)
     lse = row_max + log_sum
 
-    of_target = 1.0 - label_smoothing
+    target_coef = 1.0 - label_smoothing
     if HAS_CLASS_WEIGHT:
-        of_target *= tl.load(class_weight_ptr + label)
-    of_class = label_smoothing / vocab
-    loss = of_target * (row_max - target_logit + log_sum) + z_loss * lse * lse
+        target_coef *= tl.load(class_weight_ptr + label)
+    class_coef = label_smoothing / vocab
+    loss = target_coef * (row_max - target_logit + log_sum) + z_loss * lse * lse
     if SMOOTHED:
-        loss += of_class * (weight_sum * lse - weighted_sum)
+        loss += class_coef * (weight_sum * lse - weighted_sum)
     tl.store(loss_ptr + row, loss)
     if STORE_PREDICTED:
         tl.store(predicted_ptr + row, predicted)
@@ -254,27 +254,27 @@ def _cross_entropy_kernel(
 
     if WRITE_GRAD:
         row_scale = tl.load(row_scale_ptr + row) if SCALE_ROWS else 1.0
-        of_all = of_target + 2.0 * z_loss * lse
+        softmax_coef = target_coef + 2.0 * z_loss * lse
         if SMOOTHED:
-            of_all += of_class * weight_sum
-        of_all *= row_scale
+            softmax_coef += class_coef * weight_sum
+        softmax_coef *= row_scale
         if LSE_GRAD:
-            of_all += tl.load(lse_scale_ptr + row)
-        of_all /= row_sum
-        of_target *= row_scale
-        of_class *= row_scale
+            softmax_coef += tl.load(lse_scale_ptr + row)
+        softmax_coef /= row_sum
+        target_coef *= row_scale
+        class_coef *= row_scale
         d_entropy = tl.load(entropy_scale_ptr + row) if ENTROPY_GRAD else 0.0
         whole = vocab // (THREADS * COLUMNS) * (THREADS * COLUMNS)
         for start in range(0, whole, THREADS * COLUMNS):
             _write_gradient(
                 start, row_ptr, bias_ptr, class_weight_ptr, vocab, logit_scale, softcap, temperature,
-                label, row_max, log_sum, of_all, of_target, of_class, entropy, d_entropy,
+                label, row_max, log_sum, softmax_coef, target_coef, class_coef, entropy, d_entropy,
                 False, HAS_BIAS, SCALED, CAPPED, TEMPERED, HAS_CLASS_WEIGHT, SMOOTHED, ENTROPY_GRAD, THREADS, COLUMNS,
             )  # fmt: skip
         if whole < vocab:
             _write_gradient(
                 whole, row_ptr, bias_ptr, class_weight_ptr, vocab, logit_scale, softcap, temperature,
-                label, row_max, log_sum, of_all, of_target, of_class, entropy, d_entropy,
+                label, row_max, log_sum, softmax_coef, target_coef, class_coef, entropy, d_entropy,
                 True, HAS_BIAS, SCALED, CAPPED, TEMPERED, HAS_CLASS_WEIGHT, SMOOTHED, ENTROPY_GRAD, THREADS, COLUMNS,
             )  # fmt: skip
 

@@ -135,6 +135,7 @@ def divergence_(
     given = [vector for vector in (losses, *vectors) if vector is not None]
     assert student.stride(1) == teacher.stride(1) == 1 and all(vector.is_contiguous() for vector in given)
     rows, vocab = student.shape
+    beta, of_student, of_teacher = options
     _divergence_kernel[(rows,)](
         student,
         student.stride(0),
@@ -146,15 +147,18 @@ def divergence_(
         vectors.entropy,
         vectors.row_scale,
         vocab,
-        *options,
-        KIND={0.0: 0, 1.0: 1}.get(options.beta, 2),
+        beta,
+        of_student.temperature,
+        *of_student[:2],
+        *of_teacher[:2],
+        KIND={0.0: 0, 1.0: 1}.get(beta, 2),
         STUDENT_BIAS=vectors.student_bias is not None,
-        STUDENT_SCALED=options.student_scale != 1,
-        STUDENT_CAPPED=options.student_softcap > 0,
+        STUDENT_SCALED=of_student.logit_scale != 1,
+        STUDENT_CAPPED=of_student.softcap > 0,
         TEACHER_BIAS=vectors.teacher_bias is not None,
-        TEACHER_SCALED=options.teacher_scale != 1,
-        TEACHER_CAPPED=options.teacher_softcap > 0,
-        TEMPERED=options.temperature != 1,
+        TEACHER_SCALED=of_teacher.logit_scale != 1,
+        TEACHER_CAPPED=of_teacher.softcap > 0,
+        TEMPERED=of_student.temperature != 1,
         STORE_ENTROPY=vectors.entropy is not None,
         SCALE_ROWS=vectors.row_scale is not None,
         STUDENT_GRAD=write[0],

@@ -24,7 +24,7 @@ def cross_entropy_(
     bias, class_weight, lse, entropy, predicted, mean, squares, row_scale, lse_scale, entropy_scale = vectors
     vocab = logits.shape[1]
     weights = torch.ones((), device=logits.device) if class_weight is None else class_weight
-    of_class = options.label_smoothing / vocab
+    class_coef = options.label_smoothing / vocab
     for rows in _row_blocks(logits):
         labels = target[rows].unsqueeze(1)
         in_range = (labels >= 0) & (labels < vocab)
@@ -33,11 +33,11 @@ def cross_entropy_(
         x, slope = _logits(logits[rows], bias, options)
         row_lse = x.logsumexp(dim=1, keepdim=True).masked_fill_(~in_range, torch.nan)
         logp = x.log_softmax(dim=1).masked_fill_(~in_range, torch.nan)  # x - row_lse would lose digits
-        of_target = 1.0 - options.label_smoothing
-        of_target = torch.full_like(row_lse, of_target) if class_weight is None else of_target * weights[labels]
-        loss = -of_target * logp.gather(1, labels) + options.z_loss * row_lse * row_lse
-        if of_class > 0:
-            loss -= of_class * (weights * logp).sum(dim=1, keepdim=True)
+        target_coef = 1.0 - options.label_smoothing
+        target_coef = torch.full_like(row_lse, target_coef) if class_weight is None else target_coef * weights[labels]
+        loss = -target_coef * logp.gather(1, labels) + options.z_loss * row_lse * row_lse
+        if class_coef > 0:
+            loss -= class_coef * (weights * logp).sum(dim=1, keepdim=True)
         losses[rows] = loss.squeeze(1)
         if lse is not None:
             lse[rows] = row_lse.squeeze(1)
@@ -54,13 +54,13 @@ def cross_entropy_(
             entropy[rows] = row_entropy.squeeze(1)
         if not write_grad:
             continue
-        of_all = of_target + 2 * options.z_loss * row_lse
-        if of_class > 0:
-            of_all = of_all + of_class * weights.expand(vocab).sum()
-        gradient = probability * of_all
-        gradient.scatter_add_(1, labels, -of_target)
-        if of_class > 0:
-            gradient -= of_class * weights
+        softmax_coef = target_coef + 2 * options.z_loss * row_lse
+        if class_coef > 0:
+            softmax_coef = softmax_coef + class_coef * weights.expand(vocab).sum()
+        gradient = probability * softmax_coef
+        gradient.scatter_add_(1, labels, -target_coef)
+        if class_coef > 0:
+            gradient -= class_coef * weights
         if row_scale is not None:
             gradient *= row_scale[rows].unsqueeze(1)
         if lse_scale is not None:
@@ -80,18 +80,7 @@ def divergence_(
     write: tuple[bool, bool],
 ) -> None:
     beta = options.beta
-    heads = [
-        (
-            student,
-            vectors.student_bias,
-            LossOptions(options.student_scale, options.student_softcap, options.temperature),
-        ),
-        (
-            teacher,
-            vectors.teacher_bias,
-            LossOptions(options.teacher_scale, options.teacher_softcap, options.temperature),
-        ),
-    ]
+    heads = ((student, vectors.student_bias, options.student), (teacher, vectors.teacher_bias, options.teacher))
     for rows in _row_blocks(student):
         logits, slopes = zip(*(_logits(chunk[rows], bias, own) for chunk, bias, own in heads), strict=True)
         logp, logq = (x.log_softmax(dim=1) for x in logits)

@@ -118,6 +118,7 @@ def plan(config: Any, *, seq_len: int, batch_size: int = 1, **setup: Any) -> Pla
     shape, chosen = shape_of(config), setup_of(setup)
     if chosen.lora_rank is not None and shape.experts:
         raise ValueError("lora_rank: adapters of a mixture of experts are not planned; expected None")
+    expect("autocast", not (chosen.autocast and shape.experts), "False for a mixture of experts", True)
     if "layer" in chosen.tiles and not shape.tiles_whole:
         kind = shape.model_type if shape.inside is None else f"{shape.model_type} in {shape.inside}"
         known = ", ".join(name for name, arch in ARCHS.items() if arch.layer)

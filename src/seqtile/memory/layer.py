@@ -15,11 +15,10 @@ from collections.abc import Iterator
 from itertools import pairwise
 from typing import NamedTuple
 
-from seqtile.memory.setup import Setup, Shape, expect
+from seqtile.memory.setup import FLOAT, Setup, Shape, expect
 
 MIN_CHUNK_TOKENS = 2048  # as in seqtile.ops.chunks, which needs torch
 AUTO_GROUPS = 8  # as in seqtile.models.layer, which needs torch
-FLOAT = 4
 
 
 class Working(NamedTuple):
@@ -85,8 +84,12 @@ class Layer:
     def __init__(self, shape: Shape, setup: Setup, tokens: int):
         self.shape, self.setup, self.tokens = shape, setup, tokens
         self.chunk, self.mlp_chunk = chunk_tokens(shape, setup), chunk_tokens(shape, setup, mlp=True)
-        self.hidden = tokens * shape.hidden * setup.bytes
+        self.tiled = "layer" in setup.tiles and tokens > self.chunk
+        self.tiled_mlp = "mlp" in setup.tiles and tokens > self.mlp_chunk
+        self.hidden = tokens * shape.hidden * setup.weight_bytes
         """Bytes of a tensor of hidden states."""
+        self.cast = tokens * shape.hidden * setup.bytes
+        """Bytes of one that products read or make; it is a copy under autocast."""
         self.q, self.kv, grouped = head_shares(shape, setup, tokens)
         self.qkv = self.q + 2 * self.kv
         self.lse = tokens * shape.heads * FLOAT
@@ -97,49 +100,68 @@ class Layer:
         self.output = tokens * shape.q * setup.bytes if setup.sequence_parallel > 1 else 0
         """Bytes of attention's output for this GPU's tokens, where that is not what attention itself returned."""
         self.groups = groups_of(shape, setup)
-        self.final_norm = self.norm(shape.hidden, chunked="layer" in setup.tiles)
+        self.final_norm = self.norm(shape.hidden, stream=True, chunked="layer" in setup.tiles)
 
     def moments(self) -> Iterator[Working]:
         """Yields the moments in the order of the backward."""
-        return self._tiled() if "layer" in self.setup.tiles and self.tokens > self.chunk else self._untiled()
+        return self._tiled() if self.tiled else self._untiled()
 
-    def norm(self, width: int, chunked: bool = False) -> Part:
-        """Returns the bytes of a norm over `width` elements a token; computed `chunked` it keeps what Liger's does."""
-        arch, size, elements = self.shape.arch, self.setup.bytes, self.tokens * width
+    @property
+    def cached(self) -> int:
+        """Bytes of the weights that autocast copied and caches until the forward ends; tiled parts cache none."""
+        if not self.setup.full or self.tiled:
+            return 0
+        return self.setup.cast(self.shape.attention_parameters + (0 if self.tiled_mlp else self.shape.mlp_parameters))
+
+    def norm(self, width: int, stream: bool = False, chunked: bool = False) -> Part:
+        """Returns the bytes of a norm over `width` elements a token, of the residual stream or of what a product made;
+        computed `chunked` it keeps what Liger's does."""
+        arch, elements = self.shape.arch, self.tokens * width
+        size = self.setup.weight_bytes if stream else self.setup.bytes
         if chunked or self.setup.liger:
             in_place = not chunked and not arch.norm_after  # Liger's then writes over its gradient
             return Part(elements * size, elements * size * (2 if in_place else 3))
         centred = arch.norm == "layer"
         weighted = size if arch.norm == "rms" else FLOAT  # an element of what the weight multiplies
         kept = FLOAT * (1 + centred) + weighted * self.setup.full  # the input in float32, centred too
-        return Part(elements * kept, elements * FLOAT * (6 + centred))  # its input, gradients of it, of its square
+        copied = size < FLOAT or not stream  # its input; besides gradients of it, of its square
+        return Part(elements * kept, elements * FLOAT * (5 + copied + centred))
 
     def _untiled(self) -> Iterator[Working]:
         """Yields the moments of a layer whose MLP may be tiled. The gradient of what a branch is added to is alive
         throughout."""
         arch, shape, setup, hidden = self.shape.arch, self.shape, self.setup, self.hidden
-        chunked = "mlp" in setup.tiles and self.tokens > self.mlp_chunk
-        norm, mlp, in_mlp = self.norm(shape.hidden), self._mlp(chunked), shape.mlp_parameters
+        chunked = self.tiled_mlp
+        norm, norm_after = (self.norm(shape.hidden, stream) for stream in (True, False))
+        mlp, in_mlp = self._mlp(chunked), shape.mlp_parameters
         # Kept from forward to backward, in the order of the forward. The norm before attention keeps the layer's input,
         # which is counted where it waits, or a copy of it in float32.
-        before = norm.kept + hidden if arch.norm_before else 0
-        copied = before - hidden if before and (setup.liger or setup.bytes == FLOAT) else before
+        copied = self.inputs(1 if "qkv" in arch.fused else 3)
+        if arch.norm_before:
+            copied += norm.kept - (hidden if setup.liger or setup.weight_bytes == FLOAT else 0)
+        elif not setup.autocast:
+            copied = 0
         of_heads = self.norm(shape.q + shape.kv).kept if arch.head_norm else 0
         adapters = (1 if "qkv" in arch.fused else 3) * self._adapter(shape.hidden)
         fused = self.q + self.kv if "qkv" in arch.fused and not setup.liger else 0  # what the values are a slice of
-        inside = copied + of_heads + adapters + 2 * self.q + 2 * self.kv + fused + self.lse
+        weights = setup.cast(shape.attention_parameters)
+        inside = copied + of_heads + adapters + weights + 2 * self.q + 2 * self.kv + fused + self.lse
         projected = inside + self.output + self._adapter(shape.q)
-        after = norm.kept if arch.norm_after else 0
+        after = norm_after.kept if arch.norm_after else 0
         attention = projected + after
-        norms = hidden + (0 if arch.parallel else before or hidden)
+        inputs = self.cast if chunked and setup.autocast else self.inputs(1 if "gate_up" in arch.fused else 2)
+        norms = hidden + (0 if arch.parallel else norm.kept * arch.norm_before + inputs)
         if not setup.full:  # what an adapter adds, twice in float32, before that is added
-            added = self.tokens * shape.hidden * (setup.bytes + 2 * FLOAT)
+            added = self.cast + 2 * self.tokens * shape.hidden * FLOAT
+            if setup.autocast:  # in half; its input in float32 once, queries and keys, and what they were projected of
+                rotated = 0 if setup.liger else self.q + self.kv
+                added = 4 * self.cast + (self.q + rotated) * FLOAT // setup.bytes + hidden
             yield Working("adapter after attention", attention=projected + added, norms=hidden)
         down = 0 if chunked or shape.experts else in_mlp // 3
         yield Working("MLP", down, attention, mlp.backward, norms)
         if arch.norm_after:
-            yield Working("norm after the MLP", 0, attention, mlp.kept, norms + norm.backward)
-            yield Working("norm after attention", in_mlp, attention - after, norms=hidden + norm.backward)
+            yield Working("norm after the MLP", 0, attention, mlp.kept, norms + norm_after.backward)
+            yield Working("norm after attention", in_mlp, attention - after, norms=hidden + norm_after.backward)
         if arch.norm_before and not arch.parallel:
             yield Working("norm before the MLP", in_mlp, attention, norms=hidden + norm.backward)
         yield Working("attention", in_mlp, inside + self.attention, norms=hidden * (1 + arch.parallel))
@@ -176,14 +198,19 @@ class Layer:
             alive += sent * ((past > 0) + (past < count - 1))
             begun = past > (sent > 0)  # gradients are on their way for one group longer
             name = f"attention, {past + 1} of {count} groups" if count > 1 else "attention"
-            yield Working(name, after, alive + sums * begun, norms=hidden * (1 + begun))
+            yield Working(name, after, alive + sums * begun, norms=hidden + self.cast * begun)
         # Projections of a group: their weights side by side, sums of their gradients, chunks.
         width = (shape.q + 2 * shape.kv) // count
         weights = shape.hidden * width
         projecting = weights * size + self._sums(weights) + self.chunk * (shape.hidden + width) * size
         alive = kept * (count - 1) // count + projected // count + sums + projecting + decoded
-        yield Working("projections", after, alive, norms=2 * hidden)
-        yield Working("norm before attention", after, sums + self._rounded(sums) + decoded, norms=2 * hidden)
+        yield Working("projections", after, alive, norms=hidden + self.cast)
+        yield Working("norm before attention", after, sums + self._rounded(sums) + decoded, norms=hidden + self.cast)
+
+    def inputs(self, count: int) -> int:
+        """Returns the bytes that `count` projections of the same hidden states keep of them: under autocast a copy
+        each, unless they are frozen."""
+        return count * self.cast * self.setup.full if self.setup.autocast else self.hidden
 
     def _mlp(self, chunked: bool) -> Part:
         """Returns the bytes of the MLP: gate, up, their product, and the activation unless Liger computes it again.
@@ -196,14 +223,18 @@ class Layer:
             later = sums + self._experts(min(rows, self.tokens - rows) * shape.experts_per_token) if chunked else 0
             return Part(0, max(self._experts(rows * shape.experts_per_token), later) + self.hidden)
         if chunked:
-            outer = self.hidden * (2 if arch.norm_after else 1) + setup.decoded(3 * shape.hidden * shape.mlp)
+            outer = self.cast * (2 if arch.norm_after or setup.autocast else 1)
+            outer += setup.decoded(3 * shape.hidden * shape.mlp)
             return Part(0, 3 * inner + sums + self._rounded(sums) + outer)
         light = setup.liger and "mlp" not in setup.tiles  # however short the sequence
-        inputs = 1 if "gate_up" in arch.fused else 2
-        adapters = inputs * self._adapter(shape.hidden) + self._adapter(shape.mlp)
-        kept = inner * (3 if light else 4) + adapters
+        peft = "mlp" not in setup.tiles  # else, however short the sequence, adapters are seqtile's: no copy in float32
+        adapters = (1 if "gate_up" in arch.fused else 2) * self._adapter(shape.hidden) * (peft or setup.autocast)
+        adapters += self._adapter(shape.mlp) * peft
+        kept = inner * (3 if light else 4) + adapters + setup.cast(3 * shape.hidden * shape.mlp)
         more = inner * (1 if light and setup.full else 2)  # Liger's are written over what was kept
-        return Part(kept, kept + more + setup.decoded(shape.hidden * shape.mlp))
+        if setup.autocast and peft and not setup.full:  # the recomputation of down with its adapter is the peak
+            more += self.hidden + 3 * self.cast
+        return Part(kept, kept + more + (setup.decoded(shape.hidden * shape.mlp) if setup.load_in_4bit else 0))
 
     def _experts(self, pairs: int) -> int:
         """Returns the bytes of so many pairs of a token and an expert: the most of three moments of Hugging Face's
@@ -218,8 +249,10 @@ class Layer:
         )
 
     def _adapter(self, width: int) -> int:
-        """Returns the bytes that the adapter of a projection keeps of so wide an input: a copy of it in float32."""
-        return 0 if self.setup.full or self.setup.bytes == FLOAT else self.tokens * width * FLOAT
+        """Returns the bytes that the adapter of a projection keeps of so wide an input: a copy of it, in float32 unless
+        under autocast."""
+        copied = not self.setup.full and self.setup.bytes < FLOAT
+        return copied * self.tokens * width * (self.setup.bytes if self.setup.autocast else FLOAT)
 
     def _sums(self, parameters: int) -> int:
         """Returns the bytes of the sums of their gradients over chunks, in float32."""
@@ -227,4 +260,4 @@ class Layer:
 
     def _rounded(self, sums: int) -> int:
         """Returns the bytes of what such sums are rounded to, where that is a copy."""
-        return sums // FLOAT * self.setup.bytes if self.setup.bytes < FLOAT else 0
+        return sums // FLOAT * self.setup.bytes if self.setup.weight_bytes < FLOAT else 0

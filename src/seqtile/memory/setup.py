@@ -14,6 +14,7 @@ from typing import Any
 from seqtile.arch import ARCHS, Arch
 
 GIB = 2**30
+FLOAT = 4
 DTYPES = {"bfloat16": 2, "float16": 2, "float32": 4}
 OPTIMIZERS = {"adamw": 8, "adamw_8bit": 2, "sgd": 0}
 """Bytes of state for each trained parameter; of adamw besides float32 weights, where those trained are in a half."""
@@ -48,6 +49,8 @@ class Setup:
     parameter with weights and gradients, as float32 weights under FSDP2's mixed precision have; the others without."""
     dtype: str = "bfloat16"
     """The dtype of weights, gradients and activations."""
+    autocast: bool = False
+    """True with weights, their gradients and the residual stream in float32, under torch.autocast to `dtype`."""
     tiles: Collection[str] | str = ("loss", "mlp")
     """The parts computed chunk by chunk, some of loss, mlp and layer, which is all of a decoder layer but attention."""
     head_groups: int | str | None = None
@@ -80,6 +83,7 @@ class Setup:
         groups = self.head_groups in (None, "auto") or is_count(self.head_groups)
         for name, right, expected in (
             ("liger", isinstance(self.liger, bool), "True or False"),
+            ("autocast", isinstance(self.autocast, bool), "True or False"),
             ("load_in_4bit", isinstance(self.load_in_4bit, bool), "True or False"),
             ("gpus", is_count(self.gpus), count),
             ("sequence_parallel", is_count(self.sequence_parallel), count),
@@ -104,6 +108,9 @@ class Setup:
         expect("tiles", "mlp" in self.tiles or not layer, "mlp too, since it is tiled with the layer", self.tiles)
         expect("head_groups", layer or self.head_groups is None, "None, since tiles has no layer", self.head_groups)
         expect("sequence_parallel", divided, f"a divisor of the {self.gpus} GPUs", self.sequence_parallel)
+        half = "bfloat16 or float16 under autocast, which computes in it"
+        expect("dtype", not self.autocast or self.bytes < FLOAT, half, self.dtype)
+        expect("autocast", not (self.autocast and self.load_in_4bit), "False with load_in_4bit", True)
         adapted = not (self.load_in_4bit and self.full)
         expect("load_in_4bit", adapted, "False, or a lora_rank besides, since what has 4 bits is not trained", True)
         if "optimizer" in self.offload and self.optimizer == "adamw_8bit":
@@ -117,17 +124,27 @@ class Setup:
 
     @property
     def bytes(self) -> int:
-        """Bytes of an element."""
+        """Bytes of an element that matrix products read or make."""
         return DTYPES[self.dtype]
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of an element of weights, their gradients and the residual stream."""
+        return FLOAT if self.autocast else self.bytes
 
     @property
     def full(self) -> bool:
         """True if every parameter is trained, False if adapters are."""
         return self.lora_rank is None
 
+    def cast(self, parameters: int) -> int:
+        """Returns the bytes of autocast's copies of so many weights, for products; 0 without it."""
+        return parameters * self.bytes if self.autocast else 0
+
     def decoded(self, parameters: int) -> int:
-        """Returns the bytes of so many weights of 4 bits while they are computed with; 0 of others."""
-        return parameters * self.bytes if self.load_in_4bit else 0
+        """Returns the bytes of so many weights of 4 bits, or under autocast, while a tiled part computes with them; 0
+        of others."""
+        return parameters * self.bytes if self.load_in_4bit or self.autocast else 0
 
     def ranks(self, stage: int) -> int:
         """Returns over how many GPUs something is sharded that is sharded from this ZeRO stage on."""

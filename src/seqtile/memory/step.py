@@ -3,8 +3,8 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from seqtile.memory.layer import FLOAT, Layer, Working
-from seqtile.memory.setup import GIB, OPTIMIZERS, Setup, Shape
+from seqtile.memory.layer import Layer, Working
+from seqtile.memory.setup import FLOAT, GIB, OPTIMIZERS, Setup, Shape
 
 BUCKET = 500_000_000  # elements that are reduced at a time: DeepSpeed's default
 
@@ -37,12 +37,12 @@ class Step:
     def __init__(self, shape: Shape, setup: Setup, tokens: int):
         self.shape, self.setup, self.tokens = shape, setup, tokens
         self.layer = Layer(shape, setup, tokens)
-        parameters, half = shape.parameters, setup.bytes < FLOAT
+        parameters, half = shape.parameters, setup.weight_bytes < FLOAT
         self.trained = parameters if setup.full else shape.adapter_parameters(setup.lora_rank)
         master = FLOAT if setup.full and half and setup.optimizer == "adamw" else 0
         adapters = 0 if setup.full else self.trained * FLOAT
         self.layer_weights = _layer_weights(shape, setup)
-        weights = shape.outer_parameters * setup.bytes + shape.layers * self.layer_weights
+        weights = shape.outer_parameters * setup.weight_bytes + shape.layers * self.layer_weights
         self.weights = (weights + adapters) // setup.ranks(3)
         self.optimizer = self.trained * (OPTIMIZERS[setup.optimizer] + master) // setup.ranks(1)
 
@@ -66,7 +66,11 @@ class Step:
         twice = shape.outer_parameters > shape.layer_parameters
         gathered, outer = (2, 2) if twice else (3, 1)
         yield self._moment(Working("forward", norms=hidden), 0, gathered=gathered, outer=outer)
-        yield self._moment(Working("loss", norms=norm.kept, loss=self._loss()), layers)
+        if self.layer.cached:  # of all layers but the last, whose weights arrive
+            last = Working("forward, last layer", mlp=(layers - 1) * self.layer.cached, norms=hidden)
+            yield self._moment(last, layers - 1, gathered=3)
+        for working in self._loss():
+            yield self._moment(working, layers)
         head = matrix + shape.hidden
         yield self._moment(Working("final norm", head, norms=norm.backward), layers, matrix)
         for place in sorted({layers, layers - 1, 2, 1} & set(range(1, layers + 1)), reverse=True):
@@ -75,7 +79,8 @@ class Step:
             for working in self.layer.moments():
                 here = working._replace(name=f"{working.name}, layer {place} of {layers}", done=done + working.done)
                 yield self._moment(here, place, matrix + working.done, gathered, backward=True)
-        embedding = matrix * self.setup.bytes * (3 if shape.tied else 1) if full else 0  # tied: both, and their sum
+        copies = (3 if shape.tied else 1) if full else 0  # tied: both, and their sum
+        embedding = matrix * self.setup.weight_bytes * copies
         last = Working("embedding", shape.parameters - matrix, norms=hidden, gradients=embedding)
         yield self._moment(last, 0, 0 if shape.tied else matrix)
 
@@ -93,7 +98,8 @@ class Step:
             backward: whether it is the backward of a layer.
         """
         setup, shape = self.setup, self.shape
-        done = working.done * setup.bytes if setup.full else self.trained * FLOAT * working.done // shape.parameters
+        adapters = self.trained * FLOAT * working.done // shape.parameters
+        done = working.done * setup.weight_bytes if setup.full else adapters
         gradients = 0 if "optimizer" in setup.offload else done // setup.ranks(2)
         parts = {
             "weights": 0 if "weights" in setup.offload else self.weights,
@@ -102,7 +108,7 @@ class Step:
             "inputs": self._inputs(waiting, backward),
             "attention": working.attention,
             "mlp": working.mlp,
-            "norms": working.norms + 2 * self.tokens * shape.head_dim * setup.bytes,  # and positions
+            "norms": working.norms + 2 * self.tokens * shape.head_dim * setup.weight_bytes,  # and positions
             "loss": working.loss,
             "communication": self._communication(whole, gathered, outer),
             "reserved": GIB * (2 if setup.gpus > 1 else 1),
@@ -114,10 +120,10 @@ class Step:
         whole until the end."""
         setup, shape, away = self.setup, self.shape, "optimizer" in self.setup.offload
         if setup.ranks(3) == 1 and "weights" not in setup.offload:
-            return min(BUCKET, self.trained) * setup.bytes if setup.gpus > 1 or away else 0
-        weights = outer * shape.outer_parameters * setup.bytes + gathered * self.layer_weights
+            return min(BUCKET, self.trained) * setup.weight_bytes if setup.gpus > 1 or away else 0
+        weights = outer * shape.outer_parameters * setup.weight_bytes + gathered * self.layer_weights
         counted = 0 if away else whole // setup.ranks(2)
-        return weights + (whole - counted if setup.full else 0) * setup.bytes
+        return weights + (whole - counted if setup.full else 0) * setup.weight_bytes
 
     def _inputs(self, waiting: int, backward: bool) -> int:
         """Returns the bytes of the first `waiting` layers' inputs that are on the GPU: if offloaded, the one that is
@@ -130,27 +136,34 @@ class Step:
         leaf = frozen and self.shape.arch.embedding_scale is not None  # whose product is the first layer's input
         return (waiting + leaf) * self.layer.hidden
 
-    def _loss(self) -> int:
-        """Returns the bytes of the loss. Tiled: hidden states and their gradient; a chunk of logits, then the sum of
+    def _loss(self) -> Iterator[Working]:
+        """Yields the moments of the loss. Tiled: hidden states and their gradient; a chunk of logits, then the sum of
         weight gradients rounded, or of a single chunk the rounded gradient alone. Untiled: the size of the logits three
-        times in float32."""
-        shape, setup, hidden = self.shape, self.setup, self.layer.hidden
+        times in float32. In the forward also what autocast caches, and untiled the logits before they are float32."""
+        shape, setup, layer = self.shape, self.setup, self.layer
+        head, cached, norms = setup.cast(shape.head_parameters), shape.layers * layer.cached, layer.final_norm.kept
         if "loss" not in setup.tiles:
-            return hidden + self.tokens * shape.vocab * (3 * FLOAT + shape.softcap * setup.bytes)
-        rows = min(self.tokens, self.layer.chunk)
+            logits = self.tokens * shape.vocab
+            kept = layer.inputs(1) + head + logits * shape.softcap * setup.bytes
+            if setup.autocast:
+                forward = kept + layer.hidden + logits * (2 * FLOAT + setup.bytes)
+                yield Working("logits", mlp=cached, norms=norms, loss=forward)
+            yield Working("loss", norms=norms, loss=kept + logits * 3 * FLOAT)
+            return
+        rows = min(self.tokens, layer.chunk)
         chunk = rows * shape.vocab * setup.bytes
         if setup.full:
-            gradient = shape.head_parameters * setup.bytes
+            gradient = 0 if setup.autocast else shape.head_parameters * setup.bytes
             several = rows < self.tokens
             chunk = shape.head_parameters * FLOAT + max(chunk, gradient) if several else chunk + gradient
-        return 2 * hidden + chunk
+        yield Working("loss", mlp=cached, norms=norms, loss=2 * layer.hidden + chunk + head)
 
 
 def _layer_weights(shape: Shape, setup: Setup) -> int:
     """Returns the bytes of a layer's weights. Of 4 bits a block of 64 has a scale of 8 bits, and a block of 256 such
     scales one of 32."""
     if not setup.load_in_4bit:
-        return shape.layer_parameters * setup.bytes
+        return shape.layer_parameters * setup.weight_bytes
     projections = shape.projection_parameters
     codes = projections // 2 + projections // 64 + projections // (64 * 256) * FLOAT
     return codes + (shape.layer_parameters - projections) * setup.bytes

@@ -103,6 +103,13 @@ class _LayerCall:
                 self._run(hidden, chunk, instead)
         except _Reached:
             return tuple(made)
+        except RuntimeError as error:  # of an attention that computes all itself
+            if self.module is not None or isinstance(error, torch.OutOfMemoryError):
+                raise
+            raise ValueError(
+                f"a {type(self.layer).__name__} that is given a chunk of its tokens fails before it asks for an "
+                f"attention function ({error}); apply with layer=False"
+            ) from error
         raise ValueError(f"a {type(self.layer).__name__} asked for no attention function; apply with layer=False")
 
     def whole_heads(self, made: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:

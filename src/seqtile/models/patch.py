@@ -7,6 +7,7 @@ same name.
 
 import sys
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
@@ -39,17 +40,20 @@ _CLASSES: dict[str, ClassPatch] = {}  # the one registry: model_type -> what was
 _ASKED = "_seqtile_parts"  # on a model: the parts that were applied to it
 _REFUSED = "_seqtile_refused"  # on a model: why modules, by the names of their classes, are left untiled
 Found = tuple[nn.Module, Part, Options]
+Proof = Callable[[Any], Callable[[Part, nn.Module], str | None]]
 
 
-def apply(model_type: str, model: nn.Module | None, options: Options) -> None:
-    """See `apply_seqtile_to_llama`. Everything is checked before anything is changed."""
+def apply(model_type: str, model: nn.Module | None, options: Options, proof: Proof = unproven) -> None:
+    """See `apply_seqtile_to_llama`. Everything is checked before anything is changed.
+
+    `proof` is given the model, and returns what says why a module of it is not to be tiled as a part."""
     options.validate()
     parts = [(part, _options_of(part, options)) for part in PARTS if part.option in options.parts]
     if model is None:
         _apply_to_classes(model_type, parts, options)
         _CLASSES[model_type].parts |= options.parts
     else:
-        _apply_to_model(model, parts + _check_part(model, options))
+        _apply_to_model(model, parts + _check_part(model, options), proof)
         setattr(model, _ASKED, getattr(model, _ASKED, frozenset()) | options.parts)
 
 
@@ -74,11 +78,13 @@ def _check_part(owner: Any, options: Options) -> list[tuple[Part, Options]]:
     return [(CHECK, options)]
 
 
-def _found(model: nn.Module, parts: list[tuple[Part, Options]]) -> tuple[list[Found], dict[str, str]]:
+def _found(
+    model: nn.Module, parts: list[tuple[Part, Options]], proof: Proof = unproven
+) -> tuple[list[Found], dict[str, str]]:
     """Returns the modules of a model that can be tiled, and why others, by the names of their classes, are not.
     ValueError if no layer can, and they are asked for."""
     found, refused = [], {}
-    differing = unproven(model)
+    differing = proof(model)
     for part, options in parts:
         modules = {module: part.refusal(module) for module in part.modules(model)}
         for module in [module for module, refusal in modules.items() if refusal is None]:
@@ -128,10 +134,10 @@ def _names_of(cls: type, model_class: type) -> list[tuple[str, str]]:
     return []
 
 
-def _apply_to_model(model: nn.Module, parts: list[tuple[Part, Options]]) -> None:
+def _apply_to_model(model: nn.Module, parts: list[tuple[Part, Options]], proof: Proof) -> None:
     if LOSS in (part for part, _ in parts):
         place_of_head(model)
-    found, refused = _found(model, parts)
+    found, refused = _found(model, parts, proof)
     for module, part, options in found:
         part.check(module, options)
     classes: dict[type, type] = {}

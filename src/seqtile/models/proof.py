@@ -154,9 +154,9 @@ class Finding(NamedTuple):
 def findings(model: PreTrainedModel) -> Iterator[Finding]:
     """Tiles each part of a small float32 model that can be tiled, one class after the other, and yields what comes of
     it."""
-    plain = _gradients(copy.deepcopy(model))  # some code leaves tensors of a graph on its modules, not to be copied
+    plain = gradients_of(copy.deepcopy(model))  # some code leaves tensors of a graph on its modules, not to be copied
     try:
-        truth = _gradients(copy.deepcopy(model).double())
+        truth = gradients_of(copy.deepcopy(model).double())
     except (RuntimeError, ValueError, TypeError):  # some code computes in float32 whatever it is given
         truth = plain
     for part in _ALONE:
@@ -169,7 +169,7 @@ def findings(model: PreTrainedModel) -> Iterator[Finding]:
             if part is LAYER and refusal is None and called is None:
                 grouped = Options(layer=True, head_groups=2, chunk_tokens=CHUNK, check=False)
                 groups = _difference(model, part, cls, grouped, plain, truth)[0] is None
-            yield Finding(part, cls, len(modules), called, groups, refusal, error, _worst(plain, plain, truth)[1])
+            yield Finding(part, cls, len(modules), called, groups, refusal, error, worst(plain, plain, truth)[1])
 
 
 def _by_class(modules: list[nn.Module]) -> dict[type, list[nn.Module]]:
@@ -186,10 +186,10 @@ def _difference(
     try:
         tiled = tiled_copy(model, part, cls, options)
         with WayTaken(_modules_of(tiled, part, cls), CHUNK) as way:
-            found = _gradients(tiled)
+            found = gradients_of(tiled)
     except Exception as error:  # whatever it is that this model's code does not bear
         return f"it fails when it is tiled: {type(error).__name__}: {str(error)[:200]}", math.nan
-    refusal, error = _worst(found, plain, truth)
+    refusal, error = worst(found, plain, truth)
     return refusal or way.refusal, error
 
 
@@ -211,7 +211,7 @@ def tiled_copy(model: PreTrainedModel, part: Part, cls: type, options: Options) 
     return tiled
 
 
-def _worst(tiled: Gradients, plain: Gradients, truth: Gradients) -> tuple[str | None, float]:
+def worst(tiled: Gradients, plain: Gradients, truth: Gradients) -> tuple[str | None, float]:
     """Says which gradient is wrong, and by how much, None if none is; and returns the largest relative error."""
     if missing := plain.keys() - tiled.keys():
         return f"{min(missing)} gets no gradient when it is tiled", math.nan
@@ -230,14 +230,24 @@ def _worst(tiled: Gradients, plain: Gradients, truth: Gradients) -> tuple[str | 
     return f"{what} differs by {errors[name]:.1%} when it is tiled", errors[name]
 
 
-def _gradients(model: PreTrainedModel) -> Gradients:
-    """Returns the loss of a few random words, some of them not to be predicted, and its gradients."""
-    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+def some_words() -> dict[str, Any]:
+    """Returns what a model is called with: a few random words, some of them not to be predicted."""
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         ids = torch.randint(5, WORDS - 5, (2, 3 * CHUNK + 2))
         labels = ids.masked_fill(torch.rand(ids.shape) < 0.3, -100)
-        loss = model.train()(input_ids=ids, labels=labels, use_cache=False).loss
-        named = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    return {"input_ids": ids, "labels": labels, "use_cache": False}
+
+
+def gradients_of(model: PreTrainedModel, inputs: dict[str, Any] | None = None) -> Gradients:
+    """Returns the loss of what a model is called with, and the gradients of its parameters and of inputs that require
+    one."""
+    with torch.random.fork_rng(devices=[]), torch.enable_grad():
+        torch.manual_seed(1)
+        inputs = some_words() if inputs is None else inputs
+        loss = model.train()(**inputs).loss
+        named = dict(model.named_parameters()) | inputs
+        named = {name: leaf for name, leaf in named.items() if isinstance(leaf, torch.Tensor) and leaf.requires_grad}
         found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
     gradients = {name: gradient for name, gradient in zip(named, found, strict=True) if gradient is not None}
     return {"loss": loss.detach()} | gradients

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from seqtile.ops.linear import Encoding
+from seqtile.ops.linear import QuantizedWeight
 
 _BITSANDBYTES = "bitsandbytes.nn.modules"
 
@@ -73,16 +73,16 @@ def computing_dtype(module: Any) -> torch.dtype | None:
     return module.weight.dtype if _layout_of(module) is not None else getattr(module, "compute_dtype", None)
 
 
-def encoding_of(module: Any) -> Encoding | None:
+def quantized_weight_of(module: Any) -> QuantizedWeight | None:
     """Returns a readable layer's weight; None if it is stored as numbers."""
     if (layout := _layout_of(module)) is not None:
-        return Encoding(module.weight.shape, partial(layout.decode, module.weight))
+        return QuantizedWeight(module.weight.shape, partial(layout.decode, module.weight))
     if not is_quantised(module):
         return None
     from bitsandbytes.functional import dequantize_4bit
 
     state = getattr(module.weight, "quant_state", None) or module.quant_state
-    return Encoding(state.shape, partial(dequantize_4bit, module.weight.data, quant_state=state))
+    return QuantizedWeight(state.shape, partial(dequantize_4bit, module.weight.data, quant_state=state))
 
 
 def _is_4_bits(module: Any) -> bool:

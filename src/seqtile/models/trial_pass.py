@@ -3,7 +3,7 @@
 module.__dict__, its buffers      as they were, also where a value was changed in place
 hooks of users                    not called, on modules or on parameters
 random numbers, autocast's casts  as before
-.grad, main_grad                  not touched
+.grad, main_grad                  not touched; for main_grad another one is there meanwhile
 dropout, checkpointing            off
 """
 
@@ -12,7 +12,7 @@ import random
 import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from types import MethodType
 from typing import Any
@@ -24,9 +24,11 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from seqtile.models.find import experts_in
 from seqtile.models.placement import HELD, Placement, package_of, placement_at
+from seqtile.models.same_choices import SameChoices
 from seqtile.models.trial_ranks import Ranks
-from seqtile.models.weights import innermost
+from seqtile.models.weights import innermost, is_harmless
 from seqtile.ops.chunks import chunk_tokens_everywhere
 from seqtile.ops.leaf_gradients import without_hooks
 from seqtile.protocols import SHARDED
@@ -52,6 +54,10 @@ class Pass:
 
     def __init__(self, model: nn.Module, original: Callable, inputs: dict[str, Any], full: bool, ranks: Ranks):
         self.model, self.original, self.inputs, self.full, self.ranks = model, original, inputs, full, ranks
+        self.choices = SameChoices() if experts_in(model) else nullcontext()
+        self.with_main_grad = [name for name, parameter in model.named_parameters() if "main_grad" in vars(parameter)]
+        self.main_grads: dict[str, torch.Tensor] = {}
+        """What these hold before a pass in the place of users' own: the gradients of the first."""
 
     def run(self, placed: Placed, *, tiled: Placed, chunk_tokens: int | None = None, nudge: float = 0.0) -> Vectors:
         """Returns the loss and the gradients; of all `placed` modules those `tiled` are. `nudge` is the relative change
@@ -65,7 +71,7 @@ class Pass:
             inputs["skip_logits"] = False
         if "return_dict" in inputs or not getattr(self.model.config, "return_dict", True):
             inputs["return_dict"] = True
-        if chunk_tokens is None and any(placement.part == "layer" for _, placement in placed):
+        if any(placement.part == "layer" for _, placement in untiled):
             inputs["use_cache"] = False  # tiled layers make no cache in training, so documents are told apart
         with ExitStack() as stack:
             stack.enter_context(without_a_trace(self.model))
@@ -73,12 +79,22 @@ class Pass:
                 stack.enter_context(sharded.other_batch())
             for module, placement in untiled:
                 _run_untiled(module, placement)
+            stack.enter_context(self.choices)
             if chunk_tokens is not None:
                 stack.enter_context(chunk_tokens_everywhere(chunk_tokens))
             stack.enter_context(self.ranks.gathering())
             leaves, seen = self._leaves(), self._watch_embeddings(inputs, nudge)
+            for name, before in self.main_grads.items():
+                leaves[name].main_grad = before.clone()
             loss = forward(self.model, **inputs).loss
-            return self._gradients(loss, leaves, seen)
+            found = self._gradients(loss, leaves, seen)
+            for name, before in self.main_grads.items():
+                added = 2 * (leaves[name].main_grad - before)  # which no hook doubled
+                found[name] = added if found[name] is None else found[name] + added
+            if not self.main_grads:
+                first = {name: found.get(name) for name in self.with_main_grad}
+                self.main_grads = {name: each.float() for name, each in first.items() if each is not None}
+            return found
 
     def _leaves(self) -> dict[str, torch.Tensor]:
         """Returns the parameters whose gradients are wanted, by name; those that FSDP2 gathers when a module runs are
@@ -124,15 +140,19 @@ class Pass:
         found: Sequence[torch.Tensor | None] = []
         if loss.requires_grad and wanted:
             with without_hooks(leaves.values()):
-                hooks = [leaf.register_hook(lambda gradient: gradient + gradient) for leaf in leaves.values()]
+                hooks = [leaf.register_hook(_doubled) for leaf in leaves.values()]
                 try:
-                    scale = 2.0**10 if _computes_in_half(loss) else 1.0  # of small gradients in float16
+                    scale = 2.0**10 if _computes_in_half(next(iter(seen), loss)) else 1.0  # of small gradients
                     found = torch.autograd.grad(loss * scale, list(wanted.values()), allow_unused=True)
                 finally:
                     for hook in hooks:
                         hook.remove()
         vectors = {name: None if g is None else g.detach() for name, g in zip(wanted, found, strict=False)}
         return {"loss": loss.detach().reshape(1)} | vectors
+
+
+def _doubled(gradient: torch.Tensor | None) -> torch.Tensor | None:
+    return None if gradient is None else gradient + gradient  # none comes of a leaf that has a main_grad
 
 
 def precision_of(tensor: torch.Tensor) -> float:
@@ -223,8 +243,20 @@ def _prepare(module: nn.Module) -> None:
         own["gradient_checkpointing"] = False
     _drop_nothing(own)
     for name in _HOOKS:  # a copy, which what registers hooks meanwhile writes to
-        kept = ((key, hook) for key, hook in own[name].items() if package_of(innermost(hook)) in _LIBRARIES)
-        own[name] = OrderedDict(kept)
+        own[name] = OrderedDict(_without_users(own[name]))
+
+
+def _without_users(hooks: dict[int, Callable]) -> Iterator[tuple[int, Callable]]:
+    """Yields hooks, in place of users' one that does nothing, so that modules are computed as those with hooks are."""
+    for key, hook in hooks.items():
+        if package_of(innermost(hook)) in _LIBRARIES:
+            yield key, hook
+        elif not is_harmless(hook, recording=True):
+            yield key, _no_hook
+
+
+def _no_hook(*args: Any, **kwargs: Any) -> None:
+    pass
 
 
 def _drop_nothing(attributes: dict[str, Any]) -> None:

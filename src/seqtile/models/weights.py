@@ -26,7 +26,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._device import DeviceContext
 from transformers.activations import GELUTanh, SiLUActivation
 
-from seqtile.models.quantised import computing_dtype, decoding_reason, encoding_of, is_quantised
+from seqtile.models.quantised import computing_dtype, decoding_reason, is_quantised, quantized_weight_of
 from seqtile.ops.checks import DTYPES
 from seqtile.ops.linear import Projection
 
@@ -36,7 +36,8 @@ _HARMLESS = (  # where hooks are written that only watch, or gather what a modul
     "torch.distributed.tensor.debug._comm_mode.",
     "torch.distributed.fsdp.",
     "deepspeed.runtime.zero.",
-    "seqtile.models.trial_",
+    "seqtile.models.trial_pass.Pass.",
+    "seqtile.models.trial_ranks.",
 )
 _RECORDING = "transformers.utils.output_capturing."
 
@@ -214,8 +215,8 @@ def named(thing: Any) -> str:
 _PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)  # the last: a simulation of the first two
 
 
-class Layers(NamedTuple):
-    """The modules whose tensors a projection is made of."""
+class LoraLinear(NamedTuple):
+    """A linear layer, and its LoRA adapter if it has one."""
 
     base: nn.Linear
     a: nn.Linear | None = None
@@ -228,20 +229,20 @@ def read_projection(name: str, module: nn.Module) -> Projection:
 
     Raises ValueError if they are sharded just now. Under ZeRO-3 each reading is a collective.
     """
-    layers = _layers_of(module)
-    assert isinstance(layers, Layers), f"{name} {layers}"
+    layers = split_lora(module)
+    assert isinstance(layers, LoraLinear), f"{name} {layers}"
     base, a, b, scale = layers
-    encoding = encoding_of(base)
-    weight = _whole(name, base.weight) if encoding is None else None
+    quantized = quantized_weight_of(base)
+    weight = _whole(name, base.weight) if quantized is None else None
     if a is None:
-        return Projection(weight, base.bias, encoding=encoding)
-    return Projection(weight, base.bias, _whole(name, a.weight), _whole(name, b.weight), scale, encoding)
+        return Projection(weight, base.bias, quantized=quantized)
+    return Projection(weight, base.bias, _whole(name, a.weight), _whole(name, b.weight), scale, quantized)
 
 
 def projection_fallback_reason(name: str, module: nn.Module | None, dtype: torch.dtype | None = None) -> str | None:
     """Says why a projection must be called rather than read, given the dtype of its products where that is known; see
     `process_fallback_reason`, too."""
-    layers = _layers_of(module)
+    layers = split_lora(module)
     if isinstance(layers, str):
         return f"{name} {layers}"
     computes_in = computing_dtype(layers.base) if is_quantised(layers.base) else None
@@ -274,13 +275,13 @@ def trained(*modules: nn.Module) -> list[torch.Tensor]:
     return list({id(leaf): leaf for leaf in found if leaf.requires_grad}.values())
 
 
-def _layers_of(module: Any) -> Layers | str:
+def split_lora(module: Any) -> LoraLinear | str:
     """Returns the layers of a plain linear layer or of a plain LoRA over one; of anything else what it is instead."""
     if _is_lora(module):
         return _lora_layers(module)
     if is_quantised(module):
-        return quantised_fallback_reason(module) or Layers(module)
-    return linear_fallback_reason(module) or Layers(module)
+        return quantised_fallback_reason(module) or LoraLinear(module)
+    return linear_fallback_reason(module) or LoraLinear(module)
 
 
 def _is_lora(module: Any) -> bool:
@@ -293,7 +294,7 @@ def _is_lora(module: Any) -> bool:
     return type(module) in [getattr(sys.modules[name], kind, None) for name, kind in kinds if name in sys.modules]
 
 
-def _lora_layers(module: Any) -> Layers | str:
+def _lora_layers(module: Any) -> LoraLinear | str:
     """Returns the layers of PEFT's LoRA: without dropout, of the plain kind, at most one active adapter, not merged."""
     if defining_path(type(module).forward) not in (
         "peft.tuners.lora.layer.Linear.forward",
@@ -302,7 +303,7 @@ def _lora_layers(module: Any) -> Layers | str:
         return f"is a {named(type(module))}, whose forward was replaced"
     if (reason := module_fallback_reason(module)) is not None:
         return reason
-    base = _layers_of(module.base_layer)
+    base = split_lora(module.base_layer)
     if isinstance(base, str):
         return f"is a LoRA adapter whose base layer {base}"
     if base.a is not None:
@@ -317,7 +318,7 @@ def _lora_layers(module: Any) -> Layers | str:
     return _adapted(base, module, active[0])
 
 
-def _adapted(base: Layers, module: Any, name: str) -> Layers | str:
+def _adapted(base: LoraLinear, module: Any, name: str) -> LoraLinear | str:
     """Returns `base` with the adapter `name`."""
     a, b, dropout, scale = (part[name] for part in (module.lora_A, module.lora_B, module.lora_dropout, module.scaling))
     if name in module.lora_variant:
@@ -335,7 +336,7 @@ def _adapted(base: Layers, module: Any, name: str) -> Layers | str:
         return f"has a LoRA adapter whose dropout is a {named(type(dropout))}"
     if (reason := module_fallback_reason(dropout)) is not None:
         return f"has a LoRA adapter whose dropout {reason}"
-    return Layers(base.base, a, b, scale)
+    return LoraLinear(base.base, a, b, scale)
 
 
 def _whole(name: str, weight: torch.Tensor) -> torch.Tensor:

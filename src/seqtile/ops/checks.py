@@ -1,7 +1,13 @@
 """Checks of what every op requires of its tensors, made before anything is computed."""
 
+import math
+from numbers import Real
+
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from seqtile.kernels import LossOptions
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -78,3 +84,56 @@ def check_no_transform(op: str) -> None:
             f"{op} cannot be transformed by torch.vmap or torch.func; loop over the batch, and take gradients by "
             "torch.autograd"
         )
+
+
+def check_logit_options(
+    op: str, logit_scale: float, softcap: float | None, temperature: float, prefix: str = ""
+) -> LossOptions:
+    """Returns what makes logits of products, if the numbers are in range; `prefix` begins the arguments' names."""
+    return LossOptions(
+        check_number(op, f"{prefix or 'logit_'}scale", logit_scale, -math.inf),
+        0.0 if softcap is None else check_number(op, f"{prefix}softcap", softcap, 0, above=True),
+        check_number(op, "temperature", temperature, 0, above=True),
+    )
+
+
+def check_mask(op: str, mask: torch.Tensor | None, hidden: torch.Tensor) -> None:
+    """Raises TypeError or ValueError for a mask that is not of the tokens."""
+    if mask is not None:
+        check_dense(op, "mask", mask)
+        check_shape(op, "mask", mask, tuple(hidden.shape[:-1]), "the tokens' shape")
+        check_device(op, "mask", mask, "hidden", hidden)
+        if mask.dtype != torch.bool:
+            raise TypeError(f"{op}: mask is {mask.dtype}, expected torch.bool, True where a token counts")
+
+
+def check_reduction(op: str, reduction: str, num_items: int | float | torch.Tensor | None) -> None:
+    if reduction not in ("mean", "sum", "none"):
+        raise ValueError(f'{op}: reduction is {reduction!r}, expected "mean", "sum" or "none"')
+    if num_items is None:
+        return
+    if reduction != "mean":
+        raise ValueError(f'{op}: num_items divides the sum, so it goes with reduction="mean", not with "{reduction}"')
+    if isinstance(num_items, torch.Tensor):  # its value is not known without waiting for its device
+        if num_items.numel() != 1:
+            raise ValueError(f"{op}: num_items has shape {list(num_items.shape)}, expected one number of tokens")
+    elif isinstance(num_items, bool) or not isinstance(num_items, Real):
+        raise TypeError(f"{op}: num_items is {num_items!r}, expected a number of tokens or a tensor of one")
+    elif not 0 < num_items < math.inf:
+        raise ValueError(f"{op}: num_items is {num_items}, expected a positive number of tokens")
+
+
+def check_number(op: str, name: str, value: float, low: float, high: float = math.inf, *, above: bool = False) -> float:
+    """Returns `value` as a float, if it is finite, at most `high` and at least `low` (more than `low` if `above`)."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise TypeError(f"{op}: {name} is {value!r}, expected a Python number")
+    if not (-math.inf < value < math.inf and (low < value if above else low <= value) and value <= high):
+        bound = f"{'more than' if above else 'at least'} {low:g}" if low > -math.inf else "finite"
+        bound += f" and at most {high:g}" if high < math.inf else ""
+        raise ValueError(f"{op}: {name} is {value}, expected {bound}")
+    return float(value)
+
+
+def values_known(tensor: torch.Tensor) -> bool:
+    """Tells if a tensor holds numbers: not in a simulation, nor while torch.compile traces."""
+    return not torch.compiler.is_compiling() and not isinstance(tensor, FakeTensor)

@@ -107,7 +107,7 @@ def gated_mlp(
 
 
 def gated_mlp_of(x: torch.Tensor, params: Projections, activation: str, chunk_tokens: int | None) -> torch.Tensor:
-    """Computes `gated_mlp` of projections, whose weights may be stored otherwise: such a one is decoded once in a
+    """Computes `gated_mlp` of projections, whose weights may be quantized: such a one is dequantized once in a
     forward and once in a backward, and dropped at its end."""
     _check(x, params, activation)
     chunk_tokens = resolve_chunk_tokens(chunk_tokens, x.shape[-1])
@@ -220,7 +220,7 @@ def _check(x: torch.Tensor, params: Projections, activation: str) -> None:
     named = dict(zip(("gate", "down") if fused else ("gate", "up", "down"), params, strict=True))
     operands: dict[str, Any] = {"x": x}
     for name, projection in named.items():
-        if projection.encoding is None:
+        if projection.quantized is None:
             operands[f"{name}_weight"] = projection.weight
         if projection.bias is not None:
             operands[f"{name}_bias"] = projection.bias

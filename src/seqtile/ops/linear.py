@@ -160,19 +160,19 @@ class LowRank(NamedTuple):
     """The factor of what the adapter adds, such as alpha / r."""
 
 
-class Encoding:
-    """A frozen weight that is not stored as [out, in] numbers: `decode` makes these. A leaf of a tree of parameters
-    that is no tensor."""
+class QuantizedWeight:
+    """A frozen weight that is stored in fewer bits: `dequantize` makes [out, in] numbers of it. A leaf of a tree of
+    parameters that is no tensor."""
 
-    def __init__(self, shape: torch.Size, decode: Callable[[], torch.Tensor]):
-        self.shape, self.decode = shape, decode
+    def __init__(self, shape: torch.Size, dequantize: Callable[[], torch.Tensor]):
+        self.shape, self.dequantize = shape, dequantize
 
 
 class Projection(NamedTuple):
     """A linear layer with at most one adapter: y = x weight' + bias + scale * (x a') b'."""
 
     weight: torch.Tensor | None
-    """[out, in]; None of a weight that is stored otherwise."""
+    """[out, in]; None of a quantized one."""
     bias: torch.Tensor | None
     """[out]"""
     a: torch.Tensor | None = None
@@ -180,8 +180,8 @@ class Projection(NamedTuple):
     b: torch.Tensor | None = None
     """[out, r]"""
     scale: float = 1.0
-    encoding: Encoding | None = None
-    """The weight, if it is stored otherwise."""
+    quantized: QuantizedWeight | None = None
+    """The weight, if it is quantized."""
 
     @classmethod
     def of(cls, weight: torch.Tensor, bias: torch.Tensor | None, adapter: LowRank | None) -> "Projection":
@@ -190,37 +190,33 @@ class Projection(NamedTuple):
     @property
     def shape(self) -> torch.Size:
         """[out, in]"""
-        return self.weight.shape if self.encoding is None else self.encoding.shape
+        return self.weight.shape if self.quantized is None else self.quantized.shape
 
-    def decoded(self) -> "Projection":
-        """Returns the projection with its weight as [out, in] numbers: a copy of one that is stored otherwise, to be
-        kept no longer than it is computed with."""
-        if self.encoding is None:
+    def dequantized(self) -> "Projection":
+        """Returns the projection with its weight as [out, in] numbers: a copy of a quantized one, to be kept no longer
+        than it is computed with."""
+        if self.quantized is None:
             return self
-        return self._replace(weight=self.encoding.decode(), encoding=None)
-
-    @property
-    def adapter(self) -> LowRank | None:
-        return None if self.a is None else LowRank(self.a, self.b, self.scale)
+        return self._replace(weight=self.quantized.dequantize(), quantized=None)
 
     def slice_out(self, rows: slice) -> "Projection":
         """Returns the projection to some of the outputs."""
         bias, b = (None if tensor is None else tensor[rows] for tensor in (self.bias, self.b))
-        return Projection(self.decoded().weight[rows], bias, self.a, b, self.scale)
+        return Projection(self.dequantized().weight[rows], bias, self.a, b, self.scale)
 
     def slice_in(self, columns: slice) -> "Projection":
         """Returns the projection of some of the inputs, without the bias."""
         a = None if self.a is None else self.a[:, columns]
-        return Projection(self.decoded().weight[:, columns], None, a, self.b, self.scale)
+        return Projection(self.dequantized().weight[:, columns], None, a, self.b, self.scale)
 
     def to(self, dtype: torch.dtype) -> "Projection":
         """Returns the operands of the products in `dtype`: copies where that changes something."""
-        tensors = self.decoded()[:4]
+        tensors = self.dequantized()[:4]
         return Projection(*(None if tensor is None else tensor.to(dtype) for tensor in tensors), self.scale)
 
     def differentiable(self, x: torch.Tensor) -> torch.Tensor:
         """Computes y [..., out] of x [..., in] by operations that autograd follows."""
-        y = F.linear(x, self.decoded().weight.to(x.dtype) if self.encoding else self.weight, self.bias)
+        y = F.linear(x, self.dequantized().weight.to(x.dtype) if self.quantized else self.weight, self.bias)
         if self.a is None:
             return y
         return y + F.linear(F.linear(x, self.a.to(x.dtype)), self.b.to(x.dtype)) * self.scale

@@ -5,29 +5,46 @@
 `prepare_head`, `run_head` and `scatter_to_tokens` serve `linear_log_probs` as well.
 """
 
-import math
-from collections.abc import Callable
-from numbers import Integral, Real
+from collections.abc import Callable, Collection
+from functools import partial
+from numbers import Integral
 from typing import Any, NamedTuple
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
-from seqtile.kernels import LossOptions
+from seqtile.kernels import LossOptions, RowVectors
+from seqtile.kernels.dispatch import cross_entropy_
 from seqtile.ops.checks import (
-    autocast_dtype,
     check_dense,
     check_device,
+    check_logit_options,
     check_no_transform,
-    check_operands,
+    check_number,
+    check_reduction,
     check_shape,
+    values_known,
 )
 from seqtile.ops.chunks import resolve_chunk_tokens
-from seqtile.ops.logit_chunks import Operands, PerTokenLossFunction, Settings, SummedLossFunction, Values
+from seqtile.ops.logit_chunks import ChunkedHeads, Head, LogitChunk, RowLossSpec
+from seqtile.ops.reduction import labelled_rows, reduced, scatter_to_tokens
 
 _OP = "linear_cross_entropy"
 _LABELS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32)
 """The dtypes of a target: int64, and what becomes int64 exactly."""
+
+
+class Values(NamedTuple):
+    """Values of every labelled token, float32 [n]; None where not wanted. The first three have gradients."""
+
+    losses: torch.Tensor
+    lse: torch.Tensor | None = None
+    entropy: torch.Tensor | None = None
+    predicted: torch.Tensor | None = None
+    """int64 [n], the token of the largest logit."""
+    mean: torch.Tensor | None = None
+    """The mean logit."""
+    squares: torch.Tensor | None = None
+    """The sum of the squares of the probabilities."""
 
 
 class LossMetrics(NamedTuple):
@@ -122,11 +139,12 @@ def linear_cross_entropy(
         RuntimeError: in a backward with `create_graph=True`.
     """
     check_reduction(_OP, reduction, num_items)
-    operands, settings = prepare_head(
+    chunked = prepare_head(
         _OP,
         hidden,
         weight,
         target,
+        ("lse", "entropy", "predicted") if return_metrics else (),
         bias=bias,
         ignore_index=ignore_index,
         class_weight=class_weight,
@@ -137,55 +155,36 @@ def linear_cross_entropy(
         label_smoothing=label_smoothing,
         z_loss=z_loss,
     )
-    arguments = (target.shape, settings, reduction, num_items, return_metrics)
-    loss, metrics = run_head(_OP, _loss, operands, ignore_index, *arguments)
+    loss, metrics = run_head(_loss, chunked, ignore_index, target.shape, reduction, num_items, return_metrics)
     return (loss, metrics) if return_metrics else loss
 
 
 def _loss(
-    operands: Operands,
+    chunked: ChunkedHeads,
     shape: torch.Size,
-    settings: Settings,
     reduction: str,
     num_items: int | float | torch.Tensor | None,
     return_metrics: bool,
 ) -> tuple[torch.Tensor, LossMetrics | None]:
-    wanted = ("lse", "entropy", "predicted") if return_metrics else ()
-    if reduction == "none":
-        values = Values(*PerTokenLossFunction.apply(settings, wanted, True, *operands))
-        loss = scatter_to_tokens(values.losses, operands.rows, shape)
-    else:
-        loss, *values = SummedLossFunction.apply(settings, wanted, torch.is_grad_enabled(), *operands)
-        values = Values(*values)
-        if reduction == "mean" and num_items is None and operands.labelled() == 0:
-            loss = loss + math.nan  # torch's mean of nothing, whose gradients are zeros
-        elif reduction == "mean":
-            loss = loss / _divisor(operands, num_items)
-    return loss, _metrics(operands, values, shape) if return_metrics else None
-
-
-def _divisor(operands: Operands, num_items: int | float | torch.Tensor | None) -> float | torch.Tensor:
-    """Returns what the sum of the losses is divided by for their mean."""
-    if isinstance(num_items, torch.Tensor):
-        num_items = num_items.reshape(()).float()  # a CPU's scalar divides a GPU's without being copied there
-        return num_items.to(operands.hidden.device) if num_items.is_cuda else num_items
-    if num_items is not None:
-        return num_items
-    if operands.class_weight is not None:
-        labels = operands.target if operands.rows is None else operands.target[operands.rows]
-        inside = labels.clamp(0, len(operands.class_weight) - 1)  # of a label outside, the loss is NaN already
-        return operands.class_weight[inside].sum()
-    return operands.labelled()
-
-
-def _metrics(operands: Operands, values: Values, shape: torch.Size) -> LossMetrics:
-    labels = operands.target if operands.rows is None else operands.target[operands.rows]
-    return LossMetrics(
-        token_accuracy=(values.predicted == labels).float().mean(),
-        predicted_tokens=scatter_to_tokens(values.predicted, operands.rows, shape, fill=-1),
+    total, values = chunked.compute(reduction != "none")
+    values = Values(*values)
+    if reduction == "mean" and num_items is None and chunked.class_weight is not None and chunked.labelled > 0:
+        labels = labels_of(chunked).clamp(0, len(chunked.class_weight) - 1)  # of one outside, the loss is NaN already
+        num_items = chunked.class_weight[labels].sum()
+    loss = reduced(chunked, total, values.losses, shape, reduction, num_items)
+    if not return_metrics:
+        return loss, None
+    return loss, LossMetrics(
+        token_accuracy=(values.predicted == labels_of(chunked)).float().mean(),
+        predicted_tokens=scatter_to_tokens(values.predicted, chunked.rows, shape, fill=-1),
         mean_entropy=values.entropy.mean(),
-        logsumexp=scatter_to_tokens(values.lse, operands.rows, shape),
+        logsumexp=scatter_to_tokens(values.lse, chunked.rows, shape),
     )
+
+
+def labels_of(chunked: ChunkedHeads) -> torch.Tensor:
+    """Returns the labels of the tokens that have one, [n]."""
+    return chunked.inputs[0] if chunked.rows is None else chunked.inputs[0][chunked.rows]
 
 
 def prepare_head(
@@ -193,6 +192,7 @@ def prepare_head(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     target: torch.Tensor,
+    wanted: Collection[str],
     *,
     bias: torch.Tensor | None,
     ignore_index: int | None,
@@ -204,107 +204,84 @@ def prepare_head(
     temperature: float = 1.0,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
-) -> tuple[Operands, Settings]:
-    """Checks every argument, for TypeError or ValueError, and makes them what the loop over chunks takes.
+) -> ChunkedHeads:
+    """Checks every argument, for TypeError or ValueError, and makes them what the loop over chunks takes; `wanted` are
+    fields of `Values`.
 
     They are made flat, and searched for labelled tokens, by `run_head`.
     """
-    check_head(op, hidden, weight, target, bias, ignore_index, accumulate_dtype)
-    if class_weight is not None:
-        check_class_weight(op, class_weight, hidden, weight.shape[0])
-    options = LossOptions(
-        logit_scale=check_number(op, "logit_scale", logit_scale, -math.inf),
-        softcap=0.0 if softcap is None else check_number(op, "softcap", softcap, 0, above=True),
-        temperature=check_number(op, "temperature", temperature, 0, above=True),
-        label_smoothing=check_number(op, "label_smoothing", label_smoothing, 0, 1),
-        z_loss=check_number(op, "z_loss", z_loss, 0),
-    )
-    dtype = autocast_dtype(hidden) or hidden.dtype
-    own_dtype = dtype if dtype == weight.dtype else torch.float32  # autocast's weights are usually float32
-    settings = Settings(
-        options, resolve_chunk_tokens(chunk_tokens, hidden.shape[-1]), dtype, accumulate_dtype or own_dtype
-    )
-    return Operands(hidden, weight, bias, target, None, class_weight), settings
-
-
-def run_head(op: str, run: Callable, operands: Operands, ignore_index: int | None, *args: Any) -> Any:
-    """Returns run(operands, *args), the operands made flat and knowing which tokens are labelled.
-
-    Under torch.compile, `run` is compiled only if `ignore_index` is None: otherwise the number of chunks follows from
-    the labels, and compiling it anew for every batch would cost more than it brings.
-    """
-    run_operands = _run_operands if ignore_index is None else _run_labelled_operands
-    return run_operands(op, run, operands, ignore_index, *args)
-
-
-def _run_operands(op: str, run: Callable, operands: Operands, ignore_index: int | None, *args: Any) -> Any:
-    check_no_transform(op)  # here, since asking would put a node into a graph that breaks before it has another
-    hidden, weight, bias, target, _, class_weight = operands
-    hidden, target = hidden.reshape(-1, hidden.shape[-1]), target.reshape(-1).long().contiguous()
-    check_labels(op, target, weight.shape[0], ignore_index)
-    rows = None if ignore_index is None else labelled_rows(target, ignore_index)
-    bias = None if bias is None else bias.contiguous()
-    class_weight = None if class_weight is None else class_weight.float().contiguous()
-    return run(Operands(hidden, weight, bias, target, rows, class_weight), *args)
-
-
-@torch.compiler.disable(reason="seqtile counts the labelled tokens; with ignore_index=None it need not")
-def _run_labelled_operands(*args: Any) -> Any:
-    return _run_operands(*args)
-
-
-def labelled_rows(target: torch.Tensor, ignore_index: int) -> torch.Tensor | None:
-    """Returns where `target` [T] is not `ignore_index`: [n] int64, or None if that is everywhere.
-
-    The one wait for the device in a call: the loop over chunks must know n. A simulation, where n is not known, takes
-    all tokens down the path that some would take.
-    """
-    if isinstance(target, FakeTensor) or target.is_meta:
-        return torch.arange(target.shape[0], device=target.device)
-    rows = (target != ignore_index).nonzero().squeeze(1)
-    return None if rows.shape[0] == target.shape[0] else rows
-
-
-def scatter_to_tokens(
-    values: torch.Tensor, rows: torch.Tensor | None, shape: torch.Size, fill: float = 0
-) -> torch.Tensor:
-    """Returns `values` [n] of the labelled tokens as `shape`, a target's; `fill` for the ignored. Differentiable."""
-    if rows is not None:
-        values = values.new_full((shape.numel(),), fill).index_copy(0, rows, values)
-    return values.view(shape)
-
-
-def check_head(
-    op: str,
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
-    target: torch.Tensor,
-    bias: torch.Tensor | None,
-    ignore_index: int | None,
-    accumulate_dtype: torch.dtype | None,
-) -> None:
-    """Raises TypeError or ValueError for tensors that do not fit each other."""
-    operands = {"hidden": hidden, "weight": weight} | ({} if bias is None else {"bias": bias})
-    check_operands(op, "hidden", operands)
-    if hidden.dim() == 0:
-        raise ValueError(f"{op}: hidden has shape [], expected [..., D]")
-    if hidden.numel() == 0:
-        raise ValueError(f"{op}: hidden has shape {list(hidden.shape)}, an empty sequence; pass at least one token")
-    if weight.dim() != 2 or weight.shape[1] != hidden.shape[-1]:
-        raise ValueError(f"{op}: weight has shape {list(weight.shape)}, expected [V, D] with D = {hidden.shape[-1]}")
-    if bias is not None:
-        check_shape(op, "bias", bias, (weight.shape[0],), "[V]")
-    check_dense(op, "target", target)
-    check_shape(op, "target", target, tuple(hidden.shape[:-1]), "hidden's shape without D")
-    if target.dtype not in _LABELS:
-        raise TypeError(f"{op}: target is {target.dtype}, expected torch.int64 or a smaller integer; use target.long()")
-    check_device(op, "target", target, "hidden", hidden)
-    if ignore_index is not None and (not isinstance(ignore_index, Integral) or isinstance(ignore_index, bool)):
-        raise TypeError(f"{op}: ignore_index is {ignore_index!r}, expected an int, or None if nothing is ignored")
+    head = Head(hidden, weight, bias)
+    head.check(op)
+    check_target(op, head, target, ignore_index)
     if accumulate_dtype not in (None, torch.float32, weight.dtype):
         raise ValueError(
             f"{op}: accumulate_dtype is {accumulate_dtype}, expected torch.float32, or None for the weight's dtype"
         )
+    if class_weight is not None:
+        check_class_weight(op, class_weight, hidden, weight.shape[0])
+    options = check_logit_options(op, logit_scale, softcap, temperature)._replace(
+        label_smoothing=check_number(op, "label_smoothing", label_smoothing, 0, 1),
+        z_loss=check_number(op, "z_loss", z_loss, 0),
+    )
+    own_dtype = head.dtype if head.dtype == weight.dtype else torch.float32  # autocast's weights are usually float32
+    dtypes = {name: torch.int64 if name == "predicted" else torch.float32 for name in wanted}
+    spec = RowLossSpec(
+        op,
+        partial(cross_entropies, options),
+        dtypes=(head.dtype,),
+        logit_scales=(options.logit_scale,),
+        temperature=options.temperature,
+        chunk_tokens=resolve_chunk_tokens(chunk_tokens, hidden.shape[-1]),
+        values=tuple(dtypes.get(name) for name in Values._fields[1:]),
+        differentiable=3,
+        accumulate_dtype=accumulate_dtype or own_dtype,
+    )
+    return ChunkedHeads(spec, (head,), (target,), class_weight=class_weight)
+
+
+def cross_entropies(options: LossOptions, chunk: LogitChunk) -> None:
+    """The row function of one head: computes `Values`."""
+    losses, *values = chunk.values
+    vectors = RowVectors(chunk.biases[0], chunk.class_weight, *values, *chunk.scales)
+    labels, write_grad = chunk.inputs[0], chunk.write_grads[0]
+    cross_entropy_(chunk.logits[0], labels, losses, options, write_grad=write_grad, **vectors._asdict())
+
+
+def run_head(run: Callable, chunked: ChunkedHeads, ignore_index: int | None, *args: Any) -> Any:
+    """Returns run(chunked, *args), the tokens made flat and the labelled ones known.
+
+    Under torch.compile, `run` is compiled only if `ignore_index` is None: otherwise the number of chunks follows from
+    the labels, and compiling it anew for every batch would cost more than it brings.
+    """
+    run_flat = _run_flat if ignore_index is None else _run_labelled
+    return run_flat(run, chunked, ignore_index, *args)
+
+
+def _run_flat(run: Callable, chunked: ChunkedHeads, ignore_index: int | None, *args: Any) -> Any:
+    op = chunked.spec.op
+    check_no_transform(op)  # here, since asking would put a node into a graph that breaks before it has another
+    (head,), (target,), class_weight = chunked.heads, chunked.inputs, chunked.class_weight
+    target = target.reshape(-1).long().contiguous()
+    check_labels(op, target, head.weight.shape[0], ignore_index)
+    rows = None if ignore_index is None else labelled_rows(target, ignore_index)
+    class_weight = None if class_weight is None else class_weight.float().contiguous()
+    return run(ChunkedHeads(chunked.spec, (head.flat(),), (target,), rows, class_weight), *args)
+
+
+@torch.compiler.disable(reason="seqtile counts the labelled tokens; with ignore_index=None it need not")
+def _run_labelled(*args: Any) -> Any:
+    return _run_flat(*args)
+
+
+def check_target(op: str, head: Head, target: torch.Tensor, ignore_index: int | None) -> None:
+    """Raises TypeError or ValueError for labels that do not fit the head."""
+    check_dense(op, "target", target)
+    check_shape(op, "target", target, tuple(head.hidden.shape[:-1]), "hidden's shape without D")
+    if target.dtype not in _LABELS:
+        raise TypeError(f"{op}: target is {target.dtype}, expected torch.int64 or a smaller integer; use target.long()")
+    check_device(op, "target", target, "hidden", head.hidden)
+    if ignore_index is not None and (not isinstance(ignore_index, Integral) or isinstance(ignore_index, bool)):
+        raise TypeError(f"{op}: ignore_index is {ignore_index!r}, expected an int, or None if nothing is ignored")
 
 
 def check_class_weight(op: str, class_weight: torch.Tensor, hidden: torch.Tensor, vocab: int) -> None:
@@ -319,33 +296,6 @@ def check_class_weight(op: str, class_weight: torch.Tensor, hidden: torch.Tensor
         raise ValueError(f"{op}: class_weight requires a gradient, which it does not get; pass class_weight.detach()")
 
 
-def check_reduction(op: str, reduction: str, num_items: int | float | torch.Tensor | None) -> None:
-    if reduction not in ("mean", "sum", "none"):
-        raise ValueError(f'{op}: reduction is {reduction!r}, expected "mean", "sum" or "none"')
-    if num_items is None:
-        return
-    if reduction != "mean":
-        raise ValueError(f'{op}: num_items divides the sum, so it goes with reduction="mean", not with "{reduction}"')
-    if isinstance(num_items, torch.Tensor):  # its value is not known without waiting for its device
-        if num_items.numel() != 1:
-            raise ValueError(f"{op}: num_items has shape {list(num_items.shape)}, expected one number of tokens")
-    elif isinstance(num_items, bool) or not isinstance(num_items, Real):
-        raise TypeError(f"{op}: num_items is {num_items!r}, expected a number of tokens or a tensor of one")
-    elif not 0 < num_items < math.inf:
-        raise ValueError(f"{op}: num_items is {num_items}, expected a positive number of tokens")
-
-
-def check_number(op: str, name: str, value: float, low: float, high: float = math.inf, *, above: bool = False) -> float:
-    """Returns `value` as a float, if it is finite, at most `high` and at least `low` (more than `low` if `above`)."""
-    if isinstance(value, bool) or not isinstance(value, Real):
-        raise TypeError(f"{op}: {name} is {value!r}, expected a Python number")
-    if not (-math.inf < value < math.inf and (low < value if above else low <= value) and value <= high):
-        bound = f"{'more than' if above else 'at least'} {low:g}" if low > -math.inf else "finite"
-        bound += f" and at most {high:g}" if high < math.inf else ""
-        raise ValueError(f"{op}: {name} is {value}, expected {bound}")
-    return float(value)
-
-
 def check_labels(op: str, target: torch.Tensor, vocab: int, ignore_index: int | None) -> None:
     """Raises ValueError for a label outside the vocabulary, on a CPU; on a GPU this would wait for the device."""
     if target.device.type != "cpu" or not values_known(target):
@@ -356,8 +306,3 @@ def check_labels(op: str, target: torch.Tensor, vocab: int, ignore_index: int | 
     if outside.any():
         remedy = "pass ignore_index" if ignore_index is None else f"or ignore_index ({ignore_index}); mask such tokens"
         raise ValueError(f"{op}: target holds {target[outside][0].item()}, expected 0 <= target < {vocab}; {remedy}")
-
-
-def values_known(tensor: torch.Tensor) -> bool:
-    """Tells if a tensor holds numbers: not in a simulation, nor while torch.compile traces."""
-    return not torch.compiler.is_compiling() and not isinstance(tensor, FakeTensor)

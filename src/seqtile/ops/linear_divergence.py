@@ -1,16 +1,16 @@
 """Divergences between the next tokens of a student's head and a teacher's, with one chunk of logits of each alive at a
-time; see `heads.py`."""
+time; see `logit_chunks.py`."""
 
-import math
+from functools import partial
 
 import torch
 
-from seqtile.kernels import DivergenceOptions
+from seqtile.kernels import DivergenceOptions, DivergenceVectors
 from seqtile.kernels.dispatch import divergence_
-from seqtile.ops.checks import check_device, check_no_transform
+from seqtile.ops.checks import check_device, check_logit_options, check_mask, check_number, check_reduction
 from seqtile.ops.chunks import resolve_chunk_tokens
-from seqtile.ops.heads import Head, Rows, check_mask, reduced
-from seqtile.ops.linear_cross_entropy import check_number, check_reduction, labelled_rows
+from seqtile.ops.logit_chunks import ChunkedHeads, Head, LogitChunk, RowLossSpec
+from seqtile.ops.reduction import masked_loss
 
 _OP = "linear_divergence"
 
@@ -63,9 +63,10 @@ def linear_divergence(
     FLOPs, with u = 2 n D V of each head for n tokens that count: student 3 u, teacher 1 u (3 u if it is trained). With
     "none", whose upstream gradients differ from token to token, student 4 u, teacher 2 u (4 u). Without gradients 1 u.
 
-    Memory: a chunk of logits of each head, d_hidden, d_weight in float32 and its rounding; if some tokens are left out
-    a chunk of each head's hidden states. Nothing else grows with T but a few numbers a token. Until its backward has
-    run, the operands are kept. It breaks the graph of torch.compile and runs eagerly.
+    Memory: a chunk of logits of each head, d_hidden, d_weight in float32 and its rounding (of one chunk, as in
+    `linear_cross_entropy`); if some tokens are left out a chunk of each head's hidden states. Nothing else grows with T
+    but a few numbers a token. Until its backward has run, the operands are kept. It breaks the graph of torch.compile
+    and runs eagerly.
 
     Raises:
         TypeError, ValueError: types, dtypes, devices, shapes or numbers that do not fit, such as a teacher of another
@@ -74,47 +75,32 @@ def linear_divergence(
     """
     check_reduction(_OP, reduction, num_items)
     options = DivergenceOptions(
-        beta=check_number(_OP, "beta", beta, 0, 1),
-        temperature=check_number(_OP, "temperature", temperature, 0, above=True),
-        student_scale=check_number(_OP, "student_scale", student_scale, -math.inf),
-        student_softcap=_cap("student_softcap", student_softcap),
-        teacher_scale=check_number(_OP, "teacher_scale", teacher_scale, -math.inf),
-        teacher_softcap=_cap("teacher_softcap", teacher_softcap),
+        check_number(_OP, "beta", beta, 0, 1),
+        check_logit_options(_OP, student_scale, student_softcap, temperature, "student_"),
+        check_logit_options(_OP, teacher_scale, teacher_softcap, temperature, "teacher_"),
     )
     student = Head(student_hidden, student_weight, student_bias)
     teacher = Head(teacher_hidden, teacher_weight, teacher_bias)
     _check(student, teacher, mask)
-    tokens = resolve_chunk_tokens(chunk_tokens, max(student_hidden.shape[-1], teacher_hidden.shape[-1]))
-    found, entropies = _run(student, teacher, mask, options, tokens, reduction, num_items)
+    spec = RowLossSpec(
+        _OP,
+        partial(_divergences, options),
+        dtypes=(student.dtype, teacher.dtype),
+        logit_scales=(options.student.logit_scale, options.teacher.logit_scale),
+        temperature=options.student.temperature,
+        chunk_tokens=resolve_chunk_tokens(chunk_tokens, max(student_hidden.shape[-1], teacher_hidden.shape[-1])),
+        values=(torch.float32 if return_entropy else None,),
+    )
+    found, (entropies,) = masked_loss(ChunkedHeads(spec, (student, teacher)), mask, reduction, num_items)
     return (found, entropies) if return_entropy else found
 
 
-@torch.compiler.disable(reason="seqtile counts the tokens, and writes logits and gradients in one memory")
-def _run(
-    student: Head,
-    teacher: Head,
-    mask: torch.Tensor | None,
-    options: DivergenceOptions,
-    tokens: int,
-    reduction: str,
-    num_items: int | float | torch.Tensor | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    check_no_transform(_OP)
-    rows = None if mask is None else labelled_rows(mask.reshape(-1), False)
-    count = student.hidden.shape[:-1].numel() if rows is None else rows.shape[0]
-    biases = {"student_bias": student.flat().bias, "teacher_bias": teacher.flat().bias}
-
-    def compute(logits, chunk, losses, entropies, scale, write) -> None:
-        divergence_(*logits, losses, options, write=write, entropy=entropies, row_scale=scale, **biases)
-
-    of_bias = 1 / options.temperature
-    factors = (options.student_scale * of_bias, of_bias), (options.teacher_scale * of_bias, of_bias)
-    settings = Rows(_OP, compute, factors, tokens, reduction != "none" and torch.is_grad_enabled(), count)
-    return reduced(settings, (student, teacher), rows, reduction, num_items)
-
-
-def _cap(name: str, softcap: float | None) -> float:
-    return 0.0 if softcap is None else check_number(_OP, name, softcap, 0, above=True)
+def _divergences(options: DivergenceOptions, chunk: LogitChunk) -> None:
+    """The row function: computes the divergences, and the student's entropies."""
+    losses, entropies = chunk.values
+    student_bias, teacher_bias = chunk.biases
+    vectors = DivergenceVectors(student_bias, teacher_bias, entropies, *chunk.scales)
+    divergence_(*chunk.logits, losses, options, write=chunk.write_grads, **vectors._asdict())
 
 
 def _check(student: Head, teacher: Head, mask: torch.Tensor | None) -> None:

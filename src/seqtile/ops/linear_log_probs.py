@@ -5,12 +5,13 @@ from typing import NamedTuple
 
 import torch
 
-from seqtile.ops.linear_cross_entropy import prepare_head, run_head, scatter_to_tokens
-from seqtile.ops.logit_chunks import Operands, PerTokenLossFunction, Settings, SummedLossFunction, Values
+from seqtile.ops.linear_cross_entropy import Values, labels_of, prepare_head, run_head
+from seqtile.ops.logit_chunks import ChunkedHeads
+from seqtile.ops.reduction import scatter_to_tokens
 
 _OP = "linear_log_probs"
 _VALUES = {"entropy": "entropy", "is_largest": "predicted", "mean_logit": "mean", "sum_squared_probs": "squares"}
-"""The fields of `TokenValues`, and of `logit_chunks.Values`."""
+"""The fields of `TokenValues`, and of `linear_cross_entropy.Values`."""
 
 
 class TokenValues(NamedTuple):
@@ -73,11 +74,13 @@ def linear_log_probs(
     """
     if isinstance(outputs, str) or not set(outputs) <= set(_VALUES):
         raise ValueError(f"{_OP}: outputs is {outputs!r}, expected some of {', '.join(_VALUES)}")
-    operands, settings = prepare_head(
+    outputs = tuple(outputs)
+    chunked = prepare_head(
         _OP,
         hidden,
         weight,
         target,
+        [_VALUES[name] for name in outputs],
         bias=bias,
         ignore_index=ignore_index,
         accumulate_dtype=accumulate_dtype,
@@ -86,23 +89,16 @@ def linear_log_probs(
         logit_scale=logit_scale,
         temperature=temperature,
     )
-    arguments = (target.shape, settings, tuple(outputs), to_be_summed)
-    log_probs, values = run_head(_OP, _log_probs, operands, ignore_index, *arguments)
+    log_probs, values = run_head(_log_probs, chunked, ignore_index, target.shape, outputs, to_be_summed)
     return (log_probs, values) if outputs else log_probs
 
 
 def _log_probs(
-    operands: Operands, shape: torch.Size, settings: Settings, outputs: tuple[str, ...], to_be_summed: bool
+    chunked: ChunkedHeads, shape: torch.Size, outputs: tuple[str, ...], to_be_summed: bool
 ) -> tuple[torch.Tensor, TokenValues]:
-    wanted = tuple(_VALUES[name] for name in outputs)
-    arguments = (settings, wanted, torch.is_grad_enabled(), *operands)
-    if to_be_summed and not torch.compiler.is_compiling():
-        _, *values = SummedLossFunction.apply(*arguments)
-    else:
-        values = PerTokenLossFunction.apply(*arguments)
+    _, values = chunked.compute(to_be_summed and not torch.compiler.is_compiling())
     values = Values(*values)
     if values.predicted is not None:
-        labels = operands.target if operands.rows is None else operands.target[operands.rows]
-        values = values._replace(predicted=values.predicted == labels)
-    found = {name: scatter_to_tokens(getattr(values, _VALUES[name]), operands.rows, shape) for name in outputs}
-    return scatter_to_tokens(-values.losses, operands.rows, shape), TokenValues(**found)
+        values = values._replace(predicted=values.predicted == labels_of(chunked))
+    found = {name: scatter_to_tokens(getattr(values, _VALUES[name]), chunked.rows, shape) for name in outputs}
+    return scatter_to_tokens(-values.losses, chunked.rows, shape), TokenValues(**found)

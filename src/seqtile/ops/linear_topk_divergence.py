@@ -1,5 +1,5 @@
 """The divergence of a student's next token from the k likeliest of a teacher, with the student's logits of one chunk
-alive at a time; see `heads.py`.
+alive at a time; see `logit_chunks.py`.
 
 Of a chunk's logits [C, V] the k that the teacher knows, [C, k], are taken out; what remains is the tail, whose
 log-sum-exp and gradient are those of the kernel of cross-entropy. Taken out, not subtracted: so the tail's probability
@@ -7,16 +7,16 @@ is exact, however small it is beside theirs.
 """
 
 import math
-from typing import NamedTuple
+from functools import partial
 
 import torch
 
 from seqtile.kernels import LossOptions
 from seqtile.kernels.dispatch import cross_entropy_
-from seqtile.ops.checks import check_dense, check_device, check_no_transform
+from seqtile.ops.checks import check_dense, check_device, check_logit_options, check_mask, check_reduction, values_known
 from seqtile.ops.chunks import resolve_chunk_tokens
-from seqtile.ops.heads import Head, Rows, check_mask, reduced
-from seqtile.ops.linear_cross_entropy import check_number, check_reduction, labelled_rows, values_known
+from seqtile.ops.logit_chunks import ChunkedHeads, Head, LogitChunk, RowLossSpec
+from seqtile.ops.reduction import masked_loss
 
 _OP = "linear_topk_divergence"
 _SLACK = 1e-2  # by which half-precision log-probabilities may sum up to more than 1
@@ -57,8 +57,7 @@ def linear_topk_divergence(
 
     FLOPs, with u = 2 n D V: 3 u; with "none" 4 u; without gradients 1 u.
 
-    Memory: a chunk of logits, d_hidden, d_weight in float32 and its rounding; if some tokens are left out a chunk of
-    hidden states. Nothing else grows with T but a few numbers a token. It breaks the graph of torch.compile.
+    Memory: as `linear_divergence`, of one head. It breaks the graph of torch.compile.
 
     Raises:
         TypeError, ValueError: as `linear_divergence`; on a CPU also ids outside [0, V) or twice in a row, and
@@ -67,82 +66,41 @@ def linear_topk_divergence(
         RuntimeError: in a backward with `create_graph=True`.
     """
     check_reduction(_OP, reduction, num_items)
-    options = LossOptions(
-        logit_scale=check_number(_OP, "logit_scale", logit_scale, -math.inf),
-        softcap=0.0 if softcap is None else check_number(_OP, "softcap", softcap, 0, above=True),
-        temperature=check_number(_OP, "temperature", temperature, 0, above=True),
-    )
+    options = check_logit_options(_OP, logit_scale, softcap, temperature)
     if options.logit_scale == 0:
         raise ValueError(f"{_OP}: logit_scale is 0, expected another number: all logits would be the same")
     head = Head(hidden, weight, bias)
     head.check(_OP)
     check_mask(_OP, mask, hidden)
     _check_teacher(hidden, weight.shape[0], ids, log_probs)
-    tokens = resolve_chunk_tokens(chunk_tokens, hidden.shape[-1])
-    return _run(head, ids, log_probs, mask, options, tail, tokens, reduction, num_items)
+    spec = RowLossSpec(
+        _OP,
+        partial(_divergences, options, tail),
+        dtypes=(head.dtype,),
+        logit_scales=(options.logit_scale,),
+        temperature=options.temperature,
+        chunk_tokens=resolve_chunk_tokens(chunk_tokens, hidden.shape[-1]),
+    )
+    return masked_loss(ChunkedHeads(spec, (head,), (ids, log_probs)), mask, reduction, num_items)[0]
 
 
-@torch.compiler.disable(reason="seqtile counts the tokens, and writes logits and gradients in one memory")
-def _run(
-    head: Head,
-    ids: torch.Tensor,
-    log_probs: torch.Tensor,
-    mask: torch.Tensor | None,
-    options: LossOptions,
-    tail: bool,
-    tokens: int,
-    reduction: str,
-    num_items: int | float | torch.Tensor | None,
-) -> torch.Tensor:
-    check_no_transform(_OP)
-    rows = None if mask is None else labelled_rows(mask.reshape(-1), False)
-    ids, log_probs = ids.reshape(-1, ids.shape[-1]), log_probs.detach().reshape(-1, ids.shape[-1])
-    _check_values(ids if rows is None else ids[rows], log_probs if rows is None else log_probs[rows], len(head.weight))
-    count = len(ids) if rows is None else len(rows)
-    bias = head.flat().bias
-
-    def compute(logits, chunk, losses, _, scale, write) -> None:
-        places = chunk if rows is None else rows[chunk]
-        teacher = _Teacher.of(ids[places], log_probs[places], tail, head.weight.shape[0])
-        _row_losses(logits[0], teacher, losses, scale, bias, options, write[0])
-
-    of_bias = 1 / options.temperature
-    factors = ((options.logit_scale * of_bias, of_bias),)
-    settings = Rows(_OP, compute, factors, tokens, reduction != "none" and torch.is_grad_enabled(), count)
-    return reduced(settings, [head], rows, reduction, num_items)[0]
+def _teacher(
+    ids: torch.Tensor, log_probs: torch.Tensor, tail: bool, vocab: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Returns ids [C, k] int64, all inside the vocabulary; log-probabilities [C, k] float32, NaN in a row with an id
+    outside or with one that is none; and the probability of all other tokens [C, 1], 0 if it does not count."""
+    ids, logq = ids.long(), log_probs.float()
+    total = logq.exp().sum(1, keepdim=True)
+    bad = ((ids < 0) | (ids >= vocab)).any(1, keepdim=True) | ~(total <= 1 + _SLACK)
+    rest = (1 - total).clamp(min=0) if tail else torch.zeros_like(total)
+    return ids.clamp(0, vocab - 1), logq.masked_fill(bad, torch.nan), rest
 
 
-class _Teacher(NamedTuple):
-    """Of the rows of a chunk."""
-
-    ids: torch.Tensor
-    """[C, k] int64, all inside the vocabulary."""
-    logq: torch.Tensor
-    """[C, k] float32; NaN in a row with an id outside, or a log-probability that is none."""
-    rest: torch.Tensor
-    """[C, 1] float32, the probability of all other tokens; 0 if it does not count."""
-
-    @classmethod
-    def of(cls, ids: torch.Tensor, log_probs: torch.Tensor, tail: bool, vocab: int) -> "_Teacher":
-        ids, logq = ids.long(), log_probs.float()
-        total = logq.exp().sum(1, keepdim=True)
-        bad = ((ids < 0) | (ids >= vocab)).any(1, keepdim=True) | ~(total <= 1 + _SLACK)
-        rest = (1 - total).clamp(min=0) if tail else torch.zeros_like(total)
-        return cls(ids.clamp(0, vocab - 1), logq.masked_fill(bad, torch.nan), rest)
-
-
-def _row_losses(
-    products: torch.Tensor,
-    teacher: _Teacher,
-    losses: torch.Tensor,
-    scale: torch.Tensor | None,
-    bias: torch.Tensor | None,
-    options: LossOptions,
-    write: bool,
-) -> None:
-    """Writes the losses of a chunk of products [C, V], and with `write` the gradient of sum(scale * losses) over them,
-    up to logit_scale / temperature."""
-    ids, logq, rest = teacher
+def _divergences(options: LossOptions, tail: bool, chunk: LogitChunk) -> None:
+    """The row function: computes the divergences."""
+    (products,), (bias,), (losses,), (scale,) = chunk.logits, chunk.biases, chunk.values, chunk.scales
+    _check_values(*chunk.inputs, products.shape[1])
+    ids, logq, rest = _teacher(*chunk.inputs, tail, products.shape[1])
     x, slope = _transformed(products.gather(1, ids), None if bias is None else bias[ids], options)  # [C, k]
     products.scatter_(1, ids, -math.copysign(math.inf, options.logit_scale))
     lse = torch.empty_like(losses)
@@ -158,7 +116,7 @@ def _row_losses(
     q = logq.exp()
     terms = torch.where(q == 0, 0.0, q * (logq - logp)).sum(1, keepdim=True)
     losses.copy_((terms + torch.where(rest == 0, 0.0, rest * (rest.log() - logs))).squeeze(1))
-    if not write:
+    if not chunk.write_grads[0]:
         return
     total = q.sum(1, keepdim=True) + rest
     of_row = torch.ones_like(rest) if scale is None else scale.unsqueeze(1)

@@ -1,218 +1,287 @@
-"""The loop over chunks of logits, and its autograd: values of every labelled token, and at once the gradients of head
-and hidden states.
+"""The loop over chunks of logits, of one head or of several over the same tokens, and its autograd: values of every
+token that counts, and at once the gradients of heads and hidden states.
 
-For a chunk of C labelled tokens: logits = hidden W', the row kernel turns them into values and, in place, into their
-gradient, and then d_W += d_logits' hidden and d_hidden = d_logits W. Three matrix products, one chunk of logits alive:
+For a chunk of C tokens: logits = hidden W' of each head, the row function turns them into values and, in place, into
+their gradients, and then d_W += d_logits' hidden and d_hidden = d_logits W. Three matrix products a head, one chunk of
+logits alive:
 
-    hidden [C, D] ──mm──> logits [C, V] ──row kernel──> losses [C], d_logits [C, V] in the same memory
-                                                                    ├──mm──> d_hidden [C, D]
-                                                                    └──mm──> added to d_W [V, D], float32
+    hidden [C, D] ──mm──> logits [C, V] ──row function──> losses [C], d_logits [C, V] in the same memory
+                                                                      ├──mm──> d_hidden [C, D]
+                                                                      └──mm──> added to d_W [V, D], float32
 
-Where all labelled tokens fit in one chunk there is no sum, and d_W is one product in its own dtype.
+Where all tokens that count fit in one chunk there is no sum, and d_W is one product in its own dtype.
 
 Of one total the gradients are ready when its forward ends, up to the upstream gradient. Of one value a token the
 chunks are recomputed in the backward, because only there is each token's upstream gradient known.
 Source: Arctic Long Sequence Training, 3.1; Mini-Sequence Transformer, algorithms 2 and 4. Exact, not approximate.
 """
 
-from collections.abc import Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from seqtile.kernels import LossOptions
-from seqtile.kernels.dispatch import cross_entropy_
-from seqtile.ops.checks import check_first_derivative
+from seqtile.ops.checks import autocast_dtype, check_first_derivative, check_operands, check_shape
 from seqtile.ops.chunks import chunks
 from seqtile.ops.linear import WeightGrad, main_grad_of, scale_
 
 
-@dataclass(frozen=True)
-class Settings:
-    """The numbers that do not change from chunk to chunk."""
-
-    loss: LossOptions
-    chunk_tokens: int
-    dtype: torch.dtype
-    """The dtype of the matrix products: that of the operands, or autocast's."""
-    accumulate_dtype: torch.dtype
-    """The dtype of the sums of the gradients of weight and bias."""
-
-
-class Operands(NamedTuple):
+class Head(NamedTuple):
     hidden: torch.Tensor
-    """[T, D]"""
+    """[..., D]; [T, D] where it is computed."""
     weight: torch.Tensor
     """[V, D]"""
     bias: torch.Tensor | None
     """[V]"""
-    target: torch.Tensor
-    """[T] int64"""
-    rows: torch.Tensor | None
-    """[n] int64, the tokens that are labelled; None if all are."""
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of its matrix products: that of the operands, or autocast's."""
+        return autocast_dtype(self.hidden) or self.hidden.dtype
+
+    def check(self, op: str, name: str = "") -> None:
+        """Raises TypeError or ValueError for tensors that do not fit each other; `name` begins their names."""
+        tensors = {f"{name}{part}": tensor for part, tensor in self._asdict().items() if tensor is not None}
+        check_operands(op, f"{name}hidden", tensors)
+        shape = list(self.hidden.shape)
+        if self.hidden.dim() == 0 or self.hidden.numel() == 0:
+            kind = ", an empty sequence" if shape else ""
+            raise ValueError(f"{op}: {name}hidden has shape {shape}{kind}, expected [..., D] with tokens")
+        if self.weight.dim() != 2 or self.weight.shape[1] != shape[-1]:
+            found = list(self.weight.shape)
+            raise ValueError(f"{op}: {name}weight has shape {found}, expected [V, D] with D = {shape[-1]}")
+        if self.bias is not None:
+            check_shape(op, f"{name}bias", self.bias, (self.weight.shape[0],), "[V]")
+
+    def flat(self) -> "Head":
+        bias = None if self.bias is None else self.bias.contiguous()
+        return Head(self.hidden.reshape(-1, self.hidden.shape[-1]), self.weight, bias)
+
+    def logits_buffer(self, rows: int, dtype: torch.dtype) -> torch.Tensor:
+        """Allocates [rows, V], each row at a multiple of 16 elements: elsewhere a GPU reads one element at a time."""
+        vocab = self.weight.shape[0]
+        length = vocab if torch.compiler.is_compiling() else -(-vocab // 16) * 16  # it compiles no product into a part
+        return self.hidden.new_empty(rows, length, dtype=dtype)[:, :vocab]
+
+
+class LogitChunk(NamedTuple):
+    """What a row function takes: of a chunk of C tokens, and of each head in lists of logits, biases and
+    `write_grads`."""
+
+    logits: list[torch.Tensor]
+    """[C, V]: products hidden W'. **Destroyed** where `write_grads` says so: they then hold the gradient of the sum of
+    scales * values with respect to the capped logits' argument, times `RowLossSpec.temperature`."""
+    biases: list[torch.Tensor | None]
+    inputs: list[torch.Tensor]
+    """`ChunkedHeads.inputs` of these tokens."""
     class_weight: torch.Tensor | None
-    """[V] float32"""
-
-    def labelled(self) -> int:
-        """Returns n, how many tokens are labelled."""
-        return (self.target if self.rows is None else self.rows).shape[0]
-
-    def part(self, chunk: slice, settings: Settings) -> torch.Tensor:
-        """Returns hidden states of labelled tokens [C, D]: a view, unless some are ignored or the dtype is another."""
-        return (self.hidden[chunk] if self.rows is None else self.hidden[self.rows[chunk]]).to(settings.dtype)
-
-    def new_values(self, wanted: Collection[str] = ()) -> "Values":
-        """Allocates the losses and the fields of `Values` that are wanted."""
-        losses = self.hidden.new_empty(self.labelled(), dtype=torch.float32)
-        dtypes = {name: torch.int64 if name == "predicted" else torch.float32 for name in wanted}
-        return Values(losses, **{name: torch.empty_like(losses, dtype=dtype) for name, dtype in dtypes.items()})
+    values: list[torch.Tensor | None]
+    """[C] each, **written**: the losses, and what `RowLossSpec.values` says besides."""
+    scales: list[torch.Tensor | None]
+    """[C] float32 of each differentiable value; None for ones of the losses, for zeros of others."""
+    write_grads: tuple[bool, ...]
 
 
-class Values(NamedTuple):
-    """Values of every labelled token, float32 [n]; None where not wanted."""
+class RowLossSpec(NamedTuple):
+    """What is computed of a row of logits of each head, and of how many rows at once."""
 
-    losses: torch.Tensor
-    lse: torch.Tensor | None = None
-    entropy: torch.Tensor | None = None
-    predicted: torch.Tensor | None = None
-    """int64 [n], the token of the largest logit; without a gradient, as the two below."""
-    mean: torch.Tensor | None = None
-    """The mean logit."""
-    squares: torch.Tensor | None = None
-    """The sum of the squares of the probabilities."""
+    op: str
+    row_function: Callable[[LogitChunk], None]
+    dtypes: tuple[torch.dtype, ...]
+    """Of each head, see `Head.dtype`."""
+    logit_scales: tuple[float, ...]
+    """Of each head, what the products are multiplied by."""
+    temperature: float
+    """What the logits are divided by."""
+    chunk_tokens: int
+    values: tuple[torch.dtype | None, ...] = ()
+    """The dtypes of the values besides the losses; None where one is not wanted."""
+    differentiable: int = 1
+    """How many of the values have a gradient; the first are the losses."""
+    accumulate_dtype: torch.dtype = torch.float32
+    """The dtype of the sums of the gradients of weight and bias."""
 
 
 @dataclass
-class Gradients:
-    """The gradients of hidden states, weight and bias, up to one factor that they share (and the bias's own); None if
-    not needed."""
+class HeadGradients:
+    """The gradients of one head, up to a factor; None if not needed."""
 
     hidden: torch.Tensor | None
     weight: WeightGrad | None
     bias: WeightGrad | None
-    labelled: int
-    """The number of tokens that contributed."""
+    one_product: bool
+    """Whether that of the weight is one product, with no sum over chunks: of `d_logits` [n, V], the only chunk."""
     d_logits: torch.Tensor | None = None
-    """[n, V] of the only chunk, of which the weight's gradient is one product, with no sum over chunks."""
 
-
-def losses_and_gradients(
-    operands: Operands,
-    settings: Settings,
-    values: Values,
-    needs: Sequence[bool] = (False, False, False),
-    main_grads: Sequence[torch.Tensor | None] = (None, None),
-    scales: Sequence[torch.Tensor | None] = (None, None, None),
-) -> Gradients:
-    """Goes over the chunks once, writes `values`, and returns those gradients of hidden, weight and bias that are in
-    `needs`: of sum(row_scale * losses + lse_scale * lse + entropy_scale * entropies), where `scales` are these three,
-    [n] float32. None stands for ones as `row_scale`, for zeros as the others.
-
-    2 n D V FLOP for the logits, as many for d_hidden and for d_weight. Allocates one chunk of logits [C, V], d_hidden
-    and d_weight; where some tokens are ignored, or autocast changes the dtype, one chunk [C, D] besides. Of a single
-    chunk d_weight is left to `_scaled`, and the gradients keep the chunk, unless it goes to one of `main_grads`.
-    """
-    hidden, weight, bias, target, rows, class_weight = operands
-    count = operands.labelled()
-    matrix = weight.to(settings.dtype)  # a copy only under autocast
-    buffer = _logits_buffer(min(count, settings.chunk_tokens), operands, settings)
-    one_product = needs[1] and main_grads[0] is None and _is_one_product(operands, settings)
-    gradients = _empty_gradients(operands, settings, (needs[0], needs[1] and not one_product, needs[2]))
-    per_token = {**values._asdict(), **dict(zip(("row_scale", "lse_scale", "entropy_scale"), scales, strict=True))}
-
-    def add(chunk: slice) -> None:  # a function, so that what it allocates is free again before the next chunk
-        labels = target[chunk] if rows is None else target[rows[chunk]]
-        x = operands.part(chunk, settings)  # [C, D]
-        logits = torch.mm(x, matrix.t(), out=buffer[: x.shape[0]])  # [C, V]
-        vectors = {name: None if vector is None else vector[chunk] for name, vector in per_token.items()}
-        losses = vectors.pop("losses")
-        vectors |= {"bias": bias, "class_weight": class_weight}
-        cross_entropy_(logits, labels, losses, settings.loss, write_grad=any(needs), **vectors)
-        d_logits = logits
-        if one_product:
-            gradients.d_logits = d_logits
-        elif gradients.weight is not None:
-            gradients.weight.add(d_logits, x)
-        if gradients.bias is not None:
-            gradients.bias.add(d_logits)
-        if gradients.hidden is None:
+    def add(self, d_logits: torch.Tensor, x: torch.Tensor, matrix: torch.Tensor, places: slice | torch.Tensor) -> None:
+        """Adds those of a chunk: x [C, D] lies at `places` of the hidden states; a copy of them is **destroyed**."""
+        if self.one_product:
+            self.d_logits = d_logits
+        elif self.weight is not None:
+            self.weight.add(d_logits, x)
+        if self.bias is not None:
+            self.bias.add(d_logits)
+        if self.hidden is None:
             return
-        if rows is not None:
-            gradients.hidden.index_copy_(0, rows[chunk], torch.mm(d_logits, matrix, out=x).to(hidden.dtype))
-        elif x.dtype != hidden.dtype:
-            gradients.hidden[chunk].copy_(torch.mm(d_logits, matrix, out=x))
+        if not isinstance(places, slice):
+            self.hidden.index_copy_(0, places, torch.mm(d_logits, matrix, out=x).to(self.hidden.dtype))
+        elif x.dtype != self.hidden.dtype:
+            self.hidden[places].copy_(torch.mm(d_logits, matrix, out=x))
         else:
-            torch.mm(d_logits, matrix, out=gradients.hidden[chunk])
-
-    for chunk in chunks(count, settings.chunk_tokens):
-        add(chunk)
-    return gradients
+            torch.mm(d_logits, matrix, out=self.hidden[places])
 
 
-def _logits_buffer(rows: int, operands: Operands, settings: Settings) -> torch.Tensor:
-    """Allocates [rows, V], each row at a multiple of 16 elements: elsewhere a GPU reads one element at a time."""
-    vocab = operands.weight.shape[0]
-    length = vocab if torch.compiler.is_compiling() else -(-vocab // 16) * 16  # it compiles no product into a part
-    return operands.hidden.new_empty(rows, length, dtype=settings.dtype)[:, :vocab]
+class ChunkedHeads(NamedTuple):
+    """Heads over the same T tokens, what is computed of their logits, and what that needs besides."""
+
+    spec: RowLossSpec
+    heads: tuple[Head, ...]
+    inputs: tuple[torch.Tensor, ...] = ()
+    """[T, ...] each, such as labels."""
+    rows: torch.Tensor | None = None
+    """[n] int64, the tokens that count; None if all do."""
+    class_weight: torch.Tensor | None = None
+    """[V] float32, by which losses are multiplied."""
+
+    @property
+    def tensors(self) -> list[torch.Tensor | None]:
+        return [*(tensor for head in self.heads for tensor in head), self.rows, self.class_weight, *self.inputs]
+
+    @classmethod
+    def of(cls, spec: RowLossSpec, tensors: Sequence[torch.Tensor | None]) -> "ChunkedHeads":
+        """Returns what has these `tensors`."""
+        end = 3 * len(spec.dtypes)
+        rows, class_weight, *inputs = tensors[end:]
+        return cls(spec, tuple(Head(*tensors[i : i + 3]) for i in range(0, end, 3)), tuple(inputs), rows, class_weight)
+
+    @property
+    def labelled(self) -> int:
+        """n, how many tokens count."""
+        return (self.heads[0].hidden if self.rows is None else self.rows).shape[0]
+
+    def compute(self, grads_in_forward: bool) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+        """Returns the sum of the losses, and the values of every token that counts; see `ChunkedHeadsFunction`."""
+        grads_in_forward = grads_in_forward and torch.is_grad_enabled()
+        total, *values = ChunkedHeadsFunction.apply(self.spec, grads_in_forward, *self.tensors)
+        return total, values
+
+    def new_values(self, others: bool = True) -> list[torch.Tensor | None]:
+        """Allocates the losses of every token that counts, [n], and the `others` that are wanted, None elsewhere."""
+        losses, dtypes = self.heads[0].hidden.new_empty(self.labelled, dtype=torch.float32), self.spec.values
+        wanted = [dtype if others else None for dtype in dtypes]
+        return [losses, *(None if dtype is None else torch.empty_like(losses, dtype=dtype) for dtype in wanted)]
+
+    def run(
+        self,
+        values: Sequence[torch.Tensor | None],
+        needs: Sequence[bool],
+        main_grads: Sequence[torch.Tensor | None],
+        scales: Sequence[torch.Tensor | None],
+    ) -> list[HeadGradients]:
+        """Goes over the chunks once, writes `values`, and returns those gradients of hidden, weight and bias of each
+        head that are in `needs`: of the sum of scales * values, see `LogitChunk.scales`.
+
+        Of each head 2 n D V FLOP for the logits, as many for d_hidden and for d_weight. Allocates one chunk of logits
+        [C, V], d_hidden and d_weight; where some tokens are ignored, or autocast changes the dtype, one chunk [C, D]
+        besides. Of a single chunk d_weight is left to `_scaled`, and the gradients keep the chunk, unless it goes to
+        one of `main_grads`.
+        """
+        spec, heads, inputs, rows, class_weight = self
+        per_head = list(zip(heads, spec.dtypes, strict=True))
+        matrices = [head.weight.to(dtype) for head, dtype in per_head]  # copies only under autocast
+        buffers = [head.logits_buffer(min(self.labelled, spec.chunk_tokens), dtype) for head, dtype in per_head]
+        gradients = [self._no_gradients(i, needs[3 * i : 3 * i + 3], main_grads[2 * i]) for i in range(len(heads))]
+        write_grads = tuple(any(needs[3 * i : 3 * i + 3]) for i in range(len(heads)))
+
+        def add(chunk: slice) -> None:  # a function, so that what it allocates is free again before the next chunk
+            places = chunk if rows is None else rows[chunk]
+            hidden = [head.hidden[places].to(dtype) for head, dtype in per_head]  # views, if nothing changes
+            pairs = zip(hidden, matrices, buffers, strict=True)
+            logits = [torch.mm(x, matrix.t(), out=buffer[: x.shape[0]]) for x, matrix, buffer in pairs]
+            row_chunk = LogitChunk(
+                logits,
+                [head.bias for head in heads],
+                [tensor[places] for tensor in inputs],
+                class_weight,
+                [None if vector is None else vector[chunk] for vector in values],
+                [None if vector is None else vector[chunk] for vector in scales],
+                write_grads,
+            )
+            spec.row_function(row_chunk)
+            for of_head, d_logits, x, matrix in zip(gradients, logits, hidden, matrices, strict=True):
+                of_head.add(d_logits, x, matrix, places)
+
+        for chunk in chunks(self.labelled, spec.chunk_tokens):
+            add(chunk)
+        return gradients
+
+    def _no_gradients(self, i: int, needs: Sequence[bool], main_grad: torch.Tensor | None) -> HeadGradients:
+        """Returns what the gradients of a head are added to."""
+        (hidden, weight, bias), spec = self.heads[i], self.spec
+        make, dtype = torch.empty_like if self.rows is None else torch.zeros_like, spec.accumulate_dtype
+        one_product = needs[1] and main_grad is None and 0 < self.labelled <= spec.chunk_tokens
+        # It is rounded before it is scaled, which float16 has no range for.
+        one_product &= weight.dtype != torch.float16 and weight.dtype in (spec.dtypes[i], torch.float32)
+        return HeadGradients(
+            hidden=make(hidden) if needs[0] else None,
+            weight=WeightGrad(weight, dtype) if needs[1] and not one_product else None,
+            bias=WeightGrad(bias, dtype) if needs[2] else None,
+            one_product=one_product,
+        )
 
 
-def _is_one_product(operands: Operands, settings: Settings) -> bool:
-    """Tells if d_weight may be the product of one chunk, rounded before it is scaled: float16 has no range for that."""
-    fits = 0 < operands.labelled() <= settings.chunk_tokens
-    dtype = operands.weight.dtype
-    return fits and dtype != torch.float16 and dtype in (settings.dtype, torch.float32)
+class ChunkedHeadsFunction(torch.autograd.Function):
+    """The sum of the losses of `ChunkedHeads`, and the values of every token that counts.
 
+    With `grads_in_forward` 3 matrix products a head in all: the upstream gradient is applied in the backward, once, in
+    float32, in place, and what it is applied to is given away: a second backward (`retain_graph=True`) recomputes the
+    chunks. So does a backward whose gradients are not those of one factor for all tokens, which is known only there:
+    because other values have one, or the tokens' losses have different ones. 3 products more.
 
-def _empty_gradients(operands: Operands, settings: Settings, needs: Sequence[bool]) -> Gradients:
-    hidden, weight, bias, _, rows, _ = operands
-    make, dtype = torch.empty_like if rows is None else torch.zeros_like, settings.accumulate_dtype
-    return Gradients(
-        hidden=make(hidden) if needs[0] else None,
-        weight=WeightGrad(weight, dtype) if needs[1] else None,
-        bias=WeightGrad(bias, dtype) if needs[2] else None,
-        labelled=operands.labelled(),
-    )
-
-
-class SummedLossFunction(torch.autograd.Function):
-    """The sum of the losses of `operands`, and their `Values`, of which those named in `wanted` besides the losses.
-
-    3 matrix products in all, 1 without gradients. The upstream gradient is applied in the backward, once, in float32,
-    in place, and what it is applied to is given away: a second backward (`retain_graph=True`) recomputes the chunks.
-    So does a backward whose gradients are not those of one factor for all tokens, which is known only there: because
-    log-sum-exps or entropies have one, or the tokens' losses have different ones. 3 products more.
+    Without it one product in the forward, three in the backward; nothing but the operands is kept.
     """
 
     @staticmethod
-    def forward(ctx, settings: Settings, wanted: tuple[str, ...], differentiate: bool, *operands: torch.Tensor | None):
-        operands = Operands(*operands)
-        values = operands.new_values(wanted)
-        ctx.needs = [differentiate and needed for needed in ctx.needs_input_grad[3:6]]
-        _prepare_backward(ctx, settings, operands, values)
-        ctx.gradients, ctx.unit = _summed_gradients(ctx, operands, values)
-        return values.losses.sum(), *values
+    def forward(ctx, spec: RowLossSpec, grads_in_forward: bool, *tensors: torch.Tensor | None):
+        chunked = ChunkedHeads.of(spec, tensors)
+        ctx.spec, ctx.grads_in_forward = spec, grads_in_forward
+        ctx.main_grads = [main_grad_of(parameter) for head in chunked.heads for parameter in head[1:]]
+        ctx.save_for_backward(*tensors)
+        ctx.set_materialize_grads(False)  # one that is not there is None
+        values = chunked.new_values()
+        ctx.mark_non_differentiable(*[value for value in values[spec.differentiable :] if value is not None])
+        needs = [grads_in_forward and needed for needed in ctx.needs_input_grad[2 : 2 + 3 * len(chunked.heads)]]
+        gradients = _of_sum(ctx, chunked, values, needs)
+        ctx.labelled, ctx.gradients = chunked.labelled, gradients if grads_in_forward else None
+        total = values[0].sum()
+        if torch.compiler.is_compiling() and grads_in_forward and not any(spec.values):
+            values[0] = None  # a compiled backward gets zeros for it, and would recompute
+        return total, *values
 
     @staticmethod
     def backward(ctx, upstream: torch.Tensor | None, *d_values: torch.Tensor | None):
-        check_first_derivative("linear_cross_entropy")
+        check_first_derivative(ctx.spec.op)
         gradients, ctx.gradients = ctx.gradients, None
-        d_losses, *d_metrics = d_values
-        if upstream is None and d_losses is not None:
+        needs, inputs = ctx.needs_input_grad[2 : 2 + 3 * len(ctx.spec.dtypes)], len(ctx.needs_input_grad)
+        d_losses, *d_others = d_values[: ctx.spec.differentiable]
+        if ctx.grads_in_forward and upstream is None and d_losses is not None:
             upstream, d_losses = one_factor(d_losses)
-        if d_losses is not None or any(d_metric is not None for d_metric in d_metrics):
+        if d_losses is not None or any(d_value is not None for d_value in d_others):
             del gradients  # before there are others
-            operands = _saved(ctx)
+            chunked = _saved(ctx)
             if upstream is not None:
-                d_losses = upstream.expand(operands.labelled()) + (0 if d_losses is None else d_losses)
-            return _recomputed(ctx, operands, d_losses, *d_metrics)
-        if upstream is None:
-            return (None,) * 9
-        if gradients is None:
-            operands = _saved(ctx)
-            gradients, _ = _summed_gradients(ctx, operands, operands.new_values())
-        return None, None, None, *_scaled(ctx, gradients, upstream * ctx.unit), None, None, None
+                d_losses = upstream.expand(chunked.labelled) + (0 if d_losses is None else d_losses)
+            found = _scaled(ctx, *_of_values(ctx, chunked, [d_losses, *d_others], needs))
+        elif upstream is None:
+            return (None,) * inputs
+        else:
+            if gradients is None:
+                chunked = _saved(ctx)
+                gradients = _of_sum(ctx, chunked, chunked.new_values(others=False), needs)
+            found = _scaled(ctx, gradients[0], upstream * gradients[1])
+        return None, None, *found, *(None,) * (inputs - 2 - len(needs))
 
 
 def one_factor(d_losses: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -225,90 +294,69 @@ def one_factor(d_losses: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tenso
     return (first, None) if equal else (None, d_losses)
 
 
-class PerTokenLossFunction(torch.autograd.Function):
-    """The `Values` of `operands`: their losses and those named in `wanted`. One matrix product in the forward, three in
-    the backward; nothing but the operands is kept.
-    """
-
-    @staticmethod
-    def forward(ctx, settings: Settings, wanted: tuple[str, ...], differentiate: bool, *operands: torch.Tensor | None):
-        operands = Operands(*operands)
-        values = operands.new_values(wanted)
-        _prepare_backward(ctx, settings, operands, values)
-        losses_and_gradients(operands, settings, values)
-        return tuple(values)
-
-    @staticmethod
-    def backward(ctx, *d_values: torch.Tensor | None):
-        check_first_derivative("linear_log_probs, or linear_cross_entropy with reduction='none',")
-        return _recomputed(ctx, _saved(ctx), *d_values)
-
-
-def _prepare_backward(ctx, settings: Settings, operands: Operands, values: Values) -> None:
-    """Leaves what both functions need in their backward; a gradient that is not there is then None, not zeros."""
-    ctx.settings = settings
-    ctx.main_grads = [main_grad_of(parameter) for parameter in (operands.weight, operands.bias)]
-    ctx.save_for_backward(*operands)
-    ctx.set_materialize_grads(False)
-    ctx.mark_non_differentiable(*[value for value in values[3:] if value is not None])
-
-
-def _summed_gradients(ctx, operands: Operands, values: Values) -> tuple[Gradients, torch.Tensor | float]:
+def _of_sum(
+    ctx, chunked: ChunkedHeads, values: Sequence[torch.Tensor | None], needs: Sequence[bool]
+) -> tuple[list[HeadGradients], torch.Tensor | float]:
     """Writes `values`; returns the gradients of the sum of the losses, up to a factor, and that factor."""
-    if operands.class_weight is None or not any(ctx.needs):
-        return losses_and_gradients(operands, ctx.settings, values, ctx.needs, ctx.main_grads), 1.0
-    unit = power_of_two(operands.class_weight)
-    scale = (1 / unit).expand_as(values.losses).contiguous()
-    return losses_and_gradients(operands, ctx.settings, values, ctx.needs, ctx.main_grads, (scale, None, None)), unit
+    grad_scale, scales = 1.0, [None] * chunked.spec.differentiable
+    if chunked.class_weight is not None and any(needs):
+        grad_scale = pow2_grad_scale(chunked.class_weight)
+        scales[0] = (1 / grad_scale).expand_as(values[0]).contiguous()
+    return chunked.run(values, needs, ctx.main_grads, scales), grad_scale
 
 
-def _recomputed(ctx, operands: Operands, *d_values: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-    """Returns the gradients where every labelled token has upstream gradients of its own, [n] float32: `d_values`, of
-    its loss, log-sum-exp and entropy, and None of the others. One pass over the chunks."""
-    values, (d_losses, d_lse, d_entropy, *_) = operands.new_values(), d_values
-    d_losses = torch.zeros_like(values.losses) if d_losses is None else d_losses
-    of_losses = d_losses if operands.class_weight is None else d_losses * power_of_two(operands.class_weight)
-    unit = power_of_two(of_losses, d_lse, d_entropy)
-    scales = [None if scale is None else scale.contiguous() / unit for scale in (d_losses, d_lse, d_entropy)]
-    gradients = losses_and_gradients(operands, ctx.settings, values, ctx.needs_input_grad[3:6], ctx.main_grads, scales)
-    return None, None, None, *_scaled(ctx, gradients, unit), None, None, None
+def _of_values(
+    ctx, chunked: ChunkedHeads, d_values: Sequence[torch.Tensor | None], needs: Sequence[bool]
+) -> tuple[list[HeadGradients], torch.Tensor]:
+    """Returns the gradients where every token has upstream gradients of its own, `d_values` [n] float32 of its losses
+    and other differentiable values, up to a factor, and that factor. One pass over the chunks."""
+    values, (d_losses, *d_others) = chunked.new_values(others=False), d_values
+    d_losses = torch.zeros_like(values[0]) if d_losses is None else d_losses
+    weight = chunked.class_weight
+    grad_scale = pow2_grad_scale(d_losses if weight is None else d_losses * pow2_grad_scale(weight), *d_others)
+    scales = [None if d_value is None else d_value.contiguous() / grad_scale for d_value in (d_losses, *d_others)]
+    return chunked.run(values, needs, ctx.main_grads, scales), grad_scale
 
 
-def _scaled(ctx, gradients: Gradients, factor: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+def _scaled(ctx, gradients: Sequence[HeadGradients], factor: torch.Tensor) -> list[torch.Tensor | None]:
     """Returns the gradients, multiplied once by `factor` (float32, one number) in float32, in place, and rounded.
 
     If no token is labelled all are zeros, whatever the factor is: 1/0 where nothing is divided must not make them NaN.
     """
-    settings = ctx.settings
-    if gradients.labelled == 0:
-        factor = torch.ones_like(factor)
-    factor = factor.reshape(1) / settings.loss.temperature  # one dimension: a scalar would first be rounded
-    of_products = factor * settings.loss.logit_scale
-    if gradients.hidden is not None:
-        scale_(gradients.hidden, of_products)
-    weight, bias = gradients.weight, gradients.bias
-    if gradients.d_logits is not None:
-        operands = Operands(*ctx.saved_tensors)
-        weight = WeightGrad(operands.weight, operands.weight.dtype)
-        weight.add(gradients.d_logits, operands.part(slice(0, gradients.labelled), settings))
-    return (
-        gradients.hidden,
-        None if weight is None else weight.scaled(of_products, ctx.main_grads[0]),
-        None if bias is None else bias.scaled(factor, ctx.main_grads[1]),
-    )
+    spec, found = ctx.spec, []
+    factor = factor if ctx.labelled else torch.ones_like(factor)
+    factor = factor.reshape(1) / spec.temperature  # one dimension: a scalar would first be rounded
+    for i, of_head in enumerate(gradients):
+        of_products, weight = factor * spec.logit_scales[i], of_head.weight
+        if of_head.hidden is not None:
+            scale_(of_head.hidden, of_products)
+        if (d_logits := of_head.d_logits) is not None:
+            chunked = ChunkedHeads.of(spec, ctx.saved_tensors)
+            (hidden, parameter, _), rows = chunked.heads[i], chunked.rows
+            hidden = (hidden if rows is None else hidden[rows]).to(spec.dtypes[i])
+            like = d_logits.new_empty(1, 1, dtype=parameter.dtype)  # of the parameter ZeRO-3 may have left no shape
+            weight = WeightGrad(like.expand(d_logits.shape[1], hidden.shape[1]), parameter.dtype)
+            weight.add(d_logits, hidden)
+        found += [
+            of_head.hidden,
+            None if weight is None else weight.scaled(of_products, ctx.main_grads[2 * i]),
+            None if of_head.bias is None else of_head.bias.scaled(factor, ctx.main_grads[2 * i + 1]),
+        ]
+    return found
 
 
-def _saved(ctx) -> Operands:
-    operands = Operands(*ctx.saved_tensors)
-    if operands.weight.dim() != 2:
-        raise RuntimeError(
-            f"this backward recomputes logits, but the weight has become {list(operands.weight.shape)} since the "
-            "forward: under ZeRO-3, gather it (deepspeed.zero.GatheredParameters) around forward and backward"
-        )
-    return operands
+def _saved(ctx) -> ChunkedHeads:
+    chunked = ChunkedHeads.of(ctx.spec, ctx.saved_tensors)
+    for head in chunked.heads:
+        if head.weight.dim() != 2:
+            raise RuntimeError(
+                f"this backward recomputes logits, but the weight has become {list(head.weight.shape)} since the "
+                "forward: under ZeRO-3, gather it (deepspeed.zero.GatheredParameters) around forward and backward"
+            )
+    return chunked
 
 
-def power_of_two(*factors: torch.Tensor | None) -> torch.Tensor:
+def pow2_grad_scale(*factors: torch.Tensor | None) -> torch.Tensor:
     """Returns a power of two [1] near the largest finite magnitude in `factors` (float32), divided by 2**6.
 
     The gradient of a chunk of logits is stored in the operands' dtype. What multiplies it is divided by this first and

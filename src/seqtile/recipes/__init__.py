@@ -216,4 +216,7 @@ class Trial:
     trust_remote_code: Annotated[
         bool, Option("--trust-remote-code", help="Run the code that comes with the model.")
     ] = False
+    variants: Annotated[
+        bool, Option(help="Try other values of the config, and packed, padded and other batches, too: seconds.")
+    ] = True
     as_json: Annotated[bool, Option("--json", help="The same as JSON.")] = False

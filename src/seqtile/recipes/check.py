@@ -1,7 +1,8 @@
-"""The trial of `seqtile check`: a model, made small, tiled part by part, beside itself untiled."""
+"""The trial of `seqtile check`: a model, made small, tiled part by part, beside itself untiled; and its variants."""
 
 import copy
 import warnings
+from collections import Counter
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from seqtile.models.parts import EXPERTS, LAYER, LOSS
 from seqtile.models.placement import Options
 from seqtile.models.proof import Finding, findings, tiled_copy
 from seqtile.models.small import WORDS, small_model
+from seqtile.models.sweep import DIFFERS, FAILS, Row, sweep
 from seqtile.recipes import Trial
 from seqtile.recipes.measure import FlopCount, LiveBytes
 
@@ -56,13 +58,17 @@ class Report:
     """Layers that are left untiled by their kind, and why."""
     tokens: int
     """Of the training step whose work and memory were measured."""
+    variants: list[Row]
+    """What came of other values of the config and of other batches, all parts tiled together."""
 
     @property
     def differs(self) -> bool:
-        return any(line.how == "refused" for line in self.lines)
+        refused = any(line.how == "refused" for line in self.lines)
+        return refused or any(row.how == DIFFERS for row in self.variants)
 
     def figures(self) -> dict[str, object]:
-        return asdict(self) | {"lines": [line._asdict() for line in self.lines], "differs": self.differs}
+        rows = {name: [row._asdict() for row in getattr(self, name)] for name in ("lines", "variants")}
+        return asdict(self) | rows | {"differs": self.differs}
 
 
 def check(asked: Trial) -> Report:
@@ -85,10 +91,11 @@ def check(asked: Trial) -> Report:
                 f"{model_class.__name__} does not run on text alone: {type(error).__name__}: {error}"
             ) from error
         lines = [_line(model, one, tokens, untiled) for one in found]
+        variants = list(sweep(model_class, config)) if asked.variants else []
     refusals = dict.fromkeys(
         f"{type(layer).__name__}: {reason}" for layer in LAYER.modules(model) if (reason := LAYER.refusal(layer))
     )
-    return Report(model_class.__name__, lines, list(refusals), tokens)
+    return Report(model_class.__name__, lines, list(refusals), tokens, variants)
 
 
 def config_of(asked: Trial) -> PreTrainedConfig:
@@ -186,3 +193,9 @@ def print_report(report: Report, console: Console) -> None:
         console.print(f"left untiled: {reason}", markup=False, highlight=False)
     if not any(line.part == LOSS.option for line in report.lines):
         console.print("the loss cannot be tiled: no head over a vocabulary")
+    if report.variants:
+        counts = Counter(row.how for row in report.variants)
+        console.print(f"variants: {', '.join(f'{number} {how}' for how, number in counts.items())}")
+    for row in report.variants:
+        if row.reason and row.how != FAILS:
+            console.print(f"{row.variant} is {row.how}: {row.reason}", markup=False, highlight=False)

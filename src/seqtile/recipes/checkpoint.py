@@ -17,7 +17,8 @@ from seqtile.recipes.data import in_brief, is_out_of_memory, read_of
 from seqtile.recipes.output import places, written_beside
 
 if TYPE_CHECKING:
-    from seqtile.recipes.train import Run, Training
+    from seqtile.recipes.sharding import Training
+    from seqtile.recipes.train import Run
 
 FACTS = "run.json"
 SAME = ("seq_len", "dtype", "learning_rate", "seed", "device", "sequence_parallel")

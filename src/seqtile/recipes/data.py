@@ -3,7 +3,6 @@
 import os
 from array import array
 from collections.abc import Callable, Iterator
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,8 +25,9 @@ Token = tuple[int, int, int]
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Returns whether memory was short: torch's exception for a GPU, its message for the host, or a killed process."""
-    if isinstance(error, BrokenProcessPool | torch.OutOfMemoryError | MemoryError):
+    """Returns whether memory was short: torch's exception for a GPU, its message for the host, or what
+    is received of a process that was killed."""
+    if isinstance(error, torch.OutOfMemoryError | MemoryError | EOFError):
         return True
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 

@@ -5,10 +5,10 @@ import io
 import os
 import signal
 from collections.abc import Iterator
-from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import replace
-from multiprocessing import active_children, get_context, parent_process
+from multiprocessing import get_context, parent_process
+from multiprocessing.connection import Connection
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from threading import Thread
@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM
 import seqtile
 from seqtile.fitting import cheapest, gpu_memory_at_hand, host_memory_at_hand
 from seqtile.recipes import Job, check_output, checkpoint_in, number_or_name
-from seqtile.recipes.checkpoint import check_same
+from seqtile.recipes.checkpoint import check_same, rank
 from seqtile.recipes.data import is_out_of_memory, load_config, load_tokenizer, sequences, standard_library
 from seqtile.recipes.output import RunResult, print_table, remove_incomplete, report_of, write_report
 from seqtile.recipes.train import Run, sequence_group, train
@@ -48,11 +48,12 @@ def finetune(job: Job, console: Console) -> dict[str, Any]:
     with nullcontext() if alone else sequence_group(job) as ctx, TemporaryDirectory() as files:
         job = fitted(job, console) if job.fit else job
         run = prepared(job, console, 1 if alone else ctx.data_parallel_size, Path(files) / "tokenizer")
-        if alone:
-            baseline, tiled = runs_alone(run, console)
-        else:
-            with memory_errors(f"rank {dist.get_rank()}"):
-                baseline, tiled = None, train(run, ctx)
+        baseline = untiled_run(run, console) if job.compare else None
+        with memory_errors("the tiled run" if alone else f"rank {dist.get_rank()}"):
+            tiled = train(run, ctx)
+        if baseline is not None:
+            done = len(tiled.losses)
+            baseline = replace(baseline, losses=baseline.losses[:done], step_seconds=baseline.step_seconds[:done])
         report = report_of(job, baseline, tiled, ranks=1 if alone else dist.get_world_size())
         if tiled.saved is not None:  # in the main process
             place = Path(tiled.saved).parent
@@ -72,16 +73,13 @@ def finetune(job: Job, console: Console) -> dict[str, Any]:
 def fitted(job: Job, console: Console) -> Job:
     """Returns the job with the cheapest features that fit, see `seqtile.fit`. ValueError if none do."""
     memory = host_memory_at_hand()
-    if job.device == "cuda" and job.local_rank is None:  # in a process of its own, whose part of the GPU goes with it
-        with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-            gpu_memory = pool.submit(gpu_memory_at_hand).result()
-    else:
-        gpu_memory = gpu_memory_at_hand() if job.device == "cuda" else memory
+    gpu_memory = gpu_memory_at_hand() if job.device == "cuda" else memory
     found = cheapest(
         load_config(job.model),
         seq_len=job.seq_len,
         host=job.device == "cuda",
         dtype=job.dtype,
+        autocast=job.dtype == "bfloat16",
         gpus=1 if job.local_rank is None else dist.get_world_size(),
         sequence_parallel=job.sequence_parallel,
         gpu_memory_gib=gpu_memory,
@@ -116,6 +114,8 @@ def prepared(job: Job, console: Console, groups: int, tokenizer_files: Path) -> 
     checkpoints = 1 if checkpoint_in(job.output) else 2  # the new one beside the earlier, which may be there already
     with_model = in_float32 * (3 * checkpoints + 1)
     check_output(job.output, {"model": in_float32, "checkpoint": 0 if job.save_every is None else with_model})
+    for name in ("model", "checkpoint") if rank() == 0 else ():  # what a process that was killed left there
+        remove_incomplete(job.output / name)
     console.print(str(data), soft_wrap=True, highlight=False)
     if job.seq_len > config.max_position_embeddings:
         most = f"{config.max_position_embeddings:,} positions at most"
@@ -127,79 +127,36 @@ def prepared(job: Job, console: Console, groups: int, tokenizer_files: Path) -> 
     return run
 
 
-def runs_alone(run: Run, console: Console) -> tuple[RunResult | None, RunResult]:
-    """Returns what the untiled run measured, if asked for and if it fits, over as many steps as the tiled one, and what
-    the tiled one did."""
-    baseline = None
-    if run.job.compare:
-        try:
-            baseline = run_alone(replace(run, tiled=False, save_to=None))
-        except RunOutOfMemory as error:  # that the untiled model does not fit is a result
-            console.print(f"note: {error}")
-    tiled = run_alone(run)
-    if baseline is not None:
-        done = len(tiled.losses)
-        baseline = replace(baseline, losses=baseline.losses[:done], step_seconds=baseline.step_seconds[:done])
-    return baseline, tiled
-
-
-def run_alone(run: Run) -> RunResult:
-    """Calls `train` in a process of its own, so that its peak memory is its own; it ends when this process ends.
-
-    At the first Ctrl-C a run that is to be saved finishes its step and is saved; at a second one, or if nothing is to
-    be saved, it ends at once and KeyboardInterrupt is raised.
-    """
-    console = Console(soft_wrap=True)
-    others = set(active_children())
-    pool = ProcessPoolExecutor(1, get_context("spawn"), initializer=end_with_parent)
-    with memory_errors(f"the {'tiled' if run.tiled else 'untiled'} run"), pool:
-        let_interrupts_through(False)  # also in the process that starts here, until it trains
-        running = pool.submit(train_interruptibly, run)
-        [worker] = set(active_children()) - others
-        try:
-            let_interrupts_through(True)
-            try:
-                return running.result()
-            except KeyboardInterrupt:
-                if run.save_to is None:
-                    raise
-                newline = "\n" if console.is_terminal else ""  # there a bar ends without one
-                console.print(f"{newline}interrupted: after this step the model is saved; Ctrl-C again ends it at once")
-                os.kill(worker.pid, signal.SIGINT)  # a terminal has told it too, `kill` has not
-                return running.result()
-        except KeyboardInterrupt:
-            worker.kill()
-            worker.join()
-            raise
-        finally:
-            if run.save_to is not None:
-                for name in ("model", "checkpoint"):
-                    remove_incomplete(run.job.output / name)
-            console.show_cursor()  # a killed process leaves it hidden
-
-
-def train_interruptibly(run: Run) -> RunResult:
-    let_interrupts_through(True)
+def untiled_run(run: Run, console: Console) -> RunResult | None:
+    """Returns what the untiled run measures, in a process of its own, so that its peak memory is its own; None, and
+    says so, if it does not fit. The process ends when this one is interrupted, or ends."""
+    context = get_context("spawn")
+    receiver, sender = context.Pipe(duplex=False)
+    process = context.Process(target=_send_result, args=(replace(run, tiled=False, save_to=None), sender), daemon=True)
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)  # inherited: a terminal's Ctrl-C reaches that process, too
+    process.start()
+    signal.signal(signal.SIGINT, before)
+    sender.close()  # so that nothing is left to wait for if the process is killed
     try:
-        return train(run)
+        with memory_errors("the untiled run"):
+            found = receiver.recv()
+            if isinstance(found, Exception):
+                raise found
+            return found
+    except RunOutOfMemory as error:  # that the untiled model does not fit is a result
+        console.print(f"note: {error}")
+        return None
     finally:
-        let_interrupts_through(False)
+        process.kill()
+        process.join()
 
 
-def let_interrupts_through(through: bool) -> None:
-    """Lets Ctrl-C through to this process and those that it starts from now on, or has it wait."""
-    if hasattr(signal, "pthread_sigmask"):  # not on Windows
-        signal.pthread_sigmask(signal.SIG_UNBLOCK if through else signal.SIG_BLOCK, {signal.SIGINT})
-
-
-def end_with_parent() -> None:
-    """Ends this process at once when the one that started it has ended, however that came about."""
-
-    def wait() -> None:
-        parent_process().join()
-        os._exit(1)
-
-    Thread(target=wait, daemon=True).start()
+def _send_result(run: Run, sender: Connection) -> None:
+    Thread(target=lambda: (parent_process().join(), os._exit(1)), daemon=True).start()
+    try:
+        sender.send(train(run))
+    except Exception as error:
+        sender.send(error)
 
 
 class RunOutOfMemory(MemoryError):
@@ -211,7 +168,7 @@ def memory_errors(who: str) -> Iterator[None]:
     """Raises RunOutOfMemory, which names `who` needed it, where memory was short inside."""
     try:
         yield
-    except (RuntimeError, MemoryError) as error:
+    except (RuntimeError, MemoryError, EOFError) as error:
         if not is_out_of_memory(error):
             raise
         raise RunOutOfMemory(f"{who} had too little memory; a shorter --seq-len needs less") from error

@@ -33,6 +33,9 @@ class Question:
         str, Option(help="adamw (16 bytes a parameter, with a float32 copy of the weights), adamw_8bit, sgd.")
     ] = "adamw"
     dtype: Annotated[str, Option(help="Of weights and activations: bfloat16, float16 or float32.")] = "bfloat16"
+    autocast: Annotated[
+        bool, Option("--autocast", help="Float32 weights and residual stream, under torch.autocast to --dtype.")
+    ] = False
     lora_rank: Annotated[int | None, Option(help="Of adapters over every projection; all else is frozen.")] = None
     load_in_4bit: Annotated[
         bool, Option("--load-in-4bit", help="The projections in bitsandbytes' 4 bits, under adapters: QLoRA.")
@@ -208,6 +211,8 @@ def to_turn_on(plan: Plan) -> list[str]:
     else:
         older = "in older transformers gradient_checkpointing_enable"
         lines.append(f'model.activation_checkpointing_enable({{"use_reentrant": False}})  # {older}')
+    if setup.autocast:
+        lines.append(f'with torch.autocast("cuda", torch.{setup.dtype}):  # around the forward; weights are float32')
     return lines
 
 

@@ -8,7 +8,6 @@ import re
 import signal
 import sys
 import time
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from dataclasses import dataclass, replace
@@ -21,20 +20,14 @@ import torch.distributed as dist
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 from rich.table import Column
-from torch.distributed import checkpoint
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedConfig, PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 import seqtile
 from seqtile import offload, sp
 from seqtile.recipes import Job, number_or_name
 from seqtile.recipes.checkpoint import REMEDY, Done, load_checkpoint, of_every_rank, rank, save_checkpoint
-from seqtile.recipes.data import load_model
 from seqtile.recipes.output import RunResult, save_model
+from seqtile.recipes.sharding import Training, Zero3, model_of
 
 MIB = 2**20
 RECENT = 10  # steps, by which the time that is left is told
@@ -75,21 +68,38 @@ def train(run: Run, ctx: sp.SequenceParallel | None = None) -> RunResult:
     else:  # tensors of other sizes a layer, a chunk and a step do not leave the memory in pieces
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     by_blocks = run.tiled and ctx is None and has_square_mask(run.config, run.job.seq_len)
-    console = Console(quiet=rank() != 0)
+    console = Console(quiet=rank() != 0, soft_wrap=True)
     with sequence_group(run.job) if by_blocks else nullcontext(ctx) as group:
         with console.status(f"{'seqtile' if run.tiled else 'untiled'}: loading"):
             training = loaded(run, group)
-        interrupts = []  # whoever started this process may still kill it
-        before = signal.signal(signal.SIGINT, lambda number, frame: interrupts.append(number))
-        try:
+        with interrupts_noted(run, console) as interrupts:
             result = take_steps(training, run, group, interrupts, console)
             if run.save_to is None or not (weights := training.weights()):  # the main process has them
                 return result
             with redirect_stderr(io.StringIO()):  # Hugging Face has bars of its own
                 saved = save_model(training.unwrapped, weights, run.tokenizer, run.save_to)
             return replace(result, saved=str(saved))
-        finally:
-            signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def interrupts_noted(run: Run, console: Console) -> Iterator[list[int]]:
+    """Yields a list to which Ctrl-C adds a number, so that the step at hand is finished and saved. A second one raises
+    KeyboardInterrupt; not on ranks, to which torchrun passes on what their terminal has told them already."""
+    noted: list[int] = []
+
+    def note(number: int, frame: Any) -> None:
+        if run.job.local_rank is None:
+            if noted:
+                raise KeyboardInterrupt
+            newline = "\n" if console.is_terminal else ""  # there a bar ends without one
+            console.print(f"{newline}interrupted: after this step the model is saved; Ctrl-C again ends it at once")
+        noted.append(number)
+
+    before = signal.signal(signal.SIGINT, note)
+    try:
+        yield noted
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def has_square_mask(config: PreTrainedConfig, seq_len: int) -> bool:
@@ -123,11 +133,11 @@ def sequence_group(job: Job) -> Iterator[sp.SequenceParallel]:
     dist.destroy_process_group()
 
 
-def loaded(run: Run, ctx: sp.SequenceParallel | None) -> "Training":
+def loaded(run: Run, ctx: sp.SequenceParallel | None) -> Training:
     """Returns the model and its optimizer, ready to be trained."""
     job = run.job
     with redirect_stderr(io.StringIO()):
-        model = load_model(job.model, run.config).train()
+        model = model_of(job.model, run.config).train()
     if run.tiled:
         seqtile.apply_seqtile(model, layer=job.layer, head_groups=number_or_name(job.head_groups))
     if ctx is not None:
@@ -140,127 +150,6 @@ def loaded(run: Run, ctx: sp.SequenceParallel | None) -> "Training":
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": False})
     return training
-
-
-class Training:
-    """A model and its AdamW, whole in this process or sharded layer by layer over all ranks (torch's FSDP2).
-
-    Not by Accelerate, which does neither on CPU ranks: there its FSDP2 is DDP, and its DeepSpeed takes each rank for
-    the only one.
-    """
-
-    def __init__(self, model: PreTrainedModel, job: Job, sharded: bool):
-        if sharded:
-            mesh = init_device_mesh(job.device, (dist.get_world_size(),))
-            layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-            for module in (*layers, model):
-                fully_shard(module, mesh=mesh)
-        self.model = self.unwrapped = model.to(job.device)
-        self.optimizer = adamw(model, job)
-
-    def update(self, loss: torch.Tensor) -> None:
-        loss.backward()
-        self.optimizer.step()
-        self.optimizer.zero_grad()
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        """Returns all of them on the main process's host, and none elsewhere. Raises ValueError unless they are
-        finite."""
-        weights = {}
-        for name, parameter in self.unwrapped.named_parameters():
-            whole = self.gathered(parameter).detach()
-            if not whole.isfinite().all():
-                raise ValueError(f"{name} holds nan or inf after the last step, so nothing was saved; {REMEDY}")
-            if rank() == 0:
-                weights[name] = whole.to("cpu", copy=True)
-        return weights
-
-    def gathered(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """Returns all of a parameter, on every rank."""
-        return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-
-    def shards(self) -> list[torch.Tensor]:
-        """Returns what this rank holds of the parameters."""
-        parameters = self.unwrapped.parameters()
-        return [parameter.to_local() if isinstance(parameter, DTensor) else parameter for parameter in parameters]
-
-    def save(self, directory: Path) -> None:
-        """Saves weights, optimizer and every rank's random states in a new directory."""
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            checkpoint.save({"training": self}, checkpoint_id=directory)
-
-    def load(self, directory: Path) -> None:
-        """Puts them back in place."""
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "torch.distributed is disabled")
-            checkpoint.load({"training": self}, checkpoint_id=directory)
-
-    def state_dict(self) -> dict[str, Any]:
-        model, optimizer = get_state_dict(self.model, self.optimizer)
-        return {"model": model, "optimizer": optimizer, "random": {str(rank()): random_states()}}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
-        set_random_states(state["random"][str(rank())])
-
-
-class Zero3(Training):
-    """The same, sharded by DeepSpeed's ZeRO-3."""
-
-    def __init__(self, model: PreTrainedModel, job: Job):
-        import deepspeed
-
-        warnings.filterwarnings("ignore", module="torch.distributed", category=FutureWarning)  # two a step
-        config = {
-            "train_micro_batch_size_per_gpu": 1,
-            "zero_optimization": {"stage": 3},
-            "zero_allow_untested_optimizer": True,
-            "zero_force_ds_cpu_optimizer": False,
-            "gradient_clipping": 0.0,  # DeepSpeed clips to a norm of 1 unless told not to
-            "torch_autocast": {"enabled": job.dtype == "bfloat16", "dtype": "bfloat16"},
-        }
-        deepspeed.zero.Init(module=model, config_dict_or_path=config)  # else all of it goes to every GPU first
-        self.unwrapped = model
-        self.model, *_ = deepspeed.initialize(model=model, optimizer=adamw(model, job), config=config)
-
-    def update(self, loss: torch.Tensor) -> None:
-        self.model.backward(loss)
-        self.model.step()
-
-    def gathered(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        import deepspeed
-
-        with deepspeed.zero.GatheredParameters([parameter]):
-            return parameter.detach().clone()
-
-    def shards(self) -> list[torch.Tensor]:
-        return [parameter.ds_tensor for parameter in self.unwrapped.parameters()]
-
-    def save(self, directory: Path) -> None:
-        states = {"random": random_states()}
-        self.model.save_checkpoint(str(directory), tag="zero3", client_state=states, save_latest=False)
-
-    def load(self, directory: Path) -> None:
-        found, states = self.model.load_checkpoint(str(directory), tag="zero3")
-        if found is None:
-            raise ValueError("files are missing")
-        set_random_states(states["random"])
-
-
-def random_states() -> list[torch.Tensor]:
-    """Returns those of torch's generators, on the host and on the GPU that is used."""
-    return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
-
-
-def set_random_states(states: list[torch.Tensor]) -> None:
-    torch.set_rng_state(states[0])
-    for state in states[1:]:
-        torch.cuda.set_rng_state(state)
-
-
-def adamw(model: PreTrainedModel, job: Job) -> torch.optim.AdamW:
-    return torch.optim.AdamW(model.parameters(), lr=job.learning_rate, weight_decay=0.0, fused=True)
 
 
 def take_steps(

@@ -1,8 +1,9 @@
 """Sequence parallelism: one long sequence over many GPUs (Ulysses), for any number of heads."""
 
-from seqtile.sp.apply import apply_ulysses, reduce_loss, restore
+from seqtile.sp.apply import apply_ulysses, restore
 from seqtile.sp.data import DataShardingCollator, ShardedDataLoader, count_items, shard
 from seqtile.sp.groups import SequenceParallel, initialize
+from seqtile.sp.loss import reduce_loss
 from seqtile.sp.trainer import SequenceParallelTrainerMixin
 
 __all__ = [

@@ -5,10 +5,9 @@
     out [B, S, H, K]                      <-- out [B, rows, h, K]                                another
 
 A rank is sent the kv heads that its query heads read and no others, and of the queries those that it computes; so
-splits are as uneven as the head shares. The gradient of either goes the other way. Every element is copied once on
-either side of an all-to-all.
+splits are as uneven as the ranks' heads. The gradient of either goes the other way. Every element is copied once on
+either side of an all-to-all: by one copy a tensor where every rank has as many heads, else by one a tensor and rank.
 
-A rank's head share is the heads that it computes, and the queries of them.
 Heads are dealt out in order, balanced to within one. With more ranks than heads, the ranks of a head share its queries:
 of 2 n pieces of the sequence, the i-th of n ranks takes the i-th and the i-th from the end, so that under a causal mask
 each has the same work. Two ranks to a head:
@@ -21,7 +20,7 @@ than heads).
 """
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -29,15 +28,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from seqtile.protocols import Arriving
+from seqtile.protocols import PendingTensors
 from seqtile.sp.groups import SequenceParallel
 
 Rows = tuple[tuple[int, int], ...]
 """[start, stop) of tokens of a sequence, in order."""
 
 
-class HeadShare(NamedTuple):
-    """The work of one rank."""
+class RankHeads(NamedTuple):
+    """The heads that one rank computes."""
 
     q: slice
     """Query heads."""
@@ -50,7 +49,7 @@ class HeadShare(NamedTuple):
 
     @property
     def groups(self) -> list[tuple[slice, slice]]:
-        """The query heads and kv heads to compute together, as places in this share: all if each kv head is read by as
+        """The query heads and kv heads to compute together, as places among these: all if each kv head is read by as
         many, as kernels expect; or those of each kv head."""
         read = list(Counter(self.kv_of_q).values())
         if len(set(read)) == 1:
@@ -63,8 +62,8 @@ class HeadShare(NamedTuple):
         return count(within(self.rows, 0, token))
 
 
-def head_share(rank: int, size: int, q_heads: int, kv_heads: int, length: int) -> HeadShare:
-    """Returns the share of `rank` of `size` in a sequence of `length` tokens. `kv_heads` divides `q_heads`."""
+def heads_of_rank(rank: int, size: int, q_heads: int, kv_heads: int, length: int) -> RankHeads:
+    """Returns what `rank` of `size` computes of a sequence of `length` tokens. `kv_heads` divides `q_heads`."""
     first = rank * q_heads // size
     last = max(first + 1, (rank + 1) * q_heads // size)
     sharers = [other for other in range(size) if other * q_heads // size == first]
@@ -75,7 +74,7 @@ def head_share(rank: int, size: int, q_heads: int, kv_heads: int, length: int) -
     rows = tuple(piece for piece in pieces if piece[0] < piece[1])
     per_kv = q_heads // kv_heads
     kv = slice(first // per_kv, (last - 1) // per_kv + 1)
-    return HeadShare(slice(first, last), kv, tuple(head // per_kv - kv.start for head in range(first, last)), rows)
+    return RankHeads(slice(first, last), kv, tuple(head // per_kv - kv.start for head in range(first, last)), rows)
 
 
 def width(heads: slice) -> int:
@@ -94,59 +93,46 @@ def count(rows: Rows) -> int:
     return sum(last - first for first, last in rows)
 
 
-Q, K, V = range(3)
+Piece = tuple[int, slice, slice]
+"""A part of a tensor that goes from one rank to another: of which tensor, its tokens and its heads."""
 
 
-class Piece(NamedTuple):
-    """A part of q, k or v that goes from one rank to another, as it lies with one of them."""
+class AllToAll:
+    """The all-to-alls of tensors [B, heads, tokens, K]: from shards of `local` tokens to each rank's heads, and back.
 
-    tensor: int
-    tokens: slice
-    heads: slice
+    Of each tensor `by_kv` says if its heads are the kv heads, of which a rank is sent all tokens, or the query heads,
+    of which it is sent the queries that it computes.
+    """
 
+    def __init__(self, sp_group: SequenceParallel, q_heads: int, kv_heads: int, by_kv: Sequence[bool], local: int):
+        size, rank, length = sp_group.size, sp_group.rank, local * sp_group.size
+        ranks = [heads_of_rank(other, size, q_heads, kv_heads, length) for other in range(size)]
+        self._group, self._totals = sp_group.group, [kv_heads if is_kv else q_heads for is_kv in by_kv]
+        self._is_even = q_heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
+        self.heads = mine = ranks[rank]
+        """Those of this rank."""
 
-class Sharding(NamedTuple):
-    """The pieces of q, k and v [B, heads, tokens, K] on this rank, on one side of the all-to-all."""
+        def pieces(holder: int, heads: RankHeads, by_heads: bool) -> list[Piece]:
+            """Returns what goes from the rank that holds the tokens to that with the heads, as it lies with either."""
+            start, found = holder * local, []
+            for i, is_kv in enumerate(by_kv):
+                rows, own = (((0, length),), heads.kv) if is_kv else (heads.rows, heads.q)
+                for first, last in within(rows, start, start + local):
+                    at = count(within(rows, 0, first)) if by_heads else first - start
+                    found.append((i, slice(at, at + last - first), slice(0, width(own)) if by_heads else own))
+            return found
 
-    sizes: Sequence[tuple[int, int]]
-    """Tokens and heads of each."""
-    pieces: Sequence[Sequence[Piece]]
-    """For each rank of the group, what is sent to it, or received from it."""
-    summed: tuple[int, ...] = ()
-    """Those of which several ranks send the same place: gradients of kv heads that they share."""
+        # Both by tokens and by heads: the pieces of each rank, and of each tensor how many tokens and heads are here.
+        by_tokens = [pieces(rank, heads, False) for heads in ranks]
+        self._pieces = by_tokens, [pieces(holder, mine, True) for holder in range(size)]
+        by_heads = [(length, width(mine.kv)) if is_kv else (count(mine.rows), width(mine.q)) for is_kv in by_kv]
+        self._sizes = [(local, total) for total in self._totals], by_heads
+        is_shared = sum(width(heads.kv) for heads in ranks) > kv_heads
+        self._summed = [i for i, is_kv in enumerate(by_kv) if is_kv and is_shared]
+        """The tensors of which several ranks send the same place, on the way back."""
 
-    def of_queries(self) -> "Sharding":
-        """Returns the same for q alone."""
-        return Sharding(self.sizes[:1], [[piece for piece in pieces if piece.tensor == Q] for pieces in self.pieces])
-
-    def parts(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Returns the pieces of these tensors, rank by rank, as [B, tokens, heads, K]."""
-        pieces = [piece for of_rank in self.pieces for piece in of_rank]
-        return [tensors[i].transpose(1, 2)[:, tokens, heads] for i, tokens, heads in pieces]
-
-    def counts(self, tensors: Sequence[Tensor]) -> list[int]:
-        """Returns how many elements the pieces for each rank have; of `tensors` it takes B and K."""
-        each = [len(x) * x.shape[3] for x in tensors]
-        return [sum(each[i] * width(tokens) * width(heads) for i, tokens, heads in pieces) for pieces in self.pieces]
-
-
-class AllToAll(NamedTuple):
-    """One all-to-all of a group: tensors [B, heads, tokens, K] of one sharding to another."""
-
-    group: dist.ProcessGroup
-    source: Sharding
-    target: Sharding
-
-    def reversed(self) -> "AllToAll":
-        """Returns the way back, which gradients take."""
-        return AllToAll(self.group, self.target, self.source)
-
-    def of_queries(self) -> "AllToAll":
-        """Returns that of q alone, whose way attention's output takes back."""
-        return AllToAll(self.group, self.source.of_queries(), self.target.of_queries())
-
-    def start(self, tensors: Sequence[Tensor]) -> Arriving:
-        """Starts it, and returns what waits for its results, to be called once. Those are contiguous as [B, tokens,
+    def start(self, tensors: Sequence[Tensor], *, to_heads: bool) -> PendingTensors:
+        """Starts one, and returns what waits for its results, to be called once. Those are contiguous as [B, tokens,
         heads, K]; what several ranks send for one place is added in float32. Without gradients. Tensors of a wider
         dtype than others travel as several elements of theirs.
 
@@ -154,33 +140,68 @@ class AllToAll(NamedTuple):
         anything is sent and alike on every rank, for dtypes that could not go this way or could not come back.
         """
         dtypes = [x.dtype for x in tensors]
-        wire = _wire_dtype(dtypes, (*self.source.summed, *self.target.summed))
-        tensors = [_viewed(x, wire) for x in tensors]
-        parts, counts, target = self.source.parts(tensors), self.target.counts(tensors), self.target
-        shapes = [(len(x), *size, x.shape[3]) for x, size in zip(tensors, target.sizes, strict=True)]
-        sent_counts = self.source.counts(tensors)
-        sent = tensors[0].new_empty(sum(sent_counts))
-        for part, place in zip(parts, sent.split([part.numel() for part in parts]), strict=True):
-            place.view(part.shape).copy_(part)
+        wire = _wire_dtype(dtypes, self._summed)
+        sources = [_viewed(x, wire).transpose(1, 2) for x in tensors]
+        batch, widths = len(sources[0]), [x.shape[3] for x in sources]
+        sent_counts, counts = (self._counts(batch, widths, by_heads) for by_heads in (not to_heads, to_heads))
+        sent = sources[0].new_empty(sum(sent_counts))
+        for _, part, place in self._places(sources, sent, not to_heads):
+            place.copy_(part)
         received = sent.new_empty(sum(counts))
-        work = dist.all_to_all_single(received, sent, counts, sent_counts, group=self.group, async_op=True)
+        work = dist.all_to_all_single(received, sent, counts, sent_counts, group=self._group, async_op=True)
 
         def wait() -> list[Tensor]:
             nonlocal sent, received
             work.wait()
             arrived, sent, received = received, None, None
-            results, dtype = [], torch.promote_types(arrived.dtype, torch.float32)
-            for i, shape in enumerate(shapes):
-                result = arrived.new_zeros(shape, dtype=dtype) if i in target.summed else arrived.new_empty(shape)
-                results.append(result.transpose(1, 2))
-            parts, pieces = target.parts(results), [piece for of_rank in target.pieces for piece in of_rank]
-            for piece, part, values in zip(pieces, parts, arrived.split([x.numel() for x in parts]), strict=True):
-                put = part.add_ if piece.tensor in target.summed else part.copy_
-                put(values.view(part.shape))
-            results = [result.to(arrived.dtype) for result in results]
-            return [_viewed(result, dtype) for result, dtype in zip(results, dtypes, strict=True)]
+            shapes = [(batch, *size, k) for size, k in zip(self._sizes[to_heads], widths, strict=True)]
+            results = self._unpacked(arrived, shapes, to_heads)
+            return [x.view(dtype).transpose(1, 2) for x, dtype in zip(results, dtypes, strict=True)]
 
         return wait
+
+    def _counts(self, batch: int, widths: Sequence[int], by_heads: bool) -> list[int]:
+        """Returns how many elements the pieces of each rank have."""
+        each = [batch * k for k in widths]
+        return [sum(each[i] * width(tokens) * width(heads) for i, tokens, heads in of) for of in self._pieces[by_heads]]
+
+    def _places(
+        self, tensors: Sequence[Tensor], buffer: Tensor, by_heads: bool
+    ) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Yields the pieces of tensors [B, tokens, heads, K] with their places in a buffer, and of which tensor they
+        are. Where all ranks have as many heads, a tensor's are one view [ranks / n, n, B, tokens, heads, K], n the
+        ranks that read the same kv heads; by tokens it has the size 1 there."""
+        if not self._is_even:
+            parts = [(i, tensors[i][:, tokens, heads]) for of in self._pieces[by_heads] for i, tokens, heads in of]
+            places = buffer.split([part.numel() for _, part in parts])
+            for (i, part), place in zip(parts, places, strict=True):
+                yield i, part, place.view(part.shape)
+            return
+        parts, size = [], len(self._pieces[0])
+        for x, total in zip(tensors, self._totals, strict=True):
+            groups = min(size, total)
+            split = x.unflatten(1, (groups, size // groups, -1)) if by_heads else x.unflatten(2, (groups, 1, -1))
+            parts.append(split.permute(1, 2, 0, 3, 4, 5) if by_heads else split.permute(2, 3, 0, 1, 4, 5))
+        places = buffer.view(size, -1).split([part.shape[2:].numel() for part in parts], 1)
+        for i, (part, place) in enumerate(zip(parts, places, strict=True)):
+            yield i, part, place.view(len(part), -1, *part.shape[2:])
+
+    def _unpacked(self, arrived: Tensor, shapes: Sequence[tuple[int, ...]], by_heads: bool) -> list[Tensor]:
+        """Returns the tensors whose pieces a buffer has."""
+        summed, wide = [] if by_heads else self._summed, torch.promote_types(arrived.dtype, torch.float32)
+        added = [] if self._is_even else summed  # a rank at a time, so not in a narrow dtype
+        results = [
+            arrived.new_zeros(shape, dtype=wide) if i in added else arrived.new_empty(shape)
+            for i, shape in enumerate(shapes)
+        ]
+        for i, part, place in self._places(results, arrived, by_heads):
+            if i in added:
+                part.add_(place)
+            elif i in summed:
+                torch.sum(place, 1, keepdim=True, out=part)
+            else:
+                part.copy_(place)
+        return [result.to(arrived.dtype) for result in results]
 
 
 def _wire_dtype(dtypes: Sequence[torch.dtype], summed: Sequence[int]) -> torch.dtype:
@@ -196,67 +217,18 @@ def _wire_dtype(dtypes: Sequence[torch.dtype], summed: Sequence[int]) -> torch.d
 
 
 def _viewed(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the bytes of [B, heads, tokens, K] as elements of a dtype."""
-    return x if x.dtype == dtype else x.transpose(1, 2).contiguous().view(dtype).transpose(1, 2)
+    """Returns the bytes of a tensor as elements of a dtype that is not wider."""
+    return x if x.dtype == dtype else (x if x.stride(-1) == 1 else x.contiguous()).view(dtype)
 
 
 class AllToAllFunction(torch.autograd.Function):
-    """An all-to-all, waited for; that of its gradients is the reversed one."""
+    """An all-to-all, waited for; that of its gradients goes the other way."""
 
     @staticmethod
-    def forward(ctx, all_to_all: AllToAll, *tensors: Tensor):
-        ctx.all_to_all = all_to_all
-        return tuple(all_to_all.start(tensors)())
+    def forward(ctx, all_to_all: AllToAll, to_heads: bool, *tensors: Tensor):
+        ctx.all_to_all, ctx.to_heads = all_to_all, to_heads
+        return tuple(all_to_all.start(tensors, to_heads=to_heads)())
 
     @staticmethod
     def backward(ctx, *gradients: Tensor):
-        return None, *ctx.all_to_all.reversed().start(gradients)()
-
-
-def plan_tokens_to_heads(q_heads: int, kv_heads: int, local: int, ctx: SequenceParallel) -> AllToAll:
-    """Returns the all-to-all of q, k and v from shards of `local` tokens to head shares."""
-    length = local * ctx.size
-    shares = [head_share(rank, ctx.size, q_heads, kv_heads, length) for rank in range(ctx.size)]
-    mine = shares[ctx.rank]
-    sent = [_pieces(ctx.rank, share, local)[0] for share in shares]
-    received = [_pieces(rank, mine, local)[1] for rank in range(ctx.size)]
-    by_tokens = [(local, q_heads), (local, kv_heads), (local, kv_heads)]
-    by_heads = [(count(mine.rows), width(mine.q)), (length, width(mine.kv)), (length, width(mine.kv))]
-    summed = (K, V) if sum(width(share.kv) for share in shares) > kv_heads else ()
-    return AllToAll(ctx.group, Sharding(by_tokens, sent, summed), Sharding(by_heads, received))
-
-
-def plan_heads(heads: int, groups: int, is_shared: Sequence[bool], local: int, ctx: SequenceParallel) -> AllToAll:
-    """Returns the all-to-all from shards of `local` tokens to head shares of tensors of which all tokens are wanted: of
-    `heads` heads, at least one a rank, or where `is_shared` of `groups`, each read by as many heads."""
-    length = local * ctx.size
-    shares = [head_share(rank, ctx.size, heads, groups, length) for rank in range(ctx.size)]
-    all_tokens = slice(0, local)
-
-    def placed(share: HeadShare, rank: int) -> tuple[list[Piece], list[Piece]]:
-        """What of the tokens of `rank` goes to a share: where it lies by tokens, and where by heads."""
-        chosen = [share.kv if shared else share.q for shared in is_shared]
-        here = slice(rank * local, (rank + 1) * local)
-        by_tokens = [Piece(i, all_tokens, of_share) for i, of_share in enumerate(chosen)]
-        return by_tokens, [Piece(i, here, slice(0, width(of_share))) for i, of_share in enumerate(chosen)]
-
-    mine, counts = shares[ctx.rank], [groups if shared else heads for shared in is_shared]
-    sent = [placed(share, ctx.rank)[0] for share in shares]
-    received = [placed(mine, rank)[1] for rank in range(ctx.size)]
-    several = sum(width(share.kv) for share in shares) > groups
-    summed = tuple(i for i, shared in enumerate(is_shared) if shared and several)
-    widths = [width(mine.kv if shared else mine.q) for shared in is_shared]
-    by_tokens = Sharding([(local, count) for count in counts], sent, summed)
-    return AllToAll(ctx.group, by_tokens, Sharding([(length, count) for count in widths], received))
-
-
-def _pieces(rank: int, share: HeadShare, local: int) -> tuple[list[Piece], list[Piece]]:
-    """Returns what of the tokens of `rank` goes to a share: where it lies by tokens, and where by heads."""
-    start, kv = rank * local, slice(0, width(share.kv))
-    by_tokens = [Piece(tensor, slice(0, local), share.kv) for tensor in (K, V)]
-    by_heads = [Piece(tensor, slice(start, start + local), kv) for tensor in (K, V)]
-    for first, last in within(share.rows, start, start + local):
-        at = share.place(first)
-        by_tokens.append(Piece(Q, slice(first - start, last - start), share.q))
-        by_heads.append(Piece(Q, slice(at, at + last - first), slice(0, width(share.q))))
-    return by_tokens, by_heads
+        return None, None, *ctx.all_to_all.start(gradients, to_heads=not ctx.to_heads)()

@@ -9,13 +9,14 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
-from seqtile.protocols import Arriving, SequenceParallelAttention, SequenceParallelFunction
-from seqtile.sp.all_to_all import AllToAll, AllToAllFunction, head_share, plan_tokens_to_heads
+from seqtile.protocols import PendingTensors, SequenceParallelAttention, SequenceParallelFunction
+from seqtile.sp.all_to_all import AllToAll, AllToAllFunction
 from seqtile.sp.backends import SINKS, LocalAttention, attend, check
 from seqtile.sp.compressed import CompressedKeys
-from seqtile.sp.groups import device_of, gather
+from seqtile.sp.groups import device_of
 from seqtile.sp.layout import Layout
 
 NAME = "seqtile_ulysses"
@@ -36,48 +37,51 @@ class UlyssesAttention(SequenceParallelAttention):
     kv_heads: int
 
     def __post_init__(self) -> None:
-        check(self.local, self.ranks, self.q_heads)
+        key = ("checked", type(self.module), self.window, self.q_heads, *self.options)
+        self.layout.once(key, lambda: check(self.local, self.ranks, self.q_heads))
 
     @property
     def ranks(self) -> int:
-        return self.layout.ctx.size
+        return self.layout.sp_group.size
 
     @property
-    def all_to_all(self) -> AllToAll:
-        heads, layout = (self.q_heads, self.kv_heads), self.layout
-        return layout.once(heads, lambda: plan_tokens_to_heads(*heads, layout.local, layout.ctx))
+    def qkv(self) -> AllToAll:
+        """The all-to-all of queries, keys and values."""
+        return self.layout.all_to_all(self.q_heads, self.kv_heads, (False, True, True))
 
     @property
     def local(self) -> LocalAttention:
-        ctx, layout = self.layout.ctx, self.layout
-        share = head_share(ctx.rank, ctx.size, self.q_heads, self.kv_heads, layout.length)
-        return LocalAttention(self.module, layout, share, self.window, self.options).of_heads(share.q)
+        heads = self.qkv.heads
+        return LocalAttention(self.module, self.layout, heads, self.window, self.options).of_heads(heads.q)
 
     def in_groups(self, groups: int) -> "UlyssesAttention":
         if groups > 1 and SINKS in self.options:
             raise ValueError("groups of heads over ranks: expected an attention without sinks; leave out head_groups")
         return replace(self, q_heads=self.q_heads // groups, kv_heads=self.kv_heads // groups)
 
-    def start_to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> Arriving:
-        return self.all_to_all.start(_as_computed(q, k, v))
+    def start_to_heads(self, q: Tensor, k: Tensor, v: Tensor) -> PendingTensors:
+        return self.qkv.start(_as_computed(q, k, v), to_heads=True)
 
-    def start_gradients_to_tokens(self, *d_qkv: Tensor) -> Arriving:
-        return self.all_to_all.reversed().start(d_qkv)
+    def start_gradients_to_tokens(self, *d_qkv: Tensor) -> PendingTensors:
+        return self.qkv.start(d_qkv, to_heads=False)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.layout.attended.add(id(self.module))
         return attend(self.local, q, k, v)
 
     def to_tokens(self, out: Tensor) -> Tensor:
-        return AllToAllFunction.apply(self.all_to_all.of_queries().reversed(), out.transpose(1, 2))[0].transpose(1, 2)
+        of_queries = self.layout.all_to_all(self.q_heads, self.kv_heads, (False,))
+        return AllToAllFunction.apply(of_queries, False, out.transpose(1, 2))[0].transpose(1, 2)
 
     def agree_on_max(self, size: int) -> int:
         """One collective and one wait for the device a forward, and for each window that layers have: what is asked
         later has the same answer."""
-        ctx = self.layout.ctx
+        sp_group = self.layout.sp_group
 
         def largest() -> int:
-            return max(int(each) for each in gather(torch.tensor(size, device=device_of(ctx)), ctx))
+            found = torch.tensor(size, device=device_of(sp_group))
+            dist.all_reduce(found, dist.ReduceOp.MAX, sp_group.group)
+            return int(found)
 
         return self.layout.once(("largest", self.window), largest)
 
@@ -100,14 +104,14 @@ class UlyssesFunction(SequenceParallelFunction):
 
         Keys and values may be compressed, see `CompressedKeys`: then they are [B, 1, S, ...].
 
-        Allocates on this rank its share of q, k, v and of the output, and a buffer to send each of the two from. Raises
+        Allocates on this rank q, k, v and the output of its heads, and a buffer to send each of the two from. Raises
         ValueError, alike on every rank and before any of them waits, for what is not causal attention within documents.
         """
         steps = self.steps(module, attention_mask, (query.shape[1], key.shape[1]), **options)
-        q, k, v = AllToAllFunction.apply(steps.all_to_all, *_as_computed(query, key, value))
+        q, k, v = AllToAllFunction.apply(steps.qkv, True, *_as_computed(query, key, value))
         compressed = vars(module).get("expand_kv")
         if isinstance(compressed, CompressedKeys) and compressed.is_chosen:
-            k, v = compressed.expand(k, v, steps.local.share.q)
+            k, v = compressed.expand(k, v, steps.qkv.heads.q)
             steps = replace(steps, kv_heads=steps.q_heads)
         return steps.to_tokens(steps.attend(q, k, v)), None
 

@@ -19,7 +19,7 @@ No mask of length x length is ever made.
 """
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -31,7 +31,7 @@ from transformers import masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from seqtile.arch import ARCHS
-from seqtile.sp.all_to_all import HeadShare, Rows, count
+from seqtile.sp.all_to_all import RankHeads, Rows, count
 from seqtile.sp.layout import Layout
 
 MASK_ELEMENTS = 2**24  # of the largest mask: 16 MiB of bools
@@ -40,11 +40,11 @@ SIDE = 128  # tokens a side of a BlockMask's blocks, torch's default
 
 
 class LocalAttention(NamedTuple):
-    """The attention that a model had, asked for this rank's share of heads and queries."""
+    """The attention that a model had, asked for this rank's heads and queries."""
 
     module: nn.Module
     layout: Layout
-    share: HeadShare
+    heads: RankHeads
     window: int | None
     options: dict[str, Any]
     """scaling, dropout and, if there are, softcap and sinks, as Hugging Face passes them."""
@@ -103,8 +103,14 @@ class Block(NamedTuple):
         return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
 
 
-def segments(rows: Rows, documents: Rows, window: int | None) -> Iterator[Block]:
-    """Yields all queries in `rows`, document by document, with the keys that they see."""
+def segments(layout: Layout, rows: Rows, window: int | None = None) -> list[list[Block]]:
+    """Returns for each entry of the layout's documents all queries in `rows`, document by document, with the keys that
+    they see."""
+    key = ("segments", rows, window)
+    return layout.once(key, lambda: [list(segments_of(rows, documents, window)) for documents in layout.documents])
+
+
+def segments_of(rows: Rows, documents: Rows, window: int | None) -> Iterator[Block]:
     for first, last in rows:
         for start, stop in documents:
             q0, q1 = max(first, start), min(last, stop)
@@ -117,10 +123,10 @@ def segments(rows: Rows, documents: Rows, window: int | None) -> Iterator[Block]
             yield Block(first, last, last, last)
 
 
-def blocks(rows: Rows, documents: Rows, window: int | None, squares: bool = True) -> Iterator[Block]:
-    """Yields the segments, cut so that a mask is small: of a window's worth of queries at most, if there is one.
+def blocks(found: Iterable[Block], window: int | None, squares: bool = True) -> Iterator[Block]:
+    """Yields segments cut so that a mask is small: of a window's worth of queries at most, if there is one.
     `squares`: a causal square needs no mask, however large it is."""
-    for segment in segments(rows, documents, window):
+    for segment in found:
         q0, q1, start, stop = segment
         if start == stop or (squares and segment.is_square(window)):
             yield segment
@@ -134,21 +140,26 @@ def blocks(rows: Rows, documents: Rows, window: int | None, squares: bool = True
 
 
 def attend(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Computes the queries q [B, h, rows, K] of a share against k and v [B, kv, length, K], to [B, rows, h, K].
+    """Computes this rank's queries q [B, h, rows, K] against k and v [B, kv, length, K], to [B, rows, h, K].
 
     Queries of padding get zeros.
     """
     compute = _form_of(attention.layout.implementation) or by_masks
-    groups = attention.share.groups
-    out = _joined([compute(attention.of_heads(heads), q[:, heads], k[:, kv], v[:, kv]) for heads, kv in groups], 2)
+    groups = attention.heads.groups
+    out = joined([compute(attention.of_heads(heads), q[:, heads], k[:, kv], v[:, kv]) for heads, kv in groups], 2)
     if q.requires_grad and not out.requires_grad:  # nothing but padding here; the backward's collectives must still run
         out = torch.cat([out, q.transpose(1, 2)[:, :0].expand(-1, -1, -1, v.shape[3])], 1)
     return out
 
 
-def _joined(parts: list[Tensor], dim: int) -> Tensor:
+def joined(parts: list[Tensor], dim: int) -> Tensor:
     """Returns the parts as one; one alone is not copied."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
+def by_row(tensors: Sequence[Tensor], rows: int) -> list[Sequence[Tensor]]:
+    """Returns the tensors of each of so many rows of the batch; one alone is not split, whose gradient is copied."""
+    return [tensors] if rows == 1 else list(zip(*(x.split(len(x) // rows) for x in tensors), strict=True))
 
 
 def _zeros(q: Tensor, v: Tensor) -> Tensor:
@@ -159,7 +170,10 @@ def _zeros(q: Tensor, v: Tensor) -> Tensor:
 def by_masks(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor, additive: bool = False) -> Tensor:
     """Asks for block after block, with booleans or addends; rows of the batch together if they have the same
     documents."""
-    found, documents, window = [], attention.layout.documents, attention.window
+    found, layout, window = [], attention.layout, attention.window
+    parted = segments(layout, attention.heads.rows, window)
+    key = ("blocks", attention.heads.rows, window, additive)
+    cut = layout.once(key, lambda: [list(blocks(of_row, window, squares=not additive)) for of_row in parted])
 
     def of_block(block: Block, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if block.k0 == block.k1:
@@ -176,29 +190,28 @@ def by_masks(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor, additiv
             mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, torch.finfo(q.dtype).min)
         return attention.compute(q, k, v, mask[None, None])
 
-    rows = (x.split(len(q) // len(documents)) for x in (q, k, v))
-    for of_row, q_row, k_row, v_row in zip(documents, *rows, strict=True):
-        cut = list(blocks(attention.share.rows, of_row, window, squares=not additive))
-        queries = q_row.split([block.q1 - block.q0 for block in cut], 2)
-        parts = [of_block(block, part, k_row, v_row) for block, part in zip(cut, queries, strict=True)]
-        found.append(_joined(parts or [_zeros(q_row, v_row)], 1))
-    return _joined(found, 0)
+    for of_row, (q_row, k_row, v_row) in zip(cut, by_row((q, k, v), len(cut)), strict=True):
+        queries = q_row.split([block.q1 - block.q0 for block in of_row], 2)
+        parts = [of_block(block, part, k_row, v_row) for block, part in zip(of_row, queries, strict=True)]
+        found.append(joined(parts or [_zeros(q_row, v_row)], 1))
+    return joined(found, 0)
 
 
 def _visible(attention: LocalAttention, batch: int) -> Iterator[tuple[int, int, Block]]:
     """Yields every segment of every row of the batch but padding's: the row, the place of its first query among this
     rank's, and the segment."""
+    found = segments(attention.layout, attention.heads.rows, attention.window)
     for row in range(batch):
-        for segment in segments(attention.share.rows, attention.layout.of_row(row), attention.window):
+        for segment in found[row if len(found) > 1 else 0]:
             if segment.k0 < segment.k1:
-                yield row, attention.share.place(segment.q0), segment
+                yield row, attention.heads.place(segment.q0), segment
 
 
 def by_lengths(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Asks flash attention for all segments of all rows in one call, as sequences of their own, causal from their ends:
     documents one behind the other, told apart by their cumulative lengths."""
     batch, heads, rows, _ = q.shape
-    key = ("lengths", attention.window, attention.share.rows)
+    key = ("lengths", attention.window, attention.heads.rows)
     queries, keys, lengths = attention.layout.once(key, lambda: _lengths(attention, batch, q.device))
     if lengths["max_length_q"] == 0:
         return _zeros(q, v)
@@ -213,7 +226,7 @@ def by_lengths(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor) -> Te
 def _lengths(attention: LocalAttention, batch: int, device: torch.device) -> tuple[Any, Any, dict[str, Any]]:
     """Returns which of the flattened queries, and which keys, to take one behind the other, None for all in order; and
     how Hugging Face's flash attention is told where documents begin."""
-    rows, length = count(attention.share.rows), attention.layout.length
+    rows, length = count(attention.heads.rows), attention.layout.length
     queries, keys = [torch.arange(0)], [torch.arange(0)]
     for row, at, segment in _visible(attention, batch):
         queries.append(torch.arange(segment.q1 - segment.q0) + row * rows + at)
@@ -229,13 +242,13 @@ def _lengths(attention: LocalAttention, batch: int, device: torch.device) -> tup
 
 def by_block_mask(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Asks flex attention, with an interval of keys for each query."""
-    key = ("block mask", attention.window, attention.share.rows)
+    key = ("block mask", attention.window, attention.heads.rows)
     return attention.compute(q, k, v, attention.layout.once(key, lambda: block_mask(attention, len(q), q.device)))
 
 
 def block_mask(attention: LocalAttention, batch: int, device: torch.device) -> BlockMask:
-    """Returns the BlockMask of a share, from no tensor larger than queries x keys / 128^2."""
-    queries, length, window = count(attention.share.rows), attention.layout.length, attention.window
+    """Returns the BlockMask of this rank's queries, from no tensor larger than queries x keys / 128^2."""
+    queries, length, window = count(attention.heads.rows), attention.layout.length, attention.window
     shape = (batch, -(-queries // SIDE) * SIDE)
     first, last = torch.full(shape, length), torch.full(shape, -1)  # keys [first, last]; as of one that sees nothing
     for row, at, (q0, q1, k0, _) in _visible(attention, batch):

@@ -35,16 +35,17 @@ class Balance(NamedTuple):
         factor, top_k = (getattr(model, name, getattr(config, name, None)) for name in names)
         return None if factor is None or top_k is None else cls(factor, top_k)
 
-    def over_ranks(self, output: Any, counted: Tensor, ctx: SequenceParallel) -> None:
+    def over_ranks(self, output: Any, counted: Tensor, sp_group: SequenceParallel) -> None:
         """Puts the loss of all ranks' tokens in the place of this rank's, in a model's output: `aux_loss` whole, and in
-        `loss` this rank's part of it. `counted` [B, S] is False where a token is padding. One all-reduce."""
-        own, whole = output["aux_loss"], self._whole(output["router_logits"], counted.flatten(), ctx)
+        `loss` this rank's part of it. `counted` [B S] is False where a token is padding. One all-reduce."""
+        own, whole = output["aux_loss"], self._whole(output["router_logits"], counted, sp_group)
         if output.get("loss") is not None:
-            part = whole - whole.detach() * (1 - 1 / ctx.size)  # in value; its gradient is that of this rank's tokens
+            # In value 1 / size of it; the gradient is that of this rank's tokens.
+            part = whole - whole.detach() * (1 - 1 / sp_group.size)
             output["loss"] = output["loss"] + self.factor * (part - own)
         output["aux_loss"] = whole.detach()
 
-    def _whole(self, router_logits: tuple[Tensor, ...], counted: Tensor, ctx: SequenceParallel) -> Tensor:
+    def _whole(self, router_logits: tuple[Tensor, ...], counted: Tensor, sp_group: SequenceParallel) -> Tensor:
         experts = router_logits[0].shape[-1]
         chosen, probability = (router_logits[0].new_zeros(experts, dtype=torch.float32) for _ in range(2))
         weight = counted.to(router_logits[0].device, torch.float32)
@@ -55,6 +56,6 @@ class Balance(NamedTuple):
             probability = probability + (probabilities.float() * weight[:, None]).sum(0)
         tokens = weight.sum() * len(router_logits)
         sums = torch.cat([chosen, probability.detach(), tokens[None]])
-        dist.all_reduce(sums, group=ctx.group)
+        dist.all_reduce(sums, group=sp_group.group)
         of_all = sums[experts:-1] - probability.detach() + probability  # whose gradient is of this rank's tokens alone
         return experts * (sums[:experts] / sums[-1] * (of_all / sums[-1])).sum()

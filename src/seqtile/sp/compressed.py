@@ -30,16 +30,16 @@ def is_latent(module: nn.Module) -> bool:
 class CompressedKeys:
     """In the place of an attention's `expand_kv`."""
 
-    def __init__(self, module: nn.Module, ctx: SequenceParallel):
-        self.module, self.ctx = module, ctx
+    def __init__(self, module: nn.Module, sp_group: SequenceParallel):
+        self.module, self.sp_group = module, sp_group
 
     def __deepcopy__(self, memo: dict) -> "CompressedKeys":
-        return CompressedKeys(copy.deepcopy(self.module, memo), self.ctx)
+        return CompressedKeys(copy.deepcopy(self.module, memo), self.sp_group)
 
     @property
     def elements(self) -> tuple[int, int]:
         """The elements that a token sends to all ranks, compressed and by heads."""
-        module, ranks = self.module, self.ctx.size
+        module, ranks = self.module, self.sp_group.size
         a_head = module.qk_nope_head_dim + module.qk_rope_head_dim + module.v_head_dim
         return ranks * (module.kv_lora_rank + module.qk_rope_head_dim), max(ranks, module.num_heads) * a_head
 
@@ -50,7 +50,7 @@ class CompressedKeys:
         plain = type(projection) is nn.Linear and not isinstance(projection.weight, DTensor)
         hooked = projection._forward_hooks or projection._forward_pre_hooks or hasattr(projection.weight, "ds_id")
         compressed, by_heads = self.elements
-        return self.ctx.size > 1 and compressed < by_heads and plain and not hooked
+        return self.sp_group.size > 1 and compressed < by_heads and plain and not hooked
 
     def __call__(self, kv_nope: Tensor, k_rot: Tensor) -> tuple[Tensor, Tensor]:
         """Returns keys and values of this rank's tokens: as they are, if they travel compressed."""

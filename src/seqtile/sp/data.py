@@ -12,7 +12,7 @@ Source: Arctic Long Sequence Training, 4.2 and 4.3.
 """
 
 import io
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, islice
 from typing import Any
 
@@ -33,7 +33,7 @@ class DataShardingCollator:
     """Wraps a collator of Hugging Face's: its batch, of which this rank's part of every sequence is kept.
 
     Sequences are padded to a multiple of the group's size. Added are `shift_labels`, global `position_ids` if there are
-    none, `num_items_in_batch`, the group's labelled tokens, so that a model's loss is this rank's exact share of the
+    none, `num_items_in_batch`, the group's labelled tokens, so that a model's loss is exactly this rank's part of the
     group's, and `batch_hash`, by which the model notices ranks that hold shards of different batches; `whole_length`
     where sequences were padded. `labels` stay, beside `shift_labels`. What has no sequence dimension is kept whole.
     """
@@ -43,13 +43,13 @@ class DataShardingCollator:
         self.rank, self.size = ctx.rank, ctx.size  # not the group, which cannot be sent to a loader's workers
 
     def __call__(self, samples: list[Any]) -> dict[str, Any]:
-        return part_of(completed(self.collator(samples)), self.rank, self.size)
+        return parts_of(self.collator(samples), [self.rank], self.size)[0]
 
 
 def shard(batch: dict[str, Any], ctx: SequenceParallel) -> dict[str, Any]:
     """Returns this rank's part of a whole batch, see `DataShardingCollator`. Raises ValueError for one without tokens,
     and for one that is a shard already."""
-    return part_of(completed(batch), ctx.rank, ctx.size)
+    return parts_of(batch, [ctx.rank], ctx.size)[0]
 
 
 def count_items(batches: list[dict[str, Tensor]], ctx: SequenceParallel) -> Tensor:
@@ -83,18 +83,21 @@ def completed(batch: dict[str, Any]) -> dict[str, Any]:
     return batch | {BATCH_HASH: hash_of(integers)}
 
 
-def part_of(batch: dict[str, Any], rank: int, size: int) -> dict[str, Any]:
-    """Returns what a rank keeps of a completed batch."""
+def parts_of(batch: dict[str, Any], ranks: Sequence[int], size: int) -> list[dict[str, Any]]:
+    """Returns what each of these ranks of `size` keeps of a whole batch."""
+    batch = completed(batch)
     rows, length = _tokens_of(batch).shape[:2]
     local = -(-length // size)
-    part = dict(batch)
+    dims = {name: dim for name, x in batch.items() if (dim := _sequence_dim(name, x, rows, length)) is not None}
+    batch |= {name: _padded(name, batch[name], local * size - length) for name in dims}
     if local * size > length:
-        part[WHOLE_LENGTH] = torch.tensor(length)
-    for name, value in batch.items():
-        if (dim := _sequence_dim(name, value, rows, length)) is not None:
-            mine = _padded(name, value, local * size - length).narrow(dim, rank * local, local)
-            part[name] = mine.clone(memory_format=torch.contiguous_format)  # of its own, not a view of the whole
-    return part
+        batch[WHOLE_LENGTH] = torch.tensor(length)
+
+    def part(rank: int) -> dict[str, Any]:
+        views = {name: batch[name].narrow(dim, rank * local, local) for name, dim in dims.items()}
+        return batch | {name: view.clone(memory_format=torch.contiguous_format) for name, view in views.items()}
+
+    return [part(rank) for rank in ranks]  # of its own each, not views of the whole
 
 
 def _tokens_of(batch: dict[str, Any]) -> Tensor:
@@ -145,7 +148,7 @@ class ShardedDataLoader:
     def __init__(
         self, dataloader: Iterable[dict[str, Any]], ctx: SequenceParallel, device: torch.device | str | None = None
     ):
-        self.dataloader, self.ctx, self.device = dataloader, ctx, device or device_of(ctx)
+        self.dataloader, self.sp_group, self.device = dataloader, ctx, device or device_of(ctx)
         self.epoch = self.steps = 0
         """The epoch that runs or comes next, and how many of its steps are done."""
         self._generator: torch.Generator | None = getattr(dataloader, "generator", None)
@@ -182,7 +185,7 @@ class ShardedDataLoader:
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         batches, self.steps = self._batches(), self.steps if self._resume else 0
-        for found in rounds(batches, self.ctx, self.device, skip=self.steps):
+        for found in rounds(batches, self.sp_group, self.device, skip=self.steps):
             self.steps += 1
             yield found
         self.epoch, self.steps, self._start = self.epoch + 1, 0, None
@@ -203,59 +206,54 @@ class ShardedDataLoader:
         yield from chain(first, batches)
 
 
-def _lengths(dataloader: Iterable[Any], ctx: SequenceParallel) -> tuple[list[int], Exception | None]:
+def _lengths(dataloader: Iterable[Any], sp_group: SequenceParallel) -> tuple[list[int], Exception | None]:
     """Returns how many batches the loader of each rank of the group has, and why this rank's has no length. A
     collective."""
     try:
         length, why = len(dataloader), None
     except Exception as error:  # raised where the length is asked for; the other ranks would wait for this one
         length, why = _NO_LENGTH, error
-    return [int(each) for each in gather(torch.tensor(length, device=device_of(ctx)), ctx)], why
+    return torch.stack(gather(torch.tensor(length, device=device_of(sp_group)), sp_group)).tolist(), why
 
 
 def rounds(
-    batches: Iterator[dict[str, Any]], ctx: SequenceParallel, device: torch.device | str, skip: int = 0
+    batches: Iterator[dict[str, Any]], sp_group: SequenceParallel, device: torch.device | str, skip: int = 0
 ) -> Iterator[dict[str, Tensor]]:
     """Yields this rank's shards of what the ranks of the group draw, round by round, rank by rank; the first `skip`
     left out. Raises ValueError on every rank if one of them has no batch that can be cut."""
     while True:
-        parcels, error = _parcels(batches, ctx)
-        sizes = [_FAILED] * ctx.size if error is not None else [len(parcel) for parcel in parcels]
-        sent = torch.tensor(sizes, device=device_of(ctx))
+        parcels, error = _parcels(batches, sp_group.size)
+        sizes = [len(parcel) for parcel in parcels] or [_FAILED] * sp_group.size
+        sent = torch.tensor(sizes, device=device_of(sp_group))
         received = torch.empty_like(sent)
-        dist.all_to_all_single(received, sent, group=ctx.group)
+        dist.all_to_all_single(received, sent, group=sp_group.group)
         received = received.tolist()
-        if error is not None or _FAILED in received:
+        if _FAILED in received:
             failed = f"rank {received.index(_FAILED)} of the group has no batch that can be cut"
             raise ValueError(f"{failed}: {error or 'see there'}") from error
         found = [rank for rank, size in enumerate(received) if size != _NOTHING]
         if not found:
             return
-        if skip >= len(found):
-            skip -= len(found)
-            continue
-        buffer = torch.cat(parcels).to(device_of(ctx))
-        arrived = buffer.new_empty(sum(received))
-        dist.all_to_all_single(arrived, buffer, received, sizes, group=ctx.group)
-        shards = arrived.split(received)
-        for rank in found[skip:]:
-            file = io.BytesIO(shards[rank].cpu().numpy().tobytes())
-            yield torch.load(file, map_location=device, weights_only=True)
-        skip = 0
+        if skip < len(found):
+            buffer = torch.cat(parcels).to(device_of(sp_group))
+            arrived = buffer.new_empty(sum(received))
+            dist.all_to_all_single(arrived, buffer, received, sizes, group=sp_group.group)
+            shards = arrived.cpu().split(received)
+            for rank in found[skip:]:
+                yield torch.load(io.BytesIO(shards[rank].numpy()), map_location=device, weights_only=True)
+        skip = max(0, skip - len(found))
 
 
-def _parcels(batches: Iterator[dict[str, Any]], ctx: SequenceParallel) -> tuple[list[Tensor], Exception | None]:
-    """Returns for each rank of the group its shard of the next batch, as bytes; none at the end. Or why there are
+def _parcels(batches: Iterator[dict[str, Any]], size: int) -> tuple[list[Tensor], Exception | None]:
+    """Returns for each rank of the group its shard of the next batch, as bytes; of none at the end. Or why there are
     none."""
-    parcels = []
     try:
         if (batch := next(batches, None)) is None:
-            return [torch.empty(0, dtype=torch.uint8)] * ctx.size, None
-        whole = completed(batch)
-        for rank in range(ctx.size):
-            parcel = io.BytesIO()
-            torch.save(part_of(whole, rank, ctx.size), parcel)
+            return [torch.empty(_NOTHING, dtype=torch.uint8)] * size, None
+        parcels = []
+        for shard in parts_of(batch, range(size), size):
+            torch.save(shard, parcel := io.BytesIO())
             parcels.append(torch.frombuffer(parcel.getbuffer(), dtype=torch.uint8))
+        return parcels, None
     except Exception as error:  # raised on every rank, once all know of it
         return [], error
-    return parcels, None

@@ -63,14 +63,14 @@ def initialize(
     return SequenceParallel(group, dist.get_rank(group), dist.get_world_size(group), place, len(groups))
 
 
-def gather(tensor: Tensor, ctx: SequenceParallel) -> list[Tensor]:
+def gather(tensor: Tensor, sp_group: SequenceParallel) -> list[Tensor]:
     """Returns `tensor`, of the same shape on every rank of the group, from each of them. Without gradients."""
-    found = [torch.empty_like(tensor) for _ in range(ctx.size)]
-    dist.all_gather(found, tensor.contiguous(), group=ctx.group)
+    found = [torch.empty_like(tensor) for _ in range(sp_group.size)]
+    dist.all_gather(found, tensor.contiguous(), group=sp_group.group)
     return found
 
 
-def device_of(ctx: SequenceParallel) -> torch.device:
+def device_of(sp_group: SequenceParallel) -> torch.device:
     """Returns where tensors must be for the group's collectives: the CPU if its backend takes them there."""
-    on_cpu = "cpu" in dist.get_backend_config(ctx.group)
+    on_cpu = "cpu" in dist.get_backend_config(sp_group.group)
     return torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())

@@ -1,8 +1,8 @@
-"""The layout of a group's batch: which tokens may attend to which, told by position_ids and attention_mask alone.
+"""What the ranks of a group know of the batch that they compute together, one `Layout` a forward: which tokens may
+attend to which, told by position_ids and attention_mask alone, and what layers derive from that.
 
-Known once per forward, on every rank of the group, and passed to every layer. Before that the ranks compare what they
-hold, so that none computes with the shards of another batch: where a batch is cut, a hash of all of it goes with every
-shard, and every forward compares the ranks' hashes.
+Before that the ranks compare what they hold, so that none computes with the shards of another batch: where a batch is
+cut, a hash of all of it goes with every shard, and every forward compares the ranks' hashes.
 Source: Arctic Long Sequence Training, 3.4.
 """
 
@@ -10,9 +10,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from seqtile.sp.all_to_all import Rows
+from seqtile.sp.all_to_all import AllToAll, Rows
+from seqtile.sp.balance import Balance
 from seqtile.sp.groups import SequenceParallel, gather
 
 WHOLE_LENGTH = "whole_length"  # in a shard of sequences that were padded to be cut, their tokens before that
@@ -23,14 +24,14 @@ _COMPARED = "[batch, tokens, has a mask, rows of position_ids, has a batch_hash,
 
 
 class Layout:
-    """The whole sequences of a group's batch, as every layer's attention is given it.
+    """The whole sequences of a group's batch in one forward: its facts, and what follows from them, found once.
 
-    All layers share one object. It is no dataclass, dict or tuple: FSDP2 copies those where it casts a layer's
-    arguments.
+    All layers share one object, also in a checkpoint's recomputation. It is no dataclass, dict or tuple: FSDP2 copies
+    those where it casts a layer's arguments.
     """
 
-    def __init__(self, ctx: SequenceParallel, local: int, documents: tuple[Rows, ...], implementation: str):
-        self.ctx = ctx
+    def __init__(self, sp_group: SequenceParallel, local: int, documents: tuple[Rows, ...], implementation: str):
+        self.sp_group = sp_group
         self.local = local
         """Tokens of a sequence on each rank."""
         self.documents = documents
@@ -40,16 +41,26 @@ class Layout:
         """The attention that the model had, which computes this rank's heads."""
         self.attended: set[int] = set()
         """The modules that have attended, by id."""
+        self.convolution: Any = None
+        """What a recurrent layer's convolution was called with, until its rule is."""
+        self.owner: nn.Module | None = None
+        """The module whose forward this is made for; this and what follows is for the hooks of apply.py."""
+        self.position_ids: Tensor | None = None
+        """This rank's, which a model without attention does not hand on to its base model."""
+        self.mask: Tensor | None = None
+        """This rank's shard of the attention mask."""
+        self.whole_length: Tensor | None = None
+        """Tokens of a sequence before it was padded to be cut, if it was."""
+        self.last_position = 0
+        """The largest of all ranks' position_ids."""
+        self.balance: Balance | None = None
+        """The loss that balances experts, if it is asked for."""
         self._made: dict[Any, Any] = {}  # see `once`
 
     @property
     def length(self) -> int:
         """Tokens of a whole sequence."""
-        return self.local * self.ctx.size
-
-    def of_row(self, row: int) -> Rows:
-        """Returns the documents of a row of the batch."""
-        return self.documents[row if len(self.documents) > 1 else 0]
+        return self.local * self.sp_group.size
 
     def once(self, key: Any, make: Callable[[], Any]) -> Any:
         """Returns what `make` returns, which every layer that asks by this key shares."""
@@ -57,9 +68,22 @@ class Layout:
             self._made[key] = make()
         return self._made[key]
 
+    def all_to_all(self, q_heads: int, kv_heads: int, by_kv: tuple[bool, ...]) -> AllToAll:
+        """Returns the all-to-all of tensors with so many heads, see `AllToAll`."""
+        arguments = (q_heads, kv_heads, by_kv, self.local)
+        return self.once(("all-to-all", *arguments), lambda: AllToAll(self.sp_group, *arguments))
+
+    def counted(self, router_logits: Tensor) -> Tensor:
+        """Returns which of this rank's tokens [B S], of which there are logits, are no padding."""
+        first = self.sp_group.rank * self.local
+        places = torch.arange(first, first + self.local, device=router_logits.device)
+        inside = places < (self.length if self.whole_length is None else self.whole_length.to(places.device))
+        rows = inside.expand(len(router_logits) // self.local, -1) if self.mask is None else inside & self.mask.bool()
+        return rows.flatten()
+
 
 def layout_of(
-    local: int, position_ids: Tensor, mask: Tensor | None, ctx: SequenceParallel, implementation: str
+    local: int, position_ids: Tensor, mask: Tensor | None, sp_group: SequenceParallel, implementation: str
 ) -> Layout:
     """Returns the layout of what the ranks of a group hold together. `position_ids` [B or 1, S], or of several axes
     [3 or 4, B, S], and the attention mask [B, S] are local, and of the same shape on every rank.
@@ -67,33 +91,36 @@ def layout_of(
     As for Hugging Face, documents are told by positions that restart, where there is no mask; of several axes by the
     first of four, that of the text.
 
-    One or two small collectives and a few waits for the device, once per forward. Raises ValueError on every rank for a
+    One or two small collectives and one wait for the device, once per forward. Raises ValueError on every rank for a
     mask with a hole or over documents.
     """
     if position_ids.ndim == 3 and len(position_ids) == 4:
         position_ids = position_ids[0]
     elif position_ids.ndim == 3:
-        position_ids = torch.arange(ctx.rank * local, (ctx.rank + 1) * local, device=position_ids.device)[None]
-    positions = torch.cat(gather(position_ids, ctx), 1)
+        first = sp_group.rank * local
+        position_ids = torch.arange(first, first + local, device=position_ids.device)[None]
+    positions = torch.cat(gather(position_ids, sp_group), 1)
     valid = torch.ones_like(positions, dtype=torch.bool)
     if mask is not None:
-        valid = torch.cat(gather(mask.to(torch.uint8), ctx), 1).bool()
-    rows = tuple(map(documents_of, *torch.broadcast_tensors(positions, valid)))
+        valid = torch.cat(gather(mask.to(torch.uint8), sp_group), 1).bool()
+    rows = documents_of(*torch.broadcast_tensors(positions, valid))
     if mask is not None and any(len(row) > 1 for row in rows):
         raise ValueError(
             "attention_mask has a hole, or position_ids restart under it; expected padding at the ends of rows, or "
             "packed documents without an attention_mask"
         )
     documents = rows if any(row != rows[0] for row in rows) else rows[:1]
-    return Layout(ctx, local, documents, implementation)
+    return Layout(sp_group, local, documents, implementation)
 
 
-def documents_of(positions: Tensor, valid: Tensor) -> Rows:
-    """Returns the runs of tokens that are no padding and whose positions follow one another."""
-    follows = (positions[1:] == positions[:-1] + 1) & valid[1:] & valid[:-1]
-    starts = torch.cat([valid[:1], valid[1:] & ~follows]).nonzero().flatten()
-    ends = torch.cat([valid[:-1] & ~follows, valid[-1:]]).nonzero().flatten() + 1
-    return tuple(zip(starts.tolist(), ends.tolist(), strict=True))
+def documents_of(positions: Tensor, valid: Tensor) -> tuple[Rows, ...]:
+    """Returns for each row of [B, S] the runs of tokens that are no padding and whose positions follow one another. One
+    wait for the device."""
+    follows = (positions[:, 1:] == positions[:, :-1] + 1) & valid[:, 1:] & valid[:, :-1]
+    begins = torch.cat([valid[:, :1], valid[:, 1:] & ~follows], 1)
+    ends = torch.cat([valid[:, :-1] & ~follows, valid[:, -1:]], 1)
+    found = [[edges.nonzero().flatten().tolist() for edges in row] for row in torch.stack([begins, ends], 1).cpu()]
+    return tuple(tuple((start, last + 1) for start, last in zip(*row, strict=True)) for row in found)
 
 
 def hash_of(tensors: Mapping[str, Tensor]) -> Tensor:
@@ -110,7 +137,7 @@ def _hash(values: Tensor) -> Tensor:
 
 
 def check_same_batch(
-    tokens: Tensor, kwargs: Mapping[str, Any], batch_hash: Tensor | None, ctx: SequenceParallel
+    tokens: Tensor, kwargs: Mapping[str, Any], batch_hash: Tensor | None, sp_group: SequenceParallel
 ) -> int:
     """Returns the largest of all ranks' position_ids. `tokens` are input_ids [B, S] or inputs_embeds [B, S, D]; of the
     model's keyword arguments it reads position_ids, attention_mask and num_items_in_batch.
@@ -124,12 +151,12 @@ def check_same_batch(
     if position_ids is not None:
         rows, last = position_ids.shape[:-1].numel(), position_ids.max()
     if batch_hash is None:  # embeddings are not compared
-        comparable = ctx.size > 1 and position_ids is not None and not tokens.is_floating_point()
-        own = hash_of({"tokens": tokens, "position_ids": position_ids}) if comparable else ctx.rank
+        comparable = sp_group.size > 1 and position_ids is not None and not tokens.is_floating_point()
+        own = hash_of({"tokens": tokens, "position_ids": position_ids}) if comparable else sp_group.rank
     sizes = [*tokens.shape[:2], int(kwargs.get("attention_mask") is not None), rows, int(batch_hash is not None)]
     numbers = (sizes, 0 if items is None else items, last, own)  # some on the host, some on the device: waited for once
     mine = torch.cat([torch.as_tensor(x, dtype=torch.int64, device=tokens.device).view(-1) for x in numbers])
-    ranks = torch.stack(gather(mine, ctx)).tolist()
+    ranks = torch.stack(gather(mine, sp_group)).tolist()
     shapes, lasts, hashes = [rank[:-2] for rank in ranks], [rank[-2] for rank in ranks], [rank[-1] for rank in ranks]
     wrong = None
     if any(shape != shapes[0] for shape in shapes):
@@ -138,7 +165,7 @@ def check_same_batch(
         wrong = "no position_ids came with the tokens, and nothing else tells a shard from a whole sequence"
     elif batch_hash is not None and len(set(hashes)) > 1:
         wrong = f"the ranks of a group hold shards of different batches, batch_hash = {hashes}"
-    elif batch_hash is None and ctx.size > 1 and len(set(hashes)) == 1:
+    elif batch_hash is None and sp_group.size > 1 and len(set(hashes)) == 1:
         wrong = "every rank of the group holds the same tokens at the same positions"
     if wrong is not None:
         raise ValueError(

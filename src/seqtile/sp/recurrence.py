@@ -17,6 +17,7 @@ convolution (LFM2's) does all of it there, channels in the place of heads.
 import copy
 import inspect
 from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import accumulate, pairwise
 from types import FunctionType
 from typing import Any, NamedTuple
@@ -24,7 +25,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from seqtile.sp.all_to_all import AllToAllFunction, HeadShare, Rows, head_share, plan_heads
+from seqtile.sp.all_to_all import AllToAllFunction, RankHeads
+from seqtile.sp.backends import by_row, joined, segments
 from seqtile.sp.layout import Layout
 
 _CONVOLUTION = "causal_conv1d_fn"
@@ -51,6 +53,10 @@ RULES = {
     "chunk_kimi_delta_attention": _DELTA,
     "mamba2_chunk_scan": Rule(("hidden_states", "B", "C"), ("hidden_states", "dt"), ("B", "C"), ("A", "D", "dt_bias")),
 }
+_ALONE = Rule(("x",), ("x",), ())  # a convolution without a rule: its channels in the place of heads
+Operands = dict[str, Tensor]
+Compute = Callable[..., Tensor]
+"""A rule of some operands, or the convolution where it is alone."""
 BY_TOKEN = {"mlp", "moe"}  # kinds of layers in which no tokens meet
 _EMPTY = ("initial_state", "initial_states", "z", "seq_idx", "cu_seqlens", "cu_seq_lens_q")
 
@@ -76,9 +82,7 @@ def mixers(model: nn.Module) -> list[nn.Module]:
     """Returns the modules of a model in which tokens meet: the innermost of those that are given a cache."""
     given = []
     for module in model.modules():
-        if (
-            getattr(module, "block_type", None) in BY_TOKEN
-        ):  # a layer without attention, which is given a cache all the same
+        if getattr(module, "block_type", None) in BY_TOKEN:  # is given a cache all the same
             continue
         parameters = inspect.signature(inspect.unwrap(type(module).forward)).parameters
         if parameters.keys() & {"past_key_values", "past_key_value", "cache_params"}:
@@ -97,8 +101,6 @@ class Recurrence:
 
     def __init__(self, module: nn.Module):
         self.module = module
-        self.convolution: Convolution | None = None
-        """What the convolution was called with, until the rule is."""
         original = inspect.unwrap(type(module).forward)
         names = names_in_forward(module)
         named = {name: original.__globals__[name] for name in (_CONVOLUTION, *RULES) if name in names}
@@ -131,82 +133,57 @@ class Recurrence:
     ) -> Tensor:
         """In the place of the convolution of [B, C, S]."""
         layout = self._layout(kwargs)
-        self.convolution = Convolution(self.convolve, hidden_states, weight, bias, activation)
+        layout.convolution = Convolution(self.convolve, hidden_states, weight, bias, activation)
         if self.name is not None:
             return hidden_states
-        return self._spread_channels(layout)
-
-    def _spread_channels(self, layout: Layout) -> Tensor:
-        """Returns the convolution of this rank's tokens, each rank having computed some of the channels."""
-        convolution, self.convolution = self.convolution, None
-        count, ranks = convolution.channels, layout.ctx.size
-        key = ("channels", count)
-        there = layout.once(key, lambda: plan_heads(count, count, (False,), layout.local, layout.ctx))
-        share = head_share(layout.ctx.rank, ranks, count, count, layout.length)
-        (x,) = AllToAllFunction.apply(there, convolution.hidden_states.transpose(1, 2)[..., None].transpose(1, 2))
-
-        def of_document(x: Tensor) -> Tensor:
-            return convolution([x.transpose(1, 2)], [share.q])[0]
-
-        out = by_documents(layout, of_document, x)
-        (back,) = AllToAllFunction.apply(there.reversed(), out.transpose(1, 2))
-        return back[..., 0]
+        operands = {"x": hidden_states.transpose(1, 2)[..., None]}
+        return self._spread(layout, _ALONE, operands, lambda own, found: found["x"], False)[..., 0].transpose(1, 2)
 
     def _rule(self, *args: Any, **kwargs: Any) -> Any:
         """In the place of the rule."""
-        layout, convolution, rule = self._layout(kwargs), self.convolution, RULES[self.name]
-        self.convolution = None
-        call = Call.of(self.rule, args, kwargs)
+        layout, rule, call = self._layout(kwargs), RULES[self.name], Call.of(self.rule, args, kwargs)
         if wrong := [name for name in _EMPTY if call.options.get(name) is not None]:
             raise ValueError(f"{self.name} with {', '.join(wrong)} is not spread over ranks; leave this model whole")
         operands = {name: call.options.pop(name) for name in dict.fromkeys((*rule.own, *rule.shared))}
-        convolution.check_channels([operands[name] for name in rule.convolved], type(self.module).__name__)
-        out = self._spread_heads(layout, convolution, operands, call)
+        layout.convolution.check_channels([operands[name] for name in rule.convolved], type(self.module).__name__)
+        in_one_call = call.takes_cu_seqlens and layout.documents != (((0, layout.length),),)
+        out = self._spread(layout, rule, operands, partial(call.of_heads, rule), in_one_call)
         return (out, None) if rule is _DELTA else out
 
-    def _spread_heads(
-        self, layout: Layout, convolution: "Convolution", operands: dict[str, Tensor], call: "Call"
-    ) -> Tensor:
+    def _spread(self, layout: Layout, rule: Rule, operands: Operands, compute: Compute, in_one_call: bool) -> Tensor:
         """Returns what the rule does of this rank's tokens, [B, S, H, K]."""
-        rule, ctx, names = RULES[self.name], layout.ctx, list(operands)
-        heads, groups = operands[rule.own[0]].shape[2], operands[rule.shared[0]].shape[2]
-        if ctx.size > heads:
+        convolution, layout.convolution = layout.convolution, None
+        heads = operands[rule.own[0]].shape[2]
+        groups = operands[rule.shared[0]].shape[2] if rule.shared else heads
+        if (size := layout.sp_group.size) > heads:
             raise ValueError(
-                f"{type(self.module).__name__} has {heads} heads, expected at least one for each of {ctx.size} ranks; "
-                "use fewer ranks to a sequence"
+                f"{type(self.module).__name__} has {heads} heads, expected at least one for each of {size} ranks; use "
+                "fewer ranks to a sequence"
             )
-        share = head_share(ctx.rank, ctx.size, heads, groups, layout.length)
-        is_shared = tuple(name in rule.shared for name in names)
-        key = (heads, groups, is_shared)
-        there = layout.once(key, lambda: plan_heads(heads, groups, is_shared, layout.local, ctx))
-        arrived = AllToAllFunction.apply(there, *(_by_heads(operands[name]) for name in names))
-        channels = self._channels(operands, share)
+        all_to_all = layout.all_to_all(heads, groups, tuple(name in rule.shared for name in operands))
+        channels = _channels(rule, operands, all_to_all.heads)
 
-        def convolved(*parts: Tensor) -> dict[str, Tensor]:
-            found = {name: part.transpose(1, 2) for name, part in zip(names, parts, strict=True)}
+        def convolved(*parts: Tensor) -> Operands:
+            found = {name: part.transpose(1, 2) for name, part in zip(operands, parts, strict=True)}
             made = convolution([found[name] for name in rule.convolved], channels)
             found |= dict(zip(rule.convolved, made, strict=True))
             return {name: x if operands[name].dim() == 4 else x[..., 0] for name, x in found.items()}
 
-        def compute(found: dict[str, Tensor], **options: Any) -> Tensor:
-            return call.of_share(rule, share, found, options)
-
-        if layout.documents != (((0, layout.length),),) and call.takes_cu_seqlens:
-            out = in_one_call(layout, convolved, compute, *arrived)
-        else:
-            out = by_documents(layout, lambda *parts: compute(convolved(*parts)), *arrived)
-        (back,) = AllToAllFunction.apply(there.of_queries().reversed(), out.transpose(1, 2))
+        arrived = AllToAllFunction.apply(all_to_all, True, *map(_by_heads, operands.values()))
+        out = by_documents(layout, convolved, partial(compute, all_to_all.heads), in_one_call, *arrived)
+        (back,) = AllToAllFunction.apply(layout.all_to_all(heads, groups, (False,)), False, out.transpose(1, 2))
         return back.transpose(1, 2)
 
-    def _channels(self, operands: dict[str, Tensor], share: HeadShare) -> list[slice]:
-        """Returns the channels of the convolution that this rank's share of each convolved operand is."""
-        rule, start, found = RULES[self.name], 0, []
-        for name in rule.convolved:
-            heads, size = operands[name].shape[2:]
-            mine = share.kv if name in rule.shared else share.q
-            found.append(slice(start + mine.start * size, start + mine.stop * size))
-            start += heads * size
-        return found
+
+def _channels(rule: Rule, operands: Operands, own: RankHeads) -> list[slice]:
+    """Returns the channels of the convolution that are a rank's heads of each convolved operand."""
+    start, found = 0, []
+    for name in rule.convolved:
+        heads, size = operands[name].shape[2:]
+        mine = own.kv if name in rule.shared else own.q
+        found.append(slice(start + mine.start * size, start + mine.stop * size))
+        start += heads * size
+    return found
 
 
 class Call(NamedTuple):
@@ -230,16 +207,16 @@ class Call(NamedTuple):
         known = inspect.getclosurevars(self.function).nonlocals
         return bool(known.get("is_new_implementation")) and "cu_seqlens" in known.get("applicable_params", ())
 
-    def of_share(self, rule: Rule, share: HeadShare, operands: dict[str, Tensor], more: dict[str, Any]) -> Tensor:
-        """Calls it for the heads of a share, group by group where they read unequally many."""
+    def of_heads(self, rule: Rule, own: RankHeads, operands: Operands, **more: Any) -> Tensor:
+        """Calls it for a rank's heads, group by group where they read unequally many."""
         found = []
-        for heads, groups in share.groups:
+        for heads, groups in own.groups:
             chosen = {name: x[:, :, groups if name in rule.shared else heads] for name, x in operands.items()}
             vectors = {name: self.options[name] for name in rule.of_heads if self.options.get(name) is not None}
-            values = self.options | more | chosen | {name: x[share.q][heads] for name, x in vectors.items()}
+            values = self.options | more | chosen | {name: x[own.q][heads] for name, x in vectors.items()}
             out = self.function(*[values.pop(name) for name in self.positional], **values)
             found.append(out[0] if isinstance(out, tuple) else out)
-        return found[0] if len(found) == 1 else torch.cat(found, 2)
+        return joined(found, 2)
 
 
 class Convolution(NamedTuple):
@@ -254,10 +231,6 @@ class Convolution(NamedTuple):
     """[C]"""
     activation: Any
 
-    @property
-    def channels(self) -> int:
-        return self.hidden_states.shape[1]
-
     def __call__(self, operands: Sequence[Tensor], channels: Sequence[slice]) -> list[Tensor]:
         """Convolves operands [B, S, h, K], whose heads are these channels; returns them likewise."""
         x = torch.cat([operand.flatten(2) for operand in operands], 2).transpose(1, 2)
@@ -271,7 +244,7 @@ class Convolution(NamedTuple):
         """Raises ValueError unless the operands [B, S, h, K] are views of the input's channels, in their order."""
         x = self.hidden_states
         starts = [0, *accumulate(operand.shape[2] * operand.shape[3] for operand in operands)]
-        same = starts[-1] == self.channels
+        same = starts[-1] == x.shape[1]
         for operand, (start, stop) in zip(operands, pairwise(starts), strict=True):
             same = same and _is_same_view(operand, x[:, start:stop].transpose(1, 2).unflatten(2, operand.shape[2:]))
         if not same:
@@ -291,47 +264,32 @@ def _by_heads(operand: Tensor) -> Tensor:
     return (operand if operand.dim() == 4 else operand[..., None]).transpose(1, 2)
 
 
-def by_documents(layout: Layout, compute: Callable[..., Tensor], *arrived: Tensor) -> Tensor:
-    """Returns [B, S, h, K] of tensors [B, h, S, K] of whole sequences, computed document by document; zeros where
-    there is padding."""
-    if layout.documents == (((0, layout.length),),):
-        return compute(*arrived)
-    rows = []
-    for at, of_row in enumerate(layout.documents):
-        chosen = [x if len(layout.documents) == 1 else x[at : at + 1] for x in arrived]
-        parts = [compute(*(x[:, :, start:stop] for x in chosen)) for start, stop in of_row]
-        rows.append(_placed(parts, of_row, chosen[0].transpose(1, 2)))
-    return torch.cat(rows) if len(rows) > 1 else rows[0]
-
-
-def in_one_call(
-    layout: Layout,
-    convolved: Callable[..., dict[str, Tensor]],
-    compute: Callable[..., Tensor],
-    *arrived: Tensor,
+def by_documents(
+    layout: Layout, convolve: Callable[..., Operands], compute: Compute, in_one_call: bool, *arrived: Tensor
 ) -> Tensor:
-    """Returns the same, the documents of all rows behind each other in one call, which is told where each begins."""
-    batch = len(arrived[0])
-    pieces = [(row, start, stop) for row in range(batch) for start, stop in layout.of_row(row)]
-    if not pieces:
-        return by_documents(layout, lambda *parts: parts[0], *arrived)
-    found = [convolved(*(x[row : row + 1, :, start:stop] for x in arrived)) for row, start, stop in pieces]
-    sizes = [stop - start for _, start, stop in pieces]
-    starts = torch.tensor([0, *accumulate(sizes)], device=arrived[0].device)
-    joined = {name: torch.cat([operands[name] for operands in found], 1) for name in found[0]}
-    parts = iter(compute(joined, cu_seqlens=starts).split(sizes, 1))
-    like = arrived[0].transpose(1, 2)[:1]
-    return torch.cat(
-        [_placed([next(parts) for _ in of_row], of_row, like) for of_row in map(layout.of_row, range(batch))]
-    )
-
-
-def _placed(parts: list[Tensor], of_row: Rows, like: Tensor) -> Tensor:
-    """Returns the outputs of a row's documents in their places, zeros like [B, S, h, K] elsewhere."""
-    found, end = [], 0
-    for part, (start, stop) in zip(parts, of_row, strict=True):
-        found += [like.new_zeros(len(like), start - end, *like.shape[2:])] * (start > end) + [part]
-        end = stop
-    if end < like.shape[1]:
-        found.append(like.new_zeros(len(like), like.shape[1] - end, *like.shape[2:]))
-    return found[0] if len(found) == 1 else torch.cat(found, 1)
+    """Returns [B, S, h, K] of tensors [B, h, S, K] of whole sequences, computed document by document; zeros where there
+    is padding. Rows that have the same documents are computed together; `in_one_call` the documents of all rows behind
+    each other, `compute` being told where each begins."""
+    spans = segments(layout, ((0, layout.length),))
+    spans = spans * (len(arrived[0]) // len(spans)) if in_one_call else spans
+    rows = by_row(arrived, len(spans))
+    documents = [
+        [x[:, :, span.q0 : span.q1] for x in row]
+        for row, of_row in zip(rows, spans, strict=True)
+        for span in of_row
+        if span.k0 < span.k1
+    ]
+    outs = (compute(convolve(*document)) for document in documents)
+    if in_one_call and documents:
+        sizes = [document[0].shape[2] for document in documents]
+        device = arrived[0].device
+        starts = layout.once(("starts", len(rows)), lambda: torch.tensor([0, *accumulate(sizes)], device=device))
+        found = [convolve(*document) for document in documents]
+        together = {name: torch.cat([operands[name] for operands in found], 1) for name in found[0]}
+        outs = iter(compute(together, cu_seqlens=starts).split(sizes, 1))
+    placed = []
+    for row, of_row in zip(rows, spans, strict=True):
+        like = row[0].transpose(1, 2)
+        parts = [next(outs) if s.k0 < s.k1 else torch.zeros_like(like[:, s.q0 : s.q1]) for s in of_row]
+        placed.append(joined(parts, 1))
+    return joined(placed, 0)

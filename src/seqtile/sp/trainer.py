@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 from torch.utils.data import DataLoader
 
-from seqtile.sp.apply import allow_backward, apply_ulysses, reduce_loss
+from seqtile.sp.apply import apply_ulysses
 from seqtile.sp.data import DataShardingCollator
 from seqtile.sp.groups import SequenceParallel
+from seqtile.sp.loss import allow_backward, reduce_loss
 
 
 class SequenceParallelTrainerMixin:
@@ -17,7 +18,7 @@ class SequenceParallelTrainerMixin:
 
     The model's sequences are sharded over the group, its ranks draw the same samples and each keeps its own part of
     every sequence. Trainer itself counts the labels of an accumulation window over all ranks and scales every rank's
-    loss by their number, which is what a shard's share of the loss needs; so training changes nothing else, and a step
+    loss by their number, which is what a shard's part of the loss needs; so training changes nothing else, and a step
     is the step of one process with `size` times fewer ranks. Evaluation reports the mean over samples of the losses of
     their batches, as one process does (samples that even out the groups' last batches are in those).
 
@@ -59,10 +60,10 @@ class SequenceParallelTrainerMixin:
 
     def _same_samples(self, loader: DataLoader) -> DataLoader:
         """Returns a loader that deals batches out to groups, where Accelerate's deals them out to ranks."""
-        sampler, ctx = loader.batch_sampler, self.sequence_parallel
+        sampler, sp_group = loader.batch_sampler, self.sequence_parallel
         if hasattr(sampler, "num_processes"):
-            sampler.num_processes, sampler.process_index = ctx.data_parallel_size, ctx.data_parallel_rank
-            sampler.even_batches &= ctx.data_parallel_size > 1  # one group has no other to be even with
+            sampler.num_processes, sampler.process_index = sp_group.data_parallel_size, sp_group.data_parallel_rank
+            sampler.even_batches &= sp_group.data_parallel_size > 1  # one group has no other to be even with
         elif self.accelerator.num_processes > 1:
             raise ValueError(f"expected a dataset with a length, of Accelerate's sampler, got {type(sampler).__name__}")
         return loader

@@ -110,7 +110,7 @@ def _check(
     operands = {"x": x, "norm": attention.norm.weight, "mlp_norm": mlp.norm.weight}
     projections = {name: getattr(attention, name) for name in ("q", "k", "v", "o")}
     projections |= {name: getattr(mlp, name) for name in ("gate", "up", "down")}
-    operands |= {f"{name}_weight": one.weight for name, one in projections.items() if one.encoding is None}
+    operands |= {f"{name}_weight": one.weight for name, one in projections.items() if one.quantized is None}
     check_operands("decoder_layer", "x", operands)
     if rotary is not None and any(angles.requires_grad for angles in rotary):
         raise ValueError("decoder_layer: expected fixed angles, got some that require a gradient; leave it untiled")

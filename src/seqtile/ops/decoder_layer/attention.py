@@ -113,7 +113,7 @@ class AttentionFunction(torch.autograd.Function):
         x: torch.Tensor,
         *tensors: torch.Tensor | None,
     ) -> tuple[torch.Tensor, ...]:
-        order, inputs = range(call.sizes.groups), Inputs(x, cos, sin, params.decoded("q", "k", "v"), call.sizes)
+        order, inputs = range(call.sizes.groups), Inputs(x, cos, sin, params.dequantized("q", "k", "v"), call.sizes)
         qkv_of_groups = QKVByGroup(inputs, order, call.sp_attention, keep_normed=True)
         outs, runs, saved = [], [], []
         for _ in order:
@@ -175,7 +175,7 @@ class _Backward:
         self.outs, self.saved = saved[: self.sizes.groups], saved[self.sizes.groups :]
         both = begin_weight_grads((self.params, self.leaves), ctx.needs_input_grad[6:], ctx.main_grads)
         self.sums, self.leaf_sums = both
-        self.params = self.params.decoded("q", "k", "v", "o")
+        self.params = self.params.dequantized("q", "k", "v", "o")
         self.inputs = Inputs(x, cos, sin, self.params, self.sizes)
 
     def gradients(self) -> list[torch.Tensor | None]:

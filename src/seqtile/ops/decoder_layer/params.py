@@ -28,10 +28,10 @@ class AttentionParams(NamedTuple):
     v: Projection
     o: Projection
 
-    def decoded(self, *names: str) -> "AttentionParams":
-        """Returns them with the weights of these projections as numbers, see `Projection.decoded`: once for all
+    def dequantized(self, *names: str) -> "AttentionParams":
+        """Returns them with the weights of these projections as numbers, see `Projection.dequantized`: once for all
         groups."""
-        return self._replace(**{name: getattr(self, name).decoded() for name in names})
+        return self._replace(**{name: getattr(self, name).dequantized() for name in names})
 
 
 class MLPParams(NamedTuple):

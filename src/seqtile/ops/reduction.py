@@ -1,0 +1,70 @@
+"""Which tokens count, and what loss is made of theirs."""
+
+import math
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+from seqtile.ops.checks import check_no_transform
+from seqtile.ops.logit_chunks import ChunkedHeads
+
+
+@torch.compiler.disable(reason="seqtile counts the tokens, and writes logits and gradients in one memory")
+def masked_loss(
+    chunked: ChunkedHeads, mask: torch.Tensor | None, reduction: str, num_items: int | float | torch.Tensor | None
+) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+    """Returns the losses of heads over the tokens of one shape, of which `mask` may leave some out, reduced as asked
+    for, and the other values of every token."""
+    check_no_transform(chunked.spec.op)
+    shape = chunked.heads[0].hidden.shape[:-1]
+    chunked = chunked._replace(
+        heads=tuple(head.flat() for head in chunked.heads),
+        inputs=tuple(tensor.reshape(-1, *tensor.shape[len(shape) :]) for tensor in chunked.inputs),
+        rows=None if mask is None else labelled_rows(mask.reshape(-1), False),
+    )
+    total, (losses, *others) = chunked.compute(reduction != "none")
+    others = [None if value is None else scatter_to_tokens(value, chunked.rows, shape) for value in others]
+    return reduced(chunked, total, losses, shape, reduction, num_items), others
+
+
+def reduced(
+    chunked: ChunkedHeads,
+    total: torch.Tensor,
+    losses: torch.Tensor,
+    shape: torch.Size,
+    reduction: str,
+    num_items: int | float | torch.Tensor | None,
+) -> torch.Tensor:
+    """Returns the losses [n] of the tokens that count as "none", "sum" or "mean" has it; a mean is `total` divided by
+    `num_items`, or by n."""
+    if reduction == "none":
+        return scatter_to_tokens(losses, chunked.rows, shape)
+    if reduction == "sum":
+        return total
+    if num_items is None and chunked.labelled == 0:
+        return total + math.nan  # torch's mean of nothing, whose gradients are zeros
+    if isinstance(num_items, torch.Tensor):
+        num_items = num_items.reshape(()).float()  # a CPU's scalar divides a GPU's without being copied there
+        num_items = num_items.to(total.device) if num_items.is_cuda else num_items
+    return total / (chunked.labelled if num_items is None else num_items)
+
+
+def labelled_rows(labels: torch.Tensor, ignored: int) -> torch.Tensor | None:
+    """Returns where `labels` [T] is not `ignored`: [n] int64, or None if that is everywhere.
+
+    The one wait for the device in a call: the loop over chunks must know n. A simulation, where n is not known, takes
+    all tokens down the path that some would take.
+    """
+    if isinstance(labels, FakeTensor) or labels.is_meta:
+        return torch.arange(labels.shape[0], device=labels.device)
+    rows = (labels != ignored).nonzero().squeeze(1)
+    return None if rows.shape[0] == labels.shape[0] else rows
+
+
+def scatter_to_tokens(
+    values: torch.Tensor, rows: torch.Tensor | None, shape: torch.Size, fill: float = 0
+) -> torch.Tensor:
+    """Returns `values` [n] of the tokens that count as `shape`, that of all; `fill` for the others. Differentiable."""
+    if rows is not None:
+        values = values.new_full((shape.numel(),), fill).index_copy(0, rows, values)
+    return values.view(shape)

@@ -1,0 +1,82 @@
+"""The loss of a group from its ranks' partial losses, and the guard of a backward that would leave it out.
+
+Source: Arctic Long Sequence Training, 4.2.
+"""
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from seqtile.sp.groups import SequenceParallel
+
+
+class PartialLossFunction(torch.autograd.Function):
+    """The loss of a shard, as it is. Its backward raises RuntimeError, unless the gradient comes from a loss that
+    `allow_backward` was given."""
+
+    @staticmethod
+    def forward(node, loss: Tensor, size: int) -> Tensor:
+        node.size, node.is_reduced = size, False
+        return loss.clone()  # a view could not be changed in place, as Trainer does
+
+    @staticmethod
+    def backward(node, d_loss: Tensor) -> tuple[Tensor, None]:
+        if not node.is_reduced:
+            raise RuntimeError(
+                f"a rank's partial loss leaves 1/{node.size} of the gradients once ranks average them; expected "
+                "loss = sp.reduce_loss(loss, ctx) before loss.backward(), or sp.SequenceParallelTrainerMixin"
+            )
+        node.is_reduced = False  # the next backward of this graph has to come the same way
+        return d_loss, None
+
+
+def allow_backward(loss: Tensor, sp_group: SequenceParallel) -> Tensor:
+    """Returns `loss`, whose gradient may go to the partial losses that it was computed from: it is scaled by the size
+    of the group."""
+    if sp_group.size == 1 or not loss.requires_grad:
+        return loss
+    seen, nodes = set(), [loss.grad_fn]
+    while nodes:
+        node = nodes.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            nodes += [] if hasattr(node, "is_reduced") else [before for before, _ in node.next_functions]
+    partials = [node for node in seen if hasattr(node, "is_reduced")]
+
+    def let(d_loss: Tensor) -> None:
+        for node in partials:
+            node.is_reduced = True
+
+    loss.register_hook(let)
+    return loss
+
+
+class ReduceLossFunction(torch.autograd.Function):
+    """The sum of the ranks' losses; its gradient is multiplied by the size of the group."""
+
+    @staticmethod
+    def forward(node, loss: Tensor, group: dist.ProcessGroup, size: int) -> Tensor:
+        node.size = size
+        total = loss.detach().clone()
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    def backward(node, d_total: Tensor) -> tuple[Tensor, None, None]:
+        return d_total * node.size, None, None
+
+
+def reduce_loss(loss: Tensor, ctx: SequenceParallel) -> Tensor:
+    """Returns the group's loss, on every rank, from the ranks' partial losses. One all-reduce.
+
+    A partial loss is what a rank's tokens add to it: their sum divided by the group's number of labelled tokens, as a
+    model computes it that is given `num_items_in_batch` by `DataShardingCollator`. Its gradient is multiplied by the
+    size of the group, so that a reducer that averages over all ranks (DDP, FSDP2, ZeRO) ends with the gradient that
+    one process would have: the average over data-parallel groups of their groups' gradients. A DeepSpeed engine is told
+    `backward(loss, scale_wrt_gas=False)`. Hugging Face's Trainer scales by itself: with its mixin, this is not called.
+    The backward of a partial loss that a model returned and that did not come here raises RuntimeError; of one that is
+    computed from logits by hand nobody can tell.
+    """
+    if loss is None:
+        raise ValueError("the model returned no loss: the batch has no labels")
+    return allow_backward(ReduceLossFunction.apply(loss, ctx.group, ctx.size), ctx)

@@ -1,0 +1,87 @@
+"""The first training step's comparison raises no alarm where nothing is wrong: every type of Hugging Face's, as it is
+trained in each precision."""
+
+from collections.abc import Iterator
+from contextlib import nullcontext
+
+import pytest
+import torch
+from torch import nn
+from transformers import CONFIG_MAPPING, PreTrainedModel
+
+import seqtile
+from seqtile.models.first_step import outcome_of
+from seqtile.models.model_types import model_classes, model_types
+from seqtile.models.small import WORDS, small_model
+
+PRECISIONS = {  # the dtype of the weights, and that of autocast
+    "float32": (torch.float32, None),
+    "bfloat16": (torch.bfloat16, None),
+    "float16": (torch.float16, None),
+    "autocast bfloat16": (torch.float32, torch.bfloat16),
+    "autocast float16": (torch.float32, torch.float16),
+}
+CHUNK = 50
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # what is small is slower on many
+    yield
+    torch.set_num_threads(threads)
+
+
+def tiled(model_type: str, layer: bool) -> PreTrainedModel | None:
+    """A small model of a type, with all parts tiled that can be; None if it has none, or layer is asked for and it has
+    no such layer."""
+    try:
+        model = small_model(model_classes(model_type)[0], CONFIG_MAPPING[model_type]())
+    except Exception as error:
+        pytest.skip(f"cannot be built small: {error}")
+    for parts in ({}, {"loss": False}):
+        try:
+            seqtile.apply_seqtile(model, layer=layer, chunk_tokens=CHUNK, check="full", **parts)
+        except ValueError:
+            continue
+        return model
+    return None
+
+
+def batch() -> dict[str, torch.Tensor]:
+    """Two rows, the second padded at its end, the first tokens of each not to be predicted."""
+    ids = torch.randint(5, WORDS - 5, (2, 31))
+    labels, mask = ids.clone(), torch.ones_like(ids)
+    labels[:, :9], labels[1, 24:], mask[1, 24:] = -100, -100, 0
+    return {"input_ids": ids, "labels": labels, "attention_mask": mask}
+
+
+def step(model: nn.Module, autocast: torch.dtype | None) -> None:
+    """A forward and a backward, in float16 of a loss that is scaled."""
+    scaler = torch.amp.GradScaler("cpu", enabled=autocast == torch.float16)
+    with nullcontext() if autocast is None else torch.autocast("cpu", autocast):
+        loss = model(**batch()).loss
+    scaler.scale(loss).backward()
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+@pytest.mark.parametrize("model_type", model_types())
+def test_no_false_alarm(model_type: str, precision: str) -> None:
+    """The loss with MLPs, and whole layers besides."""
+    dtype, autocast = PRECISIONS[precision]
+    compared = 0
+    for layer in (False, True):
+        if (model := tiled(model_type, layer)) is None:
+            continue
+        model.train().to(dtype)
+        try:
+            step(model, autocast)
+        except (RuntimeError, TypeError, NotImplementedError) as error:
+            seqtile.restore(model)
+            with pytest.raises(type(error)):  # untiled it cannot be trained so either
+                step(model, autocast)
+            continue
+        compared += "equal the untiled model's up to rounding" in outcome_of(model)
+        assert compared or "the untiled model fails" in outcome_of(model), outcome_of(model)
+    if not compared:
+        pytest.skip("it cannot be trained so, or has nothing that is tiled")

@@ -1,0 +1,48 @@
+"""Every variant of every model type computes the same tiled, is refused by name, or fails untiled too."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING
+
+from seqtile.models.model_types import model_classes, model_types
+from seqtile.models.sweep import DIFFERS, FAILS, REFUSED, RIGHT, Row, sweep
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # what is small is slower on many
+    yield
+    torch.set_num_threads(threads)
+
+
+def rows_of(model_type: str) -> dict[str, Row]:
+    return {row.variant: row for row in sweep(model_classes(model_type)[0], CONFIG_MAPPING[model_type]())}
+
+
+@pytest.mark.parametrize("model_type", model_types())
+def test_a_type(model_type: str) -> None:
+    try:
+        rows = rows_of(model_type)
+    except Exception as error:  # of Hugging Face's code
+        pytest.skip(f"cannot be built: {error}")
+    if (row := rows["as it is"]).how == FAILS:
+        pytest.skip(f"does not run on text alone: {row.reason}")
+    assert not [row for row in rows.values() if row.how == DIFFERS]
+    assert sum(row.how == RIGHT for row in rows.values()) > len(rows) // 2
+
+
+@pytest.mark.parametrize(
+    ("model_type", "variant", "reason"),
+    [
+        ("gpt2", "reorder_and_upcast_attn=True", "before it asks for an attention function"),
+        ("doge", "is_moe=True", "DogeCDMoE: it fails when it is tiled"),
+    ],
+)
+def test_what_is_refused(model_type: str, variant: str, reason: str) -> None:
+    """An attention that does all itself, with a mask of all tokens and queries of a chunk; a mixture of experts that
+    returns routes besides."""
+    row = rows_of(model_type)[variant]
+    assert row.how == REFUSED and reason in row.reason

@@ -1,0 +1,104 @@
+"""What is found once a forward, whatever the layers, and how often the host waits for it."""
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from seqtile import sp
+from seqtile.sp import all_to_all, attention, backends
+from seqtile.sp.attention import UlyssesAttention
+from seqtile.sp.layout import Layout, documents_of
+from seqtile.sp.recurrence import Recurrence
+from sp import recurrences
+from sp.cases import batch_of_kind
+from tiny import build, checkpointing
+
+WAITS = ("cpu", "tolist", "item", "nonzero", "__bool__", "__int__", "__index__", "__float__")
+
+
+class OnDevice(torch.Tensor):
+    """Counts what would wait for a device; `cpu` brings it to the host, where nothing does."""
+
+    waits = 0
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        found = super().__torch_function__(function, types, args, kwargs)
+        if function in [getattr(torch.Tensor, name) for name in WAITS]:
+            OnDevice.waits += 1
+        return found.as_subclass(torch.Tensor) if function is torch.Tensor.cpu else found
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+def test_documents_are_waited_for_once(rows: int) -> None:
+    positions = torch.cat([torch.arange(length) for length in (17, 1, 45)]).expand(rows, -1)
+    valid = torch.ones_like(positions, dtype=torch.bool)
+    OnDevice.waits = 0
+    found = documents_of(positions.as_subclass(OnDevice), valid.as_subclass(OnDevice))
+    assert OnDevice.waits == 1 and found == (((0, 17), (17, 18), (18, 63)),) * rows
+
+
+def test_ranks_agree_by_one_collective(monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = []
+
+    def all_reduce(found: torch.Tensor, op: Any, group: Any) -> None:
+        calls.append((op, group))
+        found.fill_(9)
+
+    monkeypatch.setattr(dist, "all_reduce", all_reduce)
+    monkeypatch.setattr(attention, "device_of", lambda sp_group: torch.device("cpu"))
+    layout = Layout(SimpleNamespace(rank=1, size=8, group="ranks"), 5, (((0, 40),),), "sdpa")
+    steps = UlyssesAttention(SimpleNamespace(), layout, None, {}, 8, 8)
+    assert [steps.agree_on_max(size) for size in (3, 0)] == [9, 9]
+    assert calls == [(dist.ReduceOp.MAX, "ranks")]
+
+
+def test_more_ranks_than_channels() -> None:
+    """Ranks that computed the same channels would each add all of their weights' gradient."""
+    layer = recurrences.build("lfm2").model.layers[0].conv
+    layout = Layout(SimpleNamespace(rank=0, size=49, group=None), 2, (((0, 98),),), "sdpa")
+    with pytest.raises(ValueError, match="Lfm2ShortConv has 48 heads, expected at least one for each of 49 ranks"):
+        Recurrence(layer)(torch.randn(1, 2, 48), ulysses_layout=layout)
+
+
+@pytest.fixture(scope="module")
+def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[sp.SequenceParallel]:
+    store = tmp_path_factory.mktemp("gloo") / "store"
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
+    yield sp.initialize(1)
+    dist.destroy_process_group()
+
+
+COUNTED = ((all_to_all, "heads_of_rank"), (backends, "segments_of"), (backends, "blocks"), (attention, "check"))
+
+
+@pytest.mark.parametrize("kind", ["packed", "padded"])
+@pytest.mark.parametrize("family", ["llama", "qwen3_5"])
+def test_layers_ask_for_what_is_found_once(
+    family: str, kind: str, one_rank: sp.SequenceParallel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As often for five layers as for one of each kind, also where they are computed once more."""
+    calls: list[str] = []
+
+    def counted(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda *args, **kwargs: (calls.append(name), function(*args, **kwargs))[1]
+
+    for module, name in COUNTED:
+        monkeypatch.setattr(module, name, counted(name, getattr(module, name)))
+    found = []
+    for repeated in (1, 5):
+        if family == "llama":
+            model = build("llama", num_hidden_layers=repeated)
+        else:
+            kinds = ["linear_attention"] * repeated + ["full_attention"] * repeated
+            model = recurrences.build(family, num_hidden_layers=2 * repeated, layer_types=kinds)
+        sp.apply_ulysses(model, one_rank)
+        checkpointing(model, False)
+        calls.clear()
+        model(**sp.shard(batch_of_kind(kind), one_rank)).loss.backward()
+        found.append(sorted(calls))
+    assert found[0] == found[1] and {name for _, name in COUNTED} == {*found[0]}

@@ -151,6 +151,8 @@ def train(model: nn.Module, strategy: str, batches: list[dict]) -> tuple[list[fl
             optimizer.step()
             optimizer.zero_grad()
     weights = full(model)
+    held = getattr(base_of(model), "_external_params", None)
+    assert not held, "ZeRO-3 gathers for the whole step what only a module inside needs"
     if wrapped is optimizer:
         wrapped.destroy()
     return losses, weights

@@ -31,7 +31,7 @@ FAMILIES = {  # model types without an entry in the table -> True if their MLPs,
 VARIANTS = {
     "torch": ("fsdp2_group", "fsdp2_head", "fsdp2_mlp", "fsdp2_keep", "fsdp2_mixed"),
     "zero": ("zero2_offload",),
-    "zero3": ("zero3_leaf", "zero3_offload"),
+    "zero3": ("zero3_leaf", "zero3_offload", "zero3_evaluated"),
 }
 
 

@@ -114,6 +114,7 @@ STRATEGIES = {
     "zero3": zero(3),
     "zero3_leaf": zero(3, leaf=True),
     "zero3_offload": zero(3, offload_optimizer={"device": "cpu"}),
+    "zero3_evaluated": zero(3),
 }
 
 
@@ -135,6 +136,11 @@ def train(model: nn.Module, strategy: str, batches: list[dict]) -> tuple[list[fl
     wrapped, optimizer = STRATEGIES[strategy](model)
     losses = []
     for batch in batches:
+        if strategy.endswith("evaluated"):  # before the first step, too
+            model.eval()
+            with torch.no_grad():
+                losses.append(wrapped(**batch).loss.item())
+            model.train()
         loss = wrapped(**batch).loss
         losses.append(loss.item())
         if wrapped is optimizer:  # DeepSpeed's engine
@@ -145,6 +151,8 @@ def train(model: nn.Module, strategy: str, batches: list[dict]) -> tuple[list[fl
             optimizer.step()
             optimizer.zero_grad()
     weights = full(model)
+    held = getattr(base_of(model), "_external_params", None)
+    assert not held, "ZeRO-3 gathers for the whole step what only a module inside needs"
     if wrapped is optimizer:
         wrapped.destroy()
     return losses, weights

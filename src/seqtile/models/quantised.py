@@ -41,6 +41,13 @@ _LAYOUTS = {  # of torchao.quantization
 }
 
 
+def seen_weight(module: torch.nn.Module) -> Any:
+    """Returns a layer's weight to look at, without what reading it does under ZeRO-3: it is gathered, and from then on
+    as long as the module that is running now runs, or its backward."""
+    parameter = module._parameters.get("weight")
+    return module.weight if parameter is None else parameter
+
+
 def is_quantised(module: Any) -> bool:
     """Says if a module is a linear layer whose weight is stored as one of bitsandbytes' or torchao's kinds above."""
     return _is_4_bits(module) or _layout_of(module) is not None
@@ -95,6 +102,6 @@ def _layout_of(module: Any) -> _Layout | None:
     torchao = sys.modules.get("torchao.quantization")
     if torchao is None or not isinstance(module, torch.nn.Linear):
         return None
-    kind = type(module.weight)
+    kind = type(seen_weight(module))
     layout = _LAYOUTS.get(kind.__name__)
     return layout if layout is not None and kind is getattr(torchao, kind.__name__, None) else None

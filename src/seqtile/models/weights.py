@@ -26,7 +26,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._device import DeviceContext
 from transformers.activations import GELUTanh, SiLUActivation
 
-from seqtile.models.quantised import computing_dtype, decoding_reason, is_quantised, quantized_weight_of
+from seqtile.models.quantised import computing_dtype, decoding_reason, is_quantised, quantized_weight_of, seen_weight
 from seqtile.ops.checks import DTYPES
 from seqtile.ops.linear import Projection
 
@@ -249,7 +249,7 @@ def projection_fallback_reason(name: str, module: nn.Module | None, dtype: torch
     if computes_in is not None and dtype not in (None, computes_in):
         return f"{name} computes in {computes_in}, where its input is in {dtype}"
     for layer in layers[is_quantised(layers.base) : 3]:
-        weight = None if layer is None else layer.weight
+        weight = None if layer is None else seen_weight(layer)
         if weight is not None and type(weight) not in _PLAIN and not isinstance(weight, DTensor):
             return f"{name}.weight is a {named(type(weight))}"
         if weight is not None and weight.dtype not in DTYPES:
@@ -349,9 +349,9 @@ def _whole(name: str, weight: torch.Tensor) -> torch.Tensor:
 
 
 def call_inside(module: nn.Module, function: Callable, *args: torch.Tensor) -> Any:
-    """Returns function(*args), called inside the module's own call if FSDP2 shards it by itself: its hooks then gather
-    the weight for `function` and see to its gradient."""
-    if not isinstance(module, FSDPModule):
+    """Returns function(*args), called inside the module's own call if FSDP2 shards it by itself, or ZeRO-3 has hooks on
+    it, which record that call: these hooks then gather the weight for `function` and see to its gradient."""
+    if not isinstance(module, FSDPModule) and "ds_id" not in vars(module):
         return function(*args)
 
     def once(*args: torch.Tensor) -> Any:

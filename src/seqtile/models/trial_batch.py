@@ -48,8 +48,8 @@ def trial_batch(model: nn.Module, forward: Callable, args: tuple, kwargs: dict[s
             left_out.append(name)
         else:
             inputs[name] = cut
-    if (sharded := vars(model).get(SHARDED)) is not None and sharded.ctx.size > 1 and "position_ids" in inputs:
-        inputs = _as_one_sequence(inputs, len(columns), sharded.ctx.rank)
+    if (sharded := vars(model).get(SHARDED)) is not None and sharded.sp_group.size > 1 and "position_ids" in inputs:
+        inputs = _as_one_sequence(inputs, len(columns), sharded.sp_group.rank)
     _add_labels(inputs)
     return TrialBatch(inputs, torch.Size((len(rows), len(columns))), left_out)
 

@@ -117,7 +117,7 @@ def train(
         ours = trainer(truth, model, output, use_liger_kernel=True, liger_kernel_config=config)
         CALLS.clear()
         found_losses = [ours.train().training_loss]
-        check_ran(model, ran, steps=len(LENGTHS))
+        check_ran(model, ran, LENGTHS)
         found_losses.append(ours.evaluate()["eval_loss"])
         assert CALLS["loss", ran[0]] == 1, "evaluated without logits"
     for found, expected, allowed in zip(found_losses, losses, (1e-6, 1e-5), strict=True):  # of training, of evaluation

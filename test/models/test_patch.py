@@ -357,7 +357,6 @@ def test_tiles_of_a_mixture_are_longer(monkeypatch: pytest.MonkeyPatch) -> None:
         lengths.add(options["chunk_tokens"])
         return original(*args, **options)
 
-    monkeypatch.setattr(seqtile.models.fallback, "tiled_holding", recorded)
     model = build("qwen3_moe")
     seqtile.apply_seqtile(model)
     assert "seqtile, 2048 or 5461 tokens a chunk, 2 of 2 layers" in str(seqtile.status(model))
@@ -365,6 +364,7 @@ def test_tiles_of_a_mixture_are_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     tiled = copy.deepcopy(untiled)
     seqtile.apply_seqtile(tiled, check=False)
     assert seqtile.status(tiled).mlp.chunk_tokens == (4096,)
+    monkeypatch.setattr(seqtile.models.fallback, "tiled_holding", recorded)
     batch = batch_of(1, 4150)  # a chunk of 4 experts, 2 of them a token, and a remainder
     (loss, theirs), (tiled_loss, ours) = loss_and_gradients(untiled, **batch), loss_and_gradients(tiled, **batch)
     assert abs(tiled_loss / loss - 1) <= 1e-6

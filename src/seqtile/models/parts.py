@@ -42,7 +42,7 @@ class Part(NamedTuple):
         verdict = self.verdict(module)
         if verdict.error is not None:
             raise ValueError(verdict.error)
-        if options.head_groups is not None:
+        if options.head_groups is not None and self.modules is layers_of:
             check_head_groups(module, verdict, options)
 
 

@@ -72,7 +72,8 @@ def unproven(model: PreTrainedModel) -> Callable[[Part, nn.Module], str | None]:
             if function not in tried:
                 tried[function] = mixing_reason(function, sizes)
             if (reason := tried[function]) is not None:
-                return f"its {at.rpartition('.')[2]} {reason}"
+                itself = function is root and part is not LOSS
+                return f"{'it' if itself else 'its ' + at.rpartition('.')[2]} {reason}"
         if all(map(origin.is_known, homes)):
             return None
         proof = _proof_of(origin.model_class, _Key(model.config))

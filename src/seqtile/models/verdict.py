@@ -18,6 +18,7 @@ from weakref import WeakKeyDictionary
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules import linear as linear_module
 from torch.nn.modules import module as module_module
 
@@ -79,7 +80,9 @@ class Verdicts:
         """Returns the verdict on a module whose products are in `dtype`, where that is known."""
         kept = self._kept.get(module)
         if kept is None or not all(map(is_, kept.now(module, dtype), kept.seen)):
-            kept = self._kept[module] = _Kept(self._inspect(module, dtype), module, dtype)
+            with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):  # a checkpoint counts what is saved
+                verdict = self._inspect(module, dtype)  # which may compute a parametrized weight
+            kept = self._kept[module] = _Kept(verdict, module, dtype)
         return kept.verdict
 
 

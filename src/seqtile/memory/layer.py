@@ -220,16 +220,11 @@ class Layer:
             outer = self.cast * (2 if arch.norm_after or setup.autocast else 1)
             outer += setup.decoded(3 * shape.hidden * shape.mlp)
             return Part(0, 3 * inner + sums + self._rounded(sums) + outer)
-        light = setup.liger and "mlp" not in setup.tiles  # however short the sequence
-        peft = "mlp" not in setup.tiles  # else, however short the sequence, adapters are seqtile's: no copy in float32
-        adapters = (1 if "gate_up" in arch.fused else 2) * self._adapter(shape.hidden) * (peft or setup.autocast)
-        adapters += self._adapter(shape.mlp) * peft
-        kept = inner * (3 if light else 4) + adapters + setup.cast(3 * shape.hidden * shape.mlp)
-        more = inner * (1 if light and setup.full else 2)  # Liger's are written over what was kept
-        if setup.autocast and peft and not setup.full:  # the recomputation of down with its adapter is the peak
+        adapters = (1 if "gate_up" in arch.fused else 2) * self._adapter(shape.hidden) + self._adapter(shape.mlp)
+        kept = inner * (3 if setup.liger else 4) + adapters + setup.cast(3 * shape.hidden * shape.mlp)
+        more = inner * (1 if setup.liger and setup.full else 2)  # Liger's are written over what was kept
+        if setup.autocast and not setup.full:  # the recomputation of down with its adapter is the peak
             more += self.hidden + 3 * self.cast
-        if setup.load_in_4bit:  # seqtile's own has what up and gate were decoded to in its graph
-            more += setup.decoded(shape.hidden * shape.mlp) * (1 if peft else 2)
         return Part(kept, kept + more)
 
     def _experts(self, pairs: int) -> int:

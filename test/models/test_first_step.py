@@ -19,7 +19,9 @@ from models.test_paths import hooked
 from seqtile.models import any_layer, layer_arguments
 from seqtile.models.base_model import base_models_of
 from seqtile.models.first_step import outcome_of
-from seqtile.models.placement import unplace
+from seqtile.models.parts import LOSS
+from seqtile.models.patch import apply
+from seqtile.models.placement import Options, unplace
 from seqtile.models.trial_batch import TOKENS, trial_batch
 from seqtile.ops import leaf_gradients, linear, tiled
 from tiny import CHUNK, batch_of, build, checkpointing
@@ -211,6 +213,17 @@ def test_a_change_after_the_first_step_is_compared_again() -> None:
         model(**batch_of(2, 61))
 
 
+def test_compared_where_the_loss_is_left_untiled() -> None:
+    model = build("llama")
+    apply(
+        "llama", model, Options(chunk_tokens=CHUNK), lambda model: lambda part, module: "no" if part is LOSS else None
+    )
+    assert seqtile.status(model).loss.tiled == 0 and seqtile.status(model).mlp.tiled == 2
+    put_mixing_activation(model)
+    with pytest.raises(ValueError, match=r"mlp \(LlamaMLP\)"):
+        model(**batch_of(2, 61))
+
+
 def test_check_false_leaves_it_out() -> None:
     model = build("llama")
     seqtile.apply_seqtile(model, chunk_tokens=CHUNK, check=False)
@@ -290,7 +303,7 @@ def test_tokens_are_chosen_about_what_differs() -> None:
     assert batch.shape == (2, TOKENS) and batch.left_out == ["pixel_values"]
     assert {70, 149, 150, 189, 190} <= set(columns) and columns == sorted(columns)
     assert batch.inputs["position_ids"].shape == batch.inputs["attention_mask"].shape == (2, TOKENS)
-    vars(model)["_seqtile_ulysses"] = SimpleNamespace(ctx=SimpleNamespace(rank=1, size=2))
+    vars(model)["_seqtile_ulysses"] = SimpleNamespace(sp_group=SimpleNamespace(rank=1, size=2))
     second = trial_batch(model, type(model).forward, (labels.clamp(min=0),), given).inputs
     assert "attention_mask" not in second, "of what two ranks keep the second holds the end, without a gap"
     assert torch.equal(second["position_ids"], torch.arange(TOKENS, 2 * TOKENS).expand(2, -1))

@@ -1,6 +1,7 @@
 """The first training step's comparison raises no alarm where nothing is wrong: every type of Hugging Face's, as it is
 trained in each precision."""
 
+import re
 from collections.abc import Iterator
 from contextlib import nullcontext
 
@@ -76,9 +77,9 @@ def test_no_false_alarm(model_type: str, precision: str) -> None:
         model.train().to(dtype)
         try:
             step(model, autocast)
-        except (RuntimeError, TypeError, NotImplementedError) as error:
+        except Exception as error:
             seqtile.restore(model)
-            with pytest.raises(type(error)):  # untiled it cannot be trained so either
+            with pytest.raises(type(error), match=re.escape(str(error)[:60])):  # untiled it cannot be trained so either
                 step(model, autocast)
             continue
         compared += "equal the untiled model's up to rounding" in outcome_of(model)

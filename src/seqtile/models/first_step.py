@@ -30,6 +30,7 @@ from seqtile.ops.chunks import is_trial
 logger = logging.get_logger(__name__)
 CHUNKS = (5, 7, 9, 11)  # tokens of a row in a chunk, the first that is no size of the model
 FACTOR = 5  # of 169 small models in float32 and bfloat16 no gradient was beyond 2
+_FEW = 8  # numbers of a parameter: a tiled and an untiled scalar were 5 times one bit apart in float16
 _OF_SUMS = 2.0**-20  # chunks are summed in float32, and in another order
 OUTCOME = "_seqtile_first_step"  # on a model: (what it was made of when it was compared, what came of it)
 _ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters")  # what PEFT says of them, on a module
@@ -125,7 +126,7 @@ def _outcome(model: nn.Module, options: Options, original: Callable, args: tuple
         with ranks.stop_together():
             batch = trial_batch(model, original, args, kwargs)
         tokens = batch.shape.numel()
-        trial = partial(Pass(model, original, batch.inputs, full, ranks).run, placed)
+        run = trial = partial(Pass(model, original, batch.inputs, full, ranks).run, placed)
         plain = trial(tiled=())
         eps = max(precision_of(x) for x in (next(model.parameters()), *plain.values()) if x is not None)
         nudged = trial(tiled=(), nudge=eps)
@@ -141,6 +142,10 @@ def _outcome(model: nn.Module, options: Options, original: Callable, args: tuple
         )
         raise
     found = difference(plain, tiled, nudged, eps)
+    if ranks.any(found is not None):  # by chance of rounding, or also where the embeddings' bits are others?
+        changed = {"nudge": eps, "seed": 2}
+        trial, nudged, plain = partial(trial, **changed), plain, run(tiled=(), **changed)
+        found = difference(plain, trial(tiled=placed), nudged, eps)
     if ranks.any(found is not None):
         differs = partial(difference, plain, nudged=nudged, eps=eps)
         part = _part_that_differs(ranks, placed, trial, differs)
@@ -200,7 +205,9 @@ def difference(plain: Vectors, tiled: Vectors, nudged: Vectors, eps: float) -> D
         if not size < float("inf"):  # an overflow of float16
             continue
         rounding = bit[name] if name == "loss" else max(bit[name], typical)
-        allowed = (FACTOR * (rounding + _OF_SUMS) + 2 * eps) * size + _OF_SUMS * whole
+        # What one bit does to a parameter of a few numbers may be small by chance.
+        factor = FACTOR if name == "loss" else FACTOR * max(1.0, _FEW / truth.numel())
+        allowed = (factor * (rounding + _OF_SUMS) + 2 * eps) * size + _OF_SUMS * whole
         off = ours.double() - truth.double()
         error = float(off.norm())
         along = abs(float((off * truth).sum())) / size if size else 0.0

@@ -53,7 +53,7 @@ def apply(model_type: str, model: nn.Module | None, options: Options, proof: Pro
         _apply_to_classes(model_type, parts, options)
         _CLASSES[model_type].parts |= options.parts
     else:
-        _apply_to_model(model, parts + _check_part(model, options), proof)
+        _apply_to_model(model, parts, options, proof)
         setattr(model, _ASKED, getattr(model, _ASKED, frozenset()) | options.parts)
 
 
@@ -69,7 +69,7 @@ def _tiles(part: Part) -> str:
 def _check_part(owner: Any, options: Options) -> list[tuple[Part, Options]]:
     """Returns the part that compares the first step where no tiled loss of this model, or class, does."""
     options = _options_of(CHECK, options)
-    if not options.check or options.loss or placement_at(owner) is not None:
+    if not options.check or placement_at(owner) is not None:
         return []
     try:
         check_place(owner, options)
@@ -108,7 +108,10 @@ def _apply_to_classes(model_type: str, parts: list[tuple[Part, Options]], option
             for name, value in vars(sys.modules[cls.__module__]).items():
                 if isinstance(value, type) and issubclass(value, nn.Module) and gated_form(value.forward):
                     found[cls.__module__, name] = mlp[0]
-        for module, part, own in _found(model, parts + _check_part(cls, options))[0]:
+        parts_of_cls = _found(model, parts)[0]
+        if all(part is not LOSS for _, part, _ in parts_of_cls):
+            parts_of_cls += [(model, *check) for check in _check_part(cls, options)]
+        for module, part, own in parts_of_cls:
             found |= dict.fromkeys(_names_of(type(module), cls), (part, own))
     for (module_name, name), (_, own) in found.items():
         check_place(getattr(sys.modules[module_name], name), own)
@@ -134,15 +137,17 @@ def _names_of(cls: type, model_class: type) -> list[tuple[str, str]]:
     return []
 
 
-def _apply_to_model(model: nn.Module, parts: list[tuple[Part, Options]], proof: Proof) -> None:
+def _apply_to_model(model: nn.Module, parts: list[tuple[Part, Options]], options: Options, proof: Proof) -> None:
     if LOSS in (part for part, _ in parts):
         place_of_head(model)
     found, refused = _found(model, parts, proof)
-    for module, part, options in found:
-        part.check(module, options)
+    for module, part, own in found:
+        part.check(module, own)
+    if all(part is not LOSS for _, part, _ in found):
+        found += [(model, *check) for check in _check_part(model, options)]
     classes: dict[type, type] = {}
-    for module, part, options in found:
-        place(module, partial(part.tiled_forward, options), options, classes, _tiles(part))
+    for module, part, own in found:
+        place(module, partial(part.tiled_forward, own), own, classes, _tiles(part))
     setattr(model, _REFUSED, refused)
 
 

@@ -59,9 +59,11 @@ class Pass:
         self.main_grads: dict[str, torch.Tensor] = {}
         """What these hold before a pass in the place of users' own: the gradients of the first."""
 
-    def run(self, placed: Placed, *, tiled: Placed, chunk_tokens: int | None = None, nudge: float = 0.0) -> Vectors:
+    def run(
+        self, placed: Placed, *, tiled: Placed, chunk_tokens: int | None = None, nudge: float = 0.0, seed: int = 1
+    ) -> Vectors:
         """Returns the loss and the gradients; of all `placed` modules those `tiled` are. `nudge` is the relative change
-        of what the embeddings return."""
+        of what the embeddings return, up or down as `seed` says."""
         tiles = {id(module) for module, _ in tiled}
         untiled = [(module, placement) for module, placement in placed if id(module) not in tiles]
         inputs, forward = dict(self.inputs), self.original
@@ -83,7 +85,7 @@ class Pass:
             if chunk_tokens is not None:
                 stack.enter_context(chunk_tokens_everywhere(chunk_tokens))
             stack.enter_context(self.ranks.gathering())
-            leaves, seen = self._leaves(), self._watch_embeddings(inputs, nudge)
+            leaves, seen = self._leaves(), self._watch_embeddings(inputs, nudge, seed)
             for name, before in self.main_grads.items():
                 leaves[name].main_grad = before.clone()
             loss = forward(self.model, **inputs).loss
@@ -113,14 +115,14 @@ class Pass:
                 module.register_forward_pre_hook(lambda module, args, prefix=prefix: add(prefix, module))
         return leaves
 
-    def _watch_embeddings(self, inputs: dict[str, Any], nudge: float) -> list[torch.Tensor]:
+    def _watch_embeddings(self, inputs: dict[str, Any], nudge: float, seed: int) -> list[torch.Tensor]:
         """Returns a list that will hold what the embeddings return, in which the forward goes on."""
         seen: list[torch.Tensor] = []
 
         def nudged(embedded: torch.Tensor) -> torch.Tensor:
             if nudge:
                 with torch.random.fork_rng(devices=[]):
-                    signs = torch.randint(0, 2, embedded.shape, generator=torch.Generator().manual_seed(1)) * 2 - 1
+                    signs = torch.randint(0, 2, embedded.shape, generator=torch.Generator().manual_seed(seed)) * 2 - 1
                 embedded = embedded * (1 + nudge * signs.to(embedded.device)).to(embedded.dtype)
             seen.append(embedded)
             return embedded

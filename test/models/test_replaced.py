@@ -40,10 +40,10 @@ class MixingBack(nn.Module):
 class OwnGelu(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.scale = nn.Parameter(torch.full((), 1.3))
+        self.scale = nn.Parameter(torch.full((13,), 1.3))  # one number would have a gradient that cancels
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.scale * x * torch.sigmoid(1.702 * x)
+        return (self.scale * (x * torch.sigmoid(1.702 * x)).unflatten(-1, (-1, 13))).flatten(-2)
 
 
 class OwnNorm(nn.Module):

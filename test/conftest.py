@@ -1,6 +1,7 @@
 import gc
 import os
 from collections import Counter
+from collections.abc import Iterator
 
 import pytest
 
@@ -90,6 +91,17 @@ def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
             failures[str(failure).partition("\n")[0]] += 1
     assert not failures, f"{failures.total()} of {times} calls failed: {failures}"
     return True
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """What is small is slower on many threads."""
+    import torch  # not in the process that only hands tests out
+
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,6 @@
 trained in each precision."""
 
 import re
-from collections.abc import Iterator
 from contextlib import nullcontext
 
 import pytest
@@ -25,12 +24,7 @@ PRECISIONS = {  # the dtype of the weights, and that of autocast
 CHUNK = 50
 
 
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # what is small is slower on many
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def tiled(model_type: str, layer: bool) -> PreTrainedModel | None:

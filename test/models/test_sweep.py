@@ -1,21 +1,12 @@
 """Every variant of every model type computes the same tiled, is refused by name, or fails untiled too."""
 
-from collections.abc import Iterator
-
 import pytest
-import torch
 from transformers import CONFIG_MAPPING
 
 from seqtile.models.model_types import model_classes, model_types
 from seqtile.models.sweep import DIFFERS, FAILS, REFUSED, RIGHT, Row, sweep
 
-
-@pytest.fixture(autouse=True)
-def one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # what is small is slower on many
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_thread")
 
 
 def rows_of(model_type: str) -> dict[str, Row]:

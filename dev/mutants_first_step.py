@@ -74,6 +74,7 @@ CASES = {
     "granite": Case(partial(build, "granite"), {}, summed),
     "granite, groups": Case(partial(build, "granite", residual_multiplier=0.4), GROUPS),
     "cohere": Case(partial(build, "cohere")),
+    "llama, wide, layer": Case(partial(build, "llama", hidden_size=1024), LAYER),  # programs of a norm share rows
     "gemma2, layer": Case(partial(build, "gemma2"), LAYER),
     "gemma3_text, layer": Case(partial(build, "gemma3_text"), LAYER, PACKED),
     "gemma4, layer": Case(partial(built, "gemma4"), LAYER),
@@ -83,7 +84,7 @@ CASES = {
     "qwen3_moe": Case(partial(build, "qwen3_moe")),
     "mixtral, layer": Case(partial(build, "mixtral"), LAYER),
 }
-FEW = ("llama", "llama, groups", "gemma3_text, layer")  # in Triton's interpreter
+FEW = ("llama", "llama, groups", "llama, wide, layer", "gemma3_text, layer")  # in Triton's interpreter
 
 
 def step(model: nn.Module, batch: dict[str, Any], case: Case) -> Found:

@@ -132,7 +132,8 @@ def rms_norm_backward(
     assert weight.is_contiguous()
     heads, width = _heads(x)
     block, rows = _block(width), x.shape[0] * heads
-    programs = min(_multiprocessors(x.device) * RESIDENT[block["num_warps"]], -(-rows // block["ROWS"]))
+    # Each at least two blocks: of few rows programs also go on to further ones.
+    programs = min(_multiprocessors(x.device) * RESIDENT[block["num_warps"]], -(-rows // (2 * block["ROWS"])))
     sums = None if d_weight is None else x.new_empty(programs, width, dtype=torch.float32)
     _rms_norm_backward_kernel[(programs,)](
         x,

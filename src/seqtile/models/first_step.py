@@ -1,6 +1,6 @@
 """The first training step compares itself with the untiled model, on a few tokens of the user's own batch.
 
-    first forward in training ─ 23 tokens ─┬─ untiled ──────────────────────────────── loss, gradients
+    first forward in training ─ 28 tokens ─┬─ untiled ──────────────────────────────── loss, gradients
                                            ├─ tiled, in chunks of 5 tokens a row ───── the same?
                                            └─ untiled, embeddings changed by one bit ─ how far rounding goes
 
@@ -28,7 +28,7 @@ from seqtile.models.trial_ranks import Ranks, run_together
 from seqtile.ops.chunks import is_trial
 
 logger = logging.get_logger(__name__)
-CHUNKS = (5, 7, 9, 11)  # tokens of a row in a chunk, the first that is no size of the model
+CHUNKS = (5, 11, 9, 13)  # tokens of a row in a chunk, the first that is no size of the model
 FACTOR = 5  # of 169 small models in float32 and bfloat16 no gradient was beyond 2
 _FEW = 8  # numbers of a parameter: a tiled and an untiled scalar were 5 times one bit apart in float16
 _OF_SUMS = 2.0**-20  # chunks are summed in float32, and in another order
@@ -162,10 +162,12 @@ def _outcome(model: nn.Module, options: Options, original: Callable, args: tuple
 
 def _chunk_tokens(model: nn.Module, batch: TrialBatch) -> int:
     """Returns the tokens of a chunk: of each row a number that is no size of the model, and leaves a rest that is none,
-    so that no dimension is taken for that of the tokens."""
+    so that no dimension is taken for that of the tokens. Where it can be, the last chunk of all rows' tokens is one."""
     rows, length = batch.shape
     sizes = {value for value in vars(model.config.get_text_config()).values() if isinstance(value, int)}
-    return rows * next((size for size in CHUNKS if not {size, length % size} & sizes), CHUNKS[0])
+    size = next((size for size in CHUNKS if not {size, length % size} & sizes), CHUNKS[0])
+    whole = range(rows * size, rows * size + rows)  # all cut a row in the same chunks
+    return next((tokens for tokens in whole if rows * length % tokens == 1), whole[0])
 
 
 def _not_comparable(model: nn.Module, tensors: list[torch.Tensor], kwargs: dict) -> str | None:

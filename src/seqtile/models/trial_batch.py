@@ -9,7 +9,7 @@ from torch import nn
 
 from seqtile.protocols import SHARDED
 
-TOKENS, ROWS, FEWEST = 23, 2, 6
+TOKENS, ROWS, FEWEST = 28, 2, 6
 IGNORED = -100
 # Of the whole batch, or of a cache: a model finds them anew in a shorter one.
 _OF_THE_WHOLE = {"cache_position", "logits_to_keep", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}

@@ -40,6 +40,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
     on_gpu = config.getoption("--device") == "cuda"
     if not config.getoption("--full"):
+        leave_out(config, items, [item for item in items if "full" in item.keywords and not asked_for(config, item)])
         cut(config, items, INTERPRETED if interpreted() else (ON_GPU + CUTS if on_gpu else CUTS))
     if on_gpu:
         leave_out(config, items, [item for item in items if not runs_on_gpu(item)])
@@ -62,12 +63,15 @@ def skip(items: list[pytest.Item], why: str) -> None:
 
 def cut(config: pytest.Config, items: list[pytest.Item], cuts: tuple[Cut, ...]) -> None:
     """Leaves the cases of every day, and those asked for by their ids."""
-    by_id = [argument for argument in config.args if "::" in argument]
-    if not by_id and (stale := unused(items, cuts)):
+    if not any("::" in argument for argument in config.args) and (stale := unused(items, cuts)):
         raise pytest.UsageError(f"everyday.py names tests that are not there: {', '.join(stale)}")
     kept = everyday(items, cuts)
-    left_out = [item for item in items if item.nodeid not in kept and not any(a.endswith(item.nodeid) for a in by_id)]
-    leave_out(config, items, left_out)
+    leave_out(config, items, [item for item in items if item.nodeid not in kept and not asked_for(config, item)])
+
+
+def asked_for(config: pytest.Config, item: pytest.Item) -> bool:
+    """Whether a case was given by its id, with which it is always run."""
+    return any(argument.endswith(item.nodeid) for argument in config.args)
 
 
 def leave_out(config: pytest.Config, items: list[pytest.Item], left_out: list[pytest.Item]) -> None:
@@ -108,6 +112,16 @@ def one_thread() -> Iterator[None]:
 def full(request: pytest.FixtureRequest) -> bool:
     """Whether every case is run, see everyday.py."""
     return request.config.getoption("--full")
+
+
+@pytest.fixture(scope="session")
+def pool(request: pytest.FixtureRequest) -> Iterator:
+    """A `Pool` of as many ranks as its parameter says, (number, True) with DeepSpeed: it stays from test to test."""
+    from support.pool import Pool
+
+    pool = Pool(*request.param) if isinstance(request.param, tuple) else Pool(request.param)
+    yield pool
+    pool.close()
 
 
 @pytest.fixture(scope="session")

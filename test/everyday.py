@@ -58,11 +58,6 @@ CUTS = (
         "10 s each; the others go through the same lines",
     ),
     Cut(("memory/test_simulate.py::test_experts",), (), "likewise"),
-    Cut(
-        ("sp/test_sequence_parallel.py::test_trainer_with_deepspeed",),
-        (),
-        "11 s; Trainer, and ZeRO-3, are among sp's other cases",
-    ),
     Cut(("bench/test_ledger.py::test_predictions",), (), "5 s of a page of predictions"),
     Cut(
         (
@@ -195,7 +190,6 @@ CUTS = (
         ("fsdp2_sp-forked", "trainer_sp-forked"),
         "30 s by torchrun, of forked ranks the lines are the same; 11 s of DeepSpeed, with which sp's cases train too",
     ),
-    Cut(("sp/test_sequence_parallel.py::test_trainer[",), ("4-2",), "two groups of two ranks do all that one does"),
     Cut(("recipes/test_finetune.py::test_ended_early",), (), "20 s each; test_on_ranks.py interrupts a rank"),
     Cut(("recipes/test_finetune.py::test_no_mask",), ("gemma3_text",), "it has the layers of both others"),
     Cut(("recipes/test_documents.py::test_pieces",), ("unigram", "words", "lines"), "SmolLM2's tokenizer takes 5 s"),

@@ -28,7 +28,7 @@ IMPORTED = (  # by the process that ranks are forked from: nothing that is patch
     "transformers.integrations.moe",
     "transformers.trainer",
 )
-_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
 
 
 class Ended(NamedTuple):
@@ -58,7 +58,7 @@ def ended(count: int, target: str, *arguments: str, together: bool = True) -> li
 def _ended(count: int, target: str, arguments: Sequence[str], together: bool) -> list[Ended]:
     context = get_context("forkserver")
     context.set_forkserver_preload([name for name in IMPORTED if importlib.util.find_spec(name.partition(".")[0])])
-    with patch.dict(os.environ, _ENVIRONMENT):
+    with patch.dict(os.environ, ENVIRONMENT):
         forkserver.ensure_running()
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # as torchrun has one: no port is guessed
     environment = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
@@ -92,6 +92,13 @@ def _wait(sentinels: list[int], together: list) -> None:
 
 
 def _rank(file: str, environment: dict[str, str], target: str, *arguments: str) -> None:
+    prepare(file, environment)
+    module, _, name = target.partition(":")
+    getattr(importlib.import_module(module), name)(*arguments)
+
+
+def prepare(file: str, environment: dict[str, str]) -> None:
+    """Makes a rank of a forked process, whose output goes to `file`, with .out and .err behind it."""
     for kind, descriptor in ((".out", 1), (".err", 2)):
         opened = os.open(file + kind, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
         os.dup2(opened, descriptor)
@@ -100,8 +107,6 @@ def _rank(file: str, environment: dict[str, str], target: str, *arguments: str) 
     set_start_method(None, force=True)  # of a DataLoader's workers: not the one that this process was started by
     if "deepspeed" in sys.modules:  # it would compile collectives for inference in C++: 40 s on a new machine
         sys.modules["deepspeed"].ops.__compatible_ops__ = {}
-    module, _, name = target.partition(":")
-    getattr(importlib.import_module(module), name)(*arguments)
 
 
 def interruptible(command: list[str]) -> list[str]:

@@ -1,6 +1,7 @@
 """What is spread over ranks in the tests: kinds of heads, kinds of sequences, reducers of gradients."""
 
 from collections import Counter
+from collections.abc import Iterator
 
 import torch
 
@@ -58,19 +59,18 @@ REDUCERS = {
 LAYER_REDUCERS = {"fsdp2": None, "zero2": 2, "zero3": 2}  # with whole layers tiled as well: groups of heads
 
 
-def reducer_cases(family: str, full: bool) -> list[tuple[str, str, dict]]:
-    """Models, reducers, and what seqtile applies besides to the model; of the other two every day
-    one reducer each."""
+def reducer_cases(family: str) -> Iterator[tuple[str, str, dict, bool]]:
+    """Models, reducers, what seqtile applies besides to the model, and whether that runs every day: of the others than
+    llama one reducer each."""
     found = [(strategy, {}) for strategy in REDUCERS[family]]
     layers = {name: groups for name, groups in LAYER_REDUCERS.items() if name in REDUCERS[family]}
     found += [(name, {"layer": True, "head_groups": groups}) for name, groups in layers.items()]
-    found = [("llama", *case) for case in found]
+    yield from (("llama", *case, True) for case in found)
     for i, model in enumerate(("qwen3_5", "gpt_oss")):
         reducers = [strategy for strategy in REDUCERS[family] if strategy not in ("zero0", "zero3_all_reduce")]
-        chosen = reducers if full else reducers[i % len(reducers) :][:1]
-        # Experts are called, which ZeRO-3 cannot have.
-        found += [(model, strategy, {"mlp": strategy not in REDUCERS["zero3"]}) for strategy in chosen]
-    return found
+        for j, strategy in enumerate(reducers):
+            # Experts run in chunks, which ZeRO-3 cannot have.
+            yield model, strategy, {"mlp": strategy not in REDUCERS["zero3"]}, j == i % len(reducers)
 
 
 QWEN2_VL = {

@@ -1,6 +1,5 @@
 """Steps of a loader whose ranks draw different samples: all of them, in one order, over epochs, and after a resume."""
 
-import faulthandler
 from collections.abc import Iterator
 
 import pytest
@@ -12,9 +11,9 @@ from tqdm import tqdm
 from seqtile import sp
 from seqtile.sp.data import _parcels
 from seqtile.sp.groups import gather
+from sp.first_rank import context
 
 SAMPLES = 23
-TIME_LIMIT = 120  # seconds in all: ranks that wait for each other end with a traceback of where
 Batch = dict[str, torch.Tensor]
 
 
@@ -75,8 +74,9 @@ class Unread(list):
         raise OSError("no such file")
 
 
-def lengths(ctx: sp.SequenceParallel) -> None:
+def lengths() -> None:
     """Asked for by one rank alone, as a progress bar does, while the others go on."""
+    ctx = context(2)
     expected = {"sampler": 10, "random state": 12 if ctx.data_parallel_rank == 0 else 11}
     for kind, length in expected.items():
         loader, steps = made(kind, ctx), 0
@@ -104,44 +104,50 @@ def same_everywhere(steps: list[int], ctx: sp.SequenceParallel) -> None:
     assert all(other.tolist() == steps for other in gather(torch.tensor(steps), ctx))
 
 
-def loader() -> None:
-    faulthandler.dump_traceback_later(TIME_LIMIT, exit=True)
-    ctx = sp.initialize(2)
-    lengths(ctx)
-    for kind in ("sampler", "generator", "random state"):
-        torch.manual_seed(dist.get_rank())
-        whole, epochs = made(kind, ctx), []
-        states = []
-        for epoch in range(3):
-            if kind == "sampler":
-                whole.set_epoch(epoch)
+def epochs_of(kind: str) -> None:
+    """Three epochs, each sample once in an order of its own, the same on every rank; resumed at many steps of one."""
+    ctx = context(2)
+    torch.manual_seed(dist.get_rank())
+    whole, epochs = made(kind, ctx), []
+    states = []
+    for epoch in range(3):
+        if kind == "sampler":
+            whole.set_epoch(epoch)
+        if epoch == 1:
+            states.append((-1, whole.state_dict()))  # between two epochs
+        names = []
+        for step, name in enumerate(read(whole, ctx)):
+            names.append(name)
             if epoch == 1:
-                states.append((-1, whole.state_dict()))  # between two epochs
-            names = []
-            for step, name in enumerate(read(whole, ctx)):
-                names.append(name)
-                if epoch == 1:
-                    states.append((step, whole.state_dict()))
-            assert len(names) == len(whole) and len(set(names)) == len(names)
-            same_everywhere(names, ctx)
-            epochs.append(names)
-        assert len({tuple(names) for names in epochs}) > 1, "shuffled anew"
-        for step, state in [states[0], *states[1::3]]:
-            torch.manual_seed(99)
-            resumed = made(kind, ctx)
-            resumed.load_state_dict(state)
-            assert list(read(resumed, ctx)) == epochs[1][step + 1 :], f"{kind}, resumed after step {step}"
-            assert resumed.epoch == 2
+                states.append((step, whole.state_dict()))
+        assert len(names) == len(whole) and len(set(names)) == len(names)
+        same_everywhere(names, ctx)
+        epochs.append(names)
+    assert len({tuple(names) for names in epochs}) > 1, "shuffled anew"
+    for step, state in [states[0], *states[1::3]]:
+        torch.manual_seed(99)
+        resumed = made(kind, ctx)
+        resumed.load_state_dict(state)
+        assert list(read(resumed, ctx)) == epochs[1][step + 1 :], f"resumed after step {step}"
+        assert resumed.epoch == 2
+
+
+def failing() -> None:
+    """Batches that cannot be cut, or cannot be read, raise on every rank; before the first step there is a state."""
+    ctx = context(2)
     for batches in ([{"labels": torch.ones(1, 4)}], broken()):
-        failing = sp.ShardedDataLoader(batches if ctx.rank == 1 else [], ctx)
+        loader = sp.ShardedDataLoader(batches if ctx.rank == 1 else [], ctx)
         with pytest.raises(ValueError, match="rank 1 of the group has no batch that can be cut"):
-            next(iter(failing))
+            next(iter(loader))
     before = made("random state", ctx).state_dict()
     made("random state", ctx).load_state_dict(before)
+
+
+def parcels() -> None:
+    """Each rank is sent its shard alone."""
+    size = context(2).size
     for rows in (1, 2):
         whole = {"input_ids": torch.zeros(rows, 100_000, dtype=torch.int64)}
-        parcels, error = _parcels(iter([whole]), ctx.size)
-        local = rows * 100_000 // ctx.size
-        assert error is None and all(len(parcel) < 2.1 * 8 * local for parcel in parcels), "each its shard alone"
-    faulthandler.cancel_dump_traceback_later()
-    print(f"rank {dist.get_rank()}: loaded", flush=True)
+        found, error = _parcels(iter([whole]), size)
+        local = rows * 100_000 // size
+        assert error is None and all(len(parcel) < 2.1 * 8 * local for parcel in found)

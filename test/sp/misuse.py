@@ -1,7 +1,6 @@
 """What goes wrong without a word where it is not noticed: batches that are not the shards of one, losses that are not
 reduced."""
 
-import faulthandler
 import tempfile
 from collections.abc import Callable
 
@@ -14,10 +13,10 @@ from transformers import Trainer, TrainingArguments
 
 from assertions import relative_error
 from seqtile import sp
+from sp.first_rank import context
 from sp.trainer import Documents, SequenceParallelTrainer, collate, model_of
 from tiny import VOCAB, build, loss_and_gradients
 
-TIME_LIMIT = 120  # seconds a case: ranks that wait for each other end with a traceback of where
 LENGTH = 60
 Batch = dict[str, torch.Tensor]
 
@@ -91,31 +90,36 @@ MIXED_UP: dict[str, tuple[Callable[[sp.SequenceParallel], Batch], str]] = {
 }
 
 
-def batches() -> None:
-    """Each is refused on every rank, and none waits for another; then the right batch has its loss."""
-    ctx = sp.initialize(2)
-    torch.manual_seed(0)
+def spread() -> tuple[nn.Module, Batch, torch.Tensor]:
+    """A model over the ranks, a batch that is right, and its loss."""
     model = build("llama")
-    sp.apply_ulysses(model, ctx)
-    right = sp.shard(batch_of(0), ctx)
-    loss = model(**right, use_cache=False).loss.detach()
-    for name, (make, match) in MIXED_UP.items():
-        faulthandler.dump_traceback_later(TIME_LIMIT, exit=True)
-        with pytest.raises(ValueError, match=match):
-            model(**make(ctx), use_cache=False)
-        assert model(**right, use_cache=False).loss.equal(loss)
-        print(f"rank {ctx.rank}: {name} refused", flush=True)
-    by_hand = {name: value for name, value in right.items() if name != "batch_hash"}
-    assert model(**by_hand, use_cache=False).loss.equal(loss), "cut by someone else"
+    sp.apply_ulysses(model, context())
+    right = sp.shard(batch_of(0), context())
+    return model, right, model(**right, use_cache=False).loss.detach()
+
+
+def mixed_up(name: str) -> None:
+    """It is refused on every rank, and none waits for another; then the right batch has its loss."""
+    model, right, loss = spread()
+    make, match = MIXED_UP[name]
+    with pytest.raises(ValueError, match=match):
+        model(**make(context()), use_cache=False)
+    assert model(**right, use_cache=False).loss.equal(loss)
+
+
+def by_hand() -> None:
+    """What someone else has cut is taken; arguments are expected by keyword."""
+    model, right, loss = spread()
+    cut = {name: value for name, value in right.items() if name != "batch_hash"}
+    assert model(**cut, use_cache=False).loss.equal(loss)
     assert model(return_dict=False, **right, use_cache=False)[0].equal(loss)
     with pytest.raises(ValueError, match="and the rest by keyword"):
         model(right["input_ids"], None, right["position_ids"])
-    after_a_failure(model, right)
-    cut_twice(ctx)
 
 
-def after_a_failure(model: nn.Module, right: Batch) -> None:
+def after_a_failure() -> None:
     """A forward that failed leaves nothing of its batch to the next, be it the base model's alone."""
+    model, right, _ = spread()
     base, expected = model.model, model.model(input_ids=right["input_ids"], position_ids=right["position_ids"])[0]
     moved = right | {"position_ids": right["position_ids"] + 7}
     with pytest.raises(TypeError, match="multiple values for argument 'input_ids'"):
@@ -125,8 +129,9 @@ def after_a_failure(model: nn.Module, right: Batch) -> None:
     assert base(input_ids=right["input_ids"], position_ids=right["position_ids"])[0].equal(expected)
 
 
-def cut_twice(ctx: sp.SequenceParallel) -> None:
+def cut_twice() -> None:
     """By the collator, and then by the loader or by Trainer's mixin."""
+    ctx = context()
     collator = sp.DataShardingCollator(collate, ctx)
     loader = sp.ShardedDataLoader(DataLoader(Documents(), collate_fn=collator), ctx)
     with pytest.raises(ValueError, match="this batch is a shard already"):
@@ -169,39 +174,38 @@ FORGOTTEN: dict[str, Callable[..., torch.Tensor]] = {
 }
 
 
-def losses() -> None:
+def losses(reentrant: bool | None) -> None:
     """A share's backward raises before any parameter has a gradient, unless it was reduced, however it was computed
     with; then gradients are those of one process."""
-    ctx = sp.initialize(2)
-    batch_pair = batch_of(0), batch_of(1, 83)
-    for reentrant in (None, False, True):
-        faulthandler.dump_traceback_later(TIME_LIMIT, exit=True)
-        torch.manual_seed(0)
-        model = build("llama")
-        if reentrant is not None:
-            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
-        found = [loss_and_gradients(model, **batch, use_cache=False)[1] for batch in batch_pair]
-        expected = {name: (found[0][name] + found[1][name]) / 2 for name in found[0]}
-        sp.apply_ulysses(model, ctx)
-        for name, make in FORGOTTEN.items():
-            model.zero_grad()
-            with pytest.raises(RuntimeError, match=r"expected loss = sp\.reduce_loss\(loss, ctx\) before"):
-                make(*(raw(model, batch, ctx) for batch in batch_pair), ctx).backward()
-            if name != "one of two":
-                assert all(parameter.grad is None for parameter in model.parameters()), name
-        for name, make in REDUCED.items():
-            model.zero_grad()
+    ctx, batch_pair, model = context(), (batch_of(0), batch_of(1, 83)), build("llama")
+    if reentrant is not None:
+        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    found = [loss_and_gradients(model, **batch, use_cache=False)[1] for batch in batch_pair]
+    expected = {name: (found[0][name] + found[1][name]) / 2 for name in found[0]}
+    sp.apply_ulysses(model, ctx)
+    for name, make in FORGOTTEN.items():
+        model.zero_grad()
+        with pytest.raises(RuntimeError, match=r"expected loss = sp\.reduce_loss\(loss, ctx\) before"):
             make(*(raw(model, batch, ctx) for batch in batch_pair), ctx).backward()
-            for parameter_name, parameter in model.named_parameters():
-                dist.all_reduce(parameter.grad)
-                error = relative_error(parameter.grad / ctx.size, expected[parameter_name])
-                assert error <= 1e-5, f"{name}: {parameter_name} is {error:.1e} off"
-    share = raw(model, batch_pair[0], ctx)
+        if name != "one of two":
+            assert all(parameter.grad is None for parameter in model.parameters()), name
+    for name, make in REDUCED.items():
+        model.zero_grad()
+        make(*(raw(model, batch, ctx) for batch in batch_pair), ctx).backward()
+        for parameter_name, parameter in model.named_parameters():
+            dist.all_reduce(parameter.grad)
+            error = relative_error(parameter.grad / ctx.size, expected[parameter_name])
+            assert error <= 1e-5, f"{name}: {parameter_name} is {error:.1e} off"
+
+
+def reduced_twice() -> None:
+    """Each backward of a reduced loss runs; a share's raises also behind them, and in evaluation a loss is reduced."""
+    model, right, _ = spread()
+    ctx, share = context(), model(**right, use_cache=False).loss
     loss = sp.reduce_loss(share, ctx)
     loss.backward(retain_graph=True)
     loss.backward(retain_graph=True)
     with pytest.raises(RuntimeError, match=r"sp\.reduce_loss"):
         share.backward()
     with torch.no_grad():
-        assert sp.reduce_loss(raw(model, batch_pair[0], ctx), ctx).isfinite()
-    print(f"rank {ctx.rank}: losses noticed", flush=True)
+        assert sp.reduce_loss(raw(model, batch_of(0), ctx), ctx).isfinite()

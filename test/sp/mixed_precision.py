@@ -1,7 +1,6 @@
 """FSDP2 with parameters in bfloat16, which casts and copies the arguments of every module that it wraps."""
 
 import copy
-import faulthandler
 from itertools import product
 
 import torch
@@ -15,9 +14,9 @@ from distributed.worker import fsdp2
 from seqtile import sp
 from sp import recurrences
 from sp.cases import batch_of_kind
+from sp.first_rank import context
 from tiny import build, checkpointing, loss_and_gradients
 
-TIME_LIMIT = 120  # seconds a case: ranks that wait for each other end with a traceback of where
 KINDS = ("plain", "packed", "padded")
 TILED = (None, {}, {"layer": True}, {"layer": True, "head_groups": 2})
 CASES = [
@@ -38,23 +37,19 @@ def step(model: nn.Module, ctx: sp.SequenceParallel, batch: dict) -> tuple[torch
     return loss.detach(), {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
 
 
-def mixed_precision() -> None:
+def mixed_precision(i: int, name: str, options: dict | None, reentrant: bool | None) -> None:
     """Loss and gradients over the ranks are as near to those in float32 as one process's are, in bfloat16 both."""
-    ctx, alone = sp.initialize(2), sp.initialize(1)
-    for i, (name, options, reentrant) in enumerate(CASES):
-        faulthandler.dump_traceback_later(TIME_LIMIT, exit=True)
-        torch.manual_seed(i)
-        exact = build(name, tie_word_embeddings=False) if name != "qwen3_5" else recurrences.build(name)
-        batch = batch_of_kind("plain" if name == "qwen3_5" else KINDS[i % len(KINDS)])
-        one, many = copy.deepcopy(exact), copy.deepcopy(exact)
-        true_loss, true_gradients = loss_and_gradients(exact, **batch)
-        loss, gradients = step(one, alone, batch)
-        sp.apply_ulysses(many, ctx)
-        if options is not None:
-            seqtile.apply_seqtile(many, chunk_tokens=11, **options)
-        checkpointing(many, reentrant)
-        our_loss, ours = step(many, ctx, sp.shard(batch, ctx))
-        assert relative_error(our_loss, loss) <= 3e-3 and relative_error(our_loss, true_loss) <= 3e-3, name
-        assert_each_as_exact(ours, gradients, true_gradients)
-        print(f"rank {ctx.rank}: {name} {options} {reentrant} in bfloat16", flush=True)
-    faulthandler.cancel_dump_traceback_later()
+    ctx, alone = context(), context(1)
+    torch.manual_seed(i)
+    exact = build(name, tie_word_embeddings=False) if name != "qwen3_5" else recurrences.build(name)
+    batch = batch_of_kind("plain" if name == "qwen3_5" else KINDS[i % len(KINDS)])
+    one, many = copy.deepcopy(exact), copy.deepcopy(exact)
+    true_loss, true_gradients = loss_and_gradients(exact, **batch)
+    loss, gradients = step(one, alone, batch)
+    sp.apply_ulysses(many, ctx)
+    if options is not None:
+        seqtile.apply_seqtile(many, chunk_tokens=11, **options)
+    checkpointing(many, reentrant)
+    our_loss, ours = step(many, ctx, sp.shard(batch, ctx))
+    assert relative_error(our_loss, loss) <= 3e-3 and relative_error(our_loss, true_loss) <= 3e-3
+    assert_each_as_exact(ours, gradients, true_gradients)

@@ -1,7 +1,6 @@
 """Losses of GRPO, DPO and distillation of packed documents over the ranks that share them, against one process."""
 
 import copy
-import faulthandler
 from collections.abc import Callable
 from typing import Any
 
@@ -13,10 +12,10 @@ import seqtile
 from assertions import relative_error
 from seqtile import sp
 from seqtile.sp.data import completed
-from sp.first_rank import by_first_rank
+from sp.first_rank import by_first_rank, context
+from sp.worker import averaged
 from tiny import VOCAB, build
 
-TIME_LIMIT = 120  # seconds
 LENGTHS = (17, 30, 9, 41)  # chosen and rejected by turns, or four answers; none ends where a rank's part does
 PROMPT = 4
 Reduce = Callable[[Tensor], Tensor]
@@ -81,25 +80,19 @@ def by_one(loss_of: Callable[..., Tensor], model: nn.Module, *arguments: Any) ->
     return loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
-def post_training() -> None:
-    from sp.worker import averaged
-
-    faulthandler.dump_traceback_later(TIME_LIMIT, exit=True)
-    ctx = sp.initialize(2)
-    for i, loss_of in enumerate((grpo, dpo, distillation)):
-        torch.manual_seed(i)
-        one, reference = build("llama"), build("llama").requires_grad_(False)
-        batch, many = packed(), copy.deepcopy(one)
-        whole = completed(batch)
-        loss, gradients = by_first_rank(by_one, loss_of, one, reference, whole | {"batch_hash": None})
-        for model in (many, reference):
-            sp.apply_ulysses(model, ctx)
-        seqtile.apply_seqtile(many, chunk_tokens=11, loss=False)
-        ours = loss_of(many, reference, sp.shard(batch, ctx), lambda share: sp.reduce_loss(share, ctx))
-        ours.backward()
-        assert relative_error(ours.detach(), loss) <= 1e-5, loss_of.__name__
-        assert any(gradient.norm() > 0 for gradient in gradients.values())
-        for name, gradient in averaged(many).items():
-            error = relative_error(gradient, gradients[name])
-            assert error <= 1e-5, f"{loss_of.__name__}: {name} is {error:.1e} off"
-        print(f"rank {ctx.rank}: {loss_of.__name__} equal", flush=True)
+def post_training(loss_of: Callable[..., Tensor]) -> None:
+    """The loss over packed documents, and every gradient, over the ranks as of one process."""
+    ctx, one, reference = context(), build("llama"), build("llama").requires_grad_(False)
+    batch, many = packed(), copy.deepcopy(one)
+    whole = completed(batch)
+    loss, gradients = by_first_rank(by_one, loss_of, one, reference, whole | {"batch_hash": None})
+    for model in (many, reference):
+        sp.apply_ulysses(model, ctx)
+    seqtile.apply_seqtile(many, chunk_tokens=11, loss=False)
+    ours = loss_of(many, reference, sp.shard(batch, ctx), lambda share: sp.reduce_loss(share, ctx))
+    ours.backward()
+    assert relative_error(ours.detach(), loss) <= 1e-5
+    assert any(gradient.norm() > 0 for gradient in gradients.values())
+    for name, gradient in averaged(many).items():
+        error = relative_error(gradient, gradients[name])
+        assert error <= 1e-5, f"{name} is {error:.1e} off"

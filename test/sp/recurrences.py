@@ -2,11 +2,10 @@
 that runs each document by itself: Hugging Face's own code, without kernels, mixes documents in recurrences."""
 
 import copy
-import faulthandler
 import inspect
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from itertools import pairwise, product
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -25,12 +24,12 @@ from seqtile.sp.layout import Layout
 from seqtile.sp.recurrence import Recurrence
 from sp.attentions import flex_with_sinks, install
 from sp.cases import batch_of_kind
-from sp.first_rank import by_first_rank
+from sp.first_rank import by_first_rank, context
 from tiny import VOCAB, checkpointing, loss_and_gradients
 from tiny import build as build_tiny
 
-TIME_LIMIT = 120  # seconds a case: ranks that wait for each other end with a traceback of where
 SEQUENCES = ("plain", "ragged", "packed", "padded")
+CHECKPOINTING = (None, False, True)  # reentrant
 BASE = {
     "vocab_size": VOCAB,
     "hidden_size": 48,
@@ -129,14 +128,12 @@ class Case(NamedTuple):
     """How layers are checkpointed; None: not."""
 
 
-def cases(count: int, full: bool) -> list[Case]:
-    """All, or of a number of ranks one kind of sequence for every family, each kind and each way of checkpointing in
-    turn; of one rank every third family's."""
-    every = [Case(*case) for case in product(FAMILIES, SEQUENCES, (None, False, True))]
-    if full:
-        return every
-    places = list(enumerate(FAMILIES))[:: 3 if count == 1 else 1]
-    return [Case(family, SEQUENCES[(i + count) % 4], (None, False, True)[(i + count) % 3]) for i, family in places]
+def every_day(count: int, case: Case) -> bool:
+    """Whether a case is one of those of every day: on a number of ranks one kind of sequence for every family, each
+    kind and each way of checkpointing in turn; on one rank of every third family."""
+    i = list(FAMILIES).index(case.family)
+    turn = case.kind == SEQUENCES[(i + count) % 4] and case.reentrant == CHECKPOINTING[(i + count) % 3]
+    return turn and (count > 1 or i % 3 == 0)
 
 
 def build(family: str, **changes: Any) -> nn.Module:
@@ -226,10 +223,9 @@ def summed(model: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def compared(seed: int, case: Case, ctx: sp.SequenceParallel, attention: str | None = None, **options: Any) -> None:
+def compared(case: Case, attention: str | None = None, options: dict[str, Any] | None = None) -> None:
     """Loss, all gradients, and how many all-to-alls there are: two a module in which tokens meet, and direction."""
-    faulthandler.dump_traceback_later(TIME_LIMIT, exit=True)
-    torch.manual_seed(seed)
+    ctx = context()
     one, batch = build(case.family), batch_of_kind(case.kind)
     many = copy.deepcopy(one)
     loss, gradients = by_first_rank(one_by_one, one, batch)
@@ -258,7 +254,6 @@ def compared(seed: int, case: Case, ctx: sp.SequenceParallel, attention: str | N
         assert len(traffic.sent) - forward == expected, f"{case}: {len(traffic.sent) - forward} in the backward"
     if ctx.size > 1:
         assert traffic.sent[:2] == [sum(sizes) for sizes in sent_by(case.family, ctx, ours.dtype.itemsize, batch)], case
-    print(f"rank {ctx.rank}: {case.family} {case.kind} {case.reentrant} {options} {attention or ''} equal", flush=True)
 
 
 def is_attention(module: nn.Module) -> bool:
@@ -306,75 +301,49 @@ SENT = {  # heads, groups of heads, elements that a token sends to a head and to
 } | dict.fromkeys(("nemotron_h", "mamba2", "bamba", "granitemoehybrid", "falcon_h1", "zamba2"), mamba)
 
 
-def families(full: str = "") -> None:
-    """All that is here; of what does not differ from number to number of ranks, two ranks all."""
-    ctx = sp.initialize(dist.get_world_size())
-    for i, case in enumerate(cases(ctx.size, bool(full))):
-        compared(i, case, ctx)
-    if ctx.size == 2:
-        for family in ("qwen3_5", "nemotron_h", "gpt_oss", "deepseek_v3"):
-            compared(0, Case(family, "packed", False), ctx, layer=True)
-        install()
-        AttentionInterface.register("flex_attention", flex_with_sinks)
-        for attention, kind in product(("flash_attention_3", "flex_attention"), ("packed", "padded")):
-            compared(0, Case("gpt_oss", kind, False), ctx, attention)
-        halves(ctx)
-        memory(ctx, measured(bool(full)))
-    if ctx.size > 1:
-        balance(ctx)
-    if ctx.size == 2:
-        kernels(ctx)  # the last: they stay
+def with_sinks(attention: str, kind: str) -> None:
+    """Attentions that a CPU lacks, of a model with sinks."""
+    install()
+    AttentionInterface.register("flex_attention", flex_with_sinks)
+    compared(Case("gpt_oss", kind, False), attention)
 
 
 BALANCED = (("qwen3_moe", {}, False), ("qwen3_moe", {}, True), ("mixtral", {}, False))
 
 
-def balance(ctx: sp.SequenceParallel) -> None:
+def balance(arch: str, shape: dict, tiled: bool, kind: str) -> None:
     """The loss that balances experts, of all ranks' tokens but padding, as one process has it."""
-    for i, ((arch, shape, tiled), kind) in enumerate(product(BALANCED, SEQUENCES)):
-        torch.manual_seed(i)
-        one = build_tiny(arch, router_aux_loss_coef=0.1, **shape)
-        many, batch = copy.deepcopy(one), batch_of_kind(kind) | {"output_router_logits": True}
-        loss, gradients = by_first_rank(loss_and_gradients, one, **batch)
-        expected = by_first_rank(lambda one=one, batch=batch: one(**batch).aux_loss.detach())
-        sp.apply_ulysses(many, ctx)
-        if tiled:
-            seqtile.apply_seqtile(many, chunk_tokens=11, check=False)
-        output = many(**sp.shard(batch, ctx))
-        ours = sp.reduce_loss(output.loss, ctx)
-        ours.backward()
-        assert relative_error(output.aux_loss, expected) <= 1e-5 and relative_error(ours.detach(), loss) <= 1e-5
-        for name, gradient in summed(many).items():
-            assert relative_error(gradient, gradients[name]) <= 1e-5, f"{arch}, {kind}: {name}"
-        print(f"rank {ctx.rank}: {arch} {tiled} {kind} balanced", flush=True)
+    ctx, one = context(), build_tiny(arch, router_aux_loss_coef=0.1, **shape)
+    many, batch = copy.deepcopy(one), batch_of_kind(kind) | {"output_router_logits": True}
+    loss, gradients = by_first_rank(loss_and_gradients, one, **batch)
+    expected = by_first_rank(lambda: one(**batch).aux_loss.detach())
+    sp.apply_ulysses(many, ctx)
+    if tiled:
+        seqtile.apply_seqtile(many, chunk_tokens=11, check=False)
+    output = many(**sp.shard(batch, ctx))
+    ours = sp.reduce_loss(output.loss, ctx)
+    ours.backward()
+    assert relative_error(output.aux_loss, expected) <= 1e-5 and relative_error(ours.detach(), loss) <= 1e-5
+    for name, gradient in summed(many).items():
+        assert relative_error(gradient, gradients[name]) <= 1e-5, name
 
 
-def memory(ctx: sp.SequenceParallel, families: Sequence[str]) -> None:
+def memory(family: str) -> None:
     """What a rank allocates, forward and backward of a layer at 8,192 tokens, is its part of what one process does."""
-    tokens = 8192
+    ctx, tokens = context(), 8192
     wide = {"hidden_size": 64, "linear_num_key_heads": 4, "linear_num_value_heads": 4, "linear_num_heads": 4}
     wide |= {"mamba_num_heads": 8, "n_groups": 4, "chunk_size": 128}
-    for family in families:
-        torch.manual_seed(0)
-        own = {name: value for name, value in wide.items() if name == "hidden_size" or name in FAMILIES[family][1]}
-        model = build(family, **own | ({"linear_num_heads": 4} if family == "kimi_linear" else {})).requires_grad_(
-            False
-        )
-        layer = next(x for x in model.modules() if type(x).__name__ in MIXERS[family])
-        whole = peak_of(layer, torch.randn(1, tokens, 64))
-        layer.forward = Recurrence(layer)
-        local = tokens // ctx.size
-        layout = Layout(ctx, local, (((0, tokens),),), "sdpa")
-        exchanged = 2 * 4 * local * 64 if family == "lfm2" else 0  # in and out, which beside a recurrence weigh nothing
-        steps = 10 if exchanged else 1  # now and then gloo's thread keeps what was exchanged a moment longer
-        ours = min(peak_of(layer, torch.randn(1, local, 64), ulysses_layout=layout) for _ in range(steps))
-        assert ours <= 1.05 * whole / ctx.size + exchanged, f"{family}: {ours}, of {whole}"
-        print(f"rank {ctx.rank}: {family} {ours / whole:.3f} of the memory", flush=True)
-
-
-def measured(full: bool) -> list[str]:
-    """Kimi's recurrence takes half a minute on a CPU."""
-    return [family for family in MIXERS if full or family != "kimi_linear"]
+    own = {name: value for name, value in wide.items() if name == "hidden_size" or name in FAMILIES[family][1]}
+    model = build(family, **own | ({"linear_num_heads": 4} if family == "kimi_linear" else {})).requires_grad_(False)
+    layer = next(x for x in model.modules() if type(x).__name__ in MIXERS[family])
+    whole = peak_of(layer, torch.randn(1, tokens, 64))
+    layer.forward = Recurrence(layer)
+    local = tokens // ctx.size
+    layout = Layout(ctx, local, (((0, tokens),),), "sdpa")
+    exchanged = 2 * 4 * local * 64 if family == "lfm2" else 0  # in and out, which beside a recurrence weigh nothing
+    steps = 10 if exchanged else 1  # now and then gloo's thread keeps what was exchanged a moment longer
+    ours = min(peak_of(layer, torch.randn(1, local, 64), ulysses_layout=layout) for _ in range(steps))
+    assert ours <= 1.05 * whole / ctx.size + exchanged, f"{ours}, of {whole}"
 
 
 MIXERS = {
@@ -392,9 +361,9 @@ def peak_of(layer: nn.Module, x: torch.Tensor, **options: Any) -> int:
     return live.peak
 
 
-def halves(ctx: sp.SequenceParallel) -> None:
+def halves() -> None:
     """In bfloat16, decays stay float32 on the wire, and what arrives is what was sent."""
-    torch.manual_seed(0)
+    ctx = context()
     one, batch = build("qwen3_next").bfloat16(), batch_of_kind("plain")
     for module in one.modules():
         if hasattr(module, "A_log"):
@@ -412,7 +381,6 @@ def halves(ctx: sp.SequenceParallel) -> None:
     share = rank_heads(1 - ctx.rank, 2, heads, groups, 96)
     local = 48 * 2
     assert traffic.sent[0] == local * (width(share.q) * a_head + width(share.kv) * a_group)
-    print(f"rank {ctx.rank}: halves equal", flush=True)
 
 
 class Kernels:
@@ -477,13 +445,11 @@ class Kernels:
         return mamba_chunk_scan_combined
 
 
-def kernels(ctx: sp.SequenceParallel) -> None:
+def kernels(family: str) -> None:
     """Where kernels are installed they are called as their packages define them, and by the lengths of documents."""
-    for family in ("qwen3_5", "nemotron_h"):
-        found = Kernels()
-        found.install(sys.modules[type(build(family)).__module__])
-        for kind in ("plain", "packed", "padded"):
-            compared(0, Case(family, kind, False), ctx)
-        told = 0 if family == "nemotron_h" else 2 * 2  # packed and padded, each once and in the recomputation
-        assert found.asked == told, found.asked
-    print(f"rank {ctx.rank}: kernels called", flush=True)
+    found = Kernels()
+    found.install(sys.modules[type(build(family)).__module__])
+    for kind in ("plain", "packed", "padded"):
+        compared(Case(family, kind, False))
+    told = 0 if family == "nemotron_h" else 2 * 2  # packed and padded, each once and in the recomputation
+    assert found.asked == told, found.asked

@@ -38,8 +38,7 @@ from seqtile.models.first_step import outcome_of
 from seqtile.sp.attention import ulysses_attention
 from seqtile.sp.layout import Layout
 from sp import recurrences
-from sp.cases import reducer_cases
-from sp.first_rank import by_first_rank
+from sp.first_rank import by_first_rank, context
 from tiny import batch_of, build
 
 WINDOW = 2  # batches a step
@@ -167,43 +166,37 @@ def forgotten(wrapped: nn.Module, optimizer: object, ctx: sp.SequenceParallel) -
         wrapped.backward(loss, scale_wrt_gas=False) if wrapped is optimizer else loss.backward()
 
 
-def reducers(family: str, every: str = "") -> None:
+def reducers(name: str, strategy: str, options: dict) -> None:
     """Two groups of two ranks, windows of two batches, tiled: each step leaves all parameters as one process does.
     Whole sequences are evaluated between the steps, and a share's backward raises."""
-    ctx = sp.initialize(2)
-    for name, strategy, options in reducer_cases(family, bool(every)):
-        torch.manual_seed(0)
-        one = build(name, tie_word_embeddings=False) if name == "llama" else recurrences.build(name)
-        with torch.no_grad():
-            for parameter in one.parameters():
-                parameter.mul_(0.5)  # learning rate 1 must not diverge
-        many = copy.deepcopy(one)
-        start = full(one)
-        sp.apply_ulysses(many, ctx)
-        seqtile.apply_seqtile(many, chunk_tokens=20, **options)
-        wrapped, optimizer = STRATEGIES[strategy](many)
-        for step, tolerance in enumerate((1e-5, 1e-4)):  # the second step begins where the first one's error left it
-            if step == 1:
-                evaluated_whole(one, many, wrapped, ctx)
-            theirs, updated = by_first_rank(by_one_process, one, ctx.data_parallel_size, step)
-            one.load_state_dict(updated)
-            ours = by_many(wrapped, optimizer, step, ctx)
-            assert abs(ours - theirs) <= 1e-5 * theirs, f"{strategy}: loss {ours}, expected {theirs}"
-            weights = full(many)
-            for part, weight in full(one).items():
-                moved = weight - start[part]
-                factor = (weights[part] - start[part]).norm() / moved.norm()
-                error = (weights[part] - weight).norm()
-                allowed = tolerance * moved.norm() + 2**-23 * weight.norm()  # each weight is rounded once
-                assert error <= allowed, (
-                    f"{name}, {strategy}: of {part} {error:.1e} off {moved.norm():.1e}, x {factor:.3f}"
-                )
-        outcome = outcome_of(many)
-        assert "up to rounding" in str(outcome), f"{name}, {strategy}: {outcome}"
-        forgotten(wrapped, optimizer, ctx)
-        if wrapped is optimizer:
-            wrapped.destroy()
-        print(f"rank {dist.get_rank()}: {name} {strategy} {options} equal", flush=True)
+    ctx = context(2)
+    one = build(name, tie_word_embeddings=False) if name == "llama" else recurrences.build(name)
+    with torch.no_grad():
+        for parameter in one.parameters():
+            parameter.mul_(0.5)  # learning rate 1 must not diverge
+    many = copy.deepcopy(one)
+    start = full(one)
+    sp.apply_ulysses(many, ctx)
+    seqtile.apply_seqtile(many, chunk_tokens=20, **options)
+    wrapped, optimizer = STRATEGIES[strategy](many)
+    for step, tolerance in enumerate((1e-5, 1e-4)):  # the second step begins where the first one's error left it
+        if step == 1:
+            evaluated_whole(one, many, wrapped, ctx)
+        theirs, updated = by_first_rank(by_one_process, one, ctx.data_parallel_size, step)
+        one.load_state_dict(updated)
+        ours = by_many(wrapped, optimizer, step, ctx)
+        assert abs(ours - theirs) <= 1e-5 * theirs, f"loss {ours}, expected {theirs}"
+        weights = full(many)
+        for part, weight in full(one).items():
+            moved = weight - start[part]
+            factor = (weights[part] - start[part]).norm() / moved.norm()
+            error = (weights[part] - weight).norm()
+            allowed = tolerance * moved.norm() + 2**-23 * weight.norm()  # each weight is rounded once
+            assert error <= allowed, f"of {part} {error:.1e} off {moved.norm():.1e}, x {factor:.3f}"
+    assert "up to rounding" in str(outcome_of(many))
+    forgotten(wrapped, optimizer, ctx)
+    if wrapped is optimizer:
+        wrapped.destroy()
 
 
 def refusals() -> None:
@@ -225,7 +218,6 @@ def refusals() -> None:
     with pytest.raises(ValueError, match="DeviceMesh of one dimension"):
         sp.initialize(mesh=mesh)
 
-    torch.manual_seed(0)  # the ranks' batch
     model, batch = build("llama"), batch_of(1, 60)
     for function in (lambda model: sp.apply_ulysses(model, ctx), sp.restore):
         with pytest.raises(TypeError, match=r"a Hugging Face model, got a DistributedDataParallel; .*module"):
@@ -308,7 +300,6 @@ def refusals() -> None:
     assert copied(**batch).loss.isfinite(), "whole again"
     sp.restore(model)
     assert model.config._attn_implementation == "sdpa" and model.generate(batch["input_ids"], max_new_tokens=3).numel()
-    print(f"rank {rank}: refused what it must", flush=True)
 
 
 def refused_recurrences(ctx: sp.SequenceParallel) -> None:
@@ -351,6 +342,7 @@ def keep(hidden_states: torch.Tensor, **_: object) -> tuple[torch.Tensor, None]:
 
 def death() -> None:
     """A step of all ranks, then one without rank 1."""
+    dist.init_process_group("gloo")
     ctx = sp.initialize(3)
     torch.manual_seed(0)
     model = build("llama")

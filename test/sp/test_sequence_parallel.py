@@ -1,115 +1,185 @@
 """One sequence over several real processes, against one process that has it whole."""
 
-import re
-from pathlib import Path
+from collections.abc import Callable, Iterator
+from itertools import product
 
 import pytest
 
 from launch import ended, ranks
+from sp import loading, misuse, mixed_precision, post_training, recurrences, steps, trainer, worker
 from sp.cases import REDUCERS, attention_cases, layer_cases, on_ranks, reducer_cases
-from sp.misuse import MIXED_UP
-from sp.mixed_precision import CASES as MIXED
-from sp.recurrences import BALANCED, FAMILIES, SEQUENCES, cases, measured
-from sp.steps import NOT_SPREAD
-from sp.trainer import MODELS
+from support.pool import Pool
 
-WORKER = "sp.worker:main"
+pytestmark = pytest.mark.dist
+OF_TWO, OF_FOUR = (pytest.mark.parametrize("pool", [count], indirect=True) for count in (2, 4))
+FULL = pytest.mark.full("of a product, of which every day has each value with each number of ranks")
 
 
-@pytest.mark.dist
-@pytest.mark.parametrize("count", [1, 2, 4])
-def test_attention(count: int, full: bool) -> None:
+def each_on_ranks(cases: list[tuple], counts: tuple[int, ...] = (1, 2, 4)) -> Callable:
+    """Cases that begin with their name and their kind of sequence, each on each number of ranks."""
+    found = []
+    for count in counts:
+        every_day = on_ranks(count, cases)
+        for i, case in enumerate(cases):
+            marks = () if case in every_day else FULL
+            found.append(pytest.param(count, i, case, marks=marks, id=f"{count}-{case[0]}-{case[1]}"))
+    return pytest.mark.parametrize(("pool", "i", "case"), found, indirect=["pool"])
+
+
+@each_on_ranks(attention_cases())
+def test_attention(pool: Pool, i: int, case: tuple) -> None:
     """Loss and gradients, of every kind of heads and of sequence; how many all-to-alls there are."""
-    output = ranks(count, WORKER, "attention", "full" if full else "")
-    products = (attention_cases(), layer_cases())
-    expected = [case for product in products for case in (product if full else on_ranks(count, product))]
-    cases = [f"rank {rank}: {case} {kind} equal" for rank in range(count) for case, kind, *_ in expected]
-    assert [case for case in cases if case not in output] == []
+    pool.run(worker.attention, i, *case)
 
 
-@pytest.mark.dist
-@pytest.mark.parametrize("family", REDUCERS)
-def test_reducers(family: str, full: bool) -> None:
+@each_on_ranks([case for case in attention_cases() if case[2] in ("gemma2", "gemma3_text", "phi3")])
+def test_layers_in_chunks(pool: Pool, i: int, case: tuple) -> None:
+    """Layers that run in chunks around their attention."""
+    pool.run(worker.layer_in_chunks, i, *case)
+
+
+@each_on_ranks(layer_cases())
+def test_whole_layers(pool: Pool, i: int, case: tuple) -> None:
+    pool.run(worker.whole_layer, i, *case)
+
+
+@pytest.mark.parametrize("pool", [1, 2, 4], indirect=True)
+def test_positions_of_three_axes(pool: Pool) -> None:
+    pool.run(worker.axes)
+
+
+def reducers() -> Iterator:
+    for family in REDUCERS:
+        for name, strategy, options, every_day in reducer_cases(family):
+            marks = () if every_day else pytest.mark.full("4 s each; every day one reducer of each model")
+            identity = "-".join([name, strategy, *(f"{key} {value}" for key, value in options.items())])
+            yield pytest.param((4, family != "torch"), (name, strategy, options), marks=marks, id=identity)
+
+
+@pytest.mark.parametrize(("pool", "case"), reducers(), indirect=["pool"])
+def test_reducers(pool: Pool, case: tuple) -> None:
     """Two groups of two ranks, accumulating over batches of unequal labels, under every reducer of gradients."""
-    output = ranks(4, WORKER, "reducers", family, "full" if full else "")
-    expected = reducer_cases(family, full)
-    cases = [f"rank {rank}: {model} {how} {options} equal" for rank in range(4) for model, how, options in expected]
-    assert [case for case in cases if case not in output] == []
+    pool.run(steps.reducers, *case, leaves_traces=case[1].startswith("zero3"))
 
 
-@pytest.mark.dist
-def test_mixed_precision() -> None:
+@OF_TWO
+@pytest.mark.parametrize(("i", "case"), enumerate(mixed_precision.CASES))
+def test_mixed_precision(pool: Pool, i: int, case: tuple) -> None:
     """FSDP2 that casts parameters, and by its default the arguments of every layer."""
-    output = ranks(2, WORKER, "mixed_precision")
-    expected = [f"rank {rank}: {' '.join(map(str, case))} in bfloat16" for rank in range(2) for case in MIXED]
-    assert [line for line in expected if line not in output] == []
+    pool.run(mixed_precision.mixed_precision, i, *case)
 
 
-@pytest.mark.dist
-def test_post_training() -> None:
+@OF_TWO
+@pytest.mark.parametrize("loss", [post_training.grpo, post_training.dpo, post_training.distillation])
+def test_post_training(pool: Pool, loss: Callable) -> None:
     """Losses of policy gradients, of preferences and of distillation over documents packed in one row."""
-    output = ranks(2, WORKER, "post_training")
-    expected = [f"rank {rank}: {loss} equal" for rank in range(2) for loss in ("grpo", "dpo", "distillation")]
-    assert [line for line in expected if line not in output] == []
+    pool.run(post_training.post_training, loss)
 
 
-@pytest.mark.dist
-@pytest.mark.parametrize("count", [1, 2, 4])
-def test_families(count: int, full: bool) -> None:
-    """Recurrences, convolutions, sinks and latent attention: loss, gradients, all-to-alls and what the first sends; in
-    bfloat16, by kernels, the memory of a rank; the loss that balances experts."""
-    output = ranks(count, WORKER, "families", "full" if full else "")
-    expected = [f"{family} {kind} {reentrant} {{}}  equal" for family, kind, reentrant in cases(count, full)]
-    if count == 2:
-        expected += ["halves equal", "kernels called", *(f"{family} 0." for family in measured(full))]
-    if count > 1:
-        expected += [f"{arch} {tiled} {kind} balanced" for arch, _, tiled in BALANCED for kind in SEQUENCES]
-    assert [case for case in expected for rank in range(count) if f"rank {rank}: {case}" not in output] == []
+def families() -> Iterator:
+    """Each family in turn with all kinds of sequence, with each way of checkpointing, on each number of ranks."""
+    for count, *values in product((1, 2, 4), recurrences.FAMILIES, recurrences.SEQUENCES, recurrences.CHECKPOINTING):
+        case = recurrences.Case(*values)
+        marks = () if recurrences.every_day(count, case) else FULL
+        yield pytest.param(count, case, marks=marks, id=f"{count}-{case.family}-{case.kind}-{case.reentrant}")
 
 
-def test_the_pages_table() -> None:
-    """docs/sequence-parallelism.md lists the families that are tested, and those that are refused."""
-    page = (Path(__file__).parents[2] / "docs" / "sequence-parallelism.md").read_text()
-    section = page.partition("## Recurrences")[2].partition("\n## ")[0]
-    listed = [
-        name for row in re.findall(r"^\| (`.*?) \|", section, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)
-    ]
-    assert sorted(listed) == sorted({model_type for model_type, _ in FAMILIES.values()})
-    refused = re.findall(r"`(\w+)`", section.partition("Refused, by the class's name:")[2])
-    assert refused and set(refused) <= {config.model_type for _, config, _ in NOT_SPREAD}
+@pytest.mark.parametrize(("pool", "case"), families(), indirect=["pool"])
+def test_families(pool: Pool, case: recurrences.Case) -> None:
+    """Recurrences, convolutions, sinks and latent attention: loss, gradients, all-to-alls and what the first sends."""
+    pool.run(recurrences.compared, case)
 
 
-@pytest.mark.dist
-def test_refusals() -> None:
-    output = ranks(2, WORKER, "refusals")
-    assert all(f"rank {rank}: refused what it must" in output for rank in range(2))
+@OF_TWO
+@pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h", "gpt_oss", "deepseek_v3"])
+def test_families_with_whole_layers(pool: Pool, family: str) -> None:
+    pool.run(recurrences.compared, recurrences.Case(family, "packed", False), None, {"layer": True})
 
 
-@pytest.mark.dist
-def test_batches_that_are_not_the_shards_of_one() -> None:
+@OF_TWO
+@pytest.mark.parametrize("kind", ["packed", "padded"])
+@pytest.mark.parametrize("attention", ["flash_attention_3", "flex_attention"])
+def test_sinks(pool: Pool, attention: str, kind: str) -> None:
+    pool.run(recurrences.with_sinks, attention, kind)
+
+
+@OF_TWO
+def test_families_in_bfloat16(pool: Pool) -> None:
+    pool.run(recurrences.halves)
+
+
+@OF_TWO
+@pytest.mark.parametrize(
+    "family",
+    [
+        pytest.param(family, marks=pytest.mark.full("half a minute") if family == "kimi_linear" else ())
+        for family in recurrences.MIXERS
+    ],
+)
+def test_memory_of_a_rank(pool: Pool, family: str) -> None:
+    pool.run(recurrences.memory, family)
+
+
+@pytest.mark.parametrize("pool", [2, 4], indirect=True)
+@pytest.mark.parametrize("kind", recurrences.SEQUENCES)
+@pytest.mark.parametrize(("arch", "shape", "tiled"), recurrences.BALANCED)
+def test_balance(pool: Pool, arch: str, shape: dict, tiled: bool, kind: str) -> None:
+    """The loss that balances experts."""
+    pool.run(recurrences.balance, arch, shape, tiled, kind)
+
+
+@OF_TWO
+@pytest.mark.parametrize("family", ["qwen3_5", "nemotron_h"])
+def test_kernels(pool: Pool, family: str) -> None:
+    pool.run(recurrences.kernels, family, leaves_traces=True)
+
+
+@OF_TWO
+def test_refusals(pool: Pool) -> None:
+    """Each on every rank, with nothing changed, and with none that waits for another."""
+    pool.run(steps.refusals)
+
+
+@OF_TWO
+@pytest.mark.parametrize("name", misuse.MIXED_UP)
+def test_batches_that_are_not_the_shards_of_one(pool: Pool, name: str) -> None:
     """Whole sequences, other samples, entries that were dropped: refused by every rank, and none waits."""
-    output = ranks(2, WORKER, "batches")
-    cases = [f"rank {rank}: {case} refused" for rank in range(2) for case in MIXED_UP]
-    assert [case for case in cases if case not in output] == []
+    pool.run(misuse.mixed_up, name)
 
 
-@pytest.mark.dist
-def test_losses_that_are_not_reduced() -> None:
-    output = ranks(2, WORKER, "losses")
-    assert all(f"rank {rank}: losses noticed" in output for rank in range(2))
+@OF_TWO
+@pytest.mark.parametrize("case", [misuse.by_hand, misuse.after_a_failure, misuse.reduced_twice])
+def test_batches_and_losses(pool: Pool, case: Callable[[], None]) -> None:
+    pool.run(case)
 
 
-@pytest.mark.dist
-def test_loader() -> None:
+@OF_TWO
+def test_batches_that_are_cut_twice(pool: Pool) -> None:
+    pool.run(misuse.cut_twice, leaves_traces=True)  # Accelerate's state
+
+
+@OF_TWO
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_losses_that_are_not_reduced(pool: Pool, reentrant: bool | None) -> None:
+    pool.run(misuse.losses, reentrant)
+
+
+@OF_FOUR
+@pytest.mark.parametrize("kind", ["sampler", "generator", "random state"])
+def test_loader(pool: Pool, kind: str) -> None:
     """Ranks that draw different samples, two groups of two."""
-    output = ranks(4, WORKER, "loader")
-    assert all(f"rank {rank}: loaded" in output for rank in range(4))
+    pool.run(loading.epochs_of, kind)
 
 
-@pytest.mark.dist
+@OF_FOUR
+@pytest.mark.parametrize("case", [loading.lengths, loading.failing, loading.parcels])
+def test_what_a_loader_says(pool: Pool, case: Callable[[], None]) -> None:
+    pool.run(case)
+
+
 def test_a_rank_that_dies() -> None:
     """The others end with an error within the process group's time limit, and none waits for ever."""
-    first, dead, last = ended(3, WORKER, "death", together=False)
+    first, dead, last = ended(3, "sp.steps:death", together=False)
     assert dead.code == 7, dead.err
     for rank in (first, last):
         assert rank.code != 0 and "RuntimeError" in rank.err, rank.err
@@ -123,15 +193,18 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> str:
     return file
 
 
-@pytest.mark.dist
-@pytest.mark.parametrize(("count", "size"), [(2, 2), (4, 2)])
-def test_trainer(count: int, size: int, one_process: str) -> None:
+@pytest.mark.parametrize(
+    ("pool", "size"),
+    [pytest.param(2, 2, marks=pytest.mark.full("two groups of two ranks do all that one does")), (4, 2)],
+    indirect=["pool"],
+)
+@pytest.mark.parametrize("name", trainer.MODELS)
+def test_trainer(pool: Pool, size: int, name: str, one_process: str) -> None:
     """Three epochs, accumulating over batches of uneven labels, with PEFT too; resumed in the middle of an epoch."""
-    output = ranks(count, WORKER, "train", one_process, str(size))
-    assert all(f"rank {rank}: trained {name}\n" in output for rank in range(count) for name in MODELS)
+    pool.run(trainer.train, one_process, size, name, leaves_traces=True)
 
 
-@pytest.mark.dist
-def test_trainer_with_deepspeed(one_process: str) -> None:
-    output = ranks(4, WORKER, "train_zero3", one_process, "2")
-    assert all(f"rank {rank}: trained under ZeRO-3" in output for rank in range(4))
+@pytest.mark.full("11 s; Trainer, and ZeRO-3, are among the other cases")
+@pytest.mark.parametrize("pool", [(4, True)], indirect=True)
+def test_trainer_with_deepspeed(pool: Pool, one_process: str) -> None:
+    pool.run(trainer.train_zero3, one_process, 2, leaves_traces=True)

@@ -13,6 +13,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from seqtile import apply_seqtile, sp
 from sp import recurrences
+from sp.first_rank import context
 from tiny import build
 
 SAMPLES, EPOCHS, ACCUMULATE = 24, 3, 4
@@ -158,30 +159,28 @@ def one_process(file: str) -> None:
     torch.save(found, file)
 
 
-def train(file: str, size: str) -> None:
+def train(file: str, size: int, name: str) -> None:
     """Every update is that of one process, resumed in the middle of an epoch too."""
-    ctx = sp.initialize(int(size))
-    expected = torch.load(file)
-    for name, (losses, evaluated, weights) in expected.items():
-        shared = [tempfile.mkdtemp()]
-        dist.broadcast_object_list(shared)
-        accumulate = ACCUMULATE // ctx.data_parallel_size
-        run, recorded = trainer(shared[0], name, accumulate, ctx, ddp_backend="gloo")
-        start = weights_of(run.model)
-        run.train()
-        check(recorded.weights, weights, start, losses_of(run), losses)
-        for batch_size, loss in evaluated.items():
-            if SAMPLES % (batch_size * ctx.data_parallel_size) == 0 or ctx.data_parallel_size == 1:
-                assert abs(evaluate(run, batch_size) / loss - 1) <= 1e-5, f"evaluated by {batch_size}"
-        resumed, again = trainer(shared[0], name, accumulate, ctx, ddp_backend="gloo")
-        resumed.train(resume_from_checkpoint=f"{shared[0]}/checkpoint-8")  # epochs have six updates
-        check(again.weights, weights[8:], start, losses_of(resumed), losses)
-        print(f"rank {dist.get_rank()}: trained {name}", flush=True)
+    ctx = context(size)
+    losses, evaluated, weights = torch.load(file)[name]
+    shared = [tempfile.mkdtemp()]
+    dist.broadcast_object_list(shared)
+    accumulate = ACCUMULATE // ctx.data_parallel_size
+    run, recorded = trainer(shared[0], name, accumulate, ctx, ddp_backend="gloo")
+    start = weights_of(run.model)
+    run.train()
+    check(recorded.weights, weights, start, losses_of(run), losses)
+    for batch_size, loss in evaluated.items():
+        if SAMPLES % (batch_size * ctx.data_parallel_size) == 0 or ctx.data_parallel_size == 1:
+            assert abs(evaluate(run, batch_size) / loss - 1) <= 1e-5, f"evaluated by {batch_size}"
+    resumed, again = trainer(shared[0], name, accumulate, ctx, ddp_backend="gloo")
+    resumed.train(resume_from_checkpoint=f"{shared[0]}/checkpoint-8")  # epochs have six updates
+    check(again.weights, weights[8:], start, losses_of(resumed), losses)
 
 
-def train_zero3(file: str, size: str) -> None:
+def train_zero3(file: str, size: int) -> None:
     """Under DeepSpeed, as Trainer starts it."""
-    ctx = sp.initialize(int(size))
+    ctx = context(size)
     losses, _, weights = torch.load(file)["llama"]
     config = {
         "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
@@ -198,7 +197,6 @@ def train_zero3(file: str, size: str) -> None:
         start = weights_of(run.model)
         run.train()
     check(recorded.weights, weights, start, losses_of(run), losses)
-    print(f"rank {dist.get_rank()}: trained under ZeRO-3", flush=True)
 
 
 def check(

@@ -1,12 +1,7 @@
-"""One rank of a group: trains spread over the ranks and in one process, and compares.
-
-It is asked for attention FULL | reducers FAMILY | refusals | batches | losses | loader | death | post_training |
-mixed_precision | families FULL | train FILE SIZE | train_zero3 FILE SIZE.
-"""
+"""What a rank does to compare attention over the ranks with one process's."""
 
 import copy
-import faulthandler
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,11 +13,9 @@ from assertions import relative_error
 from seqtile import sp
 from seqtile.models.layer import groups_of
 from sp.attentions import install
-from sp.cases import QWEN2_VL, WRAPPED, attention_cases, batch_of_kind, layer_cases, on_ranks
-from sp.first_rank import by_first_rank
+from sp.cases import QWEN2_VL, WRAPPED, batch_of_kind
+from sp.first_rank import by_first_rank, context
 from tiny import build, checkpointing, loss_and_gradients
-
-TIME_LIMIT = 120  # seconds a case: ranks that wait for each other end with a traceback of where
 
 
 class Collectives:
@@ -60,11 +53,10 @@ class Spread(NamedTuple):
     recomputes: bool
 
 
-def compared(
-    i: int, case: str, kind: str, arch: str, shape: dict, ctx: sp.SequenceParallel, **options: object
-) -> Spread:
+def compared(i: int, case: str, kind: str, arch: str, shape: dict, **options: object) -> Spread:
     """The i-th case's step in one process and over the ranks, there with `options` applied: same loss and gradients."""
-    faulthandler.dump_traceback_later(TIME_LIMIT, exit=True)
+    install()
+    ctx = context()
     torch.manual_seed(i)
     one = build(arch, **shape)
     many = copy.deepcopy(one)
@@ -85,50 +77,38 @@ def compared(
     for name, gradient in averaged(many).items():
         error = relative_error(gradient, gradients[name])
         assert error <= 1e-5, f"{case}, {kind}: {name} is {error:.1e} off"
-    print(f"rank {ctx.rank}: {case} {kind} equal", flush=True)
     return Spread(many, forward, count.calls - forward, reentrant is not None)
 
 
-def attention(full: str) -> None:
-    """Loss and gradients of every kind of heads and of sequence; two all-to-alls a layer and direction."""
-    install()
-    ctx = sp.initialize(dist.get_world_size())
-    for i, case in enumerate(attention_cases() if full else on_ranks(ctx.size, attention_cases())):
-        spread = compared(i, *case, ctx)
-        layers = spread.model.config.num_hidden_layers
-        assert spread.forward == 2 * layers, f"{case}: {spread.forward} all-to-alls in the forward"
-        assert spread.backward == (4 if spread.recomputes else 2) * layers, f"{case}: {spread.backward} in the backward"
-    whole_layers(ctx, full)
-    layers_of_other_shapes(ctx)
-    axes(ctx)
+def attention(i: int, *case: Any, **options: object) -> None:
+    """Loss and gradients of a kind of heads and of sequence; two all-to-alls a layer and direction."""
+    spread = compared(i, *case, **options)
+    layers = spread.model.config.num_hidden_layers
+    assert spread.forward == 2 * layers, f"{spread.forward} all-to-alls in the forward"
+    assert spread.backward == (4 if spread.recomputes else 2) * layers, f"{spread.backward} in the backward"
 
 
-def whole_layers(ctx: sp.SequenceParallel, full: str) -> None:
+def layer_in_chunks(i: int, *case: Any) -> None:
+    """The same with layers that run in chunks around their attention."""
+    attention(i, *case, layer=True)
+
+
+def whole_layer(i: int, name: str, kind: str, arch: str, shape: dict, groups: int | str | None, repeats: bool) -> None:
     """The same with whole layers tiled, attention by groups of heads: each group is sent before it is waited for."""
-    for i, (*case, groups, repeats) in enumerate(layer_cases() if full else on_ranks(ctx.size, layer_cases())):
-        spread = compared(i, *case, ctx, layer=True, head_groups=groups)
-        config = spread.model.config
-        found = groups_of(spread.model.model.layers[0].self_attn, groups, ctx.size) or 1
-        if not repeats and config.num_attention_heads // found >= ctx.size:  # else ranks share a head's queries
-            attentions = found * config.num_hidden_layers
-            once = 2 if found == 1 else 3  # back and there; for groups there once more
-            assert spread.forward == 2 * attentions, f"{case}: {spread.forward} all-to-alls in the forward"
-            assert spread.backward == (once + 2 * spread.recomputes) * attentions, f"{case}: {spread.backward}"
+    size = context().size
+    spread = compared(i, name, kind, arch, shape, layer=True, head_groups=groups)
+    config = spread.model.config
+    found = groups_of(spread.model.model.layers[0].self_attn, groups, size) or 1
+    if not repeats and config.num_attention_heads // found >= size:  # else ranks share a head's queries
+        attentions = found * config.num_hidden_layers
+        once = 2 if found == 1 else 3  # back and there; for groups there once more
+        assert spread.forward == 2 * attentions, f"{spread.forward} all-to-alls in the forward"
+        assert spread.backward == (once + 2 * spread.recomputes) * attentions, f"{spread.backward} in the backward"
 
 
-def layers_of_other_shapes(ctx: sp.SequenceParallel) -> None:
-    """The same with layers that are called around their attention: two all-to-alls a layer and direction."""
-    others = [case for case in attention_cases() if case[2] in ("gemma2", "gemma3_text", "phi3")]
-    for i, case in enumerate(on_ranks(ctx.size, others)):
-        spread = compared(i, *case, ctx, layer=True)
-        layers = spread.model.config.num_hidden_layers
-        assert spread.forward == 2 * layers, f"{case}: {spread.forward} all-to-alls in the forward"
-        assert spread.backward == (4 if spread.recomputes else 2) * layers, f"{case}: {spread.backward} in the backward"
-
-
-def axes(ctx: sp.SequenceParallel) -> None:
+def axes() -> None:
     """Multimodal positions [3, B, S]: an image of 16 tokens in the text, its embeddings merged already."""
-    torch.manual_seed(0)
+    ctx = context()
     one = Qwen2VLForConditionalGeneration(Qwen2VLConfig(text_config=QWEN2_VL, vision_config={"depth": 1})).train()
     batch = batch_of_kind("plain")
     embedded = 4 * torch.randn(1, batch.pop("input_ids").shape[1], QWEN2_VL["hidden_size"])
@@ -148,23 +128,3 @@ def axes(ctx: sp.SequenceParallel) -> None:
             dist.all_reduce(parameter.grad)
             error = relative_error(parameter.grad / ctx.size, gradients[name])
             assert error <= 1e-5, f"three axes: {name} is {error:.1e} off"
-
-
-def main(what: str, *arguments: str) -> None:
-    if what == "train_zero3" or (what == "reducers" and arguments[0].startswith("zero")):
-        import deepspeed
-
-        deepspeed.init_distributed("gloo")
-    else:
-        dist.init_process_group("gloo")
-    if what == "attention":
-        attention(*arguments)
-    else:
-        from sp import loading, misuse, mixed_precision, post_training, recurrences, steps, trainer
-
-        rooms = {"batches": misuse, "losses": misuse, "loader": loading, "train": trainer, "train_zero3": trainer}
-        rooms |= {"post_training": post_training, "families": recurrences, "mixed_precision": mixed_precision}
-        room = rooms.get(what, steps)
-        getattr(room, what)(*arguments)
-    dist.barrier()
-    dist.destroy_process_group()

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from seqtile.sp.all_to_all import AllToAll, Rows
 from seqtile.sp.balance import Balance
@@ -43,8 +43,6 @@ class Layout:
         """The modules that have attended, by id."""
         self.convolution: Any = None
         """What a recurrent layer's convolution was called with, until its rule is."""
-        self.owner: nn.Module | None = None
-        """The module whose forward this is made for; this and what follows is for the hooks of apply.py."""
         self.position_ids: Tensor | None = None
         """This rank's, which a model without attention does not hand on to its base model."""
         self.mask: Tensor | None = None

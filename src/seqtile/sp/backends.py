@@ -58,23 +58,21 @@ class LocalAttention(NamedTuple):
     def compute(self, q: Tensor, k: Tensor, v: Tensor, mask: Any = None, **others: Any) -> Tensor:
         """Calls it as Hugging Face does. q [B, h, n, K], k and v [B, kv, m, K] to [B, n, h, K]."""
         name = self.layout.implementation
-        eager = name == "eager"  # in no registry; Gemma 2's has all options
-        function = _eager_of(self) if eager else ALL_ATTENTION_FUNCTIONS[name]
-        config = _Overridden(self.module.config, _attn_implementation=name)
+        function = self.eager if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
+        config = Overridden(self.module.config, _attn_implementation=name)
         groups = q.shape[1] // k.shape[1]
         own = {"sinks": self.options[SINKS]} if SINKS in self.options else {}
-        module = _Overridden(self.module, config=config, num_key_value_groups=groups, head_dim=q.shape[3], **own)
+        module = Overridden(self.module, config=config, num_key_value_groups=groups, head_dim=q.shape[3], **own)
         return function(module, q, k, v, mask, sliding_window=self.window, is_causal=True, **self.options, **others)[0]
 
+    @property
+    def eager(self) -> Callable[..., Any]:
+        """The eager attention, which is in no registry: Gemma 2's has all options but sinks; with sinks the model's."""
+        modeling = sys.modules[type(self.module).__module__] if SINKS in self.options else ARCHS["gemma2"].modeling
+        return modeling.eager_attention_forward
 
-def _eager_of(attention: LocalAttention) -> Callable[..., Any]:
-    """Returns the eager attention: Gemma 2's, which has all options but sinks; with sinks the model's own."""
-    if SINKS not in attention.options:
-        return ARCHS["gemma2"].modeling.eager_attention_forward
-    return sys.modules[type(attention.module).__module__].eager_attention_forward
 
-
-class _Overridden:
+class Overridden:
     """An object with some of its attributes replaced."""
 
     def __init__(self, original: object, **attributes: object):
@@ -157,9 +155,14 @@ def joined(parts: list[Tensor], dim: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
-def by_row(tensors: Sequence[Tensor], rows: int) -> list[Sequence[Tensor]]:
-    """Returns the tensors of each of so many rows of the batch; one alone is not split, whose gradient is copied."""
-    return [tensors] if rows == 1 else list(zip(*(x.split(len(x) // rows) for x in tensors), strict=True))
+def in_parts(tensors: Sequence[Tensor], sizes: list[int], dim: int) -> list[Sequence[Tensor]]:
+    """Returns the parts of all tensors; one alone is not split, whose gradient would be copied."""
+    return [tensors] if len(sizes) == 1 else list(zip(*(x.split(sizes, dim) for x in tensors), strict=True))
+
+
+def in_rows(tensors: Sequence[Tensor], rows: int) -> list[Sequence[Tensor]]:
+    """Returns the tensors of each of so many rows of the batch, or of all rows together for one."""
+    return in_parts(tensors, [len(tensors[0]) // rows] * rows, 0)
 
 
 def _zeros(q: Tensor, v: Tensor) -> Tensor:
@@ -170,10 +173,11 @@ def _zeros(q: Tensor, v: Tensor) -> Tensor:
 def by_masks(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor, additive: bool = False) -> Tensor:
     """Asks for block after block, with booleans or addends; rows of the batch together if they have the same
     documents."""
-    found, layout, window = [], attention.layout, attention.window
-    parted = segments(layout, attention.heads.rows, window)
-    key = ("blocks", attention.heads.rows, window, additive)
-    cut = layout.once(key, lambda: [list(blocks(of_row, window, squares=not additive)) for of_row in parted])
+    found, rows, window = [], attention.heads.rows, attention.window
+    parted = segments(attention.layout, rows, window)
+    cut = attention.layout.once(
+        ("blocks", rows, window, additive), lambda: [list(blocks(row, window, squares=not additive)) for row in parted]
+    )
 
     def of_block(block: Block, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if block.k0 == block.k1:
@@ -190,9 +194,9 @@ def by_masks(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor, additiv
             mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, torch.finfo(q.dtype).min)
         return attention.compute(q, k, v, mask[None, None])
 
-    for of_row, (q_row, k_row, v_row) in zip(cut, by_row((q, k, v), len(cut)), strict=True):
-        queries = q_row.split([block.q1 - block.q0 for block in of_row], 2)
-        parts = [of_block(block, part, k_row, v_row) for block, part in zip(of_row, queries, strict=True)]
+    for of_row, (q_row, k_row, v_row) in zip(cut, in_rows((q, k, v), len(cut)), strict=True):
+        queries = in_parts((q_row,), [block.q1 - block.q0 for block in of_row], 2)
+        parts = [of_block(block, part, k_row, v_row) for block, (part,) in zip(of_row, queries, strict=True)]
         found.append(joined(parts or [_zeros(q_row, v_row)], 1))
     return joined(found, 0)
 
@@ -202,9 +206,11 @@ def _visible(attention: LocalAttention, batch: int) -> Iterator[tuple[int, int, 
     rank's, and the segment."""
     found = segments(attention.layout, attention.heads.rows, attention.window)
     for row in range(batch):
+        at = 0
         for segment in found[row if len(found) > 1 else 0]:
             if segment.k0 < segment.k1:
-                yield row, attention.heads.place(segment.q0), segment
+                yield row, at, segment
+            at += segment.q1 - segment.q0
 
 
 def by_lengths(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -290,11 +296,10 @@ def check(attention: LocalAttention, ranks: int, q_heads: int) -> None:
     """Raises ValueError, alike on every rank, for what the wrapped attention cannot express."""
     name, window = attention.layout.implementation, attention.window
     longest = max((stop - start for row in attention.layout.documents for start, stop in row), default=0)
-    if "softcap" in attention.options and name == "sdpa":
-        raise ValueError('sdpa has no soft cap of scores, which this model has; model.set_attn_implementation("eager")')
-    if SINKS in attention.options and name == "sdpa":
-        raise ValueError('sdpa has no sinks, which this model has; model.set_attn_implementation("eager")')
-    if SINKS in attention.options and name == "eager" and "sinks" not in _eager_of(attention).__code__.co_names:
+    for option, what in (("softcap", "soft cap of scores"), (SINKS, "sinks")):
+        if option in attention.options and name == "sdpa":
+            raise ValueError(f'sdpa has no {what}, which this model has; model.set_attn_implementation("eager")')
+    if SINKS in attention.options and name == "eager" and "sinks" not in attention.eager.__code__.co_names:
         raise ValueError(
             f"the eager attention of {type(attention.module).__name__} has no sinks; leave this model whole"
         )

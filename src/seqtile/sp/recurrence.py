@@ -26,7 +26,7 @@ import torch
 from torch import Tensor, nn
 
 from seqtile.sp.all_to_all import AllToAllFunction, RankHeads
-from seqtile.sp.backends import by_row, joined, segments
+from seqtile.sp.backends import in_parts, in_rows, joined, segments
 from seqtile.sp.layout import Layout
 
 _CONVOLUTION = "causal_conv1d_fn"
@@ -253,8 +253,8 @@ def by_documents(
     spans = spans * (len(arrived[0]) // len(spans)) if in_one_call else spans
     parts = [
         (span, tensors)
-        for of_row, row in zip(spans, by_row(arrived, len(spans)), strict=True)
-        for span, *tensors in zip(of_row, *(x.split([s.q1 - s.q0 for s in of_row], 2) for x in row), strict=True)
+        for of_row, row in zip(spans, in_rows(arrived, len(spans)), strict=True)
+        for span, tensors in zip(of_row, in_parts(row, [s.q1 - s.q0 for s in of_row], 2), strict=True)
     ]
     operands = (convolve(*tensors) for span, tensors in parts if span.k0 < span.k1)
     if in_one_call and (found := list(operands)):

@@ -30,7 +30,7 @@ from seqtile.sp.attention import NAME, ulysses_attention
 from seqtile.sp.balance import Balance
 from seqtile.sp.compressed import CompressedKeys, is_latent
 from seqtile.sp.groups import SequenceParallel
-from seqtile.sp.layout import BATCH_HASH, CUTTERS, WHOLE_LENGTH, Layout, check_same_batch, layout_of
+from seqtile.sp.layout import BATCH_HASH, CUTTERS, LAYOUT, WHOLE_LENGTH, Layout, check_same_batch, layout_of
 from seqtile.sp.loss import PartialLossFunction
 from seqtile.sp.recurrence import BY_TOKEN, Recurrence, is_known, is_recurrence, mixers
 
@@ -204,7 +204,7 @@ class Applied:
             kwargs["position_ids"] = layout.position_ids
         for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"):  # of whole sequences
             kwargs.pop(name, None)
-        return args, kwargs | {"attention_mask": None, "use_cache": False, "ulysses_layout": layout}
+        return args, kwargs | {"attention_mask": None, "use_cache": False, LAYOUT: layout}
 
     def add_last_position(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Gives a rotary embedding the last position of the whole sequence besides this rank's."""
@@ -218,7 +218,7 @@ class Applied:
 
     def check_layers(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         """Raises ValueError if a layer mixed tokens in another way."""
-        if (found := len(kwargs["ulysses_layout"].attended)) < self.layers:
+        if (found := len(kwargs[LAYOUT].attended)) < self.layers:
             raise ValueError(f"{found} of {self.layers} layers attended over the whole sequence; leave it whole")
 
     def guard_loss(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:

@@ -160,11 +160,6 @@ def in_parts(tensors: Sequence[Tensor], sizes: list[int], dim: int) -> list[Sequ
     return [tensors] if len(sizes) == 1 else list(zip(*(x.split(sizes, dim) for x in tensors), strict=True))
 
 
-def in_rows(tensors: Sequence[Tensor], rows: int) -> list[Sequence[Tensor]]:
-    """Returns the tensors of each of so many rows of the batch, or of all rows together for one."""
-    return in_parts(tensors, [len(tensors[0]) // rows] * rows, 0)
-
-
 def _zeros(q: Tensor, v: Tensor) -> Tensor:
     """Returns the outputs [B, n, h, K] of queries of padding q [B, h, n, K]."""
     return q.new_zeros(len(q), q.shape[2], q.shape[1], v.shape[3])
@@ -194,7 +189,7 @@ def by_masks(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor, additiv
             mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, torch.finfo(q.dtype).min)
         return attention.compute(q, k, v, mask[None, None])
 
-    for of_row, (q_row, k_row, v_row) in zip(cut, in_rows((q, k, v), len(cut)), strict=True):
+    for of_row, (q_row, k_row, v_row) in zip(cut, in_parts((q, k, v), [len(q) // len(cut)] * len(cut), 0), strict=True):
         queries = in_parts((q_row,), [block.q1 - block.q0 for block in of_row], 2)
         parts = [of_block(block, part, k_row, v_row) for block, (part,) in zip(of_row, queries, strict=True)]
         found.append(joined(parts or [_zeros(q_row, v_row)], 1))

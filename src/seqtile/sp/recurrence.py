@@ -26,8 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from seqtile.sp.all_to_all import AllToAllFunction, RankHeads
-from seqtile.sp.backends import in_parts, in_rows, joined, segments
-from seqtile.sp.layout import Layout
+from seqtile.sp.backends import in_parts, joined, segments
+from seqtile.sp.layout import Layout, layout_in
 
 _CONVOLUTION = "causal_conv1d_fn"
 _FUSED = "mamba2_split_conv1d_scan_combined"  # a kernel of all of it, for whole sequences; None: there is no kernel
@@ -119,20 +119,11 @@ class Recurrence:
     def __deepcopy__(self, memo: dict) -> "Recurrence":
         return Recurrence(copy.deepcopy(self.module, memo))  # in whose copy it is just being put
 
-    def _layout(self, kwargs: dict[str, Any]) -> Layout:
-        if (layout := kwargs.pop("ulysses_layout", None)) is None:
-            raise ValueError(
-                f"no layout came with the tokens of {type(self.module).__name__}: call the model that sp.apply_ulysses "
-                "was given, as a whole"
-            )
-        layout.attended.add(id(self.module))
-        return layout
-
     def _convolution(
         self, hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Any = None, **kwargs: Any
     ) -> Tensor:
         """In the place of the convolution of [B, C, S]."""
-        layout = self._layout(kwargs)
+        layout = layout_in(kwargs, self.module)
         layout.convolution = Convolution(self.convolve, hidden_states, weight, bias, activation)
         if self.name is not None:
             return hidden_states
@@ -141,7 +132,7 @@ class Recurrence:
 
     def _rule(self, *args: Any, **kwargs: Any) -> Any:
         """In the place of the rule. What came by place goes on by place: kernels name their parameters otherwise."""
-        layout, rule, signature = self._layout(kwargs), RULES[self.name], inspect.signature(self.rule)
+        layout, rule, signature = layout_in(kwargs, self.module), RULES[self.name], inspect.signature(self.rule)
         options = signature.bind(*args, **kwargs).arguments
         options |= options.pop("kwargs", {})
         if wrong := [name for name in _EMPTY if options.get(name) is not None]:
@@ -251,9 +242,10 @@ def by_documents(
     each other, `compute` being told where each begins."""
     spans = segments(layout, ((0, layout.length),))
     spans = spans * (len(arrived[0]) // len(spans)) if in_one_call else spans
+    rows = in_parts(arrived, [len(arrived[0]) // len(spans)] * len(spans), 0)
     parts = [
         (span, tensors)
-        for of_row, row in zip(spans, in_rows(arrived, len(spans)), strict=True)
+        for of_row, row in zip(spans, rows, strict=True)
         for span, tensors in zip(of_row, in_parts(row, [s.q1 - s.q0 for s in of_row], 2), strict=True)
     ]
     operands = (convolve(*tensors) for span, tensors in parts if span.k0 < span.k1)

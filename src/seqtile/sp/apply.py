@@ -58,7 +58,7 @@ def apply_ulysses(model: PreTrainedModel, ctx: SequenceParallel) -> None:
     recurrent = mixers(model) if is_recurrent(model) else []
     _check(model, recurrent)
     AttentionInterface.register(NAME, ulysses_attention)
-    setattr(model, SHARDED, Applied(model, ctx, len(recurrent) or model.config.get_text_config().num_hidden_layers))
+    setattr(model, SHARDED, ShardingHooks(model, ctx, len(recurrent) or model.config.get_text_config().num_hidden_layers))
     model.set_attn_implementation(NAME)
 
 
@@ -118,7 +118,7 @@ def _check(model: PreTrainedModel, recurrent: list[nn.Module]) -> None:
         raise ValueError(f"{found[0]}, {expected}")
 
 
-class Applied:
+class ShardingHooks:
     """The hooks that are put on a model, its base model and their rotary embeddings."""
 
     def __init__(self, model: PreTrainedModel, sp_group: SequenceParallel, layers: int):

@@ -15,14 +15,14 @@ MUTANTS = (
     Mutant(
         "blocks: a window is one token wider",
         "sp/backends.py",
-        "(distance >= 0) & (distance < window)",
-        "(distance >= 0) & (distance <= window)",
+        "(distance >= 0) & (distance < reach)",
+        "(distance >= 0) & (distance <= reach)",
         DOCUMENTS,
     ),
     Mutant(
         "blocks: a causal square forgets its window",
         "sp/backends.py",
-        "self.q1 == self.k1 and (window is None or self.k1 - self.k0 <= window)",
+        "self.q1 == self.k1 and self.k1 - self.k0 <= reach",
         "self.q1 == self.k1",
         DOCUMENTS,
     ),

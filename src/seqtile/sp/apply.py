@@ -58,7 +58,8 @@ def apply_ulysses(model: PreTrainedModel, ctx: SequenceParallel) -> None:
     recurrent = mixers(model) if is_recurrent(model) else []
     _check(model, recurrent)
     AttentionInterface.register(NAME, ulysses_attention)
-    setattr(model, SHARDED, ShardingHooks(model, ctx, len(recurrent) or model.config.get_text_config().num_hidden_layers))
+    layers = len(recurrent) or model.config.get_text_config().num_hidden_layers
+    setattr(model, SHARDED, ShardingHooks(model, ctx, layers))
     model.set_attn_implementation(NAME)
 
 

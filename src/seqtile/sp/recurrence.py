@@ -240,7 +240,7 @@ def by_documents(
     """Returns [B, S, h, K] of tensors [B, h, S, K] of whole sequences, computed document by document; zeros where there
     is padding. Rows that have the same documents are computed together; `in_one_call` the documents of all rows behind
     each other, `compute` being told where each begins."""
-    spans = segments(layout, ((0, layout.length),))
+    spans = segments(layout, ((0, layout.length),), layout.length)
     spans = spans * (len(arrived[0]) // len(spans)) if in_one_call else spans
     rows = in_parts(arrived, [len(arrived[0]) // len(spans)] * len(spans), 0)
     parts = [

@@ -20,7 +20,7 @@ MUTANTS = (
         "recurrence: a state goes on into the next document",
         "sp/recurrence.py",
         "spans = segments(layout, ((0, layout.length),), layout.length)\n",
-        "spans = [[r[0]._replace(q1=r[-1].q1, k1=r[-1].q1)] for r in segments(layout, ((0, layout.length),), layout.length)]\n",
+        "spans = [[r[0]._replace(q1=r[-1].q1, k1=r[-1].q1)] for r in segments(layout, ((0, layout.length),), 2**62)]\n",
     ),
     Family(
         "recurrence: what pads is computed as a document",

@@ -9,8 +9,8 @@ a backward takes in the reverse order of the forward. With three layers, the las
 
 They wait in blocks of a `Pool`, of exactly the sizes asked for, kept for reuse. torch's own pinned allocator rounds a
 block up to a power of two: the input of a layer of 655,360 tokens of Llama-8B, 5.4 GB, would take 8.6; told not to, by
-`pinned_max_round_threshold_mb`, torch 2.13 may hand out a freed block that is too small. Here a block is a mapping of its
-own, whole pages, registered with the driver once.
+`pinned_max_round_threshold_mb`, torch 2.13 may hand out a freed block that is too small. Here a block is a mapping of
+its own, whole pages, registered with the driver once.
 """
 
 import mmap

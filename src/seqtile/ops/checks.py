@@ -86,14 +86,23 @@ def check_no_transform(op: str) -> None:
         )
 
 
-def check_logit_options(
-    op: str, logit_scale: float, softcap: float | None, temperature: float, prefix: str = ""
+def check_loss_options(
+    op: str,
+    logit_scale: float,
+    softcap: float | None,
+    temperature: float = 1.0,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    prefix: str = "",
 ) -> LossOptions:
-    """Returns what makes logits of products, if the numbers are in range; `prefix` begins the arguments' names."""
+    """Returns what makes logits of products, and a loss of them, if all are in range; `prefix` begins the names of
+    logits' arguments."""
     return LossOptions(
         check_number(op, f"{prefix or 'logit_'}scale", logit_scale, -math.inf),
         0.0 if softcap is None else check_number(op, f"{prefix}softcap", softcap, 0, above=True),
         check_number(op, "temperature", temperature, 0, above=True),
+        check_number(op, "label_smoothing", label_smoothing, 0, 1),
+        check_number(op, "z_loss", z_loss, 0),
     )
 
 

@@ -7,7 +7,7 @@ import torch
 
 from seqtile.kernels import LossOptions
 from seqtile.kernels.dispatch import divergence_
-from seqtile.ops.checks import check_device, check_logit_options, check_mask, check_number, check_reduction
+from seqtile.ops.checks import check_device, check_loss_options, check_mask, check_number, check_reduction
 from seqtile.ops.chunks import resolve_chunk_tokens
 from seqtile.ops.logit_chunks import ChunkedHeads, Head, LogitChunk, RowLossSpec
 from seqtile.ops.reduction import masked_loss
@@ -76,8 +76,8 @@ def linear_divergence(
     check_reduction(_OP, reduction, num_items)
     beta = check_number(_OP, "beta", beta, 0, 1)
     options = (
-        check_logit_options(_OP, student_scale, student_softcap, temperature, "student_"),
-        check_logit_options(_OP, teacher_scale, teacher_softcap, temperature, "teacher_"),
+        check_loss_options(_OP, student_scale, student_softcap, temperature, prefix="student_"),
+        check_loss_options(_OP, teacher_scale, teacher_softcap, temperature, prefix="teacher_"),
     )
     student = Head(student_hidden, student_weight, student_bias)
     teacher = Head(teacher_hidden, teacher_weight, teacher_bias)

@@ -13,7 +13,7 @@ import torch
 
 from seqtile.kernels import LossOptions
 from seqtile.kernels.dispatch import cross_entropy_
-from seqtile.ops.checks import check_dense, check_device, check_logit_options, check_mask, check_reduction, values_known
+from seqtile.ops.checks import check_dense, check_device, check_loss_options, check_mask, check_reduction, values_known
 from seqtile.ops.chunks import resolve_chunk_tokens
 from seqtile.ops.logit_chunks import ChunkedHeads, Head, LogitChunk, RowLossSpec
 from seqtile.ops.reduction import masked_loss
@@ -66,7 +66,7 @@ def linear_topk_divergence(
         RuntimeError: in a backward with `create_graph=True`.
     """
     check_reduction(_OP, reduction, num_items)
-    options = check_logit_options(_OP, logit_scale, softcap, temperature)
+    options = check_loss_options(_OP, logit_scale, softcap, temperature)
     if options.logit_scale == 0:
         raise ValueError(f"{_OP}: logit_scale is 0, expected another number: all logits would be the same")
     head = Head(hidden, weight, bias)

@@ -192,8 +192,9 @@ class ChunkedHeads(NamedTuple):
         per_head = list(zip(heads, spec.dtypes, strict=True))
         matrices = [head.weight.to(dtype) for head, dtype in per_head]  # copies only under autocast
         buffers = [head.logits_buffer(min(self.labelled, spec.chunk_tokens), dtype) for head, dtype in per_head]
-        gradients = [self._no_gradients(i, needs[3 * i : 3 * i + 3], main_grads[2 * i]) for i in range(len(heads))]
-        write_grads = tuple(any(needs[3 * i : 3 * i + 3]) for i in range(len(heads)))
+        needs_by_head = [needs[i : i + 3] for i in range(0, len(needs), 3)]
+        gradients = [self._no_gradients(i, needs, main_grads[2 * i]) for i, needs in enumerate(needs_by_head)]
+        write_grads = tuple(map(any, needs_by_head))
 
         def add(chunk: slice) -> None:  # a function, so that what it allocates is free again before the next chunk
             places = chunk if rows is None else rows[chunk]

@@ -41,7 +41,9 @@ class WeightGrad:
     ):
         self._shape, self._device, self._dtype = parameter.shape, parameter.device, parameter.dtype
         self._sum_dtype, self._main_grad = dtype, main_grad
-        self._buffer, self._empty = main_grad, main_grad is None
+        self._buffer = main_grad
+        self.is_empty = main_grad is None
+        """True if nothing was added, and there is no `main_grad`."""
 
     @property
     def buffer(self) -> torch.Tensor:
@@ -50,16 +52,11 @@ class WeightGrad:
             self._buffer = torch.empty(self._shape, dtype=self._sum_dtype, device=self._device)
         return self._buffer
 
-    @property
-    def is_empty(self) -> bool:
-        """True if nothing was added, and there is no `main_grad`."""
-        return self._empty
-
     def total(self) -> torch.Tensor:
         """Returns the sum so far, zeros if there is none, to be added to in place."""
-        if self._empty:
+        if self.is_empty:
             self.buffer.zero_()
-            self._empty = False
+            self.is_empty = False
         return self.buffer
 
     def add(self, left: torch.Tensor, right: torch.Tensor | None = None) -> None:
@@ -69,8 +66,8 @@ class WeightGrad:
             return self.add_gradient(left.sum(0, dtype=torch.float32))
         right = left.new_ones(left.shape[0], 1) if right is None else right
         total = self.buffer.view(left.shape[1], -1)  # a bias as a column
-        beta = 0 if self._empty else 1  # beta 0 ignores what the empty buffer holds, NaN included
-        self._empty = False
+        beta = 0 if self.is_empty else 1  # beta 0 ignores what the empty buffer holds, NaN included
+        self.is_empty = False
         if left.dtype == total.dtype:
             total.addmm_(left.t(), right, beta=beta)
         elif not on_gpu or torch.version.hip is not None:
@@ -87,8 +84,8 @@ class WeightGrad:
     def add_gradient(self, gradient: torch.Tensor) -> None:
         """Adds a chunk's gradient that is computed already, of the parameter's shape; it may be sparse."""
         gradient = gradient.to_dense() if gradient.is_sparse else gradient
-        self.buffer.copy_(gradient) if self._empty else self.buffer.add_(gradient)
-        self._empty = False
+        self.buffer.copy_(gradient) if self.is_empty else self.buffer.add_(gradient)
+        self.is_empty = False
 
     def result(self) -> torch.Tensor | None:
         """Returns the sum, rounded once to the parameter's dtype; zeros if nothing was added; None for a `main_grad`,

@@ -30,7 +30,7 @@ def cross_entropy_(
         in_range = (labels >= 0) & (labels < vocab)
         labels = labels.where(in_range, 0)
 
-        x, slope = _logits(logits[rows], bias, options)
+        x, slope = logits_of(logits[rows], bias, options)
         row_lse = x.logsumexp(dim=1, keepdim=True).masked_fill_(~in_range, torch.nan)
         logp = x.log_softmax(dim=1).masked_fill_(~in_range, torch.nan)  # x - row_lse would lose digits
         target_coef = 1.0 - options.label_smoothing
@@ -84,7 +84,7 @@ def divergence_(
 ) -> None:
     heads = student, teacher
     for rows in _row_blocks(student):
-        logits = [_logits(head[rows], *own) for head, *own in zip(heads, biases, options, strict=True)]
+        logits = [logits_of(head[rows], *own) for head, *own in zip(heads, biases, options, strict=True)]
         logp, logq = (x.log_softmax(dim=1) for x, _ in logits)
         p, q = logp.exp(), logq.exp()
         if entropy is not None:
@@ -116,10 +116,10 @@ def _row_blocks(rows_of: torch.Tensor) -> Iterator[slice]:
         yield slice(start, start + rows)
 
 
-def _logits(
+def logits_of(
     products: torch.Tensor, bias: torch.Tensor | None, options: LossOptions
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """float32 logits of some rows of products, and the slope of their cap, None without one."""
+    """float32 logits of products, [C, V] or some columns of these, and the slope of their cap, None without one."""
     x = products.float() * options.logit_scale
     if bias is not None:
         x += bias

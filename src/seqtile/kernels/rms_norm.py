@@ -83,9 +83,9 @@ def _rms_norm_backward_kernel(
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
     """Launches the kernel, see `dispatch.rms_norm`."""
     assert weight.is_contiguous()
-    heads, width = _heads(x)
-    rows, block = x.shape[0] * heads, _block(width)
-    strides = *_strides(x), *_strides(out)
+    x, out = _by_head(x), _by_head(out)
+    tokens, heads, width = x.shape
+    rows, block, strides = tokens * heads, _block(width), (*x.stride()[:2], *out.stride()[:2])
     _rms_norm_kernel[(-(-rows // block["ROWS"]),)](x, weight, out, *strides, rows, heads, width, eps, **block)
 
 
@@ -100,27 +100,22 @@ def rms_norm_backward(
 ) -> None:
     """Launches the kernel, see `dispatch.rms_norm_backward`."""
     assert weight.is_contiguous()
-    heads, width = _heads(x)
-    block, rows = _block(width), x.shape[0] * heads
+    x, d_y, out = _by_head(x), _by_head(d_y), _by_head(out)
+    tokens, heads, width = x.shape
+    block, rows = _block(width), tokens * heads
     # Each at least two blocks: of few rows programs also go on to further ones.
     programs = min(_multiprocessors(x.device) * RESIDENT[block["num_warps"]], -(-rows // (2 * block["ROWS"])))
     sums = None if d_weight is None else x.new_empty(programs, width, dtype=torch.float32)
-    strides = *_strides(x), *_strides(d_y), 0 if add is None else _strides(add)[0], *_strides(out)
+    strides = *x.stride()[:2], *d_y.stride()[:2], 0 if add is None else _by_head(add).stride(0), *out.stride()[:2]
     _rms_norm_backward_kernel[(programs,)](x, weight, d_y, add, out, sums, *strides, rows, heads, width, eps, **block)
     if sums is not None:
         d_weight.add_(sums.sum(0))
 
 
-def _heads(x: torch.Tensor) -> tuple[int, int]:
-    """Returns how many heads a token has, and their width."""
-    return (1, x.shape[1]) if x.ndim == 2 else x.shape[1:]
-
-
-def _strides(x: torch.Tensor) -> tuple[int, int]:
-    """Returns those of tokens and of heads."""
-    *strides, last = x.stride()
-    assert last == 1
-    return (strides[0], 0) if x.ndim == 2 else strides
+def _by_head(x: torch.Tensor) -> torch.Tensor:
+    """Returns x [C, H, W]; of x [C, W] with one head."""
+    assert x.stride(-1) == 1
+    return x.unsqueeze(1) if x.ndim == 2 else x
 
 
 @cache

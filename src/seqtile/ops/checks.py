@@ -2,6 +2,7 @@
 
 import math
 from numbers import Real
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -65,8 +66,9 @@ def check_device(op: str, name: str, tensor: torch.Tensor, reference: str, first
     raise ValueError(f"{op}: {name} is on {tensor.device}, {reference} on {first.device}; {remedy}")
 
 
-def check_shape(op: str, name: str, tensor: torch.Tensor, expected: tuple[int, ...], meaning: str) -> None:
-    """Raises ValueError unless `tensor` has the shape `expected`; `meaning` says it in letters."""
+def check_shape(op: str, name: str, tensor: Any, expected: tuple[int, ...], meaning: str) -> None:
+    """Raises ValueError unless what has a shape, such as a tensor, has that which is `expected`; `meaning` says it in
+    letters."""
     if tuple(tensor.shape) != expected:
         raise ValueError(f"{op}: {name} has shape {list(tensor.shape)}, expected {meaning} = {list(expected)}")
 

@@ -68,18 +68,15 @@ class WeightGrad:
         total = self.buffer.view(left.shape[1], -1)  # a bias as a column
         beta = 0 if self.is_empty else 1  # beta 0 ignores what the empty buffer holds, NaN included
         self.is_empty = False
-        if left.dtype == total.dtype:
+        if left.dtype == total.dtype or (on_gpu and not left.is_cuda):  # torch 2.11 cannot simulate addmm's out_dtype
             total.addmm_(left.t(), right, beta=beta)
         elif not on_gpu or torch.version.hip is not None:
             _add_in_float32(total, left, right, beta)
-        elif not left.is_cuda:  # a simulation: the same product and sum; torch 2.11 cannot simulate addmm's out_dtype
-            total.addmm_(left.t(), right, beta=beta)
         elif _ADDMM_TAKES_FLOAT32 and not torch.compiler.is_compiling():  # Inductor cannot lower it (pytorch #163880)
             torch.addmm(total, left.t(), right, beta=beta, out_dtype=torch.float32, out=total)
-        elif beta == 0:
-            total.copy_(torch.mm(left.t(), right, out_dtype=torch.float32))
         else:
-            total.add_(torch.mm(left.t(), right, out_dtype=torch.float32))
+            product = torch.mm(left.t(), right, out_dtype=torch.float32)
+            total.copy_(product) if beta == 0 else total.add_(product)
 
     def add_gradient(self, gradient: torch.Tensor) -> None:
         """Adds a chunk's gradient that is computed already, of the parameter's shape; it may be sparse."""

@@ -143,8 +143,7 @@ def linear_cross_entropy(
     chunked = prepare_head(
         _OP, head, target, ignore_index, options, wanted, accumulate_dtype, chunk_tokens, class_weight
     )
-    loss, metrics = run_head(_loss, chunked, ignore_index, target.shape, reduction, num_items, return_metrics)
-    return (loss, metrics) if return_metrics else loss
+    return run_head(_loss, chunked, ignore_index, target.shape, reduction, num_items, return_metrics)
 
 
 def _loss(
@@ -153,7 +152,7 @@ def _loss(
     reduction: str,
     num_items: int | float | torch.Tensor | None,
     return_metrics: bool,
-) -> tuple[torch.Tensor, LossMetrics | None]:
+) -> torch.Tensor | tuple[torch.Tensor, LossMetrics]:
     total, values = chunked.compute(reduction != "none")
     values = Values(*values)
     if reduction == "mean" and num_items is None and chunked.class_weight is not None and chunked.labelled > 0:
@@ -161,7 +160,7 @@ def _loss(
         num_items = chunked.class_weight[labels].sum()
     loss = reduced(chunked, total, values.losses, shape, reduction, num_items)
     if not return_metrics:
-        return loss, None
+        return loss
     return loss, LossMetrics(
         token_accuracy=(values.predicted == labels_of(chunked)).float().mean(),
         predicted_tokens=scatter_to_tokens(values.predicted, chunked.rows, shape, fill=-1),

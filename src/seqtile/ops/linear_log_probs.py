@@ -79,16 +79,16 @@ def linear_log_probs(
     options, wanted = check_loss_options(_OP, logit_scale, softcap, temperature), [_VALUES[name] for name in outputs]
     head = Head(hidden, weight, bias)
     chunked = prepare_head(_OP, head, target, ignore_index, options, wanted, accumulate_dtype, chunk_tokens)
-    log_probs, values = run_head(_log_probs, chunked, ignore_index, target.shape, outputs, to_be_summed)
-    return (log_probs, values) if outputs else log_probs
+    return run_head(_log_probs, chunked, ignore_index, target.shape, outputs, to_be_summed)
 
 
 def _log_probs(
     chunked: ChunkedHeads, shape: torch.Size, outputs: tuple[str, ...], to_be_summed: bool
-) -> tuple[torch.Tensor, TokenValues]:
+) -> torch.Tensor | tuple[torch.Tensor, TokenValues]:
     _, values = chunked.compute(to_be_summed and not torch.compiler.is_compiling())
     values = Values(*values)
     if values.predicted is not None:
         values = values._replace(predicted=values.predicted == labels_of(chunked))
     found = {name: scatter_to_tokens(getattr(values, _VALUES[name]), chunked.rows, shape) for name in outputs}
-    return scatter_to_tokens(-values.losses, chunked.rows, shape), TokenValues(**found)
+    log_probs = scatter_to_tokens(-values.losses, chunked.rows, shape)
+    return (log_probs, TokenValues(**found)) if outputs else log_probs

@@ -39,8 +39,8 @@ MUTANTS = (
     Mutant(
         "heads: the teacher's products get the scale of the student's",
         "ops/linear_divergence.py",
-        "logit_scales=(options.student.logit_scale, options.teacher.logit_scale)",
-        "logit_scales=(options.student.logit_scale, options.student.logit_scale)",
+        "logit_scales=tuple(of_head.logit_scale for of_head in options)",
+        "logit_scales=(options[0].logit_scale,) * 2",
         DIVERGENCE,
     ),
     Mutant(

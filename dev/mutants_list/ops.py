@@ -76,7 +76,7 @@ MUTANTS = (
     Mutant(
         "weight gradient: only the last chunk's stays",
         "ops/linear.py",
-        "beta = 0 if self.is_empty else 1",
+        "beta = 0 if self._empty else 1",
         "beta = 0",
         LOSS,
     ),
@@ -105,7 +105,7 @@ MUTANTS = (
     Mutant(
         "weight gradient: of chunks whose gradients are there already only the last stays",
         "ops/linear.py",
-        "self.buffer.copy_(gradient) if self.is_empty else self.buffer.add_(gradient)",
+        "self.buffer.copy_(gradient) if self._empty else self.buffer.add_(gradient)",
         "self.buffer.copy_(gradient)",
         TILED,
     ),

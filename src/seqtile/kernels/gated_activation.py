@@ -64,17 +64,21 @@ def _gated_activation_backward_kernel(
 
 def gated_activation_(gate: torch.Tensor, up: torch.Tensor, activation: str) -> None:
     """Launches the kernel, see `dispatch.gated_activation_`."""
-    _launch(_gated_activation_kernel, activation, gate, up)
+    rows, width = gate.shape
+    (gate_stride, gate_step), (up_stride, up_step) = gate.stride(), up.stride()
+    assert gate_step == up_step == 1
+    grid, gelu = (rows, -(-width // BLOCK)), activation == "gelu_tanh"
+    _gated_activation_kernel[grid](gate, up, gate_stride, up_stride, width, GELU=gelu, BLOCK=BLOCK, num_warps=NUM_WARPS)
 
 
 def gated_activation_backward_(gate: torch.Tensor, up: torch.Tensor, d_product: torch.Tensor, activation: str) -> None:
     """Launches the kernel, see `dispatch.gated_activation_backward_`."""
-    _launch(_gated_activation_backward_kernel, activation, gate, up, d_product)
-
-
-def _launch(kernel: triton.JITFunction, activation: str, *tensors: torch.Tensor) -> None:
-    rows, width = tensors[0].shape
-    strides, steps = zip(*(tensor.stride() for tensor in tensors), strict=True)
-    assert set(steps) == {1}
-    grid, is_gelu = (rows, -(-width // BLOCK)), activation == "gelu_tanh"
-    kernel[grid](*tensors, *strides, width, GELU=is_gelu, BLOCK=BLOCK, num_warps=NUM_WARPS)
+    rows, width = gate.shape
+    (gate_stride, gate_step), (up_stride, up_step) = gate.stride(), up.stride()
+    product_stride, product_step = d_product.stride()
+    assert gate_step == up_step == product_step == 1
+    grid, gelu = (rows, -(-width // BLOCK)), activation == "gelu_tanh"
+    strides = gate_stride, up_stride, product_stride
+    _gated_activation_backward_kernel[grid](
+        gate, up, d_product, *strides, width, GELU=gelu, BLOCK=BLOCK, num_warps=NUM_WARPS
+    )

@@ -83,9 +83,10 @@ def _rms_norm_backward_kernel(
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
     """Launches the kernel, see `dispatch.rms_norm`."""
     assert weight.is_contiguous()
-    x, out = _by_head(x), _by_head(out)
-    tokens, heads, width = x.shape
-    rows, block, strides = tokens * heads, _block(width), (*x.stride()[:2], *out.stride()[:2])
+    (tokens, *heads, width), x_strides, out_strides = x.shape, x.stride(), out.stride()
+    assert x_strides[-1] == out_strides[-1] == 1
+    strides, heads = (*x_strides[:2], *out_strides[:2]), heads[0] if heads else 1  # one head needs no stride
+    rows, block = tokens * heads, _block(width)
     _rms_norm_kernel[(-(-rows // block["ROWS"]),)](x, weight, out, *strides, rows, heads, width, eps, **block)
 
 
@@ -100,22 +101,18 @@ def rms_norm_backward(
 ) -> None:
     """Launches the kernel, see `dispatch.rms_norm_backward`."""
     assert weight.is_contiguous()
-    x, d_y, out = _by_head(x), _by_head(d_y), _by_head(out)
-    tokens, heads, width = x.shape
-    block, rows = _block(width), tokens * heads
+    (tokens, *heads, width), x_strides, d_strides, out_strides = x.shape, x.stride(), d_y.stride(), out.stride()
+    add_strides = (0, 1) if add is None else add.stride()
+    assert x_strides[-1] == d_strides[-1] == out_strides[-1] == add_strides[-1] == 1
+    heads = heads[0] if heads else 1
+    rows, block = tokens * heads, _block(width)
     # Each at least two blocks: of few rows programs also go on to further ones.
     programs = min(_multiprocessors(x.device) * RESIDENT[block["num_warps"]], -(-rows // (2 * block["ROWS"])))
     sums = None if d_weight is None else x.new_empty(programs, width, dtype=torch.float32)
-    strides = *x.stride()[:2], *d_y.stride()[:2], 0 if add is None else _by_head(add).stride(0), *out.stride()[:2]
+    strides = *x_strides[:2], *d_strides[:2], add_strides[0], *out_strides[:2]
     _rms_norm_backward_kernel[(programs,)](x, weight, d_y, add, out, sums, *strides, rows, heads, width, eps, **block)
     if sums is not None:
         d_weight.add_(sums.sum(0))
-
-
-def _by_head(x: torch.Tensor) -> torch.Tensor:
-    """Returns x [C, H, W]; of x [C, W] with one head."""
-    assert x.stride(-1) == 1
-    return x.unsqueeze(1) if x.ndim == 2 else x
 
 
 @cache

@@ -41,9 +41,7 @@ class WeightGrad:
     ):
         self._shape, self._device, self._dtype = parameter.shape, parameter.device, parameter.dtype
         self._sum_dtype, self._main_grad = dtype, main_grad
-        self._buffer = main_grad
-        self.is_empty = main_grad is None
-        """True if nothing was added, and there is no `main_grad`."""
+        self._buffer, self._empty = main_grad, main_grad is None
 
     @property
     def buffer(self) -> torch.Tensor:
@@ -52,11 +50,16 @@ class WeightGrad:
             self._buffer = torch.empty(self._shape, dtype=self._sum_dtype, device=self._device)
         return self._buffer
 
+    @property
+    def is_empty(self) -> bool:
+        """True if nothing was added, and there is no `main_grad`."""
+        return self._empty
+
     def total(self) -> torch.Tensor:
         """Returns the sum so far, zeros if there is none, to be added to in place."""
-        if self.is_empty:
+        if self._empty:
             self.buffer.zero_()
-            self.is_empty = False
+            self._empty = False
         return self.buffer
 
     def add(self, left: torch.Tensor, right: torch.Tensor | None = None) -> None:
@@ -66,23 +69,26 @@ class WeightGrad:
             return self.add_gradient(left.sum(0, dtype=torch.float32))
         right = left.new_ones(left.shape[0], 1) if right is None else right
         total = self.buffer.view(left.shape[1], -1)  # a bias as a column
-        beta = 0 if self.is_empty else 1  # beta 0 ignores what the empty buffer holds, NaN included
-        self.is_empty = False
-        if left.dtype == total.dtype or (on_gpu and not left.is_cuda):  # torch 2.11 cannot simulate addmm's out_dtype
+        beta = 0 if self._empty else 1  # beta 0 ignores what the empty buffer holds, NaN included
+        self._empty = False
+        if left.dtype == total.dtype:
             total.addmm_(left.t(), right, beta=beta)
         elif not on_gpu or torch.version.hip is not None:
             _add_in_float32(total, left, right, beta)
+        elif not left.is_cuda:  # a simulation: the same product and sum; torch 2.11 cannot simulate addmm's out_dtype
+            total.addmm_(left.t(), right, beta=beta)
         elif _ADDMM_TAKES_FLOAT32 and not torch.compiler.is_compiling():  # Inductor cannot lower it (pytorch #163880)
             torch.addmm(total, left.t(), right, beta=beta, out_dtype=torch.float32, out=total)
+        elif beta == 0:
+            total.copy_(torch.mm(left.t(), right, out_dtype=torch.float32))
         else:
-            product = torch.mm(left.t(), right, out_dtype=torch.float32)
-            total.copy_(product) if beta == 0 else total.add_(product)
+            total.add_(torch.mm(left.t(), right, out_dtype=torch.float32))
 
     def add_gradient(self, gradient: torch.Tensor) -> None:
         """Adds a chunk's gradient that is computed already, of the parameter's shape; it may be sparse."""
         gradient = gradient.to_dense() if gradient.is_sparse else gradient
-        self.buffer.copy_(gradient) if self.is_empty else self.buffer.add_(gradient)
-        self.is_empty = False
+        self.buffer.copy_(gradient) if self._empty else self.buffer.add_(gradient)
+        self._empty = False
 
     def result(self) -> torch.Tensor | None:
         """Returns the sum, rounded once to the parameter's dtype; zeros if nothing was added; None for a `main_grad`,

@@ -16,6 +16,11 @@ class LossOptions(NamedTuple):
     label_smoothing: float = 0.0
     z_loss: float = 0.0
 
+    @property
+    def used(self) -> tuple[bool, bool, bool, bool]:
+        """Which of the first four change anything: what is off is compiled away."""
+        return self.logit_scale != 1, self.softcap > 0, self.temperature != 1, self.label_smoothing > 0
+
 
 class RowVectors(NamedTuple):
     """Vectors that a call reads or, if they are given, **writes**; contiguous."""

@@ -15,6 +15,7 @@ from seqtile.kernels import LossOptions, RowVectors
 NUM_WARPS = 8
 THREADS = 32 * NUM_WARPS  # on AMD, whose warps have 64, two threads share a maximum
 COLUMNS = 8  # of a thread in a step: 16 bytes of half precision
+BLOCK = {"THREADS": THREADS, "COLUMNS": COLUMNS, "num_warps": NUM_WARPS}
 LOG2E = tl.constexpr(1.4426950408889634)  # exp by exp2, which flushes to zero what is below 2**-126: tl.exp does not,
 # which takes three instructions more.
 SMALLEST = tl.constexpr(-1e38)  # finite, so that a first step of -inf alone does not make -inf - -inf
@@ -258,20 +259,5 @@ def cross_entropy_(
     assert vectors.mean is None or vectors.class_weight is None  # the sum that it is made of is weighted
     assert logits.stride(1) == 1 and all(vector.is_contiguous() for vector in given)
     rows, vocab = logits.shape
-    _cross_entropy_kernel[(rows,)](
-        logits,
-        logits.stride(0),
-        target,
-        losses,
-        *vectors,
-        vocab,
-        *options,
-        SCALED=options.logit_scale != 1,
-        CAPPED=options.softcap > 0,
-        TEMPERED=options.temperature != 1,
-        SMOOTHED=options.label_smoothing > 0,
-        WRITE_GRAD=write_grad,
-        THREADS=THREADS,
-        COLUMNS=COLUMNS,
-        num_warps=NUM_WARPS,
-    )
+    numbers = vocab, *options, *options.used, write_grad
+    _cross_entropy_kernel[(rows,)](logits, logits.stride(0), target, losses, *vectors, *numbers, **BLOCK)

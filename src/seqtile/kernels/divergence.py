@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from seqtile.kernels import LossOptions
-from seqtile.kernels.cross_entropy import COLUMNS, LOG2E, NUM_WARPS, THREADS, _logits, _statistics
+from seqtile.kernels.cross_entropy import BLOCK, LOG2E, _logits, _statistics
 
 FORWARD, REVERSE, MIXED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 TINY = tl.constexpr(2.0**-126)  # the smallest that Triton takes for a float32
@@ -134,30 +134,8 @@ def divergence_(
     given = [vector for vector in (losses, *biases, entropy, row_scale) if vector is not None]
     assert student.stride(1) == teacher.stride(1) == 1 and all(vector.is_contiguous() for vector in given)
     rows, vocab = student.shape
-    student_options, teacher_options = options
-    _divergence_kernel[(rows,)](
-        student,
-        student.stride(0),
-        teacher,
-        teacher.stride(0),
-        *biases,
-        losses,
-        entropy,
-        row_scale,
-        vocab,
-        beta,
-        student_options.temperature,
-        *student_options[:2],
-        *teacher_options[:2],
-        KIND={0.0: 0, 1.0: 1}.get(beta, 2),
-        STUDENT_SCALED=student_options.logit_scale != 1,
-        STUDENT_CAPPED=student_options.softcap > 0,
-        TEACHER_SCALED=teacher_options.logit_scale != 1,
-        TEACHER_CAPPED=teacher_options.softcap > 0,
-        TEMPERED=student_options.temperature != 1,
-        STUDENT_GRAD=write[0],
-        TEACHER_GRAD=write[1],
-        THREADS=THREADS,
-        COLUMNS=COLUMNS,
-        num_warps=NUM_WARPS,
-    )
+    of_student, of_teacher = options
+    numbers = vocab, beta, of_student.temperature, *of_student[:2], *of_teacher[:2]
+    used = {0.0: 0, 1.0: 1}.get(beta, 2), *of_student.used[:2], *of_teacher.used[:2], of_student.used[2], *write
+    logits = student, student.stride(0), teacher, teacher.stride(0)
+    _divergence_kernel[(rows,)](*logits, *biases, losses, entropy, row_scale, *numbers, *used, **BLOCK)

@@ -55,7 +55,7 @@ MUTANTS = (
     Mutant(
         "loss: gradients are not divided by the temperature",
         "ops/logit_chunks.py",
-        "factor.reshape(1) / spec.temperature",
+        "factor.reshape(1) / spec.options[0].temperature",
         "factor.reshape(1)",
         OPTIONS,
     ),

@@ -38,9 +38,9 @@ MUTANTS = (
     ),
     Mutant(
         "heads: the teacher's products get the scale of the student's",
-        "ops/linear_divergence.py",
-        "logit_scales=tuple(of_head.logit_scale for of_head in options)",
-        "logit_scales=(options[0].logit_scale,) * 2",
+        "ops/logit_chunks.py",
+        "factor * spec.options[i].logit_scale",
+        "factor * spec.options[0].logit_scale",
         DIVERGENCE,
     ),
     Mutant(

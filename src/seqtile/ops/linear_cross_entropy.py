@@ -5,8 +5,7 @@
 `prepare_head`, `run_head` and `scatter_to_tokens` serve `linear_log_probs` as well.
 """
 
-from collections.abc import Callable, Collection
-from functools import partial
+from collections.abc import Callable, Collection, Sequence
 from numbers import Integral
 from typing import Any, NamedTuple
 
@@ -203,11 +202,10 @@ def prepare_head(
     dtypes = {name: torch.int64 if name == "predicted" else torch.float32 for name in wanted}
     spec = RowLossSpec(
         op,
-        partial(cross_entropies, options),
-        dtypes=(head.dtype,),
-        logit_scales=(options.logit_scale,),
-        temperature=options.temperature,
-        chunk_tokens=resolve_chunk_tokens(chunk_tokens, hidden.shape[-1]),
+        cross_entropies,
+        (options,),
+        (head.dtype,),
+        resolve_chunk_tokens(chunk_tokens, hidden.shape[-1]),
         values=tuple(dtypes.get(name) for name in Values._fields[1:]),
         differentiable=3,
         accumulate_dtype=accumulate_dtype or own_dtype,
@@ -215,12 +213,12 @@ def prepare_head(
     return ChunkedHeads(spec, (head,), (target,), class_weight=class_weight)
 
 
-def cross_entropies(options: LossOptions, chunk: LogitChunk) -> None:
+def cross_entropies(options: Sequence[LossOptions], chunk: LogitChunk) -> None:
     """The row function of one head: computes `Values`."""
     losses, *values = chunk.values
     vectors = RowVectors(chunk.biases[0], chunk.class_weight, *values, *chunk.scales)
     labels, write_grad = chunk.inputs[0], chunk.write_grads[0]
-    cross_entropy_(chunk.logits[0], labels, losses, options, write_grad=write_grad, **vectors._asdict())
+    cross_entropy_(chunk.logits[0], labels, losses, options[0], write_grad=write_grad, **vectors._asdict())
 
 
 def run_head(run: Callable, chunked: ChunkedHeads, ignore_index: int | None, *args: Any) -> Any:

@@ -84,11 +84,10 @@ def linear_divergence(
     _check(student, teacher, mask)
     spec = RowLossSpec(
         _OP,
-        partial(_divergences, beta, options),
-        dtypes=(student.dtype, teacher.dtype),
-        logit_scales=tuple(of_head.logit_scale for of_head in options),
-        temperature=options[0].temperature,
-        chunk_tokens=resolve_chunk_tokens(chunk_tokens, max(student_hidden.shape[-1], teacher_hidden.shape[-1])),
+        partial(_divergences, beta),
+        options,
+        (student.dtype, teacher.dtype),
+        resolve_chunk_tokens(chunk_tokens, max(student_hidden.shape[-1], teacher_hidden.shape[-1])),
         values=(torch.float32 if return_entropy else None,),
     )
     found, (entropies,) = masked_loss(ChunkedHeads(spec, (student, teacher)), mask, reduction, num_items)

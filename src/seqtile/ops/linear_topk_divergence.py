@@ -7,6 +7,7 @@ is exact, however small it is beside theirs.
 """
 
 import math
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -74,14 +75,8 @@ def linear_topk_divergence(
     head.check(_OP)
     check_mask(_OP, mask, hidden)
     _check_teacher(hidden, weight.shape[0], ids, log_probs)
-    spec = RowLossSpec(
-        _OP,
-        partial(_divergences, options, tail),
-        dtypes=(head.dtype,),
-        logit_scales=(options.logit_scale,),
-        temperature=options.temperature,
-        chunk_tokens=resolve_chunk_tokens(chunk_tokens, hidden.shape[-1]),
-    )
+    chunk_tokens = resolve_chunk_tokens(chunk_tokens, hidden.shape[-1])
+    spec = RowLossSpec(_OP, partial(_divergences, tail), (options,), (head.dtype,), chunk_tokens)
     return masked_loss(ChunkedHeads(spec, (head,), (ids, log_probs)), mask, reduction, num_items)[0]
 
 
@@ -97,9 +92,10 @@ def _teacher(
     return ids.clamp(0, vocab - 1), logq.masked_fill(bad, torch.nan), rest
 
 
-def _divergences(options: LossOptions, tail: bool, chunk: LogitChunk) -> None:
+def _divergences(tail: bool, of_head: Sequence[LossOptions], chunk: LogitChunk) -> None:
     """The row function: computes the divergences."""
-    (products,), (bias,), (losses,), (scale,) = chunk.logits, chunk.biases, chunk.values, chunk.scales
+    (options,), (products,), (bias,) = of_head, chunk.logits, chunk.biases
+    (losses,), (scale,) = chunk.values, chunk.scales
     _check_values(*chunk.inputs, products.shape[1])
     ids, logq, rest = _teacher(*chunk.inputs, tail, products.shape[1])
     x, slope = logits_of(products.gather(1, ids), None if bias is None else bias[ids], options)  # [C, k]

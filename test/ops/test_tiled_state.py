@@ -346,6 +346,8 @@ CALLABLES = {
     "traced": lambda: torch.fx.symbolic_trace(nn.Linear(D, D)),
     "scripted": lambda: torch.jit.script(nn.Linear(D, D)),
     "a bound builtin": lambda: torch.randn(1, D).add,
+    "what it makes and changes": lambda: lambda x: x * torch.tensor([2.0] * D).mul_(2),
+    "memory that torch did not make": lambda: lambda x: x * torch.frombuffer(bytearray(4 * D), dtype=x.dtype).add_(2),
 }
 
 

@@ -14,8 +14,8 @@ from seqtile.ops.linear_cross_entropy import LossMetrics, linear_cross_entropy
 from seqtile.ops.linear_log_probs import linear_log_probs
 
 
-class _Head(nn.Module):
-    """A function of a head, with the options of the module's constructor."""
+class _WithOptions(nn.Module):
+    """A module that keeps the arguments of its constructor as options."""
 
     def __init__(self, given: dict[str, Any]) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class _Head(nn.Module):
         return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
 
 
-class LinearCrossEntropyLoss(_Head):
+class LinearCrossEntropyLoss(_WithOptions):
     """Computes nn.CrossEntropyLoss()(hidden @ weight.T + bias, target) without the logits; for the options see
     `seqtile.linear_cross_entropy`.
 
@@ -69,7 +69,7 @@ class LinearCrossEntropyLoss(_Head):
         )
 
 
-class LinearLogProbs(_Head):
+class LinearLogProbs(_WithOptions):
     """Computes log softmax((hidden @ weight.T + bias) / temperature)[target] without the logits; for the options see
     `seqtile.linear_log_probs`."""
 

@@ -103,16 +103,16 @@ def _tiled(fn: Callable, inputs: Tensors, shared: Tensors, params: Tensors, step
     check_no_transform("tiled")
     leaves = [param.view_as(param) for param in params]  # gradients then arrive in the reverse of this order
     given, node = save_early((*inputs, *shared), params)
-    fn, holds = fn if isinstance(fn, Holding) else (fn, [("", fn, None)])
+    fn = fn if isinstance(fn, Holding) else Holding(fn, [("", fn, None)])
     state = ForwardState.now(inputs[0].device)
     main_grads = [None] * len(shared) + [main_grad_of(param) for param in params]
-    call = Call(fn, holds, len(inputs), params, main_grads, step, dim, node, torch.is_grad_enabled(), state)
+    call = Call(fn, len(inputs), params, main_grads, step, dim, node, torch.is_grad_enabled(), state)
     outputs = TiledFunction.apply(call, *given, *leaves)
     return outputs if len(outputs) > 1 else outputs[0]
 
 
 class Holding(NamedTuple):
-    """A function for `tiled`, and what it holds, where that is known, see `found_in`."""
+    """A function for `tiled`, and what it holds, where that is known, or where to look for it, see `found_in`."""
 
     fn: Callable[..., Outputs]
     holds: Sequence[Found]
@@ -124,9 +124,7 @@ class Holding(NamedTuple):
 class Call(NamedTuple):
     """A call of `tiled` without the tensors that are saved: `given`, its inputs and then the shared tensors."""
 
-    fn: Callable
-    holds: Sequence[Found]
-    """What fn holds, or where to look for it."""
+    fn: Holding
     inputs: int
     params: Tensors
     main_grads: list[torch.Tensor | None]
@@ -146,7 +144,7 @@ class Call(NamedTuple):
         """Returns what fn must leave as it is, else `error` is raised; no more than a chunk's input is copied."""
         first = self.cut(given[0], slice(0, self.step))
         kinds = {"input": given[: self.inputs], "shared tensor": given[self.inputs :], "parameter": self.params}
-        return WatchedState(self.holds, kinds, error, room=first.nbytes)
+        return WatchedState(self.fn.holds, kinds, error, room=first.nbytes)
 
     def run(self, held: WatchedState, given: Tensors, chunk: slice, guarded: bool = False) -> tuple[Tensors, Tensors]:
         """Returns leaves that stand for the chunk's inputs and the shared tensors, and what fn makes of them."""

@@ -116,7 +116,8 @@ class WatchedTensor:
     @property
     def differs(self) -> bool:
         """It, or the buffer that took its place, has other values than its copy. Waits for the device."""
-        now = self.tensor if self._owner is None else self._owner._buffers.get(self._attribute, self.tensor)
+        is_buffer = self._owner is not None and self._attribute in self._owner._buffers
+        now = getattr(self._owner, self._attribute) if is_buffer else self.tensor
         return self.copy is not None and not (equal(self.tensor, self.copy) and equal(now, self.copy))
 
     def put_back(self) -> None:

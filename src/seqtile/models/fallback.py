@@ -19,7 +19,7 @@ from torch.utils._device import DeviceContext
 
 from seqtile.models.weights import hooks_of, is_harmless, leaves_of
 from seqtile.ops.state import found_in
-from seqtile.ops.tiled import Outputs, tiled_holding
+from seqtile.ops.tiled import Holding, Outputs, tiled
 
 _inside_chunk: ContextVar[bool] = ContextVar("inside_chunk", default=False)
 
@@ -96,7 +96,8 @@ def call_tiled(
     """Returns function(*inputs), which calls the modules, computed by `seqtile.tiled` with these options; `params` are
     by default what the modules train."""
     params = called.trained if params is None else params
-    return tiled_holding(_repeatable(function, called), called.state, *inputs, params=params, **options)
+    fn, state = _repeatable(function, called), called.state
+    return tiled(fn if state is None else Holding(fn, state), *inputs, params=params, **options)
 
 
 def _repeatable(function: Callable, called: Called) -> Callable:

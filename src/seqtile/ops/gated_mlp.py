@@ -234,11 +234,10 @@ def _check(x: torch.Tensor, params: Projections, activation: str) -> None:
         raise ValueError(f"{_OP}: gate_weight has shape {list(gate)}, expected {expected} with D = {x.shape[-1]}")
     rows, hidden = gate
     for name, projection in named.items():
-        shape = (hidden, rows // 2 if fused else rows) if name == "down" else (rows, hidden)
-        if tuple(projection.shape) != shape:
-            meaning = "[D, M]" if name == "down" else "gate_weight's [M, D]"
-            found = list(projection.shape)
-            raise ValueError(f"{_OP}: {name}_weight has shape {found}, expected {meaning} = {list(shape)}")
+        shape, meaning = (rows, hidden), "gate_weight's [M, D]"
+        if name == "down":
+            shape, meaning = (hidden, rows // 2 if fused else rows), "[D, M]"
+        check_shape(_OP, f"{name}_weight", projection, shape, meaning)
         if projection.bias is not None:
             check_shape(_OP, f"{name}_bias", projection.bias, shape[:1], f"one number a row of {name}_weight")
         if projection.a is not None or projection.b is not None:

@@ -112,9 +112,10 @@ def _rms_norm_backward_kernel(
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> torch.Tensor:
     """Launches the kernel, see `dispatch.rms_norm`."""
     assert weight.is_contiguous()
-    heads, width = _heads(x)
-    rows, block = x.shape[0] * heads, _block(width)
-    strides = *_strides(x), *_strides(out)
+    (tokens, *heads, width), x_strides, out_strides = x.shape, x.stride(), out.stride()
+    assert x_strides[-1] == out_strides[-1] == 1
+    strides, heads = (*x_strides[:2], *out_strides[:2]), heads[0] if heads else 1  # one head needs no stride
+    rows, block = tokens * heads, _block(width)
     _rms_norm_kernel[(-(-rows // block["ROWS"]),)](x, weight, out, *strides, rows, heads, width, eps, **block)
     return out
 
@@ -130,8 +131,11 @@ def rms_norm_backward(
 ) -> torch.Tensor:
     """Launches the kernel, see `dispatch.rms_norm_backward`."""
     assert weight.is_contiguous()
-    heads, width = _heads(x)
-    block, rows = _block(width), x.shape[0] * heads
+    (tokens, *heads, width), x_strides, d_strides, out_strides = x.shape, x.stride(), d_y.stride(), out.stride()
+    add_strides = (0, 1) if add is None else add.stride()
+    assert x_strides[-1] == d_strides[-1] == out_strides[-1] == add_strides[-1] == 1
+    heads = heads[0] if heads else 1
+    rows, block = tokens * heads, _block(width)
     # Each at least two blocks: of few rows programs also go on to further ones.
     programs = min(_multiprocessors(x.device) * RESIDENT[block["num_warps"]], -(-rows // (2 * block["ROWS"])))
     sums = None if d_weight is None else x.new_empty(programs, width, dtype=torch.float32)
@@ -142,10 +146,10 @@ def rms_norm_backward(
         add,
         out,
         sums,
-        *_strides(x),
-        *_strides(d_y),
-        0 if add is None else _strides(add)[0],
-        *_strides(out),
+        *x_strides[:2],
+        *d_strides[:2],
+        add_strides[0],
+        *out_strides[:2],
         rows,
         heads,
         width,
@@ -157,18 +161,6 @@ def rms_norm_backward(
     if sums is not None:
         d_weight.add_(sums.sum(0))
     return out
-
-
-def _heads(x: torch.Tensor) -> tuple[int, int]:
-    """Returns how many heads a token has, and their width."""
-    return (1, x.shape[1]) if x.ndim == 2 else x.shape[1:]
-
-
-def _strides(x: torch.Tensor) -> tuple[int, int]:
-    """Returns those of tokens and of heads."""
-    *strides, last = x.stride()
-    assert last == 1
-    return (strides[0], 0) if x.ndim == 2 else strides
 
 
 @cache

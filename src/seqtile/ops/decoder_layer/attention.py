@@ -238,7 +238,7 @@ class _Backward:
         checkpointing its memory is free then, else when the node's backward ends."""
         sizes, out = self.sizes, self.outs[group]
         self.outs[group] = None
-        projection = self.params.o.slice_in(sizes.group_columns(group)[0]).to(sizes.dtype)
+        projection = self.params.o.slice_in(sizes.group_columns(group)[0][0]).to(sizes.dtype)
         d_out = torch.empty_like(out, dtype=sizes.dtype)
         for chunk in chunks(len(out), sizes.chunk_tokens):
             projection.backward(self.d_h[chunk].to(sizes.dtype), out=d_out[chunk])

@@ -77,17 +77,17 @@ class WeightGrad:
         beta = 0 if self._empty else 1  # beta 0 ignores what the empty buffer holds, NaN included
         self._empty = False
         if left.dtype == total.dtype:
-            total.addmm_(left.t(), right, beta=beta)
+            total.addmm_(left.T, right, beta=beta)
         elif not _on_gpu(left) or torch.version.hip is not None:
             _add_in_float32(total, left, right, beta)
         elif not left.is_cuda:  # a simulation: the same product and sum; torch 2.11 cannot simulate addmm's out_dtype
-            total.addmm_(left.t(), right, beta=beta)
+            total.addmm_(left.T, right, beta=beta)
         elif _ADDMM_TAKES_FLOAT32 and not torch.compiler.is_compiling():  # Inductor cannot lower it (pytorch #163880)
-            torch.addmm(total, left.t(), right, beta=beta, out_dtype=torch.float32, out=total)
+            torch.addmm(total, left.T, right, beta=beta, out_dtype=torch.float32, out=total)
         elif beta == 0:
-            total.copy_(torch.mm(left.t(), right, out_dtype=torch.float32))
+            total.copy_(torch.mm(left.T, right, out_dtype=torch.float32))
         else:
-            total.add_(torch.mm(left.t(), right, out_dtype=torch.float32))
+            total.add_(torch.mm(left.T, right, out_dtype=torch.float32))
 
     def add_gradient(self, gradient: torch.Tensor) -> None:
         """Adds a chunk's gradient that is computed already, of the parameter's shape; it may be sparse."""
@@ -119,7 +119,7 @@ def _add_in_float32(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor
         operand = right[rows].float()
         for column in range(0, left.shape[1], block_columns):
             columns = slice(column, column + block_columns)
-            total[columns].addmm_(left[rows, columns].t().float(), operand, beta=beta)
+            total[columns].addmm_(left[rows, columns].T.float(), operand, beta=beta)
         beta = 1
 
 
@@ -234,11 +234,11 @@ class Projection(NamedTuple):
     def forward(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Writes y [C, out] of x [C, in] to `out`. 2 C in out FLOP, with an adapter 2 C r (in + out) more."""
         if self.bias is None:
-            torch.mm(x, self.weight.t(), out=out)
+            torch.mm(x, self.weight.T, out=out)
         else:
-            torch.addmm(self.bias, x, self.weight.t(), out=out)
+            torch.addmm(self.bias, x, self.weight.T, out=out)
         if self.a is not None:
-            out.addmm_(torch.mm(x, self.a.t()), self.b.t(), alpha=self.scale)
+            out.addmm_(torch.mm(x, self.a.T), self.b.T, alpha=self.scale)
         return out
 
     def backward(self, d_y: torch.Tensor, out: torch.Tensor, *, add: bool = False) -> torch.Tensor:
@@ -260,7 +260,7 @@ class Projection(NamedTuple):
         if sums.a is not None:
             sums.a.add(torch.mm(d_y, self.b).mul_(self.scale), x)
         if sums.b is not None:
-            sums.b.add(d_y, torch.mm(x, self.a.t()).mul_(self.scale))
+            sums.b.add(d_y, torch.mm(x, self.a.T).mul_(self.scale))
 
 
 def tensors_of(parts: Iterable[Any]) -> list[Any]:

@@ -91,7 +91,7 @@ def _backward(
     compute = _Chunks(sizes, params, x, attn_output)
     d_rows = torch.empty_like(compute.rows)
     for chunk, h, normed in compute.each_chunk():
-        d_normed = d_rows[: len(h)]
+        d_normed = d_rows[: chunk.stop - chunk.start]
         compute.mlp.backward(normed, sizes.branch_gradient(d_y[chunk]), sums[1:], d_normed)
         rms_norm_backward(h, *norm, d_normed, d_h[chunk], add=d_y[chunk], d_weight=d_norm)
     return d_h
@@ -118,8 +118,8 @@ class _Chunks:
         sizes, x = self._sizes, self._x
         buffer = torch.empty_like(x[: len(self.rows)]) if out is None else None
         for chunk in chunks(len(x), sizes.chunk_tokens):
-            rows = self.rows[: chunk.stop - chunk.start]
-            h = out[chunk] if buffer is None else buffer[: len(rows)]
+            count = chunk.stop - chunk.start
+            rows, h = self.rows[:count], out[chunk] if buffer is None else buffer[:count]
             projected = self._o.forward(sizes.concat_groups(self._attended, chunk), out=rows)
             torch.add(x[chunk], projected, alpha=sizes.scale, out=h)
             yield chunk, h, rms_norm(h, *self._norm, out=rows)

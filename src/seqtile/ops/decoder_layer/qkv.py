@@ -174,17 +174,18 @@ class QKVGradients:
         if self._through_norm and not add:
             self._d_normed = torch.empty_like(x, dtype=sizes.dtype)
         d_qkv = [d.transpose(1, 2).flatten(0, 1) for d in d_qkv]  # [T, h, K]; copies only of other layouts
-        normed, count = NormedInput(inputs), min(len(x), sizes.chunk_tokens)
-        d_rows = x.new_empty(count, heads + 2 * kv_heads, sizes.head_dim, dtype=sizes.dtype)
+        normed, rows = NormedInput(inputs), min(len(x), sizes.chunk_tokens)
+        d_rows = x.new_empty(rows, heads + 2 * kv_heads, sizes.head_dim, dtype=sizes.dtype)
         recomputed = torch.empty_like(d_rows[:, : heads + kv_heads]) if pre_norm_qk is None and head_norms else None
         for chunk in chunks(len(x), sizes.chunk_tokens):
-            d_heads, normed_chunk = d_rows[: chunk.stop - chunk.start], normed.chunk(chunk)
+            count, normed_chunk = chunk.stop - chunk.start, normed.chunk(chunk)
+            d_heads = d_rows[:count]
             torch.cat([d[chunk] for d in d_qkv], 1, out=d_heads)
             d_qk, d_chunk = d_heads[:, : heads + kv_heads], d_heads.flatten(1)
             if inputs.cos is not None:
                 rotary_(d_qk, *inputs.angles(chunk), backward=True)
             if head_norms:
-                before = pre_norm_qk[chunk] if recomputed is None else recomputed[: len(d_chunk)]
+                before = pre_norm_qk[chunk] if recomputed is None else recomputed[:count]
                 for projection, columns in projections[:2] if recomputed is not None else ():
                     projection.forward(normed_chunk, out=before.flatten(1)[:, columns])
                 self._through_head_norms(before, d_qk)

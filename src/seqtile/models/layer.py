@@ -72,36 +72,36 @@ def tiled_layer_forward(options: Options, original: Callable) -> Callable:
     of_layer = Verdicts(layer_verdict).of
     of_layer_apart = torch.compiler.disable(of_layer, reason="seqtile looks at what the modules of a layer are")
 
-    def tiled(self, *args, **kwargs):
-        hidden = args[0] if args else kwargs[names[0]]
-        fits = hidden.shape[:-1].numel() <= resolve_chunk_tokens(options.chunk_tokens, hidden.shape[-1])
+    def fits(layer: nn.Module, hidden: torch.Tensor) -> bool:
+        if hidden.shape[:-1].numel() > resolve_chunk_tokens(options.chunk_tokens, hidden.shape[-1]):
+            return False
         if torch.compiler.is_compiling():
-            if fits and not is_sharded(self):
-                return inner(self, *args, **kwargs)
-            verdict = of_layer_apart(self, autocast_dtype(hidden) or hidden.dtype)
-        else:
-            verdict = of_layer(self, autocast_dtype(hidden) or hidden.dtype)
-            if fits and not verdict.sharded:
-                return inner(self, *args, **kwargs)
+            return not is_sharded(layer)
+        return not of_layer(layer, autocast_dtype(hidden) or hidden.dtype).sharded
+
+    def tiled(self, *args, **kwargs):
         given = defaults | dict(zip(names, args, strict=False)) | kwargs
-        del given[names[0]]
-        if records_attentions() or _asks_for_attentions(self, given):
-            if not fits and records_attentions() and not _FORWARD_CHECKPOINTS:
-                _check_not_checkpointed(self)
+        hidden = given.pop(names[0])
+        of = of_layer_apart if torch.compiler.is_compiling() else of_layer
+        verdict = of(self, autocast_dtype(hidden) or hidden.dtype)
+        if _asks_for_attentions(self, given):
             return inner(self, hidden, **given)
         return _compute(verdict, inner, options, self, hidden, given)
 
     @stand_in_for(original)
     def forward(self, *args, **kwargs):
+        function = inner if fits(self, args[0] if args else kwargs[names[0]]) else tiled
+        if function is tiled and records_attentions():
+            function = inner  # decided here, since nothing is recorded when a checkpoint recomputes the layer
+            if not _FORWARD_CHECKPOINTS:
+                _check_not_checkpointed(self)
         outermost = HELD in type(self).__dict__ or type(self).forward is forward
         if _FORWARD_CHECKPOINTS and outermost and self.gradient_checkpointing and self.training:
             if kwargs.get("use_cache") or kwargs.get("past_key_values") is not None:
                 logger.warning_once("checkpointed layers have no cache, which recomputation would fill once more")
                 kwargs |= {"use_cache": False, "past_key_values": None}
-            # Nothing is recorded when the layer is recomputed: what it runs is decided now.
-            function = inner if records_attentions() else tiled
             return self._gradient_checkpointing_func(partial(function, self, **kwargs), *args)
-        return tiled(self, *args, **kwargs)
+        return function(self, *args, **kwargs)
 
     return forward
 
@@ -244,7 +244,8 @@ def _attention(
         kv_heads = attention.config.num_key_value_heads
         heads = (kv_heads * attention.num_key_value_groups, kv_heads)
         sp_attention = function.steps(attention, mask, heads, **options, **kwargs)
-    extra_tensors = [tensor for tensor in (mask, *kwargs.values()) if isinstance(tensor, torch.Tensor)]
+    others = (mask, *kwargs.values(), *attention._parameters.values())  # the last: such as sinks
+    extra_tensors = [tensor for tensor in others if isinstance(tensor, torch.Tensor)]
     return attend, sp_attention, extra_tensors
 
 

@@ -53,7 +53,8 @@ def decoder_layer(
         params: of x's dtype (any under autocast); of one device; adapters in any dtype.
         rotary: cos and sin, [B or 1, S, K]; None for a layer without positions.
         attend: the attention, of all heads or of a group of them: [B, h, S, K] and twice [B, kv, S, K] to [B, S, h, K].
-            Leaves that require a gradient and that it uses get theirs; it runs twice in a forward then.
+            Leaves that require a gradient and that it uses get theirs; for those that are not among `extra_tensors`
+            it runs twice in a forward.
         head_groups: how many groups of kv heads attend one after the other; None: all at once, and attention keeps what
             it saves. It divides the number of kv heads. The attention must treat every head alike: it is not told which
             heads it is given.

@@ -85,13 +85,13 @@ def attend_by_groups(
 ) -> tuple[torch.Tensor, ...]:
     """Returns x [T, D] handed through, and what attention returned for each group, [T, h K]."""
     views, leaves = views_of(params), []
+    if call.sp_attention is None:
+        leaves += [tensor for tensor in call.extra_tensors if tensor.is_leaf and tensor.requires_grad]
     while True:
         try:
             return AttentionFunction.apply(call, params, cos, sin, tuple(leaves), x, *views, *leaves)
         except UntrackedLeaves as found:  # as inputs of the node they get their gradients
-            if (
-                call.sp_attention is not None
-            ):  # a rank of padding alone would not find them, and others would wait for it
+            if call.sp_attention is not None:  # ranks of padding alone would not find them: others would wait for them
                 raise ValueError(
                     f"decoder_layer: attention over ranks uses a tensor {list(found.leaves[0].shape)} that requires a "
                     "gradient, expected none; leave this layer untiled (layer=False)"
@@ -126,10 +126,10 @@ class AttentionFunction(torch.autograd.Function):
         ctx.sizes, ctx.grouped, ctx.sp_attention, ctx.runs = call.sizes, call.grouped, call.sp_attention, runs
         ctx.call = None if runs[-1].state is None else call  # which holds extra tensors, such as masks
         own = tensors_of(params)
-        ctx.params, ctx.leaves = without_tensors(params), len(leaves)
+        ctx.params, ctx.leaves = without_tensors(params), leaves  # not saved: what is unpacked may lack a leaf's hooks
         if call.differentiate:
             ctx.main_grads = [*main_grads_of(params), *map(main_grad_of, leaves)]
-            ctx.save_for_backward(x, cos, sin, *own, *leaves, *outs, *saved)
+            ctx.save_for_backward(x, cos, sin, *own, *outs, *saved)
         return x.view_as(x), *outs
 
     @staticmethod
@@ -172,7 +172,7 @@ class _Backward:
         x, cos, sin, *saved = ctx.saved_tensors
         count = len(tensors_of(ctx.params))
         params, saved = AttentionParams(*with_tensors(ctx.params, saved[:count])), saved[count:]
-        self.leaves, saved = saved[: ctx.leaves], saved[ctx.leaves :]
+        self.leaves = ctx.leaves
         self.outs, self.saved = saved[: self.sizes.groups], saved[self.sizes.groups :]
         sums = weight_grads((*tensors_of(params), *self.leaves), ctx.needs_input_grad[6:], ctx.main_grads)
         self.sums, self.leaf_sums = AttentionParams(*with_tensors(params, sums)), sums[count:]
@@ -200,7 +200,7 @@ class _Backward:
             qkv.add(arriving[0], arriving[1](), arriving[2])
         qkv.add_to_x(self.d_h)  # in place: it comes from a node of ours
         d_x = self.d_h if self.needs_x else None
-        d_leaves = [None if total is None else total.result() for total in self.leaf_sums]
+        d_leaves = [None if total is None or total.is_empty else total.result() for total in self.leaf_sums]
         return [d_x, *finish_weight_grads(self.sums), *d_o, *d_leaves]
 
     def _grad_o_proj(self) -> list[torch.Tensor | None]:

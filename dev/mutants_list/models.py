@@ -78,7 +78,7 @@ MUTANTS = (
     Mutant(
         "layer: attentions that are asked for are not made",
         "models/layer.py",
-        "if _asks_for_attentions(self, given):",
+        "if function is tiled and records_attentions():",
         "if False:",
         LAYER,
         select="caches_and_outputs",

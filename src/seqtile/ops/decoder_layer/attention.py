@@ -12,7 +12,7 @@ so that queries, keys and values, and their gradients, exist for one group at a 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -123,8 +123,9 @@ class AttentionFunction(torch.autograd.Function):
             outs.append(out)
             runs.append(run)
             saved += kept
-        ctx.sizes, ctx.grouped, ctx.sp_attention, ctx.runs = call.sizes, call.grouped, call.sp_attention, runs
-        ctx.call = None if runs[-1].state is None else call  # which holds extra tensors, such as masks
+        # What the attention holds, such as masks, is kept where it runs again.
+        ctx.call = replace(call, attend=None, extra_tensors=()) if runs[-1].state is None else call
+        ctx.runs = runs
         own = tensors_of(params)
         ctx.params, ctx.leaves = without_tensors(params), leaves  # not saved: what is unpacked may lack a leaf's hooks
         if call.differentiate:
@@ -142,13 +143,11 @@ def _attend(
     call: AttentionCall, qkv: QKV, leaves: Sequence[torch.Tensor], *, repeats: bool, first: bool
 ) -> tuple[torch.Tensor, GroupAttention, list[torch.Tensor]]:
     """Returns what attention returned for a group, how its backward goes, and what is to be saved for that."""
-    if not call.differentiate:
-        return call.own_tokens(call.attend_heads(*qkv.views)), GroupAttention(), []
-    state = ForwardState.now(qkv.views[0].device) if call.grouped and call.allow_recompute else None
-    if repeats:
+    repeatable = call.differentiate and call.grouped and call.allow_recompute
+    state = ForwardState.now(qkv.views[0].device) if repeatable else None
+    if repeats or not call.differentiate:
         return call.own_tokens(call.attend_heads(*qkv.views)), GroupAttention(state=state), []
-    keeps = {"keep_qkv": not call.grouped, "known": leaves}
-    run = run_and_record(call.attend_heads, call.own_tokens, qkv.views, qkv.bases, **keeps)
+    run = run_and_record(call.attend_heads, call.own_tokens, qkv, keep_qkv=not call.grouped, known=leaves)
     size = excess_saved_bytes(run.raw_output, run.saved, call.extra_tensors) if call.grouped and first else 0
     if call.grouped and first and call.sp_attention is not None:
         size = call.sp_attention.agree_on_max(size)
@@ -167,12 +166,11 @@ class _Backward:
     """One backward of the node. Holds each large tensor no longer than it is needed."""
 
     def __init__(self, ctx, d_h: torch.Tensor):
-        self.sizes, self.runs, self.sp_attention, self.call = ctx.sizes, ctx.runs, ctx.sp_attention, ctx.call
-        self.grouped, self.needs_x, self.d_h = ctx.grouped, ctx.needs_input_grad[5], d_h
+        self.call, self.sizes, self.sp_attention = ctx.call, ctx.call.sizes, ctx.call.sp_attention
+        self.runs, self.leaves, self.needs_x, self.d_h = ctx.runs, ctx.leaves, ctx.needs_input_grad[5], d_h
         x, cos, sin, *saved = ctx.saved_tensors
         count = len(tensors_of(ctx.params))
         params, saved = AttentionParams(*with_tensors(ctx.params, saved[:count])), saved[count:]
-        self.leaves = ctx.leaves
         self.outs, self.saved = saved[: self.sizes.groups], saved[self.sizes.groups :]
         sums = weight_grads((*tensors_of(params), *self.leaves), ctx.needs_input_grad[6:], ctx.main_grads)
         self.sums, self.leaf_sums = AttentionParams(*with_tensors(params, sums)), sums[count:]
@@ -185,7 +183,7 @@ class _Backward:
         self.sums = self.sums._replace(o=None)  # its sum is rounded; of the others, none has begun
         qkv = QKVGradients(self.inputs, self.sums, self.needs_x)
         order = range(self.sizes.groups - 1, -1, -1)
-        again = QKVByGroup(self.inputs, order, self.sp_attention, keep_pre_norm_qk=True) if self.grouped else None
+        again = QKVByGroup(self.inputs, order, self.sp_attention, keep_pre_norm_qk=True) if self.call.grouped else None
         arriving = None
         for group in order:
             d_qkv, pre_norm_qk = self._through_attention(group, again)
@@ -222,9 +220,8 @@ class _Backward:
         bases = () if qkv is None else qkv.bases
         if graph is None:
             with state.forward_autocast(), state.forward_random():
-                run = run_and_record(
-                    self.call.attend_heads, self.call.own_tokens, qkv.views, qkv.bases, keep_qkv=True, known=self.leaves
-                )
+                attend, finish = self.call.attend_heads, self.call.own_tokens
+                run = run_and_record(attend, finish, qkv, keep_qkv=True, known=self.leaves)
             graph, saved, bases = run.graph, run.saved, ()
             del run
         found = graph.backward([self._grad_attn_output(group)], bases, saved, self.leaves)

@@ -96,8 +96,8 @@ class WeightGrad:
         self._empty = False
 
     def result(self) -> torch.Tensor | None:
-        """Returns the sum, rounded once to the parameter's dtype, and lets go of the buffer; zeros if nothing was added;
-        None for a `main_grad`, which holds it already."""
+        """Returns the sum, rounded once to the parameter's dtype, and lets go of the buffer. Zeros if nothing was
+        added; None for a `main_grad`, which holds it already."""
         total, self._buffer = self.total(), None
         return None if self._main_grad is not None else total.to(self._dtype)
 

@@ -93,10 +93,10 @@ def attend_by_groups(
         except UntrackedLeaves as found:  # as inputs of the node they get their gradients
             if call.sp_attention is not None:  # ranks of padding alone would not find them: others would wait for them
                 raise ValueError(
-                    f"decoder_layer: attention over ranks uses a tensor {list(found.leaves[0].shape)} that requires a "
+                    f"decoder_layer: attention over ranks uses a tensor {list(found.args[0][0].shape)} that requires a "
                     "gradient, expected none; leave this layer untiled (layer=False)"
                 ) from found
-            leaves += found.leaves
+            leaves += found.args[0]
 
 
 class AttentionFunction(torch.autograd.Function):

@@ -51,11 +51,7 @@ class LazyGradientFunction(torch.autograd.Function):
 
 
 class UntrackedLeaves(Exception):
-    """An attention used leaves that require a gradient and that it was not known to use."""
-
-    def __init__(self, leaves: Sequence[torch.Tensor]):
-        super().__init__(f"{len(leaves)} leaves")
-        self.leaves = leaves
+    """An attention used leaves that require a gradient and that it was not known to use: its only argument."""
 
 
 class QKVView(NamedTuple):

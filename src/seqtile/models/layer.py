@@ -1,9 +1,9 @@
 """The tiled forward of a decoder layer.
 
-A layer of Llama's shape is norm, attention, norm, gated MLP, one after the other. It is fused, that is, computed from its
-weights by `seqtile.ops.decoder_layer`, where calling its modules does what their classes say and no more. Else it is
-chunked: its modules are called chunk by chunk, which costs the projections to queries, keys and values, and down, once
-more. A layer of any other shape is called chunk by chunk around its attention, see any_layer.py.
+A layer of Llama's shape is norm, attention, norm, gated MLP, one after the other. It is fused, that is, computed from
+its weights by `seqtile.ops.decoder_layer`, where calling its modules does what their classes say and no more. Else it
+is chunked: its modules are called chunk by chunk, which costs the projections to queries, keys and values, and down,
+once more. A layer of any other shape is called chunk by chunk around its attention, see any_layer.py.
 """
 
 import inspect

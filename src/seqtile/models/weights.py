@@ -110,8 +110,11 @@ def call_fallback_reason(module: nn.Module, *, recording: bool = True) -> str | 
 
 def _hook_that_matters(module: nn.Module | None, recording: bool) -> Callable | None:
     """Returns a hook of a module's, or a global one, that is not harmless."""
-    hooks = (hook for kind in hooks_of(module) for hook in kind.values())
-    return next((hook for hook in hooks if not is_harmless(hook, recording)), None)
+    for hooks in hooks_of(module):
+        for hook in hooks.values():
+            if not is_harmless(hook, recording):
+                return hook
+    return None
 
 
 def hooks_of(module: nn.Module | None) -> tuple[dict[int, Callable], ...]:

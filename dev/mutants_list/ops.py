@@ -128,8 +128,8 @@ MUTANTS = (
     Mutant(
         "chunks: a last chunk of one token is lost",
         "ops/chunks.py",
-        "for start in range(0, tokens, chunk_tokens):",
-        "for start in range(0, tokens - 1 if tokens > 1 else 1, chunk_tokens):",
+        "pairwise([*range(0, tokens, chunk_tokens), tokens])",
+        "pairwise([*range(0, tokens, chunk_tokens), max(1, tokens - 1)])",
         ("ops/test_chunks.py",),
     ),
     Mutant(

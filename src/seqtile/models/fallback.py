@@ -61,17 +61,12 @@ class Called:
     def environment(self) -> "_Environment":
         """Returns everything but tensors that decides what calling the modules computes."""
         parts = [*(module() for module in self._modules), *self._inside]
-        owned, types = [*map(vars, parts)], [*map(type, parts)]
-        of_parts = (
-            map(getattr, types, repeat("forward")),
-            *(map(dict.get, owned, repeat(name)) for name in _ATTRIBUTES),
-        )
+        types = [*map(type, parts)]
+        own = (map(dict.get, map(vars, parts), repeat(name)) for name in ("forward", "training"))
+        of_parts = (types, map(getattr, types, repeat("forward")), *own)
         of_torch = (nn.Module.__call__, nn.Module._call_impl, F.linear, F.silu, F.gelu, F.cross_entropy)
         hooks = [*chain.from_iterable(map(dict.items, self._hooks))]
-        return _Environment([*of_torch, *types, *chain.from_iterable(of_parts)], hooks)
-
-
-_ATTRIBUTES = ("forward", "training")
+        return _Environment([*of_torch, *chain.from_iterable(of_parts)], hooks)
 
 
 class _Environment(NamedTuple):

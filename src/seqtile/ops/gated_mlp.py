@@ -195,8 +195,8 @@ class MLPChunk:
         Gate and up once more, then 6 u: 8 u."""
         gate, up, both = self._gate_and_up(x)
         if self._product is None:
-            self._product = self._both.new_empty(len(self._both), self._both.shape[1] // 2)
-        product = self._product[: len(x)]  # [C, M], first its gradient
+            self._product = self._both.new_empty(self._both.shape[0], self._both.shape[1] // 2)
+        product = self._product[: x.shape[0]]  # [C, M], first its gradient
         self._down.backward(d_y, out=product)
         gated_activation_backward_(gate, up, product, self._activation)
         self._down.add_gradients(sums[-1], d_y, product)
@@ -208,7 +208,7 @@ class MLPChunk:
 
     def _gate_and_up(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Computes gate and up, which lie side by side in the third tensor returned, [C, 2M]."""
-        both = self._both[: len(x)]
+        both = self._both[: x.shape[0]]
         gate, up = both.chunk(2, dim=1)
         for projection, out in zip(self._first, (both,) if len(self._first) == 1 else (gate, up), strict=True):
             projection.forward(x, out=out)

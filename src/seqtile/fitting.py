@@ -16,7 +16,7 @@ from seqtile.memory.setup import DTYPES, GIB, NoFormula, expect, setup_of
 from seqtile.models import apply_seqtile
 from seqtile.models.base_model import is_checkpointed
 from seqtile.models.patch import model_type_of, unwrapped
-from seqtile.models.placement import is_patched_subclass
+from seqtile.models.placement import is_own_class
 from seqtile.models.quantised import has_4_bits
 from seqtile.offload import enable as enable_offload
 from seqtile.offload.checkpointing import enable_checkpointing
@@ -171,7 +171,7 @@ def _simulated(model: nn.Module, given: Setup, why: str) -> Predictor:
     """Returns what simulates a model. ValueError, with why that is needed, for a setup that cannot be."""
     from seqtile.memory.simulate import Simulated  # which takes seconds to import
 
-    cls = next(cls for cls in type(model).__mro__ if not is_patched_subclass(cls))
+    cls = next(cls for cls in type(model).__mro__ if not is_own_class(cls))
     try:
         found = Simulated(cls, model.config, given)
     except ValueError as error:

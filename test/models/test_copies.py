@@ -175,5 +175,24 @@ def test_restoring_below_a_class_that_another_library_derived(reentrant: bool | 
     assert_equal(loss_and_gradients(model, **batch), truth)
     assert len(runs) == (1 if reentrant is None else 2)
     hook.remove()
+    for chunk_tokens in (7, 9):  # of the second class, and of a third above it
+        seqtile.apply_seqtile(model, layer=True, chunk_tokens=chunk_tokens)
+        assert seqtile.status(model).layer.chunk_tokens == (chunk_tokens,)
+        assert_equal(loss_and_gradients(model, **batch), truth)
+    seqtile.restore(model)
+    assert not any(placement_at(module) for module in model.modules())
+
+
+def test_other_options_below_a_class_that_another_library_derived() -> None:
+    model = build("llama")
+    truth = loss_and_gradients(model, **(batch := whole(101)))
+    seqtile.apply_seqtile(model, layer=True, chunk_tokens=CHUNK)
+    for layer in model.model.layers:
+        layer.__class__ = type(f"FSDP{type(layer).__name__}", (type(layer),), {})
     seqtile.apply_seqtile(model, layer=True, chunk_tokens=7)
-    assert seqtile.status(model).layer.chunk_tokens == (7,)
+    assert "7 tokens a chunk, 2 of 2 layers" in str(seqtile.status(model).layer)
+    assert not seqtile.status(model).layer.wrappers
+    assert_equal(loss_and_gradients(model, **batch), truth)
+    seqtile.restore(model)
+    assert not any(placement_at(module) for module in model.modules())
+    assert_equal(loss_and_gradients(model, **batch), truth)

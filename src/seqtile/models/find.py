@@ -8,7 +8,6 @@ the text model's modules ── a decoder layer: a layer that Hugging Face can c
 import inspect
 import re
 from collections.abc import Iterator
-from functools import cache
 
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -74,7 +73,6 @@ def _holds_weights_below(module: nn.Module) -> bool:
     return any(id(weight) not in own for child in module.children() for weight in child.parameters())
 
 
-@cache
 def _arguments(cls: type) -> dict[str, bool]:
     """Returns the names of what the forward of a class is given by position, and if it must be given."""
     try:

@@ -25,7 +25,6 @@ from seqtile.models.layer_form import LayerForm, is_llamas_rotary, layer_form_of
 from seqtile.models.mlp import activation_of, gated_form, mlp_fallback_reason, read_mlp, sparsity_of
 from seqtile.models.norm import norm_fallback_reason, read_norm
 from seqtile.models.placement import (
-    HELD,
     KNOWN_PACKAGES,
     Options,
     computed_forward,
@@ -93,7 +92,7 @@ def tiled_layer_forward(options: Options, original: Callable) -> Callable:
 
     @stand_in_for(original)
     def forward(self, *args, **kwargs):
-        outermost = HELD in type(self).__dict__ or type(self).forward is forward
+        outermost = type(self).forward is forward
         if _FORWARD_CHECKPOINTS and outermost and self.gradient_checkpointing and self.training:
             if kwargs.get("use_cache") or kwargs.get("past_key_values") is not None:
                 logger.warning_once("checkpointed layers have no cache, which recomputation would fill once more")

@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules import linear as linear_module
 from torch.nn.modules import module as module_module
 
-from seqtile.models.placement import Placement, placement_of
+from seqtile.models.placement import placement_of
 
 _END = object()
 _DTYPE = attrgetter("dtype")
@@ -134,12 +134,10 @@ def _named_by(things: Iterable[Any]) -> Iterator[tuple[dict[str, Any], str]]:
     while waiting:
         thing = waiting.pop()
         function = getattr(thing, "__func__", thing)
-        if isinstance(thing, Placement):
-            waiting.append(thing.original)
         if type(function) is not FunctionType or function in seen:
             continue
         seen.add(function)
-        waiting += [vars(function).get("__wrapped__"), placement_of(function)]
+        waiting += [vars(function).get("__wrapped__"), getattr(placement_of(function), "original", None)]
         names = function.__globals__
         for name in function.__code__.co_names:
             if name in names:

@@ -14,8 +14,8 @@ from seqtile.memory import Formula, Plan, Setup
 from seqtile.memory.features import FEATURES, Predictor, with_feature
 from seqtile.memory.setup import DTYPES, GIB, NoFormula, expect, setup_of
 from seqtile.models import apply_seqtile
-from seqtile.models.base_model import is_checkpointed
-from seqtile.models.patch import model_type_of, unwrapped
+from seqtile.models.find import is_checkpointed
+from seqtile.models.patch import unwrapped
 from seqtile.models.placement import is_own_class
 from seqtile.models.quantised import has_4_bits
 from seqtile.offload import enable as enable_offload
@@ -81,7 +81,6 @@ def fit(
     GPU or gpu_memory_gib; for a setup that cannot be planned; and whatever `apply_seqtile` raises.
     """
     inner = unwrapped(model)
-    model_type_of(inner)
     memory = {"gpu_memory_gib": gpu_memory_gib or gpu_memory_at_hand()}
     memory["host_memory_gib"] = host_memory_gib or host_memory_at_hand()
     setup = _setup_of_model(model, inner) | memory | setup

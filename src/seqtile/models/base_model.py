@@ -52,7 +52,3 @@ def uncached_forward(options: Options, original: Callable) -> Callable:
 def _wants_cache(model: nn.Module, given: dict[str, Any]) -> bool:
     wanted = given.get("use_cache")
     return bool(getattr(model.config, "use_cache", False) if wanted is None else wanted)
-
-
-def is_checkpointed(model: nn.Module) -> bool:
-    return any(getattr(layer, "gradient_checkpointing", False) for layer in layers_of(model))

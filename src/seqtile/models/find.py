@@ -25,6 +25,10 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
     return [module for module in _walk(text_model_of(model)) if isinstance(module, GradientCheckpointingLayer)]
 
 
+def is_checkpointed(model: nn.Module) -> bool:
+    return any(getattr(layer, "gradient_checkpointing", False) for layer in layers_of(model))
+
+
 def mlps_of(model: nn.Module) -> list[nn.Module]:
     """Returns every module of the text part that is tiled as an MLP, inside PEFT's wrappers; not experts."""
     head = getattr(model, "get_output_embeddings", lambda: None)()

@@ -100,9 +100,8 @@ class Placement:
 
     def is_of(self, options: Options) -> bool:
         """Says if the same options would make the same forward."""
-        mine = self.options
-        same_chunks = (mine.chunk_tokens, mine.head_groups) == (options.chunk_tokens, options.head_groups)
-        return same_chunks and mine.check == options.check
+        names = ["chunk_tokens", *["head_groups"] * (self.part == "layer"), *["check"] * (self.part in ("loss", ""))]
+        return all(getattr(self.options, name) == getattr(options, name) for name in names)
 
 
 def _type_of(owner: Owner) -> type:

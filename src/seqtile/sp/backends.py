@@ -29,8 +29,8 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
 from transformers import masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.gemma2 import modeling_gemma2
 
-from seqtile.arch import ARCHS
 from seqtile.sp.all_to_all import RankHeads, Rows, count
 from seqtile.sp.layout import Layout
 
@@ -70,7 +70,7 @@ class LocalAttention(NamedTuple):
 def _eager_of(attention: LocalAttention) -> Callable[..., Any]:
     """Returns the eager attention: Gemma 2's, which has all options but sinks; with sinks the model's own."""
     if SINKS not in attention.options:
-        return ARCHS["gemma2"].modeling.eager_attention_forward
+        return modeling_gemma2.eager_attention_forward
     return sys.modules[type(attention.module).__module__].eager_attention_forward
 
 

@@ -209,7 +209,10 @@ def difference(plain: Vectors, tiled: Vectors, nudged: Vectors, eps: float) -> D
         rounding = bit[name] if name == "loss" else max(bit[name], typical)
         # What one bit does to a parameter of a few numbers may be small by chance.
         factor = FACTOR if name == "loss" else FACTOR * max(1.0, _FEW / truth.numel())
-        allowed = (factor * (rounding + _OF_SUMS) + 2 * eps) * size + _OF_SUMS * whole
+        products = 2 * eps
+        if name == "loss" and truth.dtype != torch.float32:  # PyTorch's of 56 tokens is up to 1.6 eps off in bfloat16
+            products = 6 * eps
+        allowed = (factor * (rounding + _OF_SUMS) + products) * size + _OF_SUMS * whole
         off = ours.double() - truth.double()
         error = float(off.norm())
         along = abs(float((off * truth).sum())) / size if size else 0.0

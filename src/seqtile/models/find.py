@@ -12,12 +12,17 @@ from collections.abc import Iterator
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from seqtile.models.mlp import experts_of
+from seqtile.models.mlp import num_experts
 from seqtile.models.weights import own_weights
 
 _OF_A_SEQUENCE = re.compile(
     r"mask|cache|past|position|state|layer|head"
 )  # arguments that tell of other tokens, or more
+
+
+def head_of(model: nn.Module) -> nn.Module | None:
+    """Returns a model's head over a vocabulary; None if it has none."""
+    return getattr(model, "get_output_embeddings", lambda: None)()
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
@@ -31,7 +36,7 @@ def is_checkpointed(model: nn.Module) -> bool:
 
 def mlps_of(model: nn.Module) -> list[nn.Module]:
     """Returns every module of the text part that is tiled as an MLP, inside PEFT's wrappers; not experts."""
-    head = getattr(model, "get_output_embeddings", lambda: None)()
+    head = head_of(model)
     modules = (module for module in _walk(text_model_of(model)) if _is_mlp(module))
     return [module for module in modules if head is None or head not in module.modules()]
 
@@ -49,7 +54,7 @@ def text_model_of(model: nn.Module) -> nn.Module:
 
 def are_experts(module: nn.Module) -> bool:
     """Says if a module holds the weights of all experts of a mixture, and is told which of them each token goes to."""
-    return len(_arguments(type(module))) == 3 and experts_of(module) > 0
+    return len(_arguments(type(module))) == 3 and num_experts(module) > 0
 
 
 def _is_mlp(module: nn.Module) -> bool:
@@ -60,7 +65,7 @@ def _is_mlp(module: nn.Module) -> bool:
     children = [inside_peft(child) for child in module.children()]
     if isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
         return False
-    if any(experts_of(part) for part in (module, *children)):  # a convolution's weight has three dimensions, too
+    if any(num_experts(part) for part in (module, *children)):  # a convolution's weight has three dimensions, too
         return False
     if any(_holds_weights_below(child) for child in children):
         return False

@@ -30,7 +30,6 @@ from seqtile.models.placement import (
     computed_forward,
     forward_in_place_of,
     package_of,
-    stand_in_for,
 )
 from seqtile.models.verdict import Verdict, Verdicts
 from seqtile.models.weights import (
@@ -90,7 +89,6 @@ def tiled_layer_forward(options: Options, original: Callable) -> Callable:
             return inner(self, hidden, **given)
         return _compute(verdict, inner, options, self, hidden, given)
 
-    @stand_in_for(original)
     def forward(self, *args, **kwargs):
         outermost = type(self).forward is forward
         if _FORWARD_CHECKPOINTS and outermost and self.gradient_checkpointing and self.training:

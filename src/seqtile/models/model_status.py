@@ -5,10 +5,9 @@ from dataclasses import dataclass
 
 from torch import nn
 
-from seqtile.models.find import is_checkpointed
+from seqtile.models.find import head_of, is_checkpointed
 from seqtile.models.first_step import outcome_of
 from seqtile.models.layer import groups_of
-from seqtile.models.loss import has_head
 from seqtile.models.mlp import sparsity_of
 from seqtile.models.parts import EXPERTS, LAYER, LOSS, MLP, Part
 from seqtile.models.patch import parts_applied_to, refused_of, unwrapped
@@ -97,7 +96,7 @@ def status(model: nn.Module) -> ModelStatus:
     Raises TypeError for something that is no Hugging Face model.
     """
     model = unwrapped(model)
-    loss = part_status(model, LOSS) if has_head(model) else None
+    loss = part_status(model, LOSS) if head_of(model) is not None else None
     mlp = part_status(model, MLP, EXPERTS)
     layer = part_status(model, LAYER) if "layer" in parts_applied_to(model) else None
     return ModelStatus(type(model).__name__, loss, mlp, layer, tuple(notes_on(model, loss, mlp, layer)))

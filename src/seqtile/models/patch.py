@@ -14,15 +14,16 @@ from functools import partial
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from seqtile.models.first_step import OUTCOME
 from seqtile.models.loss import place_of_head
 from seqtile.models.mlp import gated_form
-from seqtile.models.model_types import model_classes, unfilled_model
+from seqtile.models.model_types import model_classes
 from seqtile.models.parts import CHECK, LAYER, LOSS, MLP, PARTS, Part
 from seqtile.models.placement import Options, check_place, check_unplace, place, placement_at, unplace
 from seqtile.models.proof import unproven
+from seqtile.models.small import config_for, unfilled
 
 
 @dataclass
@@ -95,7 +96,7 @@ def _apply_to_classes(model_type: str, options: Options) -> None:
         for name, value in vars(sys.modules[cls.__module__]).items() if options.mlp else ():
             if isinstance(value, type) and issubclass(value, nn.Module) and gated_form(value.forward):
                 found[cls.__module__, name] = MLP  # also such as its default config lacks
-        for module, part in _found(unfilled_model(cls, model_type), options, unproven)[0]:
+        for module, part in _found(unfilled(cls, config_for(cls, CONFIG_MAPPING[model_type]())), options, unproven)[0]:
             found |= dict.fromkeys(_names_of(type(module), cls), part)
     for module_name, name in found:
         check_place(getattr(sys.modules[module_name], name), options)

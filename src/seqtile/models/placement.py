@@ -68,23 +68,6 @@ class Options:
             raise ValueError("mlp=False: expected True, since layer=True tiles the MLP with the layer that it is in")
 
 
-def stand_in_for(original: Callable) -> Callable[[Callable], Callable]:
-    """Returns a decorator much like functools.wraps, but without the `__wrapped__` that it leaves.
-
-    The signature is kept because Trainer reads from it which inputs and loss arguments a model takes. `__wrapped__` is
-    not, because Accelerate's unwrap_model(keep_fp32_wrapper=False) follows it to the end: it would take seqtile off
-    together with its own wrapper.
-    """
-
-    def decorate(forward: Callable) -> Callable:
-        update_wrapper(forward, original)
-        del forward.__wrapped__
-        forward.__signature__ = inspect.signature(original)
-        return forward
-
-    return decorate
-
-
 @dataclass
 class Placement:
     """A tiled forward, and the place where it stands."""
@@ -124,6 +107,20 @@ def _pickled_as_its_base(metaclass: type) -> type:
     derived = type(metaclass.__name__, (metaclass,), {})
     copyreg.pickle(derived, _pickled)
     return derived
+
+
+def _like(original: Callable, forward: Callable) -> Callable:
+    """Returns `forward` with the name, the documentation and the signature of the original one, much as functools.wraps
+    does, but without the `__wrapped__` that it leaves.
+
+    The signature is kept because Trainer reads from it which inputs and loss arguments a model takes. `__wrapped__` is
+    not, because Accelerate's unwrap_model(keep_fp32_wrapper=False) follows it to the end: it would take seqtile off
+    together with its own wrapper.
+    """
+    update_wrapper(forward, original)
+    del forward.__wrapped__
+    forward.__signature__ = inspect.signature(original)
+    return forward
 
 
 def _own_class(base: type, forward: Callable, placement: Placement | None) -> type:
@@ -241,7 +238,7 @@ def place(owner: Owner, wrap: Wrap, options: Options, classes: dict[tuple, type]
     if base is not owner and vars(base).get(_OWN) is not None:
         base = base.__base__
     if (key := (base, original, before, part)) not in classes:
-        forward = wrap(original)
+        forward = _like(original, wrap(original))
         forward.seqtile_placement = Placement(forward, original, before, options, part)
         if owner is base:
             owner.forward = forward

@@ -67,9 +67,8 @@ class Verdict(NamedTuple):
 
 
 class Verdicts:
-    """The verdicts of the modules that run one tiled forward; a copy of a module gets one of its own.
-
-    Not for a compiler, whose guards see what changes.
+    """The verdicts of the modules that run one tiled forward; a copy of a module gets one of its own. For a compiler,
+    whose guards see what changes, none is kept.
     """
 
     def __init__(self, inspect: Callable[[nn.Module, torch.dtype | None], Verdict]):
@@ -78,6 +77,8 @@ class Verdicts:
 
     def of(self, module: nn.Module, dtype: torch.dtype | None = None) -> Verdict:
         """Returns the verdict on a module whose products are in `dtype`, where that is known."""
+        if torch.compiler.is_compiling():
+            return self._inspect(module, dtype)
         kept = self._kept.get(module)
         if kept is None or not all(map(is_, kept.now(module, dtype), kept.seen)):
             with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):  # a checkpoint counts what is saved

@@ -42,23 +42,8 @@ def apply_seqtile(
     apply(model.config.model_type, model, Options(mlp, loss, layer, head_groups, chunk_tokens, check))
 
 
-_MODEL, *_OPTIONS = signature(apply_seqtile).parameters.values()
-_OF_ENTRIES = signature(apply_seqtile).replace(
-    parameters=[_MODEL.replace(default=None, annotation=nn.Module | None), *_OPTIONS]
-)
-
-
-def _entry(model_type: str) -> Callable[..., None]:
-    def apply_to(model: nn.Module | None = None, **options: Any) -> None:
-        inner = None if model is None else unwrapped(model)
-        if inner is not None and inner.config.model_type != model_type:
-            got = inner.config.model_type
-            raise ValueError(f"expected a {model_type} model, got {got!r}; use seqtile.apply_seqtile(model)")
-        apply(model_type, inner, Options(**options))
-
-    apply_to.__signature__ = _OF_ENTRIES
-    apply_to.__name__ = apply_to.__qualname__ = _entry_name(model_type)
-    apply_to.__doc__ = f"""Tiles {model_type} models: the loss and the MLP in memory that does not grow with length.
+def _apply_to_type(model_type: str, model: nn.Module | None, options: Options) -> None:
+    """Tiles MODEL_TYPE models: the loss and the MLP in memory that does not grow with length.
 
     Args:
         model: the model to tile, alone, also in PEFT's wrapper; None tiles Hugging Face's classes, for every
@@ -81,12 +66,28 @@ def _entry(model_type: str) -> Callable[..., None]:
     Applying twice changes nothing. Apply after Liger, whose RMSNorm and RoPE stay. `seqtile.restore` undoes it,
     `seqtile.status` tells what is tiled.
 
-    Plain nn.Linear layers and plain LoRA over them are read directly. What cannot be (experts, quantised layers, other
-    adapters, dropout, unusual activations, hooks) is called as it is, chunk by chunk, which costs one product more of
-    the loss; `seqtile.status` tells which.
+    Plain nn.Linear layers and plain LoRA over them are fused: computed from their weights. What cannot be (experts,
+    quantised layers, other adapters, dropout, unusual activations, hooks) is called chunk by chunk, which costs one
+    product more of the loss; `seqtile.status` tells which.
 
     Raises ValueError, and changes nothing, for what it cannot honour, such as another loss function.
     """
+    model = None if model is None else unwrapped(model)
+    if model is not None and model.config.model_type != model_type:
+        got = model.config.model_type
+        raise ValueError(f"expected a {model_type} model, got {got!r}; use seqtile.apply_seqtile(model)")
+    apply(model_type, model, options)
+
+
+def _entry(model_type: str) -> Callable[..., None]:
+    def apply_to(model: nn.Module | None = None, **options: Any) -> None:
+        _apply_to_type(model_type, model, Options(**options))
+
+    model, *options = signature(apply_seqtile).parameters.values()
+    model = model.replace(default=None, annotation=nn.Module | None)
+    apply_to.__signature__ = signature(apply_seqtile).replace(parameters=[model, *options])
+    apply_to.__name__ = apply_to.__qualname__ = _entry_name(model_type)
+    apply_to.__doc__ = (_apply_to_type.__doc__ or "").replace("MODEL_TYPE", model_type)
     return apply_to
 
 

@@ -126,7 +126,7 @@ def _lazy_head(model: nn.Module, options: Options) -> Iterator[None]:
         raise ValueError(verdict.error)
     owner, name = place_of_head(model)
     head = getattr(owner, name)
-    compute = partial(_cross_entropy, fallback=verdict.how == "chunked", chunk_tokens=options.chunk_tokens)
+    compute = partial(_cross_entropy, chunked=verdict.how == "chunked", chunk_tokens=options.chunk_tokens)
     loss = partial(_loss, untiled=untiled, compute=compute)
     own = vars(model).get("_loss_function")
     object.__setattr__(owner, name, LazyHead(head, compute))
@@ -217,7 +217,7 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
     *,
     num_items: torch.Tensor | int | None = None,
-    fallback: bool,
+    chunked: bool,
     chunk_tokens: int | None,
 ) -> torch.Tensor:
     """Computes what torch's cross_entropy computes from logits [..., V] and targets [...], divided by `num_items` where
@@ -226,10 +226,10 @@ def _cross_entropy(
     if not same_shape or size_average is not None or reduce is not None or reduction not in ("mean", "sum"):
         return NotImplemented
     head, affine = logits.head, logits.affine
-    if fallback or affine is None:
+    if chunked or affine is None:
         if weight is not None or label_smoothing:
             return NotImplemented
-        total = _fallback_losses(logits, target, ignore_index, chunk_tokens).sum()
+        total = _chunked_losses(logits, target, ignore_index, chunk_tokens).sum()
         if reduction == "sum":
             return total
         return total / ((target != ignore_index).sum() if num_items is None else num_items)
@@ -246,7 +246,7 @@ def _cross_entropy(
     return call_inside(head, of_weight, logits.hidden)  # a head that is called has its weight gathered by its own call
 
 
-def _fallback_losses(
+def _chunked_losses(
     logits: LazyLogits, targets: torch.Tensor, ignore_index: int, chunk_tokens: int | None
 ) -> torch.Tensor:
     """Computes the loss of every token under a head that is called, ignored ones too: its logits once more in the

@@ -103,8 +103,7 @@ def tiled_mlp_forward(options: Options, original: Callable) -> Callable:
     them: reading one is a collective, in the same order on ranks whose sequences are of different lengths.
     """
     form = gated_form(original)
-
-    of_mlp, said = Verdicts(partial(_verdict, form or original)).of, []
+    of_mlp = Verdicts(partial(_verdict, form or original)).of
 
     def forward(self, x: torch.Tensor, *others: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         if kwargs or (others and not all(isinstance(other, torch.Tensor) for other in others)):
@@ -115,18 +114,9 @@ def tiled_mlp_forward(options: Options, original: Callable) -> Callable:
         chunk = resolve_chunk_tokens(options.chunk_tokens, x.shape[-1])
         if x.shape[:-1].numel() > chunk:
             check_untransformed()
-        else:
-            if (
-                not said
-                and not torch.compiler.is_compiling()
-                and self.training
-                and torch.is_grad_enabled()
-                and not inside_chunk()
-            ):
-                said.append(chunk)
-                _note_that_it_fits(chunk)
-            if not verdict.sharded and not any(map(hasattr, verdict.parameters, repeat("main_grad"))):
-                return original(self, x, *others)
+        elif not verdict.sharded and not any(map(hasattr, verdict.parameters, repeat("main_grad"))):
+            _note_that_it_fits(self, chunk)
+            return original(self, x, *others)
         if verdict.how == "fused":
             params = tuple(projection for projection in read_mlp(self, form) if projection is not None)
             return gated_mlp_of(x, params, activation_of(self, form), chunk_tokens=options.chunk_tokens)
@@ -139,11 +129,13 @@ def tiled_mlp_forward(options: Options, original: Callable) -> Callable:
     return forward
 
 
-def _note_that_it_fits(chunk: int) -> None:
-    logger.warning_once(
-        f"a sequence fits in one chunk of {chunk} tokens: its MLPs, and its layers with layer=True, run untiled and "
-        "keep what they keep untiled; for less memory train on longer sequences, or pass a smaller chunk_tokens"
-    )
+def _note_that_it_fits(mlp: nn.Module, chunk: int) -> None:
+    """Says so in training, once."""
+    if mlp.training and torch.is_grad_enabled() and not torch.compiler.is_compiling() and not inside_chunk():
+        logger.warning_once(
+            f"a sequence fits in one chunk of {chunk} tokens: its MLPs, and its layers with layer=True, run untiled and "
+            "keep what they keep untiled; for less memory train on longer sequences, or pass a smaller chunk_tokens"
+        )
 
 
 def read_mlp(mlp: nn.Module, form: Gated) -> tuple[Projection, Projection | None, Projection]:

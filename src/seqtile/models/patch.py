@@ -31,11 +31,9 @@ class ClassPatch:
     """A record of what was applied to the classes of one architecture."""
 
     parts: set[str] = field(default_factory=set)
-    owners: dict[type, None] = field(default_factory=dict)
-    """The classes that have a tiled forward."""
-    subclasses: dict[type, tuple[str, str]] = field(default_factory=dict)
-    """Those of them that stand in for others, and where, a module and a name: more than one in a place if another
-    library replaced the first."""
+    classes: dict[type, tuple[str, str] | None] = field(default_factory=dict)
+    """Those that have a tiled forward, and where those stand that replace another, a module and a name: more than one
+    in a place if another library replaced the first."""
 
 
 _CLASSES: dict[str, ClassPatch] = {}  # the one registry: model_type -> what was applied to its classes
@@ -105,12 +103,11 @@ def _apply_to_classes(model_type: str, options: Options) -> None:
     for (module_name, name), part in found.items():
         module = sys.modules[module_name]
         owner = getattr(module, name)
-        if part.swapped and owner not in patch.subclasses:
+        if part.swapped and patch.classes.get(owner) is None:
             # To be found, by pickle too, where its base was, under `name`.
             owner = type(owner.__name__, (owner,), {"__module__": module_name, "__qualname__": name})
-            patch.subclasses[owner] = module_name, name
             setattr(module, name, owner)
-        patch.owners[owner] = None
+        patch.classes.setdefault(owner, (module_name, name) if part.swapped else None)
         place(owner, partial(part.tiled_forward, options), options, {}, part.option)
 
 
@@ -140,10 +137,10 @@ def restore(target: nn.Module | str | None = None) -> None:
         model_classes(target)
         if (patch := _CLASSES.get(target)) is None:
             return
-        _unplace_all(list(patch.owners))
-        for subclass, (module_name, name) in patch.subclasses.items():
-            if getattr(sys.modules[module_name], name) is subclass:
-                setattr(sys.modules[module_name], name, subclass.__base__)
+        _unplace_all(list(patch.classes))
+        for cls, (module_name, name) in ((cls, at) for cls, at in patch.classes.items() if at is not None):
+            if getattr(sys.modules[module_name], name) is cls:
+                setattr(sys.modules[module_name], name, cls.__base__)
         del _CLASSES[target]
     else:
         model = unwrapped(target)

@@ -16,8 +16,8 @@ from seqtile.memory.setup import DTYPES, GIB, NoFormula, expect, setup_of
 from seqtile.models import apply_seqtile
 from seqtile.models.find import is_checkpointed
 from seqtile.models.patch import unwrapped
-from seqtile.models.placement import is_own_class
 from seqtile.models.quantised import has_4_bits
+from seqtile.models.replaced import class_of
 from seqtile.offload import enable as enable_offload
 from seqtile.offload.checkpointing import enable_checkpointing
 from seqtile.offload.store import available
@@ -170,9 +170,8 @@ def _simulated(model: nn.Module, given: Setup, why: str) -> Predictor:
     """Returns what simulates a model. ValueError, with why that is needed, for a setup that cannot be."""
     from seqtile.memory.simulate import Simulated  # which takes seconds to import
 
-    cls = next(cls for cls in type(model).__mro__ if not is_own_class(cls))
     try:
-        found = Simulated(cls, model.config, given)
+        found = Simulated(class_of(model), model.config, given)
     except ValueError as error:
         raise ValueError(f"{why}; {error}") from error
     found.notes = [f"{why}: simulated with its own code"]

@@ -133,8 +133,8 @@ def _note_that_it_fits(mlp: nn.Module, chunk: int) -> None:
     """Says so in training, once."""
     if mlp.training and torch.is_grad_enabled() and not torch.compiler.is_compiling() and not inside_chunk():
         logger.warning_once(
-            f"a sequence fits in one chunk of {chunk} tokens: its MLPs, and its layers with layer=True, run untiled and "
-            "keep what they keep untiled; for less memory train on longer sequences, or pass a smaller chunk_tokens"
+            f"a sequence fits in one chunk of {chunk} tokens: its MLPs, and its layers with layer=True, run untiled "
+            "and keep what they keep untiled; for less memory train on longer sequences, or pass a smaller chunk_tokens"
         )
 
 

@@ -28,6 +28,7 @@ Owner = type | nn.Module
 Wrap = Callable[[Callable], Callable]
 """A forward (a plain function) to the tiled one that stands in for it."""
 KNOWN_PACKAGES = ("transformers", "liger_kernel")  # whose forwards a tiled forward may stand in for
+_DECIDING = {"mlp": ("chunk_tokens",), "layer": ("chunk_tokens", "head_groups")}  # the options, by part
 _OWN = "_seqtile_placement"  # of a class made for modules that are tiled alone: its Placement, None if it undoes one
 
 
@@ -83,7 +84,7 @@ class Placement:
 
     def is_of(self, options: Options) -> bool:
         """Says if the same options would make the same forward."""
-        names = ["chunk_tokens", *["head_groups"] * (self.part == "layer"), *["check"] * (self.part in ("loss", ""))]
+        names = _DECIDING.get(self.part, ("chunk_tokens", "check"))
         return all(getattr(self.options, name) == getattr(options, name) for name in names)
 
 
@@ -195,8 +196,7 @@ def own_forward(owner: Owner) -> Any:
 def current_forward(owner: Owner) -> Any:
     """Returns the function that runs as the owner's forward. A tiled one is found in what Hugging Face puts around the
     forward of a class that is derived from a decoder layer's, such as FSDP2's, to checkpoint it."""
-    own = None if isinstance(owner, type) else own_forward(owner)
-    forward = own or _type_of(owner).forward
+    forward = own_forward(owner) or _type_of(owner).forward
     tiled = decorated(forward)
     return tiled if placement_of(tiled) is not None else forward
 
@@ -204,12 +204,15 @@ def current_forward(owner: Owner) -> Any:
 def check_place(owner: Owner, options: Options) -> None:
     """Raises ValueError if a tiled forward at `owner` would skip what stands there, or could not be put back."""
     forward, placement = current_forward(owner), placement_at(owner)
+    # Known, or of its class and what that is derived from, such as the module that comes with a model on the hub.
+    homes = {base.__module__.split(".")[0] for base in _type_of(owner).__mro__} - {"torch", "builtins"}
+    homes |= set(KNOWN_PACKAGES)
     if placement is None and isinstance(owner, nn.Module) and isinstance(vars(owner).get("forward"), FunctionType):
         raise ValueError(
             f"the forward of {name_of(owner)} is a function from {package_of(forward)} that stands on the module, such "
             "as expert parallelism puts there; apply seqtile before it, or to the classes"
         )
-    if placement is None and (not isinstance(forward, FunctionType) or package_of(forward) not in packages_of(owner)):
+    if placement is None and (not isinstance(forward, FunctionType) or package_of(forward) not in homes):
         kind = f"from {package_of(forward)}" if isinstance(forward, FunctionType) else f"a {type(forward).__name__}"
         raise ValueError(
             f"the forward of {name_of(owner)} is {kind}, expected Hugging Face's or Liger's: a tiled forward would "
@@ -308,13 +311,6 @@ def home_of(function: Callable) -> str:
     """Returns the name of the module in which a function was written."""
     namespace = getattr(function, "__globals__", None) or {"__name__": type(function).__module__}
     return namespace["__name__"]
-
-
-def packages_of(owner: Owner) -> set[str]:
-    """Returns the packages whose code a forward of `owner` may be: those that are known, and those of its class and
-    what this is derived from, such as the module that comes with a model on the hub."""
-    homes = (base.__module__.split(".")[0] for base in _type_of(owner).__mro__)
-    return {*KNOWN_PACKAGES, *homes} - {"torch", "builtins"}
 
 
 def name_of(owner: Owner) -> str:

@@ -1,6 +1,7 @@
 """Copies of tiled models and of their modules compute with what is theirs, and are restored by themselves."""
 
 import copy
+import gc
 import pickle
 from collections.abc import Callable, Iterator
 
@@ -145,6 +146,24 @@ def test_pickles(layer: bool) -> None:
     seqtile.apply_seqtile(loaded, layer=layer, chunk_tokens=CHUNK)
     assert loaded(**batch).logits is None
     assert_equal(loss_and_gradients(loaded, **batch), truth)
+
+
+@pytest.mark.parametrize("layer", [False, True])
+def test_a_tiled_module_holds_nothing_more(layer: bool) -> None:
+    """And nothing holds on to the classes that modules had while they were tiled."""
+    model = build("llama")
+    batch, before = whole(101), [sorted(vars(module)) for module in model.modules() if module is not model]
+    model(**batch).loss.backward()
+    model.zero_grad()
+    gc.collect()
+    classes = {cls: len(cls.__subclasses__()) for cls in map(type, model.modules())}
+    seqtile.apply_seqtile(model, layer=layer, chunk_tokens=CHUNK)
+    model(**batch).loss.backward()
+    assert [sorted(vars(module)) for module in model.modules() if module is not model] == before
+    assert str(seqtile.status(model)).count("seqtile, 50 tokens a chunk") == 2 + layer
+    seqtile.restore(model)
+    gc.collect()
+    assert {cls: len(cls.__subclasses__()) for cls in classes} == classes
 
 
 def test_modules_of_a_class_stay_of_one_class() -> None:

@@ -16,6 +16,7 @@ import seqtile
 import seqtile.models.fallback
 import seqtile.models.mlp
 from seqtile.models.find import experts_in, mlps_of
+from seqtile.models.first_step import outcome_of
 from seqtile.models.placement import placement_at
 from tiny import (
     CHUNK,
@@ -299,6 +300,22 @@ def test_classes_behind_a_wrapper_on_the_model() -> None:
         "autocast's wrapper passes everything on"
     )
     assert "around it" not in str(seqtile.status(model))
+
+
+@pytest.mark.parametrize("on_classes", [False, True], ids=["model", "classes"])
+@pytest.mark.parametrize("layer", [False, True])
+def test_the_first_step_compares_below_hooks_and_wrappers_put_on_later(on_classes: bool, layer: bool) -> None:
+    hooks = pytest.importorskip("accelerate.hooks")
+    if on_classes:
+        seqtile.apply_seqtile_to_llama(layer=layer, chunk_tokens=CHUNK)
+    model = build("llama")
+    if not on_classes:
+        seqtile.apply_seqtile(model, layer=layer, chunk_tokens=CHUNK)
+    for module in (*model.model.layers, *mlps_of(model)):
+        hooks.add_hook_to_module(module, hooks.ModelHook())
+    model.forward = MethodType(torch.autocast("cpu", torch.bfloat16, enabled=False)(type(model).forward), model)
+    assert model(**batch_of(1, 101)).logits is None
+    assert "equal the untiled model's" in outcome_of(model)
 
 
 def test_what_is_applied_to_a_model_stays_when_its_classes_are_restored() -> None:

@@ -25,8 +25,6 @@ from torch import nn
 from seqtile.ops.chunks import resolve_chunk_tokens
 
 Owner = type | nn.Module
-Wrap = Callable[[Callable], Callable]
-"""A forward (a plain function) to the tiled one that stands in for it."""
 KNOWN_PACKAGES = ("transformers", "liger_kernel")  # whose forwards a tiled forward may stand in for
 _DECIDING = {"mlp": ("chunk_tokens",), "layer": ("chunk_tokens", "head_groups")}  # the options, by part
 _OWN = "_seqtile_placement"  # of a class made for modules that are tiled alone: its Placement, None if it undoes one
@@ -225,9 +223,12 @@ def check_place(owner: Owner, options: Options) -> None:
         )
 
 
-def place(owner: Owner, wrap: Wrap, options: Options, classes: dict[tuple, type], part: str = "") -> None:
-    """Makes `wrap`'s tiled forward the forward of `owner`, unless the same one is there already. Modules of one class
-    get the same own class of the `classes`, which is extended. `part` is what the forward tiles.
+def place(
+    owner: Owner, wrap: Callable[[Callable], Callable], options: Options, classes: dict[tuple, type], part: str = ""
+) -> None:
+    """Makes the tiled forward that `wrap` makes of a forward, a plain function, that of `owner`, unless the same one is
+    there already. `part` is what it tiles. Modules of one class get the same own class of the `classes`, which is
+    extended.
 
     The same one of its class does not count: what was applied to a model stays when the classes are restored.
     """

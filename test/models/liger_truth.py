@@ -20,7 +20,7 @@ import seqtile
 from assertions import relative_error
 from seqtile.kernels.dispatch import triton
 from seqtile.models import loss, mlp
-from seqtile.models.placement import forward_in_place_of, package_of
+from seqtile.models.placement import original_forward, package_of
 from tiny import CLASSES, MLPS, InterpretedFloat, batch_of, build, interpreted, loss_and_gradients, modeling_of
 
 SEQTILE, LIGER, HF = "seqtile", "liger_kernel", "transformers"
@@ -75,7 +75,7 @@ def check_ran(model: nn.Module, expected: list[str], lengths: tuple[int, ...]) -
         calls = {package: CALLS[part, package] for package in (SEQTILE, LIGER) if CALLS[part, package]}
         wanted = Counter({who: len(lengths) * total})
         if part == "mlp" and who == SEQTILE:
-            before = package_of(forward_in_place_of(model.model.layers[0].mlp))
+            before = package_of(original_forward(model.model.layers[0].mlp))
             wanted = Counter(who if length > CHUNK else before for length in lengths for _ in range(total))
         assert calls == {package: count for package, count in wanted.items() if package != HF}, f"{part}: {calls}"
     CALLS.clear()

@@ -28,7 +28,7 @@ from seqtile.models.placement import (
     KNOWN_PACKAGES,
     Options,
     computed_forward,
-    forward_in_place_of,
+    original_forward,
     package_of,
 )
 from seqtile.models.verdict import Verdict, Verdicts
@@ -269,7 +269,7 @@ def _verdict(layer: nn.Module, dtype: torch.dtype | None) -> Verdict:
         return Verdict("untiled", changed, error, form)
     if (reason := layer_fallback_reason(form, layer, dtype)) is not None:
         return _chunked(layer, reason, form)
-    return Verdict("fused", form=form._replace(mlp=gated_form(forward_in_place_of(layer.mlp))))
+    return Verdict("fused", form=form._replace(mlp=gated_form(original_forward(layer.mlp))))
 
 
 def _chunked(layer: nn.Module, reason: str, form: LayerForm | None) -> Verdict:
@@ -324,7 +324,7 @@ def _reasons(form: LayerForm, layer: nn.Module, dtype: torch.dtype | None) -> It
         yield f"its MLP {reason}"
     if not is_llamas_rotary(_rotary_of(attention)):
         yield "its rotary embedding is not Llama's"
-    forward = forward_in_place_of(mlp)
+    forward = original_forward(mlp)
     yield mlp_fallback_reason(mlp, gated_form(forward) or forward, dtype)
 
 

@@ -20,7 +20,7 @@ from transformers.utils import logging
 
 from seqtile.models.fallback import Called, call_tiled, inside_chunk
 from seqtile.models.forms import code_of, names_in
-from seqtile.models.placement import Options, forward_in_place_of
+from seqtile.models.placement import Options, original_forward
 from seqtile.models.verdict import Verdict, Verdicts
 from seqtile.models.weights import (
     activation_fallback_reason,
@@ -151,7 +151,7 @@ def activation_of(mlp: nn.Module, form: Gated) -> str:
 
 def mlp_verdict(mlp: nn.Module) -> Verdict:
     """Finds how an MLP is computed."""
-    forward = forward_in_place_of(mlp)
+    forward = original_forward(mlp)
     return _verdict(gated_form(forward) or forward, mlp, None)
 
 

@@ -142,7 +142,7 @@ def placement_of(function: Callable | None) -> Placement | None:
     return placement if placement is not None and placement.forward is function else None  # wrappers copy attributes
 
 
-def forward_in_place_of(owner: Owner) -> Callable:
+def original_forward(owner: Owner) -> Callable:
     """Returns what the tiled forward at `owner` stands in for, also behind other libraries' wrappers; else what
     runs."""
     placement = placement_at(owner)

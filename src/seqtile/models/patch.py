@@ -144,7 +144,7 @@ def restore(target: nn.Module | str | None = None) -> None:
         del _CLASSES[target]
     else:
         model = unwrapped(target)
-        modules = list(model.modules())
+        modules = list(dict.fromkeys(module for part in PARTS for module in part.modules(model)))
         _unplace_all(modules)
         for name in (_ASKED, _REFUSED, OUTCOME):
             vars(model).pop(name, None)

@@ -103,7 +103,7 @@ def tiled_mlp_forward(options: Options, original: Callable) -> Callable:
     them: reading one is a collective, in the same order on ranks whose sequences are of different lengths.
     """
     form = gated_form(original)
-    of_mlp = Verdicts(partial(_verdict, form or original)).of
+    of_mlp, said = Verdicts(partial(_verdict, form or original)).of, []
 
     def forward(self, x: torch.Tensor, *others: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         if kwargs or (others and not all(isinstance(other, torch.Tensor) for other in others)):
@@ -115,7 +115,8 @@ def tiled_mlp_forward(options: Options, original: Callable) -> Callable:
         if x.shape[:-1].numel() > chunk:
             check_untransformed()
         elif not verdict.sharded and not any(map(hasattr, verdict.parameters, repeat("main_grad"))):
-            _note_that_it_fits(self, chunk)
+            if not said:
+                _note_that_it_fits(self, chunk, said)
             return original(self, x, *others)
         if verdict.how == "fused":
             params = tuple(projection for projection in read_mlp(self, form) if projection is not None)
@@ -129,9 +130,10 @@ def tiled_mlp_forward(options: Options, original: Callable) -> Callable:
     return forward
 
 
-def _note_that_it_fits(mlp: nn.Module, chunk: int) -> None:
-    """Says so in training, once."""
+def _note_that_it_fits(mlp: nn.Module, chunk: int, said: list[int]) -> None:
+    """Says so in training, once, and adds to what was `said`."""
     if mlp.training and torch.is_grad_enabled() and not torch.compiler.is_compiling() and not inside_chunk():
+        said.append(chunk)
         logger.warning_once(
             f"a sequence fits in one chunk of {chunk} tokens: its MLPs, and its layers with layer=True, run untiled "
             "and keep what they keep untiled; for less memory train on longer sequences, or pass a smaller chunk_tokens"

@@ -9,7 +9,7 @@ from rich.table import Column, Table
 from typer import Argument, Option
 
 from seqtile.memory import KNOWN, OFFLOAD, TILES, Longest, Plan, Setup, ladder, longest, plan, shape_of
-from seqtile.memory.features import apply_options, simulation_refusal
+from seqtile.memory.features import FEATURES, apply_options, simulation_refusal, with_features
 from seqtile.memory.setup import NoFormula, setup_of
 from seqtile.recipes import Trial, number_or_name
 
@@ -134,15 +134,16 @@ def _simulated(asked: Question, each: Callable[[str], None]) -> tuple[dict[str, 
     setup = setup_of(asked.setup())
     if (refusal := simulation_refusal(setup)) is not None:
         return {}, [refusal]
-    from seqtile.memory.simulate import FEATURES, Simulated  # slow: torch
+    from seqtile.memory.simulate import Simulation  # slow: torch
     from seqtile.recipes.check import class_of, config_of
 
     found: dict[str, int] = {}
     try:
         config = config_of(Trial(asked.model))
-        predictor = Simulated(class_of(Trial(asked.model), config), config, setup, each)
-        for name, feature in FEATURES.items():
-            found[name] = predictor.longest(replace(setup, **feature.changes), asked.batch_size)
+        predictor = Simulation(class_of(Trial(asked.model), config), config, setup, each)
+        for name in FEATURES:
+            if predictor.refusal(name, setup) is None:
+                found[name] = predictor.longest(with_features(setup, name), asked.batch_size).tokens
     except Exception as error:  # of the model's own code, which may raise anything on tensors without data
         return found, [f"it cannot be simulated: {' '.join(str(error).split())[:200]}"]
     return found, predictor.notes

@@ -9,6 +9,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import MISSING, Field, fields
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Annotated, Any
@@ -18,8 +19,8 @@ from rich.console import Console
 from rich.progress import Progress
 
 from seqtile import __version__
-from seqtile.recipes import Job, Trial
-from seqtile.recipes.plan import Question, figures, forecast, print_forecast
+from seqtile.recipes import CheckOptions, Job
+from seqtile.recipes.plan import PlanOptions, figures, forecast, print_forecast
 
 NEEDED = ("torch", "triton", "transformers")
 OTHERS = ("accelerate", "peft", "trl", "deepspeed", "liger-kernel", "flash-attn", "datasets", "safetensors", "typer")
@@ -43,16 +44,29 @@ def seqtile(
 
 
 def command(function: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Makes a command of a function of one dataclass: each field is an option, as its annotation says."""
+    """Makes a command of a function of one dataclass, whose fields are its options."""
     [parameter] = inspect.signature(function).parameters.values()
     options = parameter.annotation
 
     def with_options(**values: Any) -> None:
         function(options(**values))
 
-    with_options.__signature__ = inspect.signature(options)
+    with_options.__signature__ = inspect.Signature([parameter_of(field) for field in fields(options)])
     app.command(function.__name__, help=inspect.getdoc(function))(with_options)
     return function
+
+
+def parameter_of(field: Field) -> inspect.Parameter:
+    """Returns a field as typer takes it; a flag that is off by default has no option that turns it off."""
+    given, empty = field.metadata["given"], inspect.Parameter.empty
+    if field.default is MISSING:
+        about, default = typer.Argument(**given), empty
+    else:
+        flag = (f"--{field.name.replace('_', '-')}",) if field.default is False else ()
+        about, default = typer.Option(*(field.metadata["names"] or flag), **given), field.default
+    return inspect.Parameter(
+        field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[field.type, about]
+    )
 
 
 @contextmanager
@@ -92,7 +106,7 @@ def finetune(job: Job) -> None:
 
 
 @command
-def plan(asked: Question) -> None:
+def plan(asked: PlanOptions) -> None:
     """Tells what fits, before it runs: the longest sequence with each feature turned on, and what a step then holds.
 
     Exits with 1 if a sequence of --seq-len does not fit.
@@ -124,7 +138,7 @@ def plan(asked: Question) -> None:
 
 
 @command
-def check(asked: Trial) -> None:
+def check(asked: CheckOptions) -> None:
     """Tries a model out, made small: which parts can be tiled, and if each computes the same.
 
     Exits with 1 if one does not, and cannot be tiled.

@@ -24,6 +24,7 @@ import seqtile
 from measure import LiveBytes
 from seqtile.arch import ARCHS
 from seqtile.memory.setup import Setup
+from seqtile.memory.simulate import FlashFunction, materialise
 from seqtile.models.placement import placement_at
 from seqtile.offload.checkpointing import Checkpoints, hand_out
 from seqtile.offload.store import Store
@@ -31,27 +32,6 @@ from seqtile.sp.attention import UlyssesAttention, UlyssesFunction
 from seqtile.sp.layout import Layout
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-
-
-class FlashFunction(torch.autograd.Function):
-    """FlashAttention-2's allocations: in the backward dq in float32, and dk and dv for every query head (mha_bwd)."""
-
-    @staticmethod
-    def forward(ctx, q, k, v):
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        out = torch.empty(q.shape, dtype=q.dtype)
-        lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
-        ctx.save_for_backward(q, k, v, out, lse)
-        return out
-
-    @staticmethod
-    def backward(ctx, d_out):
-        q, k, v, _, lse = ctx.saved_tensors
-        gradients = [torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v)]
-        workspace = [torch.empty(q.shape, dtype=torch.float32), torch.empty_like(lse)]
-        if q.shape[2] != k.shape[2]:
-            workspace += [torch.empty(*x.shape[:2], q.shape[2], x.shape[3], dtype=x.dtype) for x in (k, v)]
-        return tuple(x.transpose(1, 2) for x in gradients)
 
 
 class NormFunction(torch.autograd.Function):
@@ -199,21 +179,6 @@ def apply_liger(model: nn.Module, modes: ExitStack) -> None:
             module.forward = lambda x, module=module: module.down_proj(
                 SwiGLUFunction.apply(*module.gate_up_proj(x).chunk(2, dim=-1))
             )
-
-
-def materialise(model: nn.Module) -> None:
-    """Tensors without data for those of the meta device, so that they count as the GPU's."""
-    made: dict[int, torch.Tensor] = {}
-    for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            for name, old in tensors.items():
-                if old is None:
-                    continue
-                if id(old) not in made:
-                    is_weight = isinstance(old, nn.Parameter)
-                    new = torch.empty(old.shape, dtype=old.dtype)
-                    made[id(old)] = nn.Parameter(new, requires_grad=old.requires_grad) if is_weight else new
-                tensors[name] = made[id(old)]
 
 
 def with_4_bits(model: nn.Module, dtype: torch.dtype) -> None:

@@ -51,7 +51,9 @@ class Simulation(Predictor):
         self.dtype = getattr(torch, given.dtype)
         whole, few = self._model(config), self._model(self.few_layers)
         if any(LAYER.refusal(layer) for layer in layers_of(few)):
-            raise ValueError("some of its layers have no attention of Hugging Face's, and their code for GPUs needs one")
+            raise ValueError(
+                "some of its layers have no attention of Hugging Face's, and their code for GPUs needs one"
+            )
         parameters, run = (sum(weight.numel() for weight in model.parameters()) for model in (whole, few))
         self.notes = [f"simulated with its own code, which has {parameters / 1e9:,.2f} billion parameters"]
         self.held = GIB + parameters * (given.weight_bytes + given.optimizer_bytes)

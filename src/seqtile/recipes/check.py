@@ -21,7 +21,7 @@ from seqtile.models.placement import Options
 from seqtile.models.proof import Finding, findings, tiled_copy
 from seqtile.models.small import WORDS, small_model
 from seqtile.models.sweep import DIFFERS, FAILS, Row, sweep
-from seqtile.recipes import Trial
+from seqtile.recipes import CheckOptions
 
 TOKENS, CHUNK = (2048, 192, 96), 64  # of the step whose work and memory are measured: the most that the model takes
 
@@ -71,7 +71,7 @@ class Report:
         return asdict(self) | rows | {"differs": self.differs}
 
 
-def check(asked: Trial) -> Report:
+def check(asked: CheckOptions) -> Report:
     """Builds the model small, tiles it part by part, and compares. ValueError for what cannot be tried: no config, no
     head over a vocabulary, an encoder, remote code without consent, a model that is not built or does not run on text
     alone."""
@@ -98,7 +98,7 @@ def check(asked: Trial) -> Report:
     return Report(model_class.__name__, lines, list(refusals), tokens, variants)
 
 
-def config_of(asked: Trial) -> PreTrainedConfig:
+def config_of(asked: CheckOptions) -> PreTrainedConfig:
     """Returns the config that is meant. ValueError if there is none."""
     try:
         if not Path(asked.model).exists() and asked.model in model_types():
@@ -116,7 +116,7 @@ def config_of(asked: Trial) -> PreTrainedConfig:
         ) from error
 
 
-def class_of(asked: Trial, config: PreTrainedConfig) -> type[PreTrainedModel]:
+def class_of(asked: CheckOptions, config: PreTrainedConfig) -> type[PreTrainedModel]:
     """Returns the class with a head that the config's model is of. ValueError if it has none, or is an encoder."""
     remote = getattr(config, "auto_map", {}).get("AutoModelForCausalLM")
     if remote and config.model_type not in model_types():

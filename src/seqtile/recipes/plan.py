@@ -1,56 +1,44 @@
 """The forecast of `seqtile plan`: the longest sequence with each feature on, what to turn on, and what a step holds."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Annotated, Any
+from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 from rich.console import Console
 from rich.table import Column, Table
-from typer import Argument, Option
 
 from seqtile.memory import KNOWN, OFFLOAD, TILES, Longest, Plan, Setup, ladder, longest, plan, shape_of
 from seqtile.memory.features import FEATURES, apply_options, simulation_refusal, with_features
 from seqtile.memory.setup import NoFormula, setup_of
-from seqtile.recipes import Trial, number_or_name
+from seqtile.recipes import CheckOptions, argument, number_or_name, option
 
 GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Question:
-    """A question to `seqtile plan`. Each field is an option of that command; those of a name that `memory.Setup` has
-    are its fields."""
+class PlanOptions:
+    """What `seqtile plan` is asked; the options of a name that `memory.Setup` has are its fields."""
 
-    model: Annotated[str, Argument(help=f"A config.json, its directory, or {', '.join(KNOWN)}.")]
-    seq_len: Annotated[int | None, Option(help="Tokens a sequence (default: the longest that fits).")] = None
-    batch_size: Annotated[int, Option(help="Sequences at a time.")] = 1
-    gpus: Annotated[int, Option(help="GPUs in all.")] = 1
-    sequence_parallel: Annotated[int | None, Option(help="GPUs that share a sequence (default: all).")] = None
-    gpu_memory_gib: Annotated[float, Option("--gpu-memory", help="GiB of a GPU.")] = 80
-    host_memory_gib: Annotated[float, Option("--host-memory", help="GiB of a node.")] = 1900
-    gpus_per_node: Annotated[int, Option(help="GPUs of a node.")] = 8
-    zero_stage: Annotated[int, Option(help="Spread over all GPUs: 1 optimizer, 2 gradients, 3 weights too.")] = 3
-    optimizer: Annotated[
-        str, Option(help="adamw (16 bytes a parameter, with a float32 copy of the weights), adamw_8bit, sgd.")
-    ] = "adamw"
-    dtype: Annotated[str, Option(help="Of weights and activations: bfloat16, float16 or float32.")] = "bfloat16"
-    autocast: Annotated[
-        bool, Option("--autocast", help="Float32 weights and residual stream, under torch.autocast to --dtype.")
-    ] = False
-    lora_rank: Annotated[int | None, Option(help="Of adapters over every projection; all else is frozen.")] = None
-    load_in_4bit: Annotated[
-        bool, Option("--load-in-4bit", help="The projections in bitsandbytes' 4 bits, under adapters: QLoRA.")
-    ] = False
-    offload: Annotated[
-        list[str] | None, Option(help="To host memory in any case: optimizer, weights; repeat it for more.")
-    ] = None
-    layer: Annotated[bool, Option("--layer", help="Plan with layers tiled as a whole, also where less is needed.")] = (
-        False
+    model: str = argument(f"A config.json, its directory, or {', '.join(KNOWN)}.")
+    seq_len: int | None = option(None, "Tokens a sequence (default: the longest that fits).")
+    batch_size: int = option(1, "Sequences at a time.")
+    gpus: int = option(1, "GPUs in all.")
+    sequence_parallel: int | None = option(None, "GPUs that share a sequence (default: all).")
+    gpu_memory_gib: float = option(80, "GiB of a GPU.", "--gpu-memory")
+    host_memory_gib: float = option(1900, "GiB of a node.", "--host-memory")
+    gpus_per_node: int = option(8, "GPUs of a node.")
+    zero_stage: int = option(3, "Spread over all GPUs: 1 optimizer, 2 gradients, 3 weights too.")
+    optimizer: str = option(
+        "adamw", "adamw (16 bytes a parameter, with a float32 copy of the weights), adamw_8bit, sgd."
     )
-    head_groups: Annotated[
-        str | None, Option(help="Plan with so many groups of kv heads in such layers: a number, or auto.")
-    ] = None
-    as_json: Annotated[bool, Option("--json", help="The same as JSON.")] = False
+    dtype: str = option("bfloat16", "Of weights and activations: bfloat16, float16 or float32.")
+    autocast: bool = option(False, "Float32 weights and residual stream, under torch.autocast to --dtype.")
+    lora_rank: int | None = option(None, "Of adapters over every projection; all else is frozen.")
+    load_in_4bit: bool = option(False, "The projections in bitsandbytes' 4 bits, under adapters: QLoRA.")
+    offload: list[str] | None = option(None, "To host memory in any case: optimizer, weights; repeat it for more.")
+    layer: bool = option(False, "Plan with layers tiled as a whole, also where less is needed.")
+    head_groups: str | None = option(None, "Plan with so many groups of kv heads in such layers: a number, or auto.")
+    as_json: bool = option(False, "The same as JSON.", "--json")
 
     def setup(self) -> dict[str, Any]:
         """Returns the fields of `memory.Setup` that the options give. Raises ValueError for parts that are not
@@ -65,7 +53,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Forecast:
+class PlanResult:
     """The answer: what fits on the machines that were asked for."""
 
     model: str
@@ -87,7 +75,7 @@ class Forecast:
         return self.plan.fits if self.plan else max(self.simulated.values(), default=0) >= seq_len
 
 
-def forecast(asked: Question, each: Callable[[str], None] = lambda step: None) -> Forecast:
+def forecast(asked: PlanOptions, each: Callable[[str], None] = lambda step: None) -> PlanResult:
     """Answers a question, and calls `each` with the name of every step of a simulation before it is run; with `layer`
     or `head_groups` the plan has them, even where less would do. Raises ValueError as `seqtile.memory` does, with the
     names of options in the place of its own."""
@@ -100,7 +88,7 @@ def forecast(asked: Question, each: Callable[[str], None] = lambda step: None) -
         raise ValueError(f"--{name.removesuffix('_gib').replace('_', '-')}: {rest}") from error
 
 
-def _forecast(asked: Question, each: Callable[[str], None]) -> Forecast:
+def _forecast(asked: PlanOptions, each: Callable[[str], None]) -> PlanResult:
     setup, sizes = asked.setup(), {"batch_size": asked.batch_size}
     try:
         shape = shape_of(asked.model)
@@ -108,7 +96,7 @@ def _forecast(asked: Question, each: Callable[[str], None]) -> Forecast:
         simulated, notes = _simulated(asked, each)
         if not simulated:
             raise ValueError(f"{error}; and {notes[-1]}") from error
-        return Forecast(asked.model, [], None, [], {}, [f"{error}, and so it is simulated alone", *notes], simulated)
+        return PlanResult(asked.model, [], None, [], {}, [f"{error}, and so it is simulated alone", *notes], simulated)
     in_groups = setup["head_groups"] is not None
     if asked.layer or in_groups:  # what cannot be is said, rather than left out
         plan(shape, seq_len=1, tiles=TILES, **sizes, **setup)
@@ -126,10 +114,10 @@ def _forecast(asked: Question, each: Callable[[str], None]) -> Forecast:
         notes.append(f"it is configured for {shape.positions:,} positions at most")
     fitting = (to_turn_on(step), {}) if step.fits else ([], remedies(rungs, step))
     simulated, more = _simulated(asked, each) if shape.assumed else ({}, [])
-    return Forecast(asked.model, rungs, step, *fitting, notes + more, simulated)
+    return PlanResult(asked.model, rungs, step, *fitting, notes + more, simulated)
 
 
-def _simulated(asked: Question, each: Callable[[str], None]) -> tuple[dict[str, int], list[str]]:
+def _simulated(asked: PlanOptions, each: Callable[[str], None]) -> tuple[dict[str, int], list[str]]:
     """Returns the longest sequences of a model without a formula, by running its code without data, and notes."""
     setup = setup_of(asked.setup())
     if (refusal := simulation_refusal(setup)) is not None:
@@ -139,8 +127,8 @@ def _simulated(asked: Question, each: Callable[[str], None]) -> tuple[dict[str, 
 
     found: dict[str, int] = {}
     try:
-        config = config_of(Trial(asked.model))
-        predictor = Simulation(class_of(Trial(asked.model), config), config, setup, each)
+        config = config_of(CheckOptions(asked.model))
+        predictor = Simulation(class_of(CheckOptions(asked.model), config), config, setup, each)
         for name in FEATURES:
             if predictor.refusal(name, setup) is None:
                 found[name] = predictor.longest(with_features(setup, name), asked.batch_size).tokens
@@ -162,13 +150,13 @@ def remedies(rungs: list[tuple[Setup, Longest]], plan: Plan) -> dict[str, int]:
         changes = {"gpus": setup.gpus * times, "sequence_parallel": setup.sequence_parallel * times}
         tried.append((f"--gpus {changes['gpus']}", changes))
     found = {}
-    for option, changes in tried:
+    for said, changes in tried:
         try:
             tokens = longest(plan.shape, batch_size=plan.batch_size, **asdict(setup) | changes).tokens
         except ValueError:  # which this setup cannot have
             continue
         if tokens > best and ("gpus" not in changes or tokens >= plan.seq_len):
-            best = found[option] = tokens
+            best = found[said] = tokens
         if "gpus" in changes and best >= plan.seq_len:
             break
     return found
@@ -211,7 +199,7 @@ def to_turn_on(plan: Plan) -> list[str]:
     return lines
 
 
-def figures(forecast: Forecast) -> dict[str, Any]:
+def figures(forecast: PlanResult) -> dict[str, Any]:
     """Returns all of it, for `--json`; sizes in GiB."""
     plan = forecast.plan
     if plan is None:
@@ -255,7 +243,7 @@ def in_gib(parts: dict[str, int]) -> dict[str, float]:
     return {part: round(size / GIB, 3) for part, size in parts.items()}
 
 
-def print_forecast(forecast: Forecast, console: Console) -> None:
+def print_forecast(forecast: PlanResult, console: Console) -> None:
     """Prints it as tables, and what to turn on, or what does not fit."""
     if forecast.plan is None:
         console.print("\n".join([forecast.model, *(f"note: {note}" for note in forecast.notes)]), highlight=False)

@@ -10,13 +10,12 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, fields
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import Progress
 
 from seqtile import __version__
 from seqtile.recipes import CheckOptions, Job
@@ -116,19 +115,8 @@ def plan(asked: PlanOptions) -> None:
             "layer inputs on the host are tried in any case; leave activations out", param_hint="--offload"
         )
     console = Console(soft_wrap=True)
-    progress = Progress(console=Console(stderr=True), transient=True)  # of a simulation, where there is one
-    task = progress.add_task("", total=8)
-
-    def each(step: str) -> None:
-        progress.start()
-        progress.update(task, description=step, advance=1)
-
-    with errors_printed(console):
-        try:
-            found = forecast(asked, each)
-        finally:
-            if progress.live.is_started:  # else it would print an empty line
-                progress.stop()
+    with errors_printed(console), Console(stderr=True).status("") as status:  # of a simulation, where there is one
+        found = forecast(asked, status.update)
     if asked.as_json:
         print(json.dumps(figures(found), indent=2))
     else:
@@ -160,20 +148,13 @@ def check(asked: CheckOptions) -> None:
 @app.command()
 def env() -> None:
     """The machine and the versions of everything that seqtile meets, as a list in Markdown, for a bug report."""
-    found = {"seqtile": __version__, "Python": platform.python_version(), "OS": platform.platform()}
-    found |= {"CPU": cpu()} | gpus() | {package: version_of(package) or "not installed" for package in NEEDED}
-    others = {package: version_of(package) for package in OTHERS}
-    found["also installed"] = ", ".join(f"{package} {number}" for package, number in others.items() if number) or "none"
-    found["not installed"] = ", ".join(package for package, number in others.items() if not number) or "none"
+    installed = {str(package.name).lower().replace("_", "-"): package.version for package in distributions()}
+    found = {"seqtile": __version__, "Python": platform.python_version(), "OS": platform.platform(), "CPU": cpu()}
+    found |= gpus() | {name: installed.get(name, "not installed") for name in NEEDED}
+    found["also installed"] = ", ".join(f"{name} {installed[name]}" for name in OTHERS if name in installed) or "none"
+    found["not installed"] = ", ".join(name for name in OTHERS if name not in installed) or "none"
     for name, about in found.items():
         print(f"- {name}: {about}")
-
-
-def version_of(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def cpu() -> str:

@@ -81,7 +81,7 @@ def test_experts_without_a_formula(tmp_path: Path, capsys: pytest.CaptureFixture
     lengths = list(found["simulated"].values())
     assert list(found["simulated"]) == list(TILES) and 0 < lengths[0] < lengths[2] < lengths[3]
     assert "and so it is simulated alone" in found["notes"][0]
-    forecast = PlanResult("it", [], None, [], {}, [], found["simulated"])
+    forecast = PlanResult("it", [], found["simulated"])
     assert forecast.fits(lengths[3]) and not forecast.fits(lengths[3] + 1)
     print_forecast(forecast, Console())
     assert "Longest sequence, simulated" in capsys.readouterr().out

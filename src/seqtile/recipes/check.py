@@ -75,21 +75,20 @@ def check(asked: CheckOptions) -> Report:
     """Builds the model small, tiles it part by part, and compares. ValueError for what cannot be tried: no config, no
     head over a vocabulary, an encoder, remote code without consent, a model that is not built or does not run on text
     alone."""
-    config = config_of(asked)
-    model_class = class_of(asked, config)
+    config = config_of(asked.model, asked.trust_remote_code)
+    model_class = class_of(asked.model, config, asked.trust_remote_code)
+    what = "cannot be built small"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if asked.full:
             model = model_class.from_pretrained(asked.model, dtype=torch.float32)
-        else:
-            model = _built(model_class, config)
         try:
+            model = model if asked.full else small_model(model_class, config)
+            what = "does not run on text alone"
             found = list(findings(model))
             tokens, untiled = _untiled_cost(model)
         except Exception as error:  # of the model's own code, which may raise anything
-            raise ValueError(
-                f"{model_class.__name__} does not run on text alone: {type(error).__name__}: {error}"
-            ) from error
+            raise ValueError(f"{model_class.__name__} {what}: {type(error).__name__}: {error}") from error
         lines = [_line(model, one, tokens, untiled) for one in found]
         variants = list(sweep(model_class, config)) if asked.variants else []
     refusals = dict.fromkeys(
@@ -98,33 +97,28 @@ def check(asked: CheckOptions) -> Report:
     return Report(model_class.__name__, lines, list(refusals), tokens, variants)
 
 
-def config_of(asked: CheckOptions) -> PreTrainedConfig:
+def config_of(model: str, trust_remote_code: bool = False) -> PreTrainedConfig:
     """Returns the config that is meant. ValueError if there is none."""
     try:
-        if not Path(asked.model).exists() and asked.model in model_types():
-            return AutoConfig.for_model(asked.model)
-        return AutoConfig.from_pretrained(asked.model, trust_remote_code=asked.trust_remote_code)
+        if not Path(model).exists() and model in model_types():
+            return AutoConfig.for_model(model)
+        return AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
     except Exception as error:  # of a file that may hold anything
-        remote = "trust_remote_code" in str(error) and not asked.trust_remote_code
-        if remote:
-            raise ValueError(
-                f"{asked.model} brings code of its own, which is not run unasked: read it, and pass --trust-remote-code"
-            ) from error
+        if "trust_remote_code" in str(error) and not trust_remote_code:
+            raise _code_of_its_own(model) from error
         raise ValueError(
-            f"{asked.model}: expected a config.json, a directory with one, a name on the hub, or a model type such as "
+            f"{model}: expected a config.json, a directory with one, a name on the hub, or a model type such as "
             f"llama, got none that can be read: {' '.join(str(error).split())[:300]}"
         ) from error
 
 
-def class_of(asked: CheckOptions, config: PreTrainedConfig) -> type[PreTrainedModel]:
+def class_of(model: str, config: PreTrainedConfig, trust_remote_code: bool = False) -> type[PreTrainedModel]:
     """Returns the class with a head that the config's model is of. ValueError if it has none, or is an encoder."""
     remote = getattr(config, "auto_map", {}).get("AutoModelForCausalLM")
     if remote and config.model_type not in model_types():
-        if not asked.trust_remote_code:
-            raise ValueError(
-                f"{asked.model} brings code of its own, which is not run unasked: read it, and pass --trust-remote-code"
-            )
-        return get_class_from_dynamic_module(remote, asked.model)
+        if not trust_remote_code:
+            raise _code_of_its_own(model)
+        return get_class_from_dynamic_module(remote, model)
     classes = model_classes(config.model_type)
     named = config.architectures or ()
     if encoders := [name for name in named if name.endswith("ForMaskedLM")]:
@@ -135,11 +129,9 @@ def class_of(asked: CheckOptions, config: PreTrainedConfig) -> type[PreTrainedMo
     return next((cls for cls in classes if cls.__name__ in named), classes[0])
 
 
-def _built(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    try:
-        return small_model(model_class, config)
-    except Exception as error:  # of the model's own code, which may raise anything
-        raise ValueError(f"{model_class.__name__} cannot be built small: {type(error).__name__}: {error}") from error
+def _code_of_its_own(model: str) -> ValueError:
+    what = "brings code of its own, which is not run unasked: read it, and pass --trust-remote-code"
+    return ValueError(f"{model} {what}")
 
 
 def _line(model: PreTrainedModel, found: Finding, tokens: int, untiled: tuple[int, int]) -> Line:

@@ -1,7 +1,7 @@
 """The forecast of `seqtile plan`: the longest sequence with each feature on, what to turn on, and what a step holds."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any
 
 from rich.console import Console
@@ -10,7 +10,7 @@ from rich.table import Column, Table
 from seqtile.memory import KNOWN, OFFLOAD, TILES, Longest, Plan, Setup, ladder, longest, plan, shape_of
 from seqtile.memory.features import FEATURES, apply_options, simulation_refusal, with_features
 from seqtile.memory.setup import NoFormula, setup_of
-from seqtile.recipes import CheckOptions, argument, number_or_name, option
+from seqtile.recipes import argument, number_or_name, option
 
 GIB = 2**30
 
@@ -57,18 +57,17 @@ class PlanResult:
     """The answer: what fits on the machines that were asked for."""
 
     model: str
-    rungs: list[tuple[Setup, Longest]]
-    """With more and more turned on."""
-    plan: Plan | None
-    """A step of the length that was asked for, with the least that it needs, or of the longest that fits; None of a
-    model that no formula tells of."""
-    turn_on: list[str]
-    """The lines of Python that set up what the plan needs, in their order; none if it does not fit."""
-    remedies: dict[str, int]
-    """Where the plan does not fit: options, and the longest sequence with them."""
     notes: list[str]
     simulated: dict[str, int]
     """For a model type without a formula: what is tiled, and the longest sequence on one GPU with it, simulated."""
+    rungs: list[tuple[Setup, Longest]] = field(default_factory=list)
+    """With more and more turned on."""
+    plan: Plan | None = None
+    """None for a model type that is simulated alone."""
+    turn_on: list[str] = field(default_factory=list)
+    """Lines of Python, where the plan fits."""
+    remedies: dict[str, int] = field(default_factory=dict)
+    """Where the plan does not fit: options, and the longest sequence with them."""
 
     def fits(self, seq_len: int) -> bool:
         """Says if a sequence of the length that was asked for fits."""
@@ -96,7 +95,7 @@ def _forecast(asked: PlanOptions, each: Callable[[str], None]) -> PlanResult:
         simulated, notes = _simulated(asked, each)
         if not simulated:
             raise ValueError(f"{error}; and {notes[-1]}") from error
-        return PlanResult(asked.model, [], None, [], {}, [f"{error}, and so it is simulated alone", *notes], simulated)
+        return PlanResult(asked.model, [f"{error}, and so it is simulated alone", *notes], simulated)
     in_groups = setup["head_groups"] is not None
     if asked.layer or in_groups:  # what cannot be is said, rather than left out
         plan(shape, seq_len=1, tiles=TILES, **sizes, **setup)
@@ -112,9 +111,9 @@ def _forecast(asked: PlanOptions, each: Callable[[str], None]) -> PlanResult:
     notes = list(shape.notes)
     if shape.positions is not None and seq_len > shape.positions:
         notes.append(f"it is configured for {shape.positions:,} positions at most")
-    fitting = (to_turn_on(step), {}) if step.fits else ([], remedies(rungs, step))
     simulated, more = _simulated(asked, each) if shape.assumed else ({}, [])
-    return PlanResult(asked.model, rungs, step, *fitting, notes + more, simulated)
+    fitting = (to_turn_on(step), {}) if step.fits else ([], remedies(rungs, step))
+    return PlanResult(asked.model, notes + more, simulated, rungs, step, *fitting)
 
 
 def _simulated(asked: PlanOptions, each: Callable[[str], None]) -> tuple[dict[str, int], list[str]]:
@@ -127,8 +126,8 @@ def _simulated(asked: PlanOptions, each: Callable[[str], None]) -> tuple[dict[st
 
     found: dict[str, int] = {}
     try:
-        config = config_of(CheckOptions(asked.model))
-        predictor = Simulation(class_of(CheckOptions(asked.model), config), config, setup, each)
+        config = config_of(asked.model)
+        predictor = Simulation(class_of(asked.model, config), config, setup, each)
         for name in FEATURES:
             if predictor.refusal(name, setup) is None:
                 found[name] = predictor.longest(with_features(setup, name), asked.batch_size).tokens
@@ -141,42 +140,38 @@ def remedies(rungs: list[tuple[Setup, Longest]], plan: Plan) -> dict[str, int]:
     """Returns the longest sequence with more on the host, and with so many GPUs that `plan` fits, as far as each is
     longer."""
     setup, best = rungs[-1][0], max(found.tokens for _, found in rungs)
-    tried = []
-    for more in (("optimizer",), ("optimizer", "weights")):
-        offload = tuple(dict.fromkeys((*setup.offload, *more)))
-        said = " ".join(f"--offload {part}" for part in offload if part != "activations")
-        tried.append((said, {"offload": offload}))
+    more = (("optimizer",), ("optimizer", "weights"))
+    tried: list[dict[str, Any]] = [{"offload": tuple(dict.fromkeys((*setup.offload, *parts)))} for parts in more]
     for times in (2, 4, 8, 16, 32, 64, 128):
-        changes = {"gpus": setup.gpus * times, "sequence_parallel": setup.sequence_parallel * times}
-        tried.append((f"--gpus {changes['gpus']}", changes))
+        tried.append({"gpus": setup.gpus * times, "sequence_parallel": setup.sequence_parallel * times})
     found = {}
-    for said, changes in tried:
+    for changes in tried:
         try:
             tokens = longest(plan.shape, batch_size=plan.batch_size, **asdict(setup) | changes).tokens
         except ValueError:  # which this setup cannot have
             continue
-        if tokens > best and ("gpus" not in changes or tokens >= plan.seq_len):
-            best = found[said] = tokens
-        if "gpus" in changes and best >= plan.seq_len:
+        moved = [f"--offload {part}" for part in changes.get("offload", ()) if part != "activations"]
+        if tokens > best and (moved or tokens >= plan.seq_len):
+            best = found[" ".join(moved) or f"--gpus {changes['gpus']}"] = tokens
+        if best >= plan.seq_len and not moved:
             break
     return found
 
 
 def to_turn_on(plan: Plan) -> list[str]:
     """Returns lines of Python in their order."""
-    setup, shape, lines = plan.setup, plan.shape, []
+    setup, lines, quantised = plan.setup, [], ""
     moved = [part for part in setup.offload if part != "activations"]
     if setup.liger:
         before = "of liger_kernel.transformers, before the model is built"
-        lines.append(f"apply_liger_kernel_to_{shape.model_type}()  # {before}")
-    quantised = ""
+        lines.append(f"apply_liger_kernel_to_{plan.shape.model_type}()  # {before}")
     if setup.load_in_4bit:
         options = f'load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.{setup.dtype}'
         lines.append(f"four_bits = BitsAndBytesConfig({options}, bnb_4bit_use_double_quant=True)")
         quantised = ", quantization_config=four_bits"
     attention = 'attn_implementation="flash_attention_2"'
     lines.append(f"model = AutoModelForCausalLM.from_pretrained(..., {attention}{quantised})")
-    if setup.lora_rank is not None:
+    if not setup.full:
         lines.append(f'model = get_peft_model(model, LoraConfig(r={setup.lora_rank}, target_modules="all-linear"))')
     if setup.tiles:
         options = ((name, '"auto"' if value == "auto" else value) for name, value in apply_options(setup).items())
@@ -201,20 +196,16 @@ def to_turn_on(plan: Plan) -> list[str]:
 
 def figures(forecast: PlanResult) -> dict[str, Any]:
     """Returns all of it, for `--json`; sizes in GiB."""
-    plan = forecast.plan
-    if plan is None:
-        return {"model": forecast.model, "notes": forecast.notes, "simulated": forecast.simulated}
+    if (plan := forecast.plan) is None:
+        return {name: getattr(forecast, name) for name in ("model", "notes", "simulated")}
     return {
         "model": forecast.model,
         "parameters": plan.shape.parameters,
         "notes": forecast.notes,
         "longest": [features(setup) | asdict(found) for setup, found in forecast.rungs],
-        "plan": {
-            "seq_len": plan.seq_len,
-            "batch_size": plan.batch_size,
+        "plan": {name: getattr(plan, name) for name in ("seq_len", "batch_size", "fits", "bound")}
+        | {
             "setup": asdict(plan.setup),
-            "fits": plan.fits,
-            "bound": plan.bound,
             "gpu_gib": in_gib(plan.peak.parts),
             "peak": plan.peak.name,
             "host_gib": in_gib(plan.host),
@@ -245,19 +236,17 @@ def in_gib(parts: dict[str, int]) -> dict[str, float]:
 
 def print_forecast(forecast: PlanResult, console: Console) -> None:
     """Prints it as tables, and what to turn on, or what does not fit."""
-    if forecast.plan is None:
-        console.print("\n".join([forecast.model, *(f"note: {note}" for note in forecast.notes)]), highlight=False)
-        console.print(simulated_table(forecast.simulated))
-        return
-    plan, shape, setup = forecast.plan, forecast.plan.shape, forecast.plan.setup
-    gpus = f"{setup.gpus} GPUs, ZeRO-{setup.zero_stage}, each" if setup.gpus > 1 else "1 GPU"
-    count = shape.parameters
-    size = f"{count / 1e9:,.2f} billion" if count >= 1e9 else f"{count / 1e6:.0f} million"
-    lines = [f"{forecast.model}: {size} parameters, {shape.layers} layers; {gpus} of {setup.gpu_memory_gib:g} GiB"]
-    lines += [f"note: {note}" for note in forecast.notes]
-    console.print("\n".join(lines), highlight=False)
+    title, plan = forecast.model, forecast.plan
+    if plan is not None:
+        setup, count = plan.setup, plan.shape.parameters
+        gpus = f"{setup.gpus} GPUs, ZeRO-{setup.zero_stage}, each" if setup.gpus > 1 else "1 GPU"
+        size = f"{count / 1e9:,.2f} billion" if count >= 1e9 else f"{count / 1e6:.0f} million"
+        title += f": {size} parameters, {plan.shape.layers} layers; {gpus} of {setup.gpu_memory_gib:g} GiB"
+    console.print("\n".join([title, *(f"note: {note}" for note in forecast.notes)]), highlight=False)
     if forecast.simulated:
         console.print(simulated_table(forecast.simulated))
+    if plan is None:
+        return
     console.print(rungs_table(forecast.rungs))
     console.print(parts_table(plan))
     if plan.fits:

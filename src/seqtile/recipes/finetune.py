@@ -22,10 +22,10 @@ from transformers import AutoModelForCausalLM
 import seqtile
 from seqtile.fitting import cheapest, gpu_memory_at_hand, host_memory_at_hand
 from seqtile.recipes import Job, check_output, checkpoint_in, number_or_name
-from seqtile.recipes.checkpoint import check_same, rank
 from seqtile.recipes.data import is_out_of_memory, load_config, load_tokenizer, sequences, standard_library
 from seqtile.recipes.output import RunResult, print_table, remove_incomplete, report_of, write_report
-from seqtile.recipes.train import Run, sequence_group, train
+from seqtile.recipes.state import Run, check_same, rank
+from seqtile.recipes.train import sequence_group, train
 
 
 def finetune(job: Job, console: Console) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -94,15 +94,15 @@ def save_model(
     )
 
 
-@dataclass(frozen=True)
+@dataclass
 class RunResult:
-    """The measurements of a training run; lists have one entry a step."""
+    """The measurements of a training run, of the steps done so far; lists have one entry a step."""
 
-    losses: list[float]
-    step_seconds: list[float]
-    tokens_per_second: float
-    peak_mib: float
-    status: str
+    losses: list[float] = field(default_factory=list)
+    step_seconds: list[float] = field(default_factory=list)
+    tokens_per_second: float = 0.0
+    peak_mib: float = 0.0
+    status: str = ""
     again: float | None = None
     """The first step's loss once more at the end, where runs are compared; one number, of the same sequences."""
     saved: str | None = None

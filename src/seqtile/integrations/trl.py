@@ -1,5 +1,5 @@
 """TRL's trainers on seqtile's head: SFT's loss for three matrix products where TRL's own takes four, and the
-log-probabilities of GRPO, RLOO, DPO and KTO, with fewer live bytes.
+log-probabilities of GRPO, RLOO, DPO and KTO, with fewer live bytes; and the loss of DistillationTrainer.
 
     SFTTrainer.compute_loss ─ model(fused_lm_head=True) ─ _ChunkedLogProbFunction.apply ─ linear_log_probs
       says that what it gets will be summed                 the name that is replaced
@@ -17,9 +17,10 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers.utils import logging
 
-from seqtile.integrations.trl_distillation import divergence_loss
+from seqtile.ops.linear_divergence import linear_divergence
 from seqtile.ops.linear_log_probs import TokenValues, linear_log_probs
 
 logger = logging.get_logger(__name__)
@@ -106,12 +107,40 @@ def _announced(compute_loss: Callable) -> Callable:
 
 
 def _tiled_divergence(original: Callable) -> Callable:
+    signature = inspect.signature(original)
+
     @wraps(original)
-    def divergence(*args: Any, **kwargs: Any) -> Any:
-        sharded = any(hasattr(value, "ds_id") for value in (*args, *kwargs.values()))  # ZeRO-3, which TRL gathers
-        return (original if sharded else divergence_loss)(*args, **kwargs)
+    def divergence(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns the loss, the sum of the student's entropies and how many tokens count. Hidden states [B, K, D] of
+        each, weights [V, D], mask [B, K]."""
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        if any(hasattr(value, "ds_id") for value in given.values()):  # ZeRO-3, which TRL gathers
+            return original(*args, **kwargs)
+        mask, items, heads = given["completion_mask"] != 0, given["num_items_in_batch"], {}
+        for name in ("student", "teacher"):
+            hidden, bias, scale = (given[f"{name}_{of}"] for of in ("hidden_states", "lm_head_bias", "logit_scale"))
+            heads |= {
+                f"{name}_hidden": hidden,
+                f"{name}_weight": _whole(given[f"{name}_lm_head_weight"], hidden),
+                f"{name}_bias": None if bias is None else _whole(bias, hidden) * scale,  # TRL scales it, too
+                f"{name}_scale": scale,
+                f"{name}_softcap": given[f"{name}_final_logit_softcapping"],
+            }
+        options = {"beta": given["beta"], "temperature": given["temperature"], "mask": mask}
+        loss, entropies = linear_divergence(**heads, **options, reduction="sum", return_entropy=True)
+        divisor: Any = mask.sum().clamp(min=1) if items is None else items
+        loss = loss / (divisor.to(loss.device) if isinstance(divisor, torch.Tensor) else divisor)
+        return loss, entropies.sum(), mask.sum()
 
     return divergence
+
+
+def _whole(parameter: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    """Returns a head's parameter gathered, in the dtype of its hidden states unless autocast sees to that."""
+    parameter = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+    return parameter if torch.is_autocast_enabled(hidden.device.type) else parameter.to(hidden.dtype)
 
 
 class _Head:

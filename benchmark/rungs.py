@@ -60,11 +60,12 @@ class Rung:
 
 
 LIGER_BESIDE = {"swiglu": False, "fused_linear_cross_entropy": False}
-TILED = FEATURES["loss, MLP"].changes
-OFFLOADED = TILED | FEATURES["host"].changes
-LAYER = OFFLOADED | FEATURES["loss, MLP, layer"].changes
-HEAD_GROUPS = LAYER | FEATURES["groups"].changes
 IN_HOST_MEMORY = {"offload": ("activations", "optimizer", "weights")}
+
+
+def features(*names: str) -> dict[str, Any]:
+    """Fields of a `Setup`."""
+    return {name: value for feature in names for name, value in FEATURES[feature].changes.items()}
 
 
 def seqtile(setup: dict[str, Any], *before: Apply, needs: tuple[str, ...] = ()) -> Rung:
@@ -74,21 +75,21 @@ def seqtile(setup: dict[str, Any], *before: Apply, needs: tuple[str, ...] = ()) 
 
 
 RUNGS = {
-    "huggingface": Rung((), FEATURES["nothing"].changes),
+    "huggingface": Rung((), features("nothing")),
     "liger": Rung((liger,), needs=("liger_kernel",)),
     "liger_deepspeed_mlp": Rung(
         (lambda model: liger(model, swiglu=False), deepspeed_mlps), needs=("liger_kernel", "deepspeed")
     ),
-    "seqtile_loss": seqtile(FEATURES["loss"].changes),
-    "seqtile_loss_mlp": seqtile(TILED),
-    "seqtile_loss_mlp_offload": seqtile(OFFLOADED),
+    "seqtile_loss": seqtile(features("loss")),
+    "seqtile_loss_mlp": seqtile(features("loss, MLP")),
+    "seqtile_loss_mlp_offload": seqtile(features("loss, MLP", "host")),
     "seqtile_loss_mlp_offload_liger": seqtile(
-        OFFLOADED | {"liger": True}, lambda model: liger(model, **LIGER_BESIDE), needs=("liger_kernel",)
+        features("loss, MLP", "host", "Liger"), lambda model: liger(model, **LIGER_BESIDE), needs=("liger_kernel",)
     ),
-    "seqtile_layer_offload": seqtile(LAYER),
-    "seqtile_head_groups_offload": seqtile(HEAD_GROUPS),
-    "seqtile_layer_offload_weights": seqtile(LAYER | IN_HOST_MEMORY),
-    "seqtile_head_groups_offload_weights": seqtile(HEAD_GROUPS | IN_HOST_MEMORY),
+    "seqtile_layer_offload": seqtile(features("loss, MLP, layer", "host")),
+    "seqtile_head_groups_offload": seqtile(features("groups", "host")),
+    "seqtile_layer_offload_weights": seqtile(features("loss, MLP, layer") | IN_HOST_MEMORY),
+    "seqtile_head_groups_offload_weights": seqtile(features("groups") | IN_HOST_MEMORY),
 }
 
 

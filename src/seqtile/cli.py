@@ -90,14 +90,14 @@ def finetune(job: Job) -> None:
 
     On several GPUs: torchrun --nproc-per-node 4 -m seqtile.cli finetune --sequence-parallel 4 ...
     """
-    quiet = job.local_rank not in (None, 0)
-    with errors_printed(Console(soft_wrap=True, quiet=quiet)):
+    console = Console(quiet=job.local_rank not in (None, 0), soft_wrap=True, highlight=False)
+    with errors_printed(console):
         job.check()
         try:
             from seqtile.recipes.finetune import finetune as run  # slow to import
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError(f"{error}: pip install 'seqtile[demo]'") from error
-        run(job, Console(quiet=quiet))
+        run(job, console)
     if job.local_rank is not None:  # threads of gloo abort the interpreter's own exit now and then
         sys.stdout.flush()
         sys.stderr.flush()

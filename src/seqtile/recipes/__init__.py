@@ -81,32 +81,19 @@ class Job:
             if not right:
                 raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)!r}, expected {expected}")
         alone, shared_by = self.local_rank is None, self.sequence_parallel
-        start = f"torchrun --nproc-per-node {max(2, shared_by)} -m seqtile.cli finetune ..."
-        here = f"--resume: expected a checkpoint in {self.output}, got none; pass the --output of the run that was "
+        start = f"start one on each GPU: torchrun --nproc-per-node {max(2, shared_by)} -m seqtile.cli finetune ..."
+        chosen = self.fit and (self.layer or self.offload)
+        both, missing = self.compare and self.resume, self.resume and checkpoint_in(self.output) is None
+        begin = "pass the --output of the run that was ended early, or leave out --resume to begin"
+        absent = [path for path in self.data or () if not path.exists()]
         for wrong, message in (
             (groups is not None and not self.layer, "--head-groups is for layers tiled as a whole; pass --layer too"),
-            (
-                self.fit and (self.layer or self.offload),
-                "--fit chooses --layer, --head-groups and --offload: leave these out, or --fit",
-            ),
-            (
-                alone and shared_by != 1,
-                f"--sequence-parallel is {shared_by}, but this is one process; start one on each GPU: {start}",
-            ),
+            (chosen, "--fit chooses --layer, --head-groups and --offload: leave these out, or --fit"),
+            (alone and shared_by != 1, f"--sequence-parallel is {shared_by}, but this is one process; {start}"),
             (self.compare and not alone, "--compare is for one process: leave it out, or torchrun"),
-            (
-                self.compare and self.resume,
-                "--compare is of two whole runs, and --resume goes on with one: leave one out",
-            ),
-            (
-                self.resume and checkpoint_in(self.output) is None,
-                f"{here}ended early, or leave out --resume to begin",
-            ),
-            *(
-                (True, f"--data: {path} does not exist; pass text files or directories of them")
-                for path in self.data or ()
-                if not path.exists()
-            ),
+            (both, "--compare is of two whole runs, and --resume goes on with one: leave one out"),
+            (missing, f"--resume: expected a checkpoint in {self.output}, got none; {begin}"),
+            (absent, f"--data: {absent and absent[0]} does not exist; pass text files or directories of them"),
         ):
             if wrong:
                 raise ValueError(message)

@@ -63,10 +63,8 @@ def remove_incomplete(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+    shutil.rmtree(path, ignore_errors=True)
+    path.unlink(missing_ok=True)
 
 
 def save_model(
@@ -153,7 +151,7 @@ def title_of(report: dict[str, Any]) -> str:
 def print_table(report: dict[str, Any], console: Console) -> None:
     """Prints the figures of report.json as a table; of many losses some, the first and the last among them."""
     runs = runs_of(report)
-    console.print(title_of(report), soft_wrap=True, highlight=False)
+    console.print(title_of(report))
     table = Table("")
     for name in runs:
         table.add_column(name, justify="right")
@@ -165,7 +163,7 @@ def print_table(report: dict[str, Any], console: Console) -> None:
     table.add_row("peak memory, MiB", *(f"{run['peak_mib']:,.0f}" for run in runs.values()))
     table.add_row("time, s", *(f"{sum(run['step_seconds']):.1f}" for run in runs.values()))
     table.add_row("tokens/s", *(f"{run['tokens_per_second']:,.0f}" for run in runs.values()))
-    console.print(table)
+    console.print(table, soft_wrap=False)
     if "untiled" in runs:
         console.print(
             f"largest loss difference {report['max_loss_difference']:.1e}; "

@@ -263,10 +263,10 @@ def save_checkpoint(training: Training, run: Run, done: RunResult, console: Cons
         except CheckpointException as error:  # which all ranks raise alike
             failed = in_brief(cause_of(error))
     if failed is None:
-        console.print(f"checkpoint {after} saved in {path}", soft_wrap=True, highlight=False)
+        console.print(f"checkpoint {after} saved in {path}")
     else:
         stays = "" if checkpoint_in(run.job.output) is None else "; the earlier one stays"
-        console.print(f"note: no checkpoint {after} in {path} ({failed}){stays}", soft_wrap=True, highlight=False)
+        console.print(f"note: no checkpoint {after} in {path} ({failed}){stays}")
 
 
 def load_checkpoint(training: Training, run: Run) -> RunResult:

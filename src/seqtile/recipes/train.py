@@ -53,7 +53,7 @@ def train(run: Run, ctx: sp.SequenceParallel | None = None) -> RunResult:
     else:  # tensors of other sizes a layer, a chunk and a step do not leave the memory in pieces
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     by_blocks = run.tiled and ctx is None and has_square_mask(run.config, run.job.seq_len)
-    console = Console(quiet=rank() != 0, soft_wrap=True)
+    console = Console(quiet=rank() != 0, soft_wrap=True, highlight=False)
     with sequence_group(run.job) if by_blocks else nullcontext(ctx) as group:
         with console.status(f"{'seqtile' if run.tiled else 'untiled'}: loading"):
             training = loaded(run, group)
@@ -126,7 +126,7 @@ def take_steps(
     job, name = run.job, "seqtile" if run.tiled else "untiled"
     done = load_checkpoint(training, run) if job.resume else RunResult()
     if job.resume:
-        console.print(f"{name}: goes on after step {len(done.losses)} of {job.steps}", highlight=False)
+        console.print(f"{name}: goes on after step {len(done.losses)} of {job.steps}")
     texts = ("{task.description} {task.completed}/{task.total}", "{task.fields[figures]}")
     step, figures = (TextColumn(text, table_column=Column(no_wrap=True)) for text in texts)  # the bar gives way to them
     with Progress(step, BarColumn(bar_width=12), figures, console=console, disable=not console.is_terminal) as progress:
@@ -142,7 +142,7 @@ def take_steps(
             said = step_figures(done, batch.numel(), job.steps)
             progress.update(bar, advance=1, figures=said)
             if not console.is_terminal:
-                console.print(f"{name}: step {len(done.losses)}/{job.steps}  {said}", highlight=False, soft_wrap=True)
+                console.print(f"{name}: step {len(done.losses)}/{job.steps}  {said}")
             check_last_loss(done.losses)
             interrupted, count, every = ranks[:, 1].any().item(), len(done.losses), job.save_every
             due = interrupted and count < job.steps

@@ -7,8 +7,7 @@ GPU, all parameters trained, every layer checkpointed, FlashAttention-2.
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -79,13 +78,22 @@ class Simulation(Predictor):
     def run(self, setup: Setup) -> tuple[float, float]:
         """Returns the bytes of a step of the layers that are run, besides weights and optimizer: without a token, and
         of each token."""
-        with _run_without_data(self._model(self.few_layers)) as model:
-            if setup.tiles:
-                apply_seqtile(model, **apply_options(setup), check=False)
-            lengths = (tokens := _tokens(model), tokens + tokens // 3)
-            short, long = (self._peak(model, tokens, setup) for tokens in lengths)
-        token = (long - short) / (lengths[1] - lengths[0])
-        return short - lengths[0] * token, token
+        model, level = self._model(self.few_layers), logging.get_verbosity()
+        with FakeTensorMode(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            logging.set_verbosity_error()
+            try:
+                materialise(model.train())
+                model.gradient_checkpointing_enable({"use_reentrant": False})
+                if setup.tiles:
+                    apply_seqtile(model, **apply_options(setup), check=False)
+                tokens = _tokens(model)
+                more = tokens + tokens // 3
+                short, long = self._peak(model, tokens, setup), self._peak(model, more, setup)
+            finally:
+                logging.set_verbosity(level)
+        token = (long - short) / (more - tokens)
+        return short - tokens * token, token
 
     def _model(self, config: PreTrainedConfig) -> PreTrainedModel:
         config = copy.deepcopy(config_for(self.model_class, config))
@@ -128,21 +136,6 @@ class FlashFunction(torch.autograd.Function):
 
 def _attention(module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> Any:
     return FlashFunction.apply(q, k, v), None
-
-
-@contextmanager
-def _run_without_data(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """Gives a model of the meta device on tensors without data, in training, its layers checkpointed."""
-    level = logging.get_verbosity()
-    with FakeTensorMode(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        logging.set_verbosity_error()
-        materialise(model.train())
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        try:
-            yield model
-        finally:
-            logging.set_verbosity(level)
 
 
 def materialise(model: nn.Module) -> None:

@@ -7,6 +7,7 @@ import matplotlib
 
 from seqtile import memory
 from seqtile.memory.features import with_features
+from seqtile.memory.setup import GIB
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
@@ -43,7 +44,7 @@ def draw(file: Path = PICTURE) -> None:
     for label, setup in setups().items():
         end, (_, style) = found[label], LINES[label]
         tokens = sorted([*(int(length) for length in lengths if length < end), end])
-        peaks = [memory.plan(MODEL, seq_len=length, **setup).gpu_bytes / memory.GIB for length in tokens]
+        peaks = [memory.plan(MODEL, seq_len=length, **setup).gpu_bytes / GIB for length in tokens]
         axes.plot(tokens, peaks, linewidth=2.2, label=f"{label}: {end:,} tokens", **style)
         axes.plot(end, GPU_GIB, "o", color=style["color"])
     axes.axhline(GPU_GIB, color="black", linewidth=1)

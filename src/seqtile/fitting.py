@@ -12,7 +12,7 @@ from torch import nn
 
 from seqtile.memory import Formula, Plan, Setup, shape_of
 from seqtile.memory.features import FEATURES, Predictor, with_features
-from seqtile.memory.setup import DTYPES, GIB, NoFormula, expect, setup_of
+from seqtile.memory.setup import GIB, NoFormula, setup_of
 from seqtile.models import apply_seqtile
 from seqtile.models.base_model import is_checkpointed
 from seqtile.models.patch import model_type_of, unwrapped
@@ -130,7 +130,6 @@ def _least(size: float) -> float:
 def _setup_of_model(model: nn.Module, inner: nn.Module) -> dict[str, Any]:
     ranks = [config.r for config in getattr(model, "peft_config", {}).values() if hasattr(config, "r")]
     dtype = str(inner.dtype).removeprefix("torch.")
-    expect("dtype", dtype in DTYPES, f"weights in one of {', '.join(DTYPES)}", dtype)
     adapters = {"lora_rank": max(ranks), "load_in_4bit": has_4_bits(inner)} if ranks else {}
     return {"dtype": dtype} | adapters
 

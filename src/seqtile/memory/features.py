@@ -1,12 +1,10 @@
 """What can be turned on for a step to need less memory, in the order of what it costs; and what predicts the memory."""
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Union
+from typing import Any, NamedTuple
 
 from seqtile.memory.setup import TILES, Setup
-
-if TYPE_CHECKING:
-    from seqtile.memory import Plan
+from seqtile.memory.step import Plan
 
 
 class Feature(NamedTuple):
@@ -82,7 +80,7 @@ class Predictor:
         """Says why a feature cannot be had besides this setup."""
         raise NotImplementedError
 
-    def predict(self, setup: Setup, seq_len: int, batch_size: int) -> Union["Plan", Predicted]:
+    def predict(self, setup: Setup, seq_len: int, batch_size: int) -> Plan | Predicted:
         """Predicts a step. ValueError for what cannot be."""
         raise NotImplementedError
 

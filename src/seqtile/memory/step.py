@@ -31,6 +31,61 @@ class Moment:
         return sum(self.parts.values())
 
 
+@dataclass(frozen=True)
+class Plan:
+    """A step's memory: on one GPU at every moment at which it may peak, and in the host memory of a node."""
+
+    shape: Shape
+    """The widths of the model."""
+    setup: Setup
+    """The setup that was planned for."""
+    seq_len: int
+    """Tokens of a sequence, over all the GPUs that share it."""
+    batch_size: int
+    """Sequences at a time."""
+    moments: tuple[Moment, ...]
+    """The moments at which it may peak, in the order of a step."""
+    host: Parts
+    """Bytes in the host memory of a node, by what they are for, such as "inputs", "optimizer", "weights"."""
+
+    @property
+    def peak(self) -> Moment:
+        """The moment with most bytes; its `parts` are the breakdown."""
+        return max(self.moments, key=lambda moment: moment.bytes)
+
+    @property
+    def gpu_bytes(self) -> int:
+        """The bytes on a GPU at the peak."""
+        return self.peak.bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """The bytes in the host memory of a node."""
+        return sum(self.host.values())
+
+    @property
+    def bound(self) -> str | None:
+        """The memory that is too small, and for what; None if all fits."""
+        if self.gpu_bytes > self.setup.gpu_memory_gib * GIB:
+            states = sum(self.peak.parts[part] for part in ("weights", "optimizer", "reserved"))
+            too_much = states > self.setup.gpu_memory_gib * GIB
+            return f"GPU memory: {'weights and optimizer' if too_much else self.peak.name.split(', ')[0]}"
+        return "host memory" if self.host_bytes > self.setup.host_memory_gib * GIB else None
+
+    @property
+    def fits(self) -> bool:
+        """True if neither memory is too small."""
+        return self.bound is None
+
+    def __str__(self) -> str:
+        lines = [f"{part:<14}{size / GIB:>9.2f} GiB" for part, size in self.peak.parts.items() if size]
+        verdict = "fits" if self.fits else f"does not fit in {self.bound}"
+        lines.append(f"{'on a GPU':<14}{self.gpu_bytes / GIB:>9.2f} of {self.setup.gpu_memory_gib:g} GiB: {verdict}")
+        lines.append(f"most at: {self.peak.name}")
+        lines += [f"{f'{part}, host':<18}{size / GIB:>9.2f} GiB a node" for part, size in self.host.items()]
+        return "\n".join(lines)
+
+
 class Step:
     """A training step with `tokens` on this GPU, forward and backward; ZeRO-3 as FSDP2 does it, layer by layer."""
 

@@ -60,7 +60,7 @@ class PlanResult:
     notes: list[str]
     simulated: dict[str, int]
     """For a model type without a formula: what is tiled, and the longest sequence on one GPU with it, simulated."""
-    rungs: list[tuple[Setup, Longest]] = field(default_factory=list)
+    lengths: list[tuple[Setup, Longest]] = field(default_factory=list)
     """With more and more turned on."""
     plan: Plan | None = None
     """None for a model type that is simulated alone."""
@@ -99,21 +99,21 @@ def _forecast(asked: PlanOptions, each: Callable[[str], None]) -> PlanResult:
     in_groups = setup["head_groups"] is not None
     if asked.layer or in_groups:  # what cannot be is said, rather than left out
         plan(shape, seq_len=1, tiles=TILES, **sizes, **setup)
-    rungs = list(ladder(shape, **sizes, **setup))
-    wanted = [rung for rung in rungs if "layer" in rung[0].tiles or not asked.layer]
-    wanted = [rung for rung in wanted if rung[0].head_groups is not None or not in_groups]
+    lengths = list(ladder(shape, **sizes, **setup))
+    wanted = [row for row in lengths if "layer" in row[0].tiles or not asked.layer]
+    wanted = [row for row in wanted if row[0].head_groups is not None or not in_groups]
     if (seq_len := asked.seq_len) is None:
-        chosen, found = max(wanted, key=lambda rung: rung[1].tokens)
+        chosen, found = max(wanted, key=lambda row: row[1].tokens)
         seq_len = max(found.tokens, chosen.sequence_parallel)
     else:
-        chosen = next((rung for rung, found in wanted if found.tokens >= seq_len), wanted[-1][0])
+        chosen = next((tried for tried, found in wanted if found.tokens >= seq_len), wanted[-1][0])
     step = plan(shape, seq_len=seq_len, **sizes, **asdict(chosen))
     notes = list(shape.notes)
     if shape.positions is not None and seq_len > shape.positions:
         notes.append(f"it is configured for {shape.positions:,} positions at most")
     simulated, more = _simulated(asked, each) if shape.assumed else ({}, [])
-    fitting = (to_turn_on(step), {}) if step.fits else ([], remedies(rungs, step))
-    return PlanResult(asked.model, notes + more, simulated, rungs, step, *fitting)
+    fitting = (to_turn_on(step), {}) if step.fits else ([], remedies(lengths, step))
+    return PlanResult(asked.model, notes + more, simulated, lengths, step, *fitting)
 
 
 def _simulated(asked: PlanOptions, each: Callable[[str], None]) -> tuple[dict[str, int], list[str]]:
@@ -136,10 +136,10 @@ def _simulated(asked: PlanOptions, each: Callable[[str], None]) -> tuple[dict[st
     return found, predictor.notes
 
 
-def remedies(rungs: list[tuple[Setup, Longest]], plan: Plan) -> dict[str, int]:
+def remedies(lengths: list[tuple[Setup, Longest]], plan: Plan) -> dict[str, int]:
     """Returns the longest sequence with more on the host, and with so many GPUs that `plan` fits, as far as each is
     longer."""
-    setup, best = rungs[-1][0], max(found.tokens for _, found in rungs)
+    setup, best = lengths[-1][0], max(found.tokens for _, found in lengths)
     more = (("optimizer",), ("optimizer", "weights"))
     tried: list[dict[str, Any]] = [{"offload": tuple(dict.fromkeys((*setup.offload, *parts)))} for parts in more]
     for times in (2, 4, 8, 16, 32, 64, 128):
@@ -202,7 +202,7 @@ def figures(forecast: PlanResult) -> dict[str, Any]:
         "model": forecast.model,
         "parameters": plan.shape.parameters,
         "notes": forecast.notes,
-        "longest": [features(setup) | asdict(found) for setup, found in forecast.rungs],
+        "longest": [features(setup) | asdict(found) for setup, found in forecast.lengths],
         "plan": {name: getattr(plan, name) for name in ("seq_len", "batch_size", "fits", "bound")}
         | {
             "setup": asdict(plan.setup),
@@ -247,7 +247,7 @@ def print_forecast(forecast: PlanResult, console: Console) -> None:
         console.print(simulated_table(forecast.simulated))
     if plan is None:
         return
-    console.print(rungs_table(forecast.rungs))
+    console.print(lengths_table(forecast.lengths))
     console.print(parts_table(plan))
     if plan.fits:
         lines = ["Turn on:", *(f"  {line}" for line in forecast.turn_on)]
@@ -265,13 +265,13 @@ def simulated_table(simulated: dict[str, int]) -> Table:
     return table
 
 
-def rungs_table(rungs: list[tuple[Setup, Longest]]) -> Table:
+def lengths_table(lengths: list[tuple[Setup, Longest]]) -> Table:
     columns = [Column(name, justify="center") for name in ("loss", "share", "MLP", "host", "Liger", "layer", "groups")]
     columns += [Column("tokens", justify="right"), Column("bound by")]
     table = Table(*columns, title="Longest sequence, every layer checkpointed")
     table.caption = "loss, MLP, layer: tiled; groups: of heads. share: GPUs that share it. host: layer inputs there."
     table.caption += " Liger: its norms."
-    for setup, found in rungs:
+    for setup, found in lengths:
         cells = ["x" if value is True else f"{value or ''}" for value in features(setup).values()]
         table.add_row(*cells, f"{found.tokens:,}", found.bound.removeprefix("GPU memory: "))
     return table

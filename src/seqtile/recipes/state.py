@@ -26,6 +26,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 import seqtile
 from seqtile import offload, sp
+from seqtile.offload.checkpointing import enable_checkpointing
 from seqtile.recipes import Job, checkpoint_in, free_bytes, number_or_name
 from seqtile.recipes.data import in_brief, is_out_of_memory, load_model, read_of
 from seqtile.recipes.output import RunResult, places, written_beside
@@ -230,9 +231,8 @@ def loaded(run: Run, ctx: sp.SequenceParallel | None) -> Training:
     training = Zero3(model, job) if sharded and job.shard == "zero3" else Training(model, job, sharded)
     if job.offload:
         offload.enable(model, tokens=math.ceil(job.seq_len / (1 if ctx is None else ctx.size)))
-    else:  # by the name that the installed transformers has for it
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
+    else:
+        enable_checkpointing(model)
     return training
 
 

@@ -1,7 +1,7 @@
 """What can be turned on for a step to need less memory, in the order of what it costs; and what predicts the memory."""
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from seqtile.memory.setup import TILES, Setup
 from seqtile.memory.step import Plan
@@ -71,18 +71,16 @@ class Longest:
         return f"{self.tokens:,} tokens, bound by {self.bound}"
 
 
-class Predictor:
+class Predictor(Protocol):
     """The memory of the steps of one model, by formula or by simulation."""
 
     notes: list[str]
 
     def refusal(self, name: str, setup: Setup) -> str | None:
         """Says why a feature cannot be had besides this setup."""
-        raise NotImplementedError
 
     def predict(self, setup: Setup, seq_len: int, batch_size: int) -> Plan | Predicted:
         """Predicts a step. ValueError for what cannot be."""
-        raise NotImplementedError
 
     def longest(self, setup: Setup, batch_size: int) -> Longest:
         """Returns the longest sequence that fits, a multiple of the GPUs that share it."""

@@ -18,8 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
-from rich.table import Column
+from rich.progress import BarColumn, Progress
 from transformers import PreTrainedConfig, PreTrainedModel
 
 import seqtile
@@ -127,8 +126,7 @@ def take_steps(
     done = load_checkpoint(training, run) if job.resume else RunResult()
     if job.resume:
         console.print(f"{name}: goes on after step {len(done.losses)} of {job.steps}")
-    texts = ("{task.description} {task.completed}/{task.total}", "{task.fields[figures]}")
-    step, figures = (TextColumn(text, table_column=Column(no_wrap=True)) for text in texts)  # the bar gives way to them
+    step, figures = "{task.description} {task.completed}/{task.total}", "{task.fields[figures]}"  # the bar gives way
     with Progress(step, BarColumn(bar_width=12), figures, console=console, disable=not console.is_terminal) as progress:
         bar = progress.add_task(name, total=job.steps, completed=len(done.losses), figures="")
         for batch in run.sequences[len(done.losses) :]:

@@ -34,6 +34,7 @@ _KNOWN = {  # of 1.16, see `_fingerprint`
     "_chunked_divergence_loss": "550cb45191ab1654",
 }
 _LOGITS = 45 * 2**20  # elements of a chunk of logits, where TRL's has 128 Mi
+_DISTILLATION = "trl.trainer.distillation_trainer"
 _to_be_summed: ContextVar[bool] = ContextVar("to_be_summed", default=False)
 
 
@@ -57,7 +58,7 @@ def apply_seqtile_to_trl() -> None:
     head, compute_loss = getattr(utils, "_ChunkedLogProbFunction", None), sft_trainer.SFTTrainer.compute_loss
     if isinstance(head, _Head):
         return
-    distillation = _module("trl.trainer.distillation_trainer")
+    distillation = import_module(_DISTILLATION) if find_spec(_DISTILLATION) else None
     divergence = getattr(distillation, "_chunked_divergence_loss", None)
     found = (getattr(utils, "add_fused_lm_head", None), getattr(head, "forward", None), compute_loss, divergence)
     unknown = [name for name, one in zip(_KNOWN, found, strict=True) if _fingerprint(one) != _KNOWN[name]]
@@ -79,12 +80,8 @@ def restore_trl() -> None:
     if isinstance(head := utils._ChunkedLogProbFunction, _Head):
         utils._ChunkedLogProbFunction, utils._use_triton = head.original, head.original_use_triton
         sft_trainer.SFTTrainer.compute_loss = sft_trainer.SFTTrainer.compute_loss.__wrapped__
-        distillation = _module("trl.trainer.distillation_trainer")
+        distillation = import_module(_DISTILLATION)
         distillation._chunked_divergence_loss = distillation._chunked_divergence_loss.__wrapped__
-
-
-def _module(name: str) -> Any:
-    return import_module(name) if find_spec(name) else None
 
 
 def _fingerprint(function: Any) -> str:

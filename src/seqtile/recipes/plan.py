@@ -196,25 +196,15 @@ def to_turn_on(plan: Plan) -> list[str]:
 
 def figures(forecast: PlanResult) -> dict[str, Any]:
     """Returns all of it, for `--json`; sizes in GiB."""
-    if (plan := forecast.plan) is None:
-        return {name: getattr(forecast, name) for name in ("model", "notes", "simulated")}
-    return {
-        "model": forecast.model,
-        "parameters": plan.shape.parameters,
-        "notes": forecast.notes,
-        "longest": [features(setup) | asdict(found) for setup, found in forecast.lengths],
-        "plan": {name: getattr(plan, name) for name in ("seq_len", "batch_size", "fits", "bound")}
-        | {
-            "setup": asdict(plan.setup),
-            "gpu_gib": in_gib(plan.peak.parts),
-            "peak": plan.peak.name,
-            "host_gib": in_gib(plan.host),
-            "moments_gib": in_gib({moment.name: moment.bytes for moment in plan.moments}),
-        },
-        "turn_on": forecast.turn_on,
-        "remedies": forecast.remedies,
-        "simulated": forecast.simulated,
-    }
+    found = {name: getattr(forecast, name) for name in ("model", "notes", "turn_on", "remedies", "simulated")}
+    if (plan := forecast.plan) is not None:
+        found["parameters"] = plan.shape.parameters
+        found["longest"] = [features(setup) | asdict(longest) for setup, longest in forecast.lengths]
+        found["plan"] = {name: getattr(plan, name) for name in ("seq_len", "batch_size", "fits", "bound")}
+        found["plan"] |= {"setup": asdict(plan.setup), "peak": plan.peak.name}
+        found["plan"] |= {"gpu_gib": in_gib(plan.peak.parts), "host_gib": in_gib(plan.host)}
+        found["plan"]["moments_gib"] = in_gib({moment.name: moment.bytes for moment in plan.moments})
+    return found
 
 
 def features(setup: Setup) -> dict[str, Any]:
@@ -244,7 +234,11 @@ def print_forecast(forecast: PlanResult, console: Console) -> None:
         title += f": {size} parameters, {plan.shape.layers} layers; {gpus} of {setup.gpu_memory_gib:g} GiB"
     console.print("\n".join([title, *(f"note: {note}" for note in forecast.notes)]), highlight=False)
     if forecast.simulated:
-        console.print(simulated_table(forecast.simulated))
+        caption = "On one GPU, every layer checkpointed."
+        table = Table("tiled", Column("tokens", justify="right"), title="Longest sequence, simulated", caption=caption)
+        for tiled, tokens in forecast.simulated.items():
+            table.add_row(tiled, f"{tokens:,}")
+        console.print(table)
     if plan is None:
         return
     console.print(lengths_table(forecast.lengths))
@@ -255,14 +249,6 @@ def print_forecast(forecast: PlanResult, console: Console) -> None:
         lines = [f"This does not fit in {plan.bound}."]
         lines += [f"With {option}: {tokens:,} tokens at most." for option, tokens in forecast.remedies.items()]
     console.print("\n".join(lines), highlight=False)
-
-
-def simulated_table(simulated: dict[str, int]) -> Table:
-    columns = Column("tiled"), Column("tokens", justify="right")
-    table = Table(*columns, title="Longest sequence, simulated", caption="On one GPU, every layer checkpointed.")
-    for tiled, tokens in simulated.items():
-        table.add_row(tiled, f"{tokens:,}")
-    return table
 
 
 def lengths_table(lengths: list[tuple[Setup, Longest]]) -> Table:
@@ -278,9 +264,9 @@ def lengths_table(lengths: list[tuple[Setup, Longest]]) -> Table:
 
 
 def parts_table(plan: Plan) -> Table:
-    table = Table("", title=f"A step of {plan.batch_size} x {plan.seq_len:,} tokens at its peak: {plan.peak.name}")
-    table.add_column("GiB a GPU", justify="right")
-    table.add_column("GiB a node, on the host", justify="right")
+    columns = (Column(name, justify="right") for name in ("GiB a GPU", "GiB a node, on the host"))
+    title = f"A step of {plan.batch_size} x {plan.seq_len:,} tokens at its peak: {plan.peak.name}"
+    table = Table("", *columns, title=title)
     for part, size in plan.peak.parts.items():
         held = plan.host.get(part, 0)
         if size + held >= GIB / 200:

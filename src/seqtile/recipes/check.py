@@ -175,19 +175,17 @@ def print_report(report: Report, console: Console) -> None:
         groups = "yes" if line.head_groups else ""
         errors = (f"{line.error:.0e}", f"{line.untiled_error:.0e}")
         table.add_row(line.part, f"{line.count} {line.module}", line.how, groups, *errors, *ratios)
-    console.print(f"{report.model}, as docs/models.md explains; error, work and peak beside the untiled model,")
-    console.print(f"work and peak of a step of {report.tokens:,} tokens")
+    title = f"{report.model}, as docs/models.md explains; error, work and peak beside the untiled model,\n"
+    console.print(f"{title}work and peak of a step of {report.tokens:,} tokens")
     console.print(table)
-    for line in report.lines:
-        if line.reason:
-            console.print(f"{line.module} is {line.how}: {line.reason}", markup=False, highlight=False)
-    for reason in report.untiled:
-        console.print(f"left untiled: {reason}", markup=False, highlight=False)
+    said = [f"{line.module} is {line.how}: {line.reason}" for line in report.lines if line.reason]
+    said += [f"left untiled: {reason}" for reason in report.untiled]
     if not any(line.part == LOSS.option for line in report.lines):
-        console.print("the loss cannot be tiled: no head over a vocabulary")
+        said.append("the loss cannot be tiled: no head over a vocabulary")
     if report.variants:
         counts = Counter(row.how for row in report.variants)
-        console.print(f"variants: {', '.join(f'{number} {how}' for how, number in counts.items())}")
-    for row in report.variants:
-        if row.reason and row.how != FAILS:
-            console.print(f"{row.variant} is {row.how}: {row.reason}", markup=False, highlight=False)
+        said.append(f"variants: {', '.join(f'{number} {how}' for how, number in counts.items())}")
+    told = (row for row in report.variants if row.reason and row.how != FAILS)
+    said += [f"{row.variant} is {row.how}: {row.reason}" for row in told]
+    if said:
+        console.print("\n".join(said), markup=False, highlight=False)

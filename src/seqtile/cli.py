@@ -9,7 +9,8 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import MISSING, Field, fields
+from dataclasses import MISSING, fields
+from functools import partial
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Annotated, Any
@@ -50,22 +51,22 @@ def command(function: Callable[[Any], None]) -> Callable[[Any], None]:
     def with_options(**values: Any) -> None:
         function(options(**values))
 
-    with_options.__signature__ = inspect.Signature([parameter_of(field) for field in fields(options)])
+    with_options.__signature__ = signature_of(options)
     app.command(function.__name__, help=inspect.getdoc(function))(with_options)
     return function
 
 
-def parameter_of(field: Field) -> inspect.Parameter:
-    """Returns a field as typer takes it; a flag that is off by default has no option that turns it off."""
-    given, empty = field.metadata["given"], inspect.Parameter.empty
-    if field.default is MISSING:
-        about, default = typer.Argument(**given), empty
-    else:
-        flag = (f"--{field.name.replace('_', '-')}",) if field.default is False else ()
-        about, default = typer.Option(*(field.metadata["names"] or flag), **given), field.default
-    return inspect.Parameter(
-        field.name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=Annotated[field.type, about]
-    )
+def signature_of(options: type) -> inspect.Signature:
+    """Returns the fields of a dataclass as typer takes them; what is False by default has no option that says so."""
+    found, keyword = [], inspect.Parameter.KEYWORD_ONLY
+    for field in fields(options):
+        given, default, about = field.metadata["given"], inspect.Parameter.empty, typer.Argument
+        if field.default is not MISSING:
+            flag = (f"--{field.name.replace('_', '-')}",) if field.default is False else ()
+            default, about = field.default, partial(typer.Option, *(field.metadata["names"] or flag))
+        annotation = Annotated[field.type, about(**given)]
+        found.append(inspect.Parameter(field.name, keyword, default=default, annotation=annotation))
+    return inspect.Signature(found)
 
 
 @contextmanager

@@ -32,9 +32,9 @@ class LiveBytes(TorchDispatchMode):
         self._seen: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        known = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
+        known = {tensor.untyped_storage()._cdata for tensor in tensors_of((args, kwargs))}
         result = func(*args, **(kwargs or {}))
-        for tensor in _tensors(result):
+        for tensor in tensors_of(result):
             storage = tensor.untyped_storage()
             if storage._cdata not in known and storage._cdata not in self._seen and tensor.device.type != "meta":
                 self._add(storage)
@@ -50,5 +50,5 @@ class LiveBytes(TorchDispatchMode):
         self.live -= self._seen.pop(key)
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
+def tensors_of(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

@@ -13,7 +13,7 @@ from benchmark.terminal import figure, longest
 
 
 def found_in(directory: Path) -> list[Results]:
-    """Of each file; rows of a subject, or of a rung, that has not ended stand by themselves."""
+    """Of each file; rows of a subject, or of a method, that has not ended stand by themselves."""
     found = [load(file) for file in sorted(directory.glob("*.json"))]
     for file in sorted(directory.glob("*.jsonl")):
         subject = rows.subject_of(file)

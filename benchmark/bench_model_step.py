@@ -26,9 +26,8 @@ from benchmark.ladder import LIMITS
 from benchmark.methods import METHODS
 from benchmark.subject import Absent, needs
 
-SHARES = dict(
-    zip(METHODS, (2, 4, 4, 3, 4, 7, 10, 3, 4, 3, 5), strict=True)
-)  # of the time; what one leaves the next have
+SHARES = dict(zip(METHODS, (2, 4, 4, 3, 4, 7, 10, 3, 4, 3, 5), strict=True))
+"""Of the time; what one leaves the next have."""
 STARTING = 15  # seconds that a method's process takes before its first step
 PATIENCE = 60  # seconds beyond its own that a method has to end
 FEWER = {
@@ -97,7 +96,7 @@ def test_model_step(record, request: pytest.FixtureRequest, contestant: str) -> 
     option, now = request.config.getoption, time.time()
     size, tflops = option("--size"), request.config.stash[MACHINE]["matmul_tflops"]
     seconds = seconds_of(contestant, request.config.stash[DEADLINE] - now, size)
-    file = directory(request.config) / f"model_step-{contestant}.rung"
+    file = directory(request.config) / f"model_step-{contestant}.unfinished"
     row: dict[str, Any] = {"status": "no time left"}
     try:
         for package in METHODS[contestant].needs:

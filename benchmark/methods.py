@@ -1,7 +1,7 @@
 """The methods of the ladder: what is applied to a model, and whether it is still right then.
 
-Weights and gradients are on the GPU; of the methods that end with `weights` they are in host memory, as in the recipes of
-Arctic Long Sequence Training for one GPU, see `Missing`.
+Weights and gradients are on the GPU; of the methods that end with `weights` they are in host memory, as in the recipes
+of Arctic Long Sequence Training for one GPU, see `Missing`.
 """
 
 from collections.abc import Callable

@@ -129,7 +129,7 @@ def test_short_lines(results: Results, tmp_path: Path, capsys: pytest.CaptureFix
     save(results, tmp_path / "found.json")
     rows.append(tmp_path / "found-gated_mlp.jsonl", {"device": "NVIDIA H100", "matmul_tflops": 700.0})
     rows.append(tmp_path / "found-gated_mlp.jsonl", {"id": "test[a]", "row": row("liger", 8 * K, 33, 6)})
-    (tmp_path / "model_step-liger.rung").write_text(
+    (tmp_path / "model_step-liger.unfinished").write_text(
         json.dumps({"status": "measured", "ended_by": "death", "steps": STEPS})
     )
     monkeypatch.setattr(sys, "argv", ["summary", str(tmp_path)])

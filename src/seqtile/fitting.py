@@ -16,8 +16,8 @@ from seqtile.memory.setup import GIB, NoFormula, setup_of
 from seqtile.models import apply_seqtile
 from seqtile.models.base_model import is_checkpointed
 from seqtile.models.patch import model_type_of, unwrapped
-from seqtile.models.placement import is_patched_subclass
 from seqtile.models.quantised import has_4_bits
+from seqtile.models.replaced import class_of
 from seqtile.offload import enable as enable_offload
 from seqtile.offload.checkpointing import enable_checkpointing
 from seqtile.offload.store import available
@@ -145,9 +145,8 @@ def _simulation(model: nn.Module, given: Setup, why: str) -> Predictor:
     """Returns what simulates a model. ValueError, with why that is needed, for what cannot be."""
     from seqtile.memory.simulate import Simulation  # which takes seconds to import
 
-    cls = next(cls for cls in type(model).__mro__ if not is_patched_subclass(cls))
     try:
-        found = Simulation(cls, model.config, given)
+        found = Simulation(class_of(model), model.config, given)
     except ValueError as error:
         raise ValueError(f"{why}; {error}") from error
     found.notes = [f"{why}: simulated with its own code"]

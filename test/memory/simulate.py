@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from liger_kernel.transformers import rms_norm as ligers_norm
 from liger_kernel.transformers import rope as ligers_rope
+from liger_kernel.transformers import swiglu as ligers_swiglu
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -25,6 +26,7 @@ from measure import LiveBytes
 from seqtile.arch import ARCHS
 from seqtile.memory.setup import Setup
 from seqtile.memory.simulate import FlashFunction, materialise
+from seqtile.models import proof
 from seqtile.models.placement import placement_at
 from seqtile.offload.checkpointing import Checkpoints, hand_out
 from seqtile.offload.store import Store
@@ -65,13 +67,14 @@ class SwiGLUFunction(torch.autograd.Function):
     """Liger's: gate and up are kept, and written over by their gradients."""
 
     @staticmethod
-    def forward(ctx, gate, up):
+    def forward(ctx, gate, up, *multipliers):
+        ctx.multipliers = len(multipliers)
         ctx.save_for_backward(gate, up)
         return torch.empty_like(gate)
 
     @staticmethod
     def backward(ctx, d_product):
-        return ctx.saved_tensors
+        return (*ctx.saved_tensors, *(None for _ in range(ctx.multipliers)))
 
 
 class Simulated(NamedTuple):
@@ -158,6 +161,14 @@ class StepsWithoutScores(UlyssesAttention):
         return size
 
 
+def apply_ligers_mlps(model: nn.Module, modes: ExitStack) -> None:
+    """Before anything is tiled, as README has it: a sequence of one chunk runs Liger's own forward."""
+    modes.enter_context(patch.object(ligers_swiglu, "LigerSiLUMulFunction", SwiGLUFunction))
+    modes.enter_context(patch.object(proof, "mixing_reason", lambda *_: None))  # which tries it on numbers
+    for module in [module for module in model.modules() if hasattr(module, "gate_proj")]:
+        module.forward = MethodType(ligers_swiglu.LigerSwiGLUMLP.forward, module)
+
+
 def apply_liger(model: nn.Module, modes: ExitStack) -> None:
     """To what is not tiled: Liger's own forwards of norms and RoPE, which seqtile knows, with other kernels in them."""
     in_place = not ARCHS[model.config.model_type].norm_after  # else Liger's norm may not write over its gradient
@@ -238,6 +249,8 @@ def build(config: PreTrainedConfig, setup: Setup, modes: ExitStack, host: HostMe
     if setup.load_in_4bit:
         quantise(model)
     tiled = {part: part in setup.tiles for part in ("mlp", "loss", "layer")}
+    if setup.liger and "layer" in setup.tiles:
+        apply_ligers_mlps(causal_lm, modes)
     if any(tiled.values()):
         seqtile.apply_seqtile(model, **tiled, head_groups=setup.head_groups, chunk_tokens=setup.chunk_tokens)
     if setup.liger:

@@ -60,8 +60,8 @@ MUTANTS = (
     Mutant(
         "plan: the batch is not counted",
         "memory/__init__.py",
-        "tokens = -(-seq_len // chosen.sequence_parallel) * batch_size",
-        "tokens = -(-seq_len // chosen.sequence_parallel)",
+        "tokens = -(-seq_len // setup.sequence_parallel) * batch_size",
+        "tokens = -(-seq_len // setup.sequence_parallel)",
         SIMULATION,
         select="batch",
     ),

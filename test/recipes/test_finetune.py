@@ -27,7 +27,8 @@ from seqtile.recipes import Job
 from seqtile.recipes.data import is_out_of_memory, load_config
 from seqtile.recipes.finetune import fitted
 from seqtile.recipes.output import picture, print_table, running_means
-from seqtile.recipes.train import Run, has_square_mask, in_words, loaded, loss_of, sequence_group, train
+from seqtile.recipes.state import Run, loaded
+from seqtile.recipes.train import has_square_mask, in_words, loss_of, sequence_group, train
 from seqtile.sp import backends
 from tiny import build, config_of
 

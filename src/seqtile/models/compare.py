@@ -19,6 +19,7 @@ from seqtile.ops.leaf_gradients import without_hooks
 FACTOR = 5  # of 169 small models in float32 and bfloat16 no gradient was beyond 2
 _FEW = 8  # numbers of a parameter: a tiled and an untiled scalar were 5 times one bit apart in float16
 _OF_SUMS = 2.0**-20  # chunks are summed in float32, and in another order
+_OF_THE_WHOLE = 1e-7  # a gradient that is so small is rounding
 Vectors = dict[str, torch.Tensor | None]
 """The loss, by the name "loss", and gradients by their parameters' names; None of a parameter that got none."""
 
@@ -26,8 +27,8 @@ Vectors = dict[str, torch.Tensor | None]
 class Difference(NamedTuple):
     """What is farther from the untiled model than rounding explains."""
 
-    what: str
-    """The loss, or the gradient of a parameter."""
+    said: str
+    """Such as "the loss differs by 3.1%"."""
     error: float
     """The norm of the difference over the norm of the untiled vector."""
     rounding: float
@@ -108,11 +109,12 @@ def difference(untiled: Vectors, tiled: Vectors, nudged: Vectors, eps: float) ->
     typical = median([share for name, share in bit.items() if name != "loss"] or [0.0])  # some are small by chance
     found: list[Difference] = []
     for name, truth in untiled.items():
-        what = "the loss" if name == "loss" else f"the gradient of {name}"
         ours = tiled.get(name)
         if truth is None or ours is None:
-            if (truth is None) != (ours is None) and (truth is None or float(truth.norm()) > 0):
-                found.append(Difference(f"{what}, which {'none' if truth is None else 'one'} has untiled,", 1.0, 0.0))
+            if truth is None and ours is not None:
+                found.append(Difference(f"{name} gets a gradient, untiled none,", 1.0, 0.0))
+            elif truth is not None and float(truth.norm()) > 0:
+                found.append(Difference(f"{name} gets no gradient", 1.0, 0.0))
             continue
         size = float(truth.norm())
         if not size < float("inf"):  # an overflow of float16
@@ -120,12 +122,14 @@ def difference(untiled: Vectors, tiled: Vectors, nudged: Vectors, eps: float) ->
         rounding = bit[name] if name == "loss" else max(bit[name], typical)
         # What one bit does to a parameter of a few numbers may be small by chance.
         factor = FACTOR if name == "loss" else FACTOR * max(1.0, _FEW / truth.numel())
-        allowed = (factor * (rounding + _OF_SUMS) + 2 * eps) * size + _OF_SUMS * whole
+        allowed = (factor * (rounding + _OF_SUMS) + 2 * eps) * size + _OF_THE_WHOLE * whole
         off = ours.double() - truth.double()
         error = float(off.norm())
         along = abs(float((off * truth).sum())) / size if size else 0.0
         if not max(error, 2 * along) <= allowed:
-            found.append(Difference(what, error / size if size else error, rounding))
+            what = "the loss" if name == "loss" else f"the gradient of {name}"
+            relative = error / size if size else error
+            found.append(Difference(f"{what} differs by {relative:.1%}", relative, rounding))
     return max(found, key=lambda each: each.error, default=None)
 
 

@@ -131,7 +131,7 @@ def _outcome(model: nn.Module, options: Options, original: Callable, args: tuple
         where = "on another rank"
         if found is not None:
             bit = f"one bit of the embeddings changes it by {found.rounding:.1e}"
-            where = f"{found.what} differs by {found.error:.1%}, where {bit}"
+            where = f"{found.said}, where {bit}"
         raise ValueError(
             f"the tiled model computes something else than the untiled one on {tokens} tokens of this batch: "
             f"{where}{part}. Nothing was trained. {_remedy(option)}"

@@ -7,6 +7,7 @@
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
 from types import CodeType
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._python_dispatch import _disable_current_modes
 
+from seqtile.models.compare import brief
 from seqtile.models.find import inside_peft
 from seqtile.models.forms import code_of
 from seqtile.models.placement import computed_forward, decorated, home_of, is_patched_subclass
@@ -84,10 +86,11 @@ def homes_of(module: nn.Module) -> set[str]:
 
 def class_of(module: nn.Module) -> type:
     """Returns the class of a module as it was made: without what seqtile and torch derive from it."""
-    cls, *bases = classes_of(module)
-    while bases and (cls.__module__.startswith(("torch.distributed.", "torch.nn.utils.")) or _is_same(cls, bases[0])):
-        cls, *bases = bases
-    return cls
+    for cls, base in pairwise(classes_of(module)):
+        stands_in = (cls.__module__, cls.__qualname__) == (base.__module__, base.__qualname__)
+        if not stands_in and not cls.__module__.startswith(("torch.distributed.", "torch.nn.utils.")):
+            return cls
+    return object
 
 
 def classes_of(module: nn.Module) -> list[type]:
@@ -95,11 +98,6 @@ def classes_of(module: nn.Module) -> list[type]:
     classes = list(type(module).__mro__)
     tiled = [i for i, cls in enumerate(classes) if is_patched_subclass(cls)]
     return classes[max(tiled, default=-1) + 1 :]
-
-
-def _is_same(cls: type, base: type) -> bool:
-    """Says if a class stands in for its base, where that was."""
-    return (cls.__module__, cls.__qualname__) == (base.__module__, base.__qualname__)
 
 
 def is_of_library(home: str) -> bool:
@@ -119,15 +117,12 @@ def _placed(place: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
 
 def inside_wrappers(module: nn.Module) -> nn.Module:
     """Returns what runs within PEFT's and torch's wrappers around a module."""
-    while True:
-        package, inner = type(module).__module__.split(".")[0], module
-        if package == "peft":
-            inner = inside_peft(module)
-        elif package == "torch":
-            inner = next((module._modules[name] for name in _WRAPPED if name in module._modules), module)
-        if inner is module:
-            return module
-        module = inner
+    package, inner = type(module).__module__.split(".")[0], module
+    if package == "peft":
+        inner = inside_peft(module)
+    elif package == "torch":
+        inner = next((module._modules[name] for name in _WRAPPED if name in module._modules), module)
+    return module if inner is module else inside_wrappers(inner)
 
 
 def mixing_reason(function: Callable, sizes: Iterable[int]) -> str | None:
@@ -141,19 +136,16 @@ def mixing_reason(function: Callable, sizes: Iterable[int]) -> str | None:
         own = [size for weight in weights if weight.dim() <= 2 for size in reversed(weight.shape)]
         widths = dict.fromkeys([getattr(copied, "in_features", 1), *own, *sorted(sizes)])
     except Exception as error:  # of anyone's code
-        return f"is {name}, which cannot be copied to be tried out: {type(error).__name__}: {str(error)[:100]}"
+        return f"is {name}, which cannot be copied to be tried out: {brief(error)}"
+    devices = [like.device] if like.is_cuda else []
     for width in widths:
         try:
-            with _disable_current_modes(), torch.enable_grad(), torch.random.fork_rng(_devices(like)):
+            with _disable_current_modes(), torch.enable_grad(), torch.random.fork_rng(devices):
                 difference = _difference(copied, torch.randn(*TOKENS, width).to(like.device, like.dtype))
         except Exception:  # of anyone's code, which expects something else
             continue
         return None if difference is None else f"is {name}, {difference}"
     return f"is {name}, and nothing shows that it treats every token by itself: it does not run on some"
-
-
-def _devices(tensor: torch.Tensor) -> list[torch.device]:
-    return [tensor.device] if tensor.is_cuda else []
 
 
 def _difference(function: Callable, x: torch.Tensor) -> str | None:

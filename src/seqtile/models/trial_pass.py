@@ -9,11 +9,10 @@ dropout, checkpointing            off
 
 import inspect
 import random
-import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import MethodType
 from typing import Any
 
@@ -28,6 +27,7 @@ from seqtile.models.compare import Vectors, loss_and_gradients
 from seqtile.models.find import experts_in
 from seqtile.models.placement import HELD, Placement, package_of, placement_at
 from seqtile.models.same_choices import SameChoices
+from seqtile.models.small import DROPOUT_FIELDS
 from seqtile.models.trial_ranks import Ranks
 from seqtile.models.weights import innermost, is_harmless
 from seqtile.ops.chunks import chunk_tokens_everywhere
@@ -35,9 +35,8 @@ from seqtile.protocols import SHARDED
 
 SMALL = 2**22  # numbers of a parameter whose gradient is compared, and of a buffer that is put back
 _ALMOST_NONE = 1e-30  # a rate that drops nothing, and still is a rate: what is computed how does not change
-_RATES = re.compile(r".*(drop|jitter|noise).*|p")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_LIBRARIES = ("torch", "transformers", "peft", "accelerate", "seqtile", "bitsandbytes", "torchao")  # whose hooks stay
+_KEEP_HOOKS_OF = ("torch", "transformers", "peft", "accelerate", "seqtile", "bitsandbytes", "torchao")
 Placed = Sequence[tuple[nn.Module, Placement]]
 
 
@@ -47,23 +46,24 @@ def tiled_modules(model: nn.Module) -> Placed:
     return [(module, placement) for module, placement in found if placement is not None]
 
 
+@dataclass
 class Pass:
     """Runs a model on a short batch, untiled or with some of its modules tiled, and returns loss and gradients."""
 
-    def __init__(
-        self,
-        model: nn.Module,
-        original: Callable,
-        inputs: dict[str, Any],
-        placed: Placed,
-        chunk_tokens: int,
-        full: bool,
-        ranks: Ranks,
-    ):
-        self.model, self.original, self.inputs, self.placed = model, original, inputs, placed
-        self.chunk_tokens, self.full, self.ranks = chunk_tokens, full, ranks
-        self.choices = SameChoices() if experts_in(model) else nullcontext()
-        self.with_main_grad = [name for name, parameter in model.named_parameters() if "main_grad" in vars(parameter)]
+    model: nn.Module
+    original: Callable
+    """Its untiled forward, a plain function."""
+    inputs: dict[str, Any]
+    placed: Placed
+    """All of its modules that have a tiled forward."""
+    chunk_tokens: int
+    full: bool
+    """Every parameter's gradient is wanted, also of large ones."""
+    ranks: Ranks
+
+    def __post_init__(self) -> None:
+        self.choices = SameChoices() if experts_in(self.model) else nullcontext()
+        self.with_main_grad = [name for name, each in self.model.named_parameters() if "main_grad" in vars(each)]
         self.main_grads: dict[str, torch.Tensor] = {}
         """What these hold before a pass in the place of users' own: the gradients of the first."""
 
@@ -186,7 +186,7 @@ def _prepare(module: nn.Module) -> None:
 def _without_users(hooks: dict[int, Callable]) -> Iterator[tuple[int, Callable]]:
     """Yields hooks, in place of users' one that does nothing, so that modules are computed as those with hooks are."""
     for key, hook in hooks.items():
-        if package_of(innermost(hook)) in _LIBRARIES:
+        if package_of(innermost(hook)) in _KEEP_HOOKS_OF:
             yield key, hook
         elif not is_harmless(hook, recording=True):
             yield key, _no_hook
@@ -199,5 +199,5 @@ def _no_hook(*args: Any, **kwargs: Any) -> None:
 def _drop_nothing(attributes: dict[str, Any]) -> None:
     """Sets rates of dropout and noise to almost nothing: a rate of 0 would let other code run."""
     for name, value in attributes.items():
-        if isinstance(value, float) and value > 0 and _RATES.fullmatch(name):
+        if isinstance(value, float) and value > 0 and (name == "p" or DROPOUT_FIELDS.fullmatch(name)):
             attributes[name] = _ALMOST_NONE

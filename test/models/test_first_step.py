@@ -18,6 +18,7 @@ from models.test_layer_sharing import built
 from models.test_paths import hooked
 from seqtile.models import any_layer, layer_arguments
 from seqtile.models.base_model import base_models_of
+from seqtile.models.compare import difference
 from seqtile.models.first_step import outcome_of
 from seqtile.models.parts import LOSS
 from seqtile.models.patch import apply
@@ -189,6 +190,18 @@ def test_what_is_wrong_is_found_and_named(case: str, dtype: torch.dtype, monkeyp
     assert re.search(wrong.named, str(error.value)), str(error.value)
     with pytest.raises(ValueError, match="Nothing was trained"):  # asked again at the next forward
         model(**batch)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "off", "found"),
+    [(torch.bfloat16, 0.01, False), (torch.bfloat16, 0.04, True), (torch.float32, 0.01, True)],
+    ids=str,
+)
+def test_how_far_a_loss_may_be_off(dtype: torch.dtype, off: float, found: bool) -> None:
+    """PyTorch's cross-entropy of bfloat16 logits on a CPU rounds on its way; of float32 logits it does not."""
+    loss = torch.tensor([3.5])
+    untiled, tiled = {"loss": loss.to(dtype)}, {"loss": (loss * (1 + off)).to(dtype)}
+    assert (difference(untiled, tiled, untiled, torch.finfo(torch.bfloat16).eps) is not None) == found
 
 
 def test_a_part_that_fails_is_not_trained(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:

@@ -51,7 +51,7 @@ def row(model_type: str, found: list[Finding]) -> str:
 
 
 def _cell(found: list[Finding]) -> str:
-    words = ["refused" if one.refusal else "called" if one.called else "read" for one in found]
+    words = ["refused" if one.refusal else "chunked" if one.chunked else "fused" for one in found]
     return ", ".join(dict.fromkeys(words))
 
 

@@ -114,7 +114,7 @@ def test_another_rotary_embedding(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(modeling_llama, "apply_rotary_pos_emb", interleaved)
     model = small_model(LlamaForCausalLM, LlamaConfig())
     [found] = [found for found in proof.findings(model) if found.part is LAYER]
-    assert found.refusal is None and "rotary embedding" in found.called
+    assert found.refusal is None and "rotary embedding" in found.chunked
     monkeypatch.setattr(layer_form, "is_llamas_rotary", lambda function: True)
     monkeypatch.setattr("seqtile.models.layer.is_llamas_rotary", lambda function: True)
     [found] = [found for found in proof.findings(model) if found.part is LAYER]

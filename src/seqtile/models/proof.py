@@ -138,8 +138,8 @@ class Finding(NamedTuple):
     cls: type
     modules: int
     """How many of them the model has."""
-    called: str | None
-    """Why they are computed by calling them chunk by chunk; None if they are fused."""
+    chunked: str | None
+    """Why they are called chunk by chunk; None if they are fused, computed from their weights."""
     groups: bool
     """True if they are layers whose attention can be computed by groups of heads, and computes the same."""
     refusal: str | None
@@ -163,13 +163,13 @@ def findings(model: PreTrainedModel) -> Iterator[Finding]:
         for cls in dict.fromkeys(class_of(module) for module in _tileable(model, part)):
             modules = _tileable(model, part, cls)
             found, refusal = _tried(model, part, cls, Options(chunk_tokens=CHUNK, check=False), untiled)
-            called = part.verdict(modules[0]).reason if refusal is None else None
+            chunked = part.verdict(modules[0]).reason if refusal is None else None
             groups = False
-            if part is LAYER and refusal is None and called is None:
+            if part is LAYER and refusal is None and chunked is None:
                 grouped = Options(layer=True, head_groups=2, chunk_tokens=CHUNK, check=False)
                 groups = _tried(model, part, cls, grouped, untiled)[1] is None
             errors = _error(found, truth), _error(plain, truth)
-            yield Finding(part, cls, len(modules), called, groups, refusal, *errors)
+            yield Finding(part, cls, len(modules), chunked, groups, refusal, *errors)
 
 
 def _tileable(model: nn.Module, part: Part, cls: type | None = None) -> list[nn.Module]:

@@ -10,7 +10,7 @@ from transformers import BartConfig, BartForCausalLM, BertConfig, BertLMHeadMode
 
 import seqtile
 from seqtile.models import proof
-from seqtile.models.compare import difference
+from seqtile.models.difference import difference
 from seqtile.models.lazy_logits import LazyLogits
 from seqtile.models.small import small_model
 

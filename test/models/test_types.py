@@ -26,7 +26,7 @@ from transformers.models.llama import modeling_llama
 
 import seqtile
 from seqtile.models import layer_form, proof, way_taken
-from seqtile.models.compare import Vectors, difference
+from seqtile.models.difference import Vectors, difference
 from seqtile.models.find import mlps_of
 from seqtile.models.model_types import model_classes, model_types
 from seqtile.models.parts import EXPERTS, LAYER, LOSS, MLP
@@ -267,7 +267,7 @@ def test_a_config_that_is_not_remembered_is_proven(monkeypatch: pytest.MonkeyPat
     assert proof.digest(model.config) not in proof._proven()[proof.fingerprint(modeling_llama.__name__)]
     seqtile.apply_seqtile(model, layer=True, chunk_tokens=proof.CHUNK)
     assert "left untiled" not in str(seqtile.status(model))
-    monkeypatch.setattr(proof, "_tried", lambda *_: (None, "it differs"))
+    monkeypatch.setattr(proof, "_compare_part", lambda *_: (None, "it differs"))
     proof._proof_of.cache_clear()
     seqtile.apply_seqtile(seqtile.restore(model) or model, chunk_tokens=proof.CHUNK)
     assert "LlamaForCausalLM is left untiled: it differs" in str(seqtile.status(model))

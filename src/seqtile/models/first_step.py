@@ -4,7 +4,7 @@
                                            ├─ tiled, in chunks of 5 tokens a row ───── the same?
                                            └─ untiled, embeddings changed by one bit ─ how far rounding goes
 
-Where the tiled loss or a gradient is farther from the untiled one than rounding explains, see compare.py, nothing is
+Where the tiled loss or a gradient is farther from the untiled one than rounding explains, see difference.py, nothing is
 trained: a ValueError names the part and the parameter. Compared are the loss and the gradients of the small parameters
 and of the embeddings' output, with check="full" of every parameter.
 """
@@ -20,7 +20,7 @@ from torch._guards import detect_fake_mode
 from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers.utils import logging
 
-from seqtile.models.compare import Difference, brief, difference, precision_of
+from seqtile.models.difference import Difference, brief, difference, precision_of
 from seqtile.models.placement import HELD, Options, name_of, stand_in_for
 from seqtile.models.trial_batch import TrialBatch, trial_batch
 from seqtile.models.trial_pass import Pass, Placed, tiled_modules

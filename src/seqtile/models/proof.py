@@ -2,7 +2,7 @@
 
     small model, float32, untiled  ─> loss, gradients
     the same, embeddings changed by one bit  ─> how far rounding goes
-    the same, one part tiled by 7 tokens  ─> no farther than compare.py allows, or that part is refused
+    the same, one part tiled by 7 tokens  ─> no farther than difference.py allows, or that part is refused
 
 What was proven before a release is remembered by the file that holds the classes and by what the config says besides
 sizes; where neither has changed, nothing is run. What somebody put into the model is in no small model, see
@@ -25,7 +25,7 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from seqtile.models.compare import Vectors, brief, difference, distance, loss_and_gradients
+from seqtile.models.difference import Vectors, brief, difference, distance, loss_and_gradients
 from seqtile.models.parts import BASE, EXPERTS, LAYER, LOSS, MLP, NORM, Part
 from seqtile.models.placement import Options, forward_in_place_of, place
 from seqtile.models.replaced import (
@@ -56,7 +56,7 @@ def unproven(model: PreTrainedModel) -> Callable[[Part, nn.Module], str | None]:
     origin = _origin_of(model)
     places = {module: place for place, module in modules_by_place(model)}
     sizes = {size for size in vars(model.config.get_text_config()).values() if type(size) is int and 1 < size < 2**20}
-    tried: dict[Callable, str | None] = {}
+    mixes = cache(lambda function: mixing_reason(function, sizes))
 
     def reason_of(part: Part, module: nn.Module) -> str | None:
         if part not in PROVEN_ALONE:
@@ -71,10 +71,7 @@ def unproven(model: PreTrainedModel) -> Callable[[Part, nn.Module], str | None]:
         for at, function, is_replaced in origin.made.inside(places.get(root, "?"), root, older):
             if not is_replaced:
                 homes |= homes_of(function)
-                continue
-            if function not in tried:
-                tried[function] = mixing_reason(function, sizes)
-            if (reason := tried[function]) is not None:
+            elif (reason := mixes(function)) is not None:
                 itself = function is root and part is not LOSS
                 return f"{'it' if itself else 'its ' + at.rpartition('.')[2]} {reason}"
         if all(map(origin.is_known, homes)):
@@ -162,12 +159,12 @@ def findings(model: PreTrainedModel) -> Iterator[Finding]:
     for part in PROVEN_ALONE:
         for cls in dict.fromkeys(class_of(module) for module in _tileable(model, part)):
             modules = _tileable(model, part, cls)
-            found, refusal = _tried(model, part, cls, Options(chunk_tokens=CHUNK, check=False), untiled)
+            found, refusal = _compare_part(model, part, cls, Options(chunk_tokens=CHUNK, check=False), untiled)
             chunked = part.verdict(modules[0]).reason if refusal is None else None
             groups = False
             if part is LAYER and refusal is None and chunked is None:
                 grouped = Options(layer=True, head_groups=2, chunk_tokens=CHUNK, check=False)
-                groups = _tried(model, part, cls, grouped, untiled)[1] is None
+                groups = _compare_part(model, part, cls, grouped, untiled)[1] is None
             errors = _error(found, truth), _error(plain, truth)
             yield Finding(part, cls, len(modules), chunked, groups, refusal, *errors)
 
@@ -178,19 +175,19 @@ def _tileable(model: nn.Module, part: Part, cls: type | None = None) -> list[nn.
     return [module for module in modules if part.refusal(module) is None]
 
 
-def _tried(
+def _compare_part(
     model: PreTrainedModel, part: Part, cls: type, options: Options, untiled: Untiled
 ) -> tuple[Vectors | None, str | None]:
     """Returns what a model computes when the modules of a class are tiled as a part, None if it fails; and what of that
     differs, None if nothing does."""
     try:
         tiled = tiled_copy(model, part, cls, options)
-        return compared(tiled, some_words(), WayTaken(_tileable(tiled, part, cls), CHUNK), untiled)
+        return compare(tiled, some_words(), WayTaken(_tileable(tiled, part, cls), CHUNK), untiled)
     except Exception as error:  # whatever it is that this model's code does not bear
         return None, f"it fails when it is tiled: {brief(error)}"
 
 
-def compared(tiled: PreTrainedModel, inputs: Inputs, way: WayTaken, untiled: Untiled) -> tuple[Vectors, str | None]:
+def compare(tiled: PreTrainedModel, inputs: Inputs, way: WayTaken, untiled: Untiled) -> tuple[Vectors, str | None]:
     """Returns the loss and gradients of a tiled model; and what of them differs from the untiled model's, or why
     nothing follows, since modules went another `way`; None if all is the same."""
     with way:

@@ -16,7 +16,7 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._python_dispatch import _disable_current_modes
 
-from seqtile.models.compare import brief
+from seqtile.models.difference import brief
 from seqtile.models.find import inside_peft
 from seqtile.models.forms import code_of
 from seqtile.models.placement import computed_forward, decorated, home_of, is_patched_subclass
@@ -50,29 +50,30 @@ class Made:
     def inside(self, place: str, module: nn.Module, also: tuple[str, ...] = ()) -> Iterator[Inside]:
         """Yields a module that stands at a place and what is in it, but not what is in what was replaced. `also`:
         Python modules whose classes are no replacement."""
-        waiting = [(place, module)]
-        while waiting:
-            place, module = waiting.pop()
-            module = inside_wrappers(module)
-            if _kind_of(module) in self._kinds.get(place, ()):
-                yield Inside(place, module, False)
-                children = dict(_children(module))
-                waiting += _placed(place, module)
-                for name in sorted(self._names[place] - children.keys()):
-                    if callable(function := getattr(module, name, None)):
-                        yield Inside(f"{place}.{name}", function, True)
-            else:
-                yield Inside(place, module, not all(home in also or is_of_library(home) for home in homes_of(module)))
+        for at, one in modules_by_place(module, place, self._has):
+            if not self._has(at, one):
+                yield Inside(at, one, not all(home in also or is_of_library(home) for home in homes_of(one)))
+                continue
+            yield Inside(at, one, False)
+            for name in sorted(self._names[at] - dict(_children(one)).keys()):
+                if callable(function := getattr(one, name, None)):
+                    yield Inside(f"{at}.{name}", function, True)
+
+    def _has(self, place: str, module: nn.Module) -> bool:
+        return _kind_of(module) in self._kinds.get(place, ())
 
 
-def modules_by_place(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yields a model and all modules in it, of a wrapper what is in it."""
-    waiting = [("", model)]
+def modules_by_place(
+    module: nn.Module, place: str = "", entered: Callable[[str, nn.Module], bool] = lambda *_: True
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yields a module and all in it, of a wrapper what is in it; not what is in those that are not `entered`."""
+    waiting = [(place, module)]
     while waiting:
         place, module = waiting.pop()
         module = inside_wrappers(module)
         yield place, module
-        waiting += _placed(place, module)
+        if entered(place, module):
+            waiting += [(f"{place}.{'#' if name.isdigit() else name}", child) for name, child in _children(module)]
 
 
 def _kind_of(module: nn.Module) -> Kind:
@@ -111,10 +112,6 @@ def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, child) for name, child in module._modules.items() if child is not None and name != of_weights]
 
 
-def _placed(place: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
-    return [(f"{place}.{'#' if name.isdigit() else name}", child) for name, child in _children(module)]
-
-
 def inside_wrappers(module: nn.Module) -> nn.Module:
     """Returns what runs within PEFT's and torch's wrappers around a module."""
     package, inner = type(module).__module__.split(".")[0], module
@@ -141,14 +138,14 @@ def mixing_reason(function: Callable, sizes: Iterable[int]) -> str | None:
     for width in widths:
         try:
             with _disable_current_modes(), torch.enable_grad(), torch.random.fork_rng(devices):
-                difference = _difference(copied, torch.randn(*TOKENS, width).to(like.device, like.dtype))
+                difference = _mixing(copied, torch.randn(*TOKENS, width).to(like.device, like.dtype))
         except Exception:  # of anyone's code, which expects something else
             continue
         return None if difference is None else f"is {name}, {difference}"
     return f"is {name}, and nothing shows that it treats every token by itself: it does not run on some"
 
 
-def _difference(function: Callable, x: torch.Tensor) -> str | None:
+def _mixing(function: Callable, x: torch.Tensor) -> str | None:
     """Says how what comes of x [B, S, D] differs when it is given a few tokens at a time, in evaluation and in
     training; where training changes from run to run, by noise or by what is kept, that tells nothing."""
     allowed = max(1e-4, 4 * torch.finfo(x.dtype).eps)

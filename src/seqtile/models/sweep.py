@@ -13,11 +13,11 @@ from typing import NamedTuple
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from seqtile.models.compare import Vectors, brief
+from seqtile.models.difference import Vectors, brief
 from seqtile.models.parts import Part
 from seqtile.models.patch import Proof, apply, refused_of
 from seqtile.models.placement import Options, placement_at
-from seqtile.models.proof import PROVEN_ALONE, Inputs, compared, gradients_of, some_words, unproven
+from seqtile.models.proof import PROVEN_ALONE, Inputs, compare, gradients_of, some_words, unproven
 from seqtile.models.small import small_model
 from seqtile.models.variants import Variant, changed, variants_of
 from seqtile.models.way_taken import WayTaken
@@ -106,7 +106,7 @@ def _difference(
     placed = [module for part in PROVEN_ALONE for module in part.modules(tiled) if placement_at(module)]
     if options.layer and "use_cache" not in inputs:  # tiled layers make no cache in training
         untiled = partial(untiled, use_cache=False)
-    differs = compared(tiled, inputs, WayTaken(placed, CHUNK_TOKENS), untiled)[1]
+    differs = compare(tiled, inputs, WayTaken(placed, CHUNK_TOKENS), untiled)[1]
     refusals |= refused_of(tiled)
     return differs
 

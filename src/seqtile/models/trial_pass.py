@@ -23,7 +23,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from seqtile.models.compare import Vectors, loss_and_gradients
+from seqtile.models.difference import Vectors, loss_and_gradients
 from seqtile.models.find import experts_in
 from seqtile.models.placement import HELD, Placement, package_of, placement_at
 from seqtile.models.same_choices import SameChoices

@@ -29,7 +29,7 @@ from seqtile.models import layer_form, proof, way_taken
 from seqtile.models.difference import Vectors, difference
 from seqtile.models.find import mlps_of
 from seqtile.models.model_types import model_classes, model_types
-from seqtile.models.parts import EXPERTS, LAYER, LOSS, MLP
+from seqtile.models.parts import LAYER, LOSS
 from seqtile.models.small import small_model, unfilled
 
 PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
@@ -178,16 +178,35 @@ class UnusedGPT2(GPT2LMHeadModel):
         self.transformer.h[1].unused = ScaledMLP()
 
 
+class WithoutGradientMLP(ScaledMLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + 0 * (x - x).abs().sqrt()
+
+
+class WithoutGradientGPT2(GPT2LMHeadModel):
+    """Its gradients are no numbers."""
+
+    def __init__(self, config: GPT2Config) -> None:
+        super().__init__(config)
+        for block in self.transformer.h:
+            block.mlp = WithoutGradientMLP()
+
+
 @pytest.mark.parametrize(
-    ("cls", "reason"), [(ScaledGPT2, "its forward went the untiled way"), (UnusedGPT2, "does not call it")]
+    ("cls", "reason"),
+    [
+        (ScaledGPT2, "its forward went the untiled way"),
+        (UnusedGPT2, "does not call it"),
+        (WithoutGradientGPT2, "the loss or a gradient of a small model of its class is not finite"),
+    ],
 )
 def test_a_proof_of_nothing_is_none(cls: type[GPT2LMHeadModel], reason: str) -> None:
-    """Untiled equals untiled; and a module that is not called equals itself."""
+    """Untiled equals untiled, a module that is not called itself, and what is no number nothing."""
     model = small_model(cls, GPT2Config())
     seqtile.apply_seqtile(model, chunk_tokens=proof.CHUNK)
     status = seqtile.status(model)
-    assert f"ScaledMLP is left untiled: {reason}" in str(status) or f"words, {reason}" in str(status)
-    assert status.mlp.tiled == status.mlp.total - (2 if cls is ScaledGPT2 else 1)
+    assert f"MLP is left untiled: {reason}" in str(status) or f"words, {reason}" in str(status)
+    assert status.mlp.tiled == status.mlp.total - (1 if cls is UnusedGPT2 else 2)
 
 
 @pytest.mark.parametrize("model_type", ["glm5_next", "hy_v4", "deepseek_v4"])
@@ -292,7 +311,7 @@ def test_well_known_configs(name: str, runs: list[object]) -> None:
     [(model_type, said)] = [known[1:] for known in REAL_CONFIGS if known[0] == name]
     model = unfilled(model_classes(model_type)[0], models.config_of(model_type, said))
     reason_of = proof.unproven(model)
-    for part in (LOSS, MLP, EXPERTS, LAYER):
+    for part in proof.PROVEN_ALONE:
         for module in part.modules(model):
             assert part.refusal(module) is not None or reason_of(part, module) is None
     assert not runs

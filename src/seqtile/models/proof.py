@@ -193,6 +193,8 @@ def compare(tiled: PreTrainedModel, inputs: Inputs, way: WayTaken, untiled: Unti
     with way:
         found = gradients_of(tiled, inputs)
     plain = untiled(0.0)
+    if not all(bool(vector.isfinite().all()) for vector in plain.values() if vector is not None):
+        return found, "the loss or a gradient of a small model of its class is not finite"
     differs = difference(plain, found, plain, EPS)
     if differs is not None:  # more than without rounding
         differs = difference(plain, found, untiled(EPS), EPS)
@@ -205,7 +207,7 @@ def _error(found: Vectors | None, truth: Vectors) -> float:
         return math.nan
     sizes = {name: float(true.norm()) for name, true in truth.items() if true is not None}
     large = [name for name, size in sizes.items() if size > 1e-6 * max(sizes.values())]
-    return max(distance(truth[name], found[name]) for name in large)
+    return max((distance(truth[name], found[name]) for name in large), default=math.nan)
 
 
 def tiled_copy(model: PreTrainedModel, part: Part, cls: type, options: Options) -> PreTrainedModel:

@@ -9,7 +9,7 @@ import copy
 from collections.abc import Callable, Iterable, Iterator
 from itertools import pairwise
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -166,19 +166,14 @@ def _results(function: Callable, x: torch.Tensor, few: int | None) -> list[torch
     few at a time."""
     x = x.detach().requires_grad_()
     pieces = [x] if few is None else x.reshape(1, -1, x.shape[-1]).split(few, 1)
-    made = []
-    for piece in pieces:
-        y = function(piece.clone())  # which it may write over
-        if y.shape[:2] != piece.shape[:2]:
-            raise ValueError(f"expected an output for each token, got {list(y.shape)}")
-        made.append(y.flatten(0, 1))
-    y = torch.cat(made)
-    weights: list[torch.Tensor] = list(function.parameters()) if isinstance(function, nn.Module) else []
-    weights = [weight for weight in weights if weight.requires_grad]
+    made = [function(piece.clone()) for piece in pieces]  # which it may write over
+    if any(y.shape[:2] != piece.shape[:2] for y, piece in zip(made, pieces, strict=True)):
+        raise ValueError(f"expected an output for each token, got {list(made[0].shape)}")
+    y = torch.cat([piece.flatten(0, 1) for piece in made])
+    weights = function.parameters() if isinstance(function, nn.Module) else []
+    leaves = [x, *(weight for weight in weights if weight.requires_grad)]
     upstream = torch.rand(y.shape, generator=torch.Generator().manual_seed(0)).to(y)
-    gradients: Iterable[Any] = ()
-    if y.requires_grad:
-        gradients = torch.autograd.grad(y, [x, *weights], upstream, allow_unused=True)
+    gradients = torch.autograd.grad(y, leaves, upstream, allow_unused=True) if y.requires_grad else []
     return [y.detach(), *(x.new_zeros(()) if gradient is None else gradient for gradient in gradients)]
 
 

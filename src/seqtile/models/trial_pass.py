@@ -70,10 +70,10 @@ class Pass:
     def run(self, *, tiled: Placed, nudge: float = 0.0, seed: int = 1) -> Vectors:
         """Returns the loss and the gradients; of all `placed` modules those `tiled` are. For `nudge` and `seed` see
         `loss_and_gradients`."""
-        tiles = {id(module) for module, _ in tiled}
-        untiled = [(module, placement) for module, placement in self.placed if id(module) not in tiles]
+        tiled_ids = {id(module) for module, _ in tiled}
+        untiled = [(module, placement) for module, placement in self.placed if id(module) not in tiled_ids]
         inputs, forward = dict(self.inputs), self.original
-        if id(self.model) in tiles:
+        if id(self.model) in tiled_ids:
             forward = placement_at(self.model).forward
         elif "skip_logits" in inspect.signature(forward).parameters:  # Liger's, whose own loss is not asked for
             inputs["skip_logits"] = False

@@ -62,10 +62,9 @@ class Ranks:
         """Raises OtherRankFailed where what is done inside fails on another rank."""
         try:
             yield
-        except OtherRankFailed:
-            raise
-        except Exception:
-            self.any(True)
+        except Exception as error:
+            if not isinstance(error, OtherRankFailed):
+                self.any(True)
             raise
         self._check()
 

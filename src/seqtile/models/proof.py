@@ -233,7 +233,7 @@ def some_words() -> Inputs:
 def gradients_of(model: PreTrainedModel, inputs: Inputs | None = None, nudge: float = 0.0) -> Vectors:
     """Returns the loss of what a model is called with, and the gradients of its parameters and its embeddings' output,
     which is changed by `nudge`."""
-    leaves = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    leaves = {name: leaf for name, leaf in model.named_parameters() if leaf.requires_grad and leaf.numel()}
     inputs = some_words() if inputs is None else inputs
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(1)

@@ -78,7 +78,7 @@ MUTANTS = (
     Mutant(
         "layer: attentions that are asked for are not made",
         "models/layer.py",
-        "if records_attentions() or _asks_for_attentions(self, given):",
+        "if records_attentions or _asks_for_attentions(self, given):",
         "if False:",
         LAYER,
         select="caches_and_outputs",

@@ -84,7 +84,7 @@ def apply_seqtile_to_llama(
             computed once more. It must treat every head alike (no slopes or biases by head), since it is not told which
             heads it is given.
         chunk_tokens: tokens of a chunk; None for max(2048, hidden size), for the experts of a mixture more.
-        check: the first training step compares the tiled model with the untiled one, on 23 tokens of its own batch, and
+        check: the first training step compares the tiled model with the untiled one, on 28 tokens of its own batch, and
             raises ValueError if the loss or a gradient differs by more than rounding: that of the embeddings' output,
             and of every parameter of up to 4M numbers; "full" for every parameter's. False: it does not.
 

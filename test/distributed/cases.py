@@ -94,6 +94,7 @@ def matrix() -> list[Case]:
 def variants() -> list[Case]:
     names = [name for names in VARIANTS.values() for name in names]
     found = [Case("llama", name, ADAPTERS[i % 2], CHECKPOINTING[i % 2], "none") for i, name in enumerate(names)]
+    found.append(Case("llama", "zero3_attentions", "full", "plain", "none", "segments"))
     return [*found, Case("mixtral", "expert_parallel", "full", "ckpt", "none")]
 
 

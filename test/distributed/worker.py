@@ -115,6 +115,7 @@ STRATEGIES = {
     "zero3_leaf": zero(3, leaf=True),
     "zero3_offload": zero(3, offload_optimizer={"device": "cpu"}),
     "zero3_evaluated": zero(3),
+    "zero3_attentions": zero(3),
 }
 
 
@@ -136,10 +137,11 @@ def train(model: nn.Module, strategy: str, batches: list[dict]) -> tuple[list[fl
     wrapped, optimizer = STRATEGIES[strategy](model)
     losses = []
     for batch in batches:
-        if strategy.endswith("evaluated"):  # before the first step, too
+        if strategy in ("zero3_evaluated", "zero3_attentions"):  # before the first step, too
             model.eval()
+            asked = {"output_attentions": True} if strategy == "zero3_attentions" else {}
             with torch.no_grad():
-                losses.append(wrapped(**batch).loss.item())
+                losses.append(wrapped(**batch, **asked).loss.item())
             model.train()
         loss = wrapped(**batch).loss
         losses.append(loss.item())
@@ -164,7 +166,8 @@ def made(case: Case) -> nn.Module:
         return of_a_family(case.arch)
     torch.manual_seed(0)
     routed = {"output_router_logits": True, "mlp_only_layers": []} if ARCHS[case.arch].routed else {}
-    model = build(case.arch, tie_word_embeddings=False, num_hidden_layers=LAYERS, **routed)
+    attention = {"attn_implementation": "eager"} if case.strategy == "zero3_attentions" else {}
+    model = build(case.arch, tie_word_embeddings=False, num_hidden_layers=LAYERS, **routed, **attention)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(0.5)

@@ -25,7 +25,7 @@ from measure import LiveBytes
 from seqtile.arch import ARCHS
 from seqtile.memory.setup import Setup
 from seqtile.models.placement import placement_at
-from seqtile.offload.checkpointing import Checkpoints, hand_out
+from seqtile.offload.checkpointing import Checkpoints, install
 from seqtile.offload.store import Store
 from seqtile.sp.attention import UlyssesAttention, UlyssesFunction
 from seqtile.sp.layout import Layout
@@ -279,7 +279,7 @@ def build(config: PreTrainedConfig, setup: Setup, modes: ExitStack, host: HostMe
         apply_liger(causal_lm, modes)
     causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
     if "activations" in setup.offload:
-        hand_out(Checkpoints(Store(host, Copies())), causal_lm, setup.keep_last)
+        install(Checkpoints(Store(host, Copies())), causal_lm, setup.keep_last)
     if setup.gpus > 1 and setup.zero_stage == 3:
         for layer in causal_lm.model.layers:
             fully_shard(layer, mesh=mesh)

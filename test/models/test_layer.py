@@ -15,7 +15,7 @@ from assertions import relative_error
 from models.layered import KINDS, LAYERED, assert_equal, tiled_copy, whole
 from seqtile.arch import ARCHS
 from seqtile.models.small import small_model
-from seqtile.offload.checkpointing import Checkpoints, hand_out
+from seqtile.offload.checkpointing import Checkpoints, install
 from seqtile.offload.store import Store
 from tiny import (
     CHUNK,
@@ -181,7 +181,7 @@ def test_offloaded_inputs(head_groups: int | None) -> None:
     tiled = tiled_copy(untiled, head_groups)
     checkpointing(tiled, False)
     store = Store(HostMemory(), Copied())
-    hand_out(Checkpoints(store, small=1), tiled, keep_last=0)
+    install(Checkpoints(store, small=1), tiled, keep_last=0)
     batch = whole(101)
     ours = loss_and_gradients(tiled, **batch)
     assert store.count == len(tiled.model.layers)

@@ -56,7 +56,7 @@ def runs_tiled(model: nn.Module) -> list[bool]:
     """Whether the loss and the MLPs are tiled, by what a training step does, and whether `status` says so too."""
     with pytest.MonkeyPatch.context() as patch:
         calls = []
-        for room, name in ((seqtile.models.mlp, "gated_mlp_of"), (seqtile.models.fallback, "tiled_holding")):
+        for room, name in ((seqtile.models.mlp, "gated_mlp_of"), (seqtile.models.fallback, "tiled")):
             function = getattr(room, name)
             patch.setattr(room, name, counting(calls, function))
         loss_tiled = model(**batch_of(1, 101)).logits is None
@@ -351,7 +351,7 @@ def test_a_copy_that_peft_saves() -> None:
 
 def test_tiles_of_a_mixture_are_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each expert is to meet 2048 tokens of a chunk; dense layers keep their own chunk."""
-    original, lengths = seqtile.models.fallback.tiled_holding, set()
+    original, lengths = seqtile.models.fallback.tiled, set()
 
     def recorded(*args: object, **options: object) -> object:
         lengths.add(options["chunk_tokens"])
@@ -364,7 +364,7 @@ def test_tiles_of_a_mixture_are_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     tiled = copy.deepcopy(untiled)
     seqtile.apply_seqtile(tiled, check=False)
     assert seqtile.status(tiled).mlp.chunk_tokens == (4096,)
-    monkeypatch.setattr(seqtile.models.fallback, "tiled_holding", recorded)
+    monkeypatch.setattr(seqtile.models.fallback, "tiled", recorded)
     batch = batch_of(1, 4150)  # a chunk of 4 experts, 2 of them a token, and a remainder
     (loss, theirs), (tiled_loss, ours) = loss_and_gradients(untiled, **batch), loss_and_gradients(tiled, **batch)
     assert abs(tiled_loss / loss - 1) <= 1e-6

@@ -193,10 +193,8 @@ class Layer:
             begun = past > (sent > 0)  # gradients are on their way for one group longer
             name = f"attention, {past + 1} of {count} groups" if count > 1 else "attention"
             yield Working(name, after, alive + sums * begun, norms=hidden + self.cast * begun)
-        # Projections of a group: their weights side by side, sums of their gradients, chunks.
         width = (shape.q + 2 * shape.kv) // count
-        weights = shape.hidden * width
-        projecting = weights * size + self._sums(weights) + self.chunk * (shape.hidden + width) * size
+        projecting = self.setup.cast(shape.hidden * width) + self.chunk * (shape.hidden + width) * size
         alive = kept * (count - 1) // count + projected // count + sums + projecting + decoded
         yield Working("projections", after, alive, norms=hidden + self.cast)
         yield Working("norm before attention", after, sums + self._rounded(sums) + decoded, norms=hidden + self.cast)

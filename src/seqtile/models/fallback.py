@@ -19,7 +19,7 @@ from torch.utils._device import DeviceContext
 
 from seqtile.models.weights import hooks_of, is_harmless, leaves_of
 from seqtile.ops.state import found_in
-from seqtile.ops.tiled import Outputs, tiled_holding
+from seqtile.ops.tiled import Holding, Outputs, tiled
 
 _inside_chunk: ContextVar[bool] = ContextVar("inside_chunk", default=False)
 
@@ -61,17 +61,12 @@ class Called:
     def environment(self) -> "_Environment":
         """Returns everything but tensors that decides what calling the modules computes."""
         parts = [*(module() for module in self._modules), *self._inside]
-        owned, types = [*map(vars, parts)], [*map(type, parts)]
-        of_parts = (
-            map(getattr, types, repeat("forward")),
-            *(map(dict.get, owned, repeat(name)) for name in _ATTRIBUTES),
-        )
+        types = [*map(type, parts)]
+        own = (map(dict.get, map(vars, parts), repeat(name)) for name in ("forward", "training"))
+        of_parts = (types, map(getattr, types, repeat("forward")), *own)
         of_torch = (nn.Module.__call__, nn.Module._call_impl, F.linear, F.silu, F.gelu, F.cross_entropy)
         hooks = [*chain.from_iterable(map(dict.items, self._hooks))]
-        return _Environment([*of_torch, *types, *chain.from_iterable(of_parts)], hooks)
-
-
-_ATTRIBUTES = ("forward", "training")
+        return _Environment([*of_torch, *chain.from_iterable(of_parts)], hooks)
 
 
 class _Environment(NamedTuple):
@@ -96,7 +91,8 @@ def call_tiled(
     """Returns function(*inputs), which calls the modules, computed by `seqtile.tiled` with these options; `params` are
     by default what the modules train."""
     params = called.trained if params is None else params
-    return tiled_holding(_repeatable(function, called), called.state, *inputs, params=params, **options)
+    fn, state = _repeatable(function, called), called.state
+    return tiled(fn if state is None else Holding(fn, state), *inputs, params=params, **options)
 
 
 def _repeatable(function: Callable, called: Called) -> Callable:

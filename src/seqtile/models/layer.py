@@ -1,9 +1,9 @@
 """The tiled forward of a decoder layer.
 
-A layer of Llama's shape is norm, attention, norm, gated MLP, one after the other. Where its weights can be read it is
-`seqtile.ops.decoder_layer`; where they cannot, its modules are called chunk by chunk, which costs the projections to
-queries, keys and values, and down, once more. A layer of any other shape is called chunk by chunk around its attention,
-see any_layer.py.
+A layer of Llama's shape is norm, attention, norm, gated MLP, one after the other. It is fused, that is, computed from
+its weights by `seqtile.ops.decoder_layer`, where calling its modules does what their classes say and no more. Else it
+is chunked: its modules are called chunk by chunk, which costs the projections to queries, keys and values, and down,
+once more. A layer of any other shape is called chunk by chunk around its attention, see any_layer.py.
 """
 
 import inspect
@@ -64,44 +64,46 @@ def tiled_layer_forward(options: Options, original: Callable) -> Callable:
     is made in training, see `uncached_forward`.
     """
     inner = original.__wrapped__ if _FORWARD_CHECKPOINTS else original
-    parameters = list(inspect.signature(inner).parameters.values())[1:]
-    names = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
-    defaults = {parameter.name: parameter.default for parameter in parameters[1:] if parameter.name in names}
-    defaults = {name: value for name, value in defaults.items() if value is not inspect.Parameter.empty}
+    _, *parameters = inspect.signature(inner).parameters.values()
+    parameters = [each for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
+    names = [each.name for each in parameters]
+    defaults = {each.name: each.default for each in parameters[1:] if each.default is not each.empty}
 
     of_layer = Verdicts(layer_verdict).of
     of_layer_apart = torch.compiler.disable(of_layer, reason="seqtile looks at what the modules of a layer are")
 
-    def tiled(self, *args, **kwargs):
-        hidden = args[0] if args else kwargs[names[0]]
-        fits = hidden.shape[:-1].numel() <= resolve_chunk_tokens(options.chunk_tokens, hidden.shape[-1])
+    def fits(layer: nn.Module, hidden: torch.Tensor) -> bool:
+        if hidden.shape[:-1].numel() > resolve_chunk_tokens(options.chunk_tokens, hidden.shape[-1]):
+            return False
         if torch.compiler.is_compiling():
-            if fits and not is_sharded(self):
-                return inner(self, *args, **kwargs)
-            verdict = of_layer_apart(self, autocast_dtype(hidden) or hidden.dtype)
-        else:
-            verdict = of_layer(self, autocast_dtype(hidden) or hidden.dtype)
-            if fits and not verdict.sharded:
-                return inner(self, *args, **kwargs)
+            return not is_sharded(layer)
+        return not of_layer(layer, autocast_dtype(hidden) or hidden.dtype).sharded
+
+    def tiled(records_attentions: bool, self, *args, **kwargs):
         given = defaults | dict(zip(names, args, strict=False)) | kwargs
-        del given[names[0]]
-        if records_attentions() or _asks_for_attentions(self, given):
-            if not fits and records_attentions() and not _FORWARD_CHECKPOINTS:
+        hidden = given.pop(names[0])
+        of = of_layer_apart if torch.compiler.is_compiling() else of_layer
+        verdict = of(self, autocast_dtype(hidden) or hidden.dtype)
+        if records_attentions or _asks_for_attentions(self, given):
+            if records_attentions and not _FORWARD_CHECKPOINTS:
                 _check_not_checkpointed(self)
+            if verdict.sharded and verdict.how == "fused":
+                _params_of(verdict.form, self)  # as tiled: from its first forward ZeRO-3 knows what a layer reads
             return inner(self, hidden, **given)
         return _compute(verdict, inner, options, self, hidden, given)
 
     @stand_in_for(original)
     def forward(self, *args, **kwargs):
+        # Decided here: nothing is recorded when a checkpoint recomputes the layer.
+        whole = fits(self, args[0] if args else kwargs[names[0]])
+        function = inner if whole else partial(tiled, records_attentions())
         outermost = HELD in type(self).__dict__ or type(self).forward is forward
         if _FORWARD_CHECKPOINTS and outermost and self.gradient_checkpointing and self.training:
             if kwargs.get("use_cache") or kwargs.get("past_key_values") is not None:
                 logger.warning_once("checkpointed layers have no cache, which recomputation would fill once more")
                 kwargs |= {"use_cache": False, "past_key_values": None}
-            # Nothing is recorded when the layer is recomputed: what it runs is decided now.
-            function = inner if records_attentions() else tiled
             return self._gradient_checkpointing_func(partial(function, self, **kwargs), *args)
-        return tiled(self, *args, **kwargs)
+        return function(self, *args, **kwargs)
 
     return forward
 
@@ -135,7 +137,8 @@ def _compute(
     if verdict.form is not None:
         given.pop("past_key_values", None)
         return _llama_layer(verdict, options, layer, hidden, cache, **given)
-    return call_layer_tiled(layer, verdict.called[0], inner, hidden, given, _chunk_tokens(verdict, options, hidden))
+    chunk_tokens = resolve_chunk_tokens(options.chunk_tokens, hidden.shape[-1], verdict.sparsity)
+    return call_layer_tiled(layer, verdict.called[0], inner, hidden, given, chunk_tokens)
 
 
 def _note_that_all_is_kept(layer: nn.Module, verdict: Verdict, options: Options, hidden: torch.Tensor) -> None:
@@ -152,11 +155,6 @@ def _note_that_all_is_kept(layer: nn.Module, verdict: Verdict, options: Options,
             "whole layers are tiled, but activation checkpointing is off: at this length every layer keeps more for "
             "its backward than its weights take; model.gradient_checkpointing_enable() has it keep its input alone"
         )
-
-
-def _chunk_tokens(verdict: Verdict, options: Options, hidden: torch.Tensor) -> int:
-    """Returns the tokens of a chunk of a layer that is called; of one with experts that of its experts."""
-    return resolve_chunk_tokens(options.chunk_tokens, hidden.shape[-1], verdict.sparsity)
 
 
 def _asks_for_attentions(layer: nn.Module, given: dict[str, Any]) -> bool:
@@ -185,7 +183,7 @@ def _llama_layer(
     rotary = position_embeddings if switch is None or getattr(attention, switch) else None
     scale = getattr(layer, form.residual_scale) if form.residual_scale else 1.0
     if not is_fused:
-        return _fallback_layer(verdict, layer, hidden, rotary, attend, scale, _chunk_tokens(verdict, options, hidden))
+        return _chunked_layer(verdict, layer, hidden, rotary, attend, scale, options.chunk_tokens)
     grouped = None if cache is not None else options.head_groups
     groups = groups_of(attention, grouped, 1 if sp_attention is None else sp_attention.ranks)
     return decoder_layer(
@@ -244,7 +242,8 @@ def _attention(
         kv_heads = attention.config.num_key_value_heads
         heads = (kv_heads * attention.num_key_value_groups, kv_heads)
         sp_attention = function.steps(attention, mask, heads, **options, **kwargs)
-    extra_tensors = [tensor for tensor in (mask, *kwargs.values()) if isinstance(tensor, torch.Tensor)]
+    others = (mask, *kwargs.values(), *attention._parameters.values())  # the last: such as sinks
+    extra_tensors = [tensor for tensor in others if isinstance(tensor, torch.Tensor)]
     return attend, sp_attention, extra_tensors
 
 
@@ -270,7 +269,7 @@ def _verdict(layer: nn.Module, dtype: torch.dtype | None) -> Verdict:
     if (changed := module_fallback_reason(layer.self_attn, recording=False)) is not None:
         error = f"a tiled layer skips its attention's forward, which {changed}; apply with layer=False"
         return Verdict("untiled", changed, error, form)
-    if (reason := layer_fallback_reason(form, layer, dtype)) is not None:
+    if (reason := next((each for each in _reasons(form, layer, dtype) if each is not None), None)) is not None:
         return _chunked(layer, reason, form)
     return Verdict("fused", form=form._replace(mlp=gated_form(forward_in_place_of(layer.mlp))))
 
@@ -306,19 +305,14 @@ def check_head_groups(layer: nn.Module, verdict: Verdict, options: Options) -> N
     groups_of(layer.self_attn, options.head_groups)
 
 
-def layer_fallback_reason(form: LayerForm, layer: nn.Module, dtype: torch.dtype | None = None) -> str | None:
-    """Says why the modules of a layer of Llama's shape are called rather than read."""
-    found = (reason for reason in _reasons(form, layer, dtype) if reason is not None)
-    return process_fallback_reason() or next(found, None)
-
-
 def _reasons(form: LayerForm, layer: nn.Module, dtype: torch.dtype | None) -> Iterator[str | None]:
+    """Yields why a layer of Llama's shape is not fused, None where a part of it could be."""
     attention, mlp = layer.self_attn, layer.mlp
+    yield process_fallback_reason()
     for name in ("input_layernorm", "post_attention_layernorm"):
         yield norm_fallback_reason(name, getattr(layer, name))
-    for name in ("q_norm", "k_norm"):
-        if form.attention.head_norms:
-            yield norm_fallback_reason(name, getattr(attention, name))
+    for name in ("q_norm", "k_norm") if form.attention.head_norms else ():
+        yield norm_fallback_reason(name, getattr(attention, name))
     for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
         yield projection_fallback_reason(name, getattr(attention, name), dtype)
     if gated_form(computed_forward(mlp)) is None:
@@ -335,7 +329,7 @@ def _rotary_of(attention: nn.Module) -> Callable:
     return computed_forward(attention).__globals__["apply_rotary_pos_emb"]
 
 
-def _fallback_layer(
+def _chunked_layer(
     verdict: Verdict,
     layer: nn.Module,
     x: torch.Tensor,
@@ -345,7 +339,11 @@ def _fallback_layer(
     chunk_tokens: int | None,
 ) -> torch.Tensor:
     """Computes the output [B, S, D] of an input [B, S, D] by calling the layer's modules. `rotary` are cos and sin
-    [B or 1, S, K]; `scale` multiplies what attention and MLP add."""
+    [B or 1, S, K]; `scale` multiplies what attention and MLP add.
+
+    The layer's own forward, as any_layer.py runs it, would compute queries, keys and values once more: with LoRA and
+    dropout 7 % more FLOP in a checkpointed step, counted at Llama-8B's proportions.
+    """
     attention, form = layer.self_attn, verdict.form
     before, behind = verdict.called or _called_parts(layer)
 
@@ -365,7 +363,7 @@ def _fallback_layer(
         h = x + attention.o_proj(attn_output) * scale
         return h + layer.mlp(layer.post_attention_layernorm(h)) * scale, None
 
-    chunks = {"rows": x.shape[0], "chunk_tokens": chunk_tokens}
+    chunks = {"rows": x.shape[0], "chunk_tokens": resolve_chunk_tokens(chunk_tokens, x.shape[-1], verdict.sparsity)}
     (q, k, v), _ = call_with_further_outputs(pre_attention, before, x, *(rotary or ()), **chunks)
     attn_output = attend(*(heads.transpose(1, 2) for heads in (q, k, v))).flatten(2)
     return call_with_further_outputs(post_attention, behind, x, attn_output, **chunks)[0]

@@ -75,11 +75,8 @@ def module_call_reason() -> str | None:
     for function, name in ((nn.Module.__call__, "_wrapped_call_impl"), (nn.Module._call_impl, "_call_impl")):
         if defining_path(function) != f"torch.nn.modules.module.Module.{name}":
             return f"the __call__ of torch.nn.Module was replaced by {named(function)}"
-    for hooks in hooks_of(None):
-        for hook in hooks.values():
-            if not is_harmless(hook, recording=True):
-                return f"there is a global module hook, {named(hook)}"
-    return None
+    hook = _hook_that_matters(None, recording=True)
+    return None if hook is None else f"there is a global module hook, {named(hook)}"
 
 
 def process_fallback_reason() -> str | None:
@@ -110,10 +107,15 @@ def call_fallback_reason(module: nn.Module, *, recording: bool = True) -> str | 
     changed = cls.__call__ is not nn.Module.__call__ or cls._call_impl is not nn.Module._call_impl
     if changed or "_call_impl" in vars(module):
         return f"is a {named(cls)}, which has a __call__ of its own"
+    return "has hooks" if _hook_that_matters(module, recording) is not None else None
+
+
+def _hook_that_matters(module: nn.Module | None, recording: bool) -> Callable | None:
+    """Returns a hook of a module's, or a global one, that is not harmless."""
     for hooks in hooks_of(module):
         for hook in hooks.values():
             if not is_harmless(hook, recording):
-                return "has hooks"
+                return hook
     return None
 
 
@@ -134,12 +136,6 @@ def linear_fallback_reason(module: Any) -> str | None:
     if linear_module.F is not F or not _is_linear(F.linear):
         return f"calls torch.nn.functional.linear, which was replaced by {named(F.linear)}"
     return module_fallback_reason(module)
-
-
-def quantised_fallback_reason(module: Any) -> str | None:
-    """Says why calling a quantised layer is not F.linear(x, its decoded weight, module.bias)."""
-    calls_linear = type(module).forward is nn.Linear.forward  # torchao's, whose weight does the rest
-    return decoding_reason(module) or (linear_fallback_reason if calls_linear else module_fallback_reason)(module)
 
 
 def activation_name(activation: Any) -> str | None:
@@ -250,13 +246,13 @@ def projection_fallback_reason(name: str, module: nn.Module | None, dtype: torch
     computes_in = computing_dtype(layers.base) if is_quantised(layers.base) else None
     if computes_in is not None and dtype not in (None, computes_in):
         return f"{name} computes in {computes_in}, where its input is in {dtype}"
-    for layer in layers[is_quantised(layers.base) : 3]:
-        weight = None if layer is None else seen_weight(layer)
-        if weight is not None and type(weight) not in _PLAIN and not isinstance(weight, DTensor):
+    plain = layers[is_quantised(layers.base) : 3]
+    for weight in (seen_weight(layer) for layer in plain if layer is not None):
+        if type(weight) not in _PLAIN and not isinstance(weight, DTensor):
             return f"{name}.weight is a {named(type(weight))}"
-        if weight is not None and weight.dtype not in DTYPES:
+        if weight.dtype not in DTYPES:
             return f"{name}.weight is {weight.dtype}"
-        if weight is not None and 0 in getattr(weight, "ds_shape", weight.shape):  # such as that of no shared expert
+        if 0 in getattr(weight, "ds_shape", weight.shape):  # such as that of no shared expert
             return f"{name}.weight has no elements"
     return None
 
@@ -281,9 +277,11 @@ def split_lora(module: Any) -> LoraLinear | str:
     """Returns the layers of a plain linear layer or of a plain LoRA over one; of anything else what it is instead."""
     if _is_lora(module):
         return _lora_layers(module)
-    if is_quantised(module):
-        return quantised_fallback_reason(module) or LoraLinear(module)
-    return linear_fallback_reason(module) or LoraLinear(module)
+    if not is_quantised(module):
+        return linear_fallback_reason(module) or LoraLinear(module)
+    calls_linear = type(module).forward is nn.Linear.forward  # torchao's, whose weight does the rest
+    reason = decoding_reason(module) or (linear_fallback_reason if calls_linear else module_fallback_reason)(module)
+    return reason or LoraLinear(module)
 
 
 def _is_lora(module: Any) -> bool:

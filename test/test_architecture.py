@@ -22,7 +22,7 @@ SUBPACKAGES = {  # subpackage -> those that it may import
     "modules": {"ops"},
     "models": {"arch", "protocols", "rules", "ops", "modules"},
     "offload": set(),
-    "sp": {"arch", "protocols", "rules"},
+    "sp": {"protocols", "rules"},
     "memory": {"arch", "rules", "models"},
     "integrations": {"ops", "models", "offload", "fitting"},
     "fitting": {"models", "offload", "memory"},

@@ -12,7 +12,7 @@ import seqtile.memory.simulate
 from seqtile import memory
 from seqtile.fitting import cheapest
 from seqtile.memory.simulate import FEATURES, Simulation
-from seqtile.models.base_model import is_checkpointed
+from seqtile.models.find import is_checkpointed
 from tiny import batch_of, build
 
 LLAMA_8B = LlamaConfig(

@@ -53,8 +53,8 @@ MUTANTS = (
     Mutant(
         "config: a bias of the output projection that Qwen2 has not",
         "arch.py",
-        'Arch("qwen2", "Qwen2", layer=True, attention_bias="qkv",',
-        'Arch("qwen2", "Qwen2", layer=True, attention_bias="qkvo",',
+        'Arch("qwen2", layer=True, attention_bias="qkv",',
+        'Arch("qwen2", layer=True, attention_bias="qkvo",',
         PLAN,
     ),
     Mutant(

@@ -62,7 +62,7 @@ MUTANTS = (
     Mutant(
         "experts: their tiles are as short as an MLP's",
         "models/mlp.py",
-        "experts_of(self) / top_k_index.shape[-1]",
+        "num_experts(self) / top_k_index.shape[-1]",
         "1",
         PATCH,
         select="mixture",
@@ -237,7 +237,7 @@ MUTANTS = (
     Mutant(
         "find: a convolution is taken for an MLP's projection",
         "models/find.py",
-        "if any(experts_of(part) for part in (module, *children)):",
+        "if any(num_experts(part) for part in (module, *children)):",
         "if False:",
         TYPES,
         select="convolution",

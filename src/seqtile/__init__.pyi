@@ -91,9 +91,9 @@ def apply_seqtile_to_llama(
     Applying twice changes nothing. Apply after Liger, whose RMSNorm and RoPE stay. `seqtile.restore` undoes it,
     `seqtile.status` tells what is tiled.
 
-    Plain nn.Linear layers and plain LoRA over them are read directly. What cannot be (experts, quantised layers, other
-    adapters, dropout, unusual activations, hooks) is called as it is, chunk by chunk, which costs one product more of
-    the loss; `seqtile.status` tells which.
+    Plain nn.Linear layers and plain LoRA over them are fused: computed from their weights. What cannot be (experts,
+    quantised layers, other adapters, dropout, unusual activations, hooks) is called chunk by chunk, which costs one
+    product more of the loss; `seqtile.status` tells which.
 
     Raises ValueError, and changes nothing, for what it cannot honour, such as another loss function.
     """

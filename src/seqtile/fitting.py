@@ -14,10 +14,10 @@ from seqtile.memory import Formula, Plan, Setup
 from seqtile.memory.features import FEATURES, Predictor, with_feature
 from seqtile.memory.setup import DTYPES, GIB, NoFormula, expect, setup_of
 from seqtile.models import apply_seqtile
-from seqtile.models.base_model import is_checkpointed
-from seqtile.models.patch import model_type_of, unwrapped
-from seqtile.models.placement import is_patched_subclass
+from seqtile.models.find import is_checkpointed
+from seqtile.models.patch import unwrapped
 from seqtile.models.quantised import has_4_bits
+from seqtile.models.replaced import class_of
 from seqtile.offload import enable as enable_offload
 from seqtile.offload.checkpointing import enable_checkpointing
 from seqtile.offload.store import available
@@ -81,7 +81,6 @@ def fit(
     GPU or gpu_memory_gib; for a setup that cannot be planned; and whatever `apply_seqtile` raises.
     """
     inner = unwrapped(model)
-    model_type_of(inner)
     memory = {"gpu_memory_gib": gpu_memory_gib or gpu_memory_at_hand()}
     memory["host_memory_gib"] = host_memory_gib or host_memory_at_hand()
     setup = _setup_of_model(model, inner) | memory | setup
@@ -171,9 +170,8 @@ def _simulated(model: nn.Module, given: Setup, why: str) -> Predictor:
     """Returns what simulates a model. ValueError, with why that is needed, for a setup that cannot be."""
     from seqtile.memory.simulate import Simulated  # which takes seconds to import
 
-    cls = next(cls for cls in type(model).__mro__ if not is_patched_subclass(cls))
     try:
-        found = Simulated(cls, model.config, given)
+        found = Simulated(class_of(model), model.config, given)
     except ValueError as error:
         raise ValueError(f"{why}; {error}") from error
     found.notes = [f"{why}: simulated with its own code"]

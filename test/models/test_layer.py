@@ -13,12 +13,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import seqtile
 from assertions import relative_error
 from models.layered import KINDS, LAYERED, assert_equal, tiled_copy, whole
-from seqtile.arch import ARCHS
 from seqtile.models.small import small_model
 from seqtile.offload.checkpointing import Checkpoints, install
 from seqtile.offload.store import Store
 from tiny import (
     CHUNK,
+    CLASSES,
     VOCAB,
     batch_of,
     build,
@@ -266,10 +266,10 @@ REFUSED: dict[str, tuple[type, str, Callable[[], object]]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_refusals(case: str) -> None:
     error, message, apply = REFUSED[case]
-    before = ARCHS["phi3"].causal_lm.forward
+    before = CLASSES["phi3"][1].forward
     with pytest.raises(error, match=message):
         apply()
-    assert ARCHS["phi3"].causal_lm.forward is before
+    assert CLASSES["phi3"][1].forward is before
 
 
 def test_hooks_on_attention_are_refused() -> None:

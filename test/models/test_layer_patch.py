@@ -12,7 +12,18 @@ import seqtile
 from assertions import relative_error
 from seqtile.arch import ARCHS
 from seqtile.models import layer as layers
-from tiny import CHUNK, apply_liger, batch_of, build, checkpointing, counting, loss_and_gradients, modeling_restored
+from tiny import (
+    CHUNK,
+    apply_liger,
+    batch_of,
+    build,
+    checkpointing,
+    counting,
+    loss_and_gradients,
+    modeling_of,
+    modeling_restored,
+    name_of_class,
+)
 
 LAYERED = [name for name, arch in ARCHS.items() if arch.layer]
 
@@ -26,15 +37,8 @@ def pristine() -> Iterator[None]:
 
 def snapshot(arch: str, model: nn.Module | None = None) -> list[object]:
     """Everything that a patch of layers could touch."""
-    modeling = ARCHS[arch].modeling
-    names = [
-        ARCHS[arch].causal_lm_name,
-        ARCHS[arch].layer_class.__name__,
-        ARCHS[arch].base_class.__name__,
-        ARCHS[arch].norm_name,
-        *ARCHS[arch].mlp_names,
-    ]
-    classes = [getattr(modeling, name) for name in names]
+    kinds = ("ForCausalLM", "DecoderLayer", "Model", "RMSNorm", "MLP")
+    classes = [getattr(modeling_of(arch), name_of_class(arch, kind)) for kind in kinds]
     state: list[object] = [*classes, *(part.forward for part in classes)]
     for module in model.modules() if model is not None else ():
         state += [type(module), sorted(vars(module)), vars(module).get("forward")]
@@ -68,7 +72,7 @@ def test_classes(arch: str, tmp_path) -> None:
     getattr(seqtile, f"apply_seqtile_to_{arch}")(layer=True, head_groups=2, chunk_tokens=CHUNK)
     model = build(arch)
     assert tiled_layers(model) == 2
-    assert type(model.model.norm).__name__ == ARCHS[arch].norm_name
+    assert type(model.model.norm).__name__ == name_of_class(arch, "RMSNorm")
     assert tiled_layers(pickle.loads(pickle.dumps(model))) == 2
     model.save_pretrained(tmp_path)
     assert tiled_layers(type(model).from_pretrained(tmp_path).train()) == 2

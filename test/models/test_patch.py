@@ -15,18 +15,20 @@ from transformers.models.llama import modeling_llama
 import seqtile
 import seqtile.models.fallback
 import seqtile.models.mlp
-from seqtile.arch import ARCHS
 from seqtile.models.find import experts_in, mlps_of
+from seqtile.models.first_step import outcome_of
 from seqtile.models.placement import placement_at
 from tiny import (
     CHUNK,
     CLASSES,
+    MLPS,
     apply_liger,
     batch_of,
     build,
     config_of,
     counting,
     loss_and_gradients,
+    modeling_of,
     modeling_restored,
 )
 
@@ -44,9 +46,9 @@ def pristine() -> Iterator[None]:
 def snapshot(model: nn.Module | None = None) -> list[object]:
     """Everything that a patch could touch."""
     state: list[object] = []
-    for arch in ARCHS.values():
-        state += [arch.causal_lm, arch.causal_lm.forward, *(getattr(arch.modeling, name) for name in arch.mlp_names)]
-        state += [getattr(arch.modeling, name).forward for name in arch.mlp_names]
+    for arch, (_, causal_lm, _) in CLASSES.items():
+        mlps = [getattr(modeling_of(arch), name) for name in MLPS[arch]]
+        state += [causal_lm, causal_lm.forward, *mlps, *(mlp.forward for mlp in mlps)]
     for module in model.modules() if model is not None else ():
         state += [type(module), sorted(vars(module)), vars(module).get("forward")]
     return state
@@ -85,10 +87,10 @@ def test_classes(arch: str, tmp_path) -> None:
     APPLY[arch](chunk_tokens=CHUNK)
     model = build(arch)
     assert runs_tiled(model) == [True, True]
-    assert type(model).__name__ == ARCHS[arch].causal_lm_name
-    assert {type(module).__name__ for module in mlps_of(model) + experts_in(model)} == set(ARCHS[arch].mlp_names)
+    assert type(model) is CLASSES[arch][1]
+    assert {type(module).__name__ for module in mlps_of(model) + experts_in(model)} == set(MLPS[arch])
     model.save_pretrained(tmp_path)
-    assert f'"{ARCHS[arch].causal_lm_name}"' in (tmp_path / "config.json").read_text()
+    assert f'"{CLASSES[arch][1].__name__}"' in (tmp_path / "config.json").read_text()
     assert runs_tiled(type(model).from_pretrained(tmp_path).train()) == [True, True]
     assert runs_tiled(early) == [True, False], "built before: its loss is tiled, through the class, its MLPs are not"
     assert "it was not built of the tiled classes: apply seqtile to this model" in str(seqtile.status(early))
@@ -298,6 +300,22 @@ def test_classes_behind_a_wrapper_on_the_model() -> None:
         "autocast's wrapper passes everything on"
     )
     assert "around it" not in str(seqtile.status(model))
+
+
+@pytest.mark.parametrize("on_classes", [False, True], ids=["model", "classes"])
+@pytest.mark.parametrize("layer", [False, True])
+def test_the_first_step_compares_below_hooks_and_wrappers_put_on_later(on_classes: bool, layer: bool) -> None:
+    hooks = pytest.importorskip("accelerate.hooks")
+    if on_classes:
+        seqtile.apply_seqtile_to_llama(layer=layer, chunk_tokens=CHUNK)
+    model = build("llama")
+    if not on_classes:
+        seqtile.apply_seqtile(model, layer=layer, chunk_tokens=CHUNK)
+    for module in (*model.model.layers, *mlps_of(model)):
+        hooks.add_hook_to_module(module, hooks.ModelHook())
+    model.forward = MethodType(torch.autocast("cpu", torch.bfloat16, enabled=False)(type(model).forward), model)
+    assert model(**batch_of(1, 101)).logits is None
+    assert "equal the untiled model's" in outcome_of(model)
 
 
 def test_what_is_applied_to_a_model_stays_when_its_classes_are_restored() -> None:

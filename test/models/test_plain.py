@@ -28,7 +28,7 @@ from models.layered import assert_equal, whole
 from models.test_paths import PROJECTIONS, lora
 from seqtile.models.loss import head_fallback_reason
 from seqtile.models.mlp import gated_form, mlp_fallback_reason
-from seqtile.models.placement import forward_in_place_of
+from seqtile.models.placement import original_forward
 from tiny import CHUNK, build, loss_and_gradients
 
 MODES = {
@@ -407,7 +407,7 @@ def test_asked_inside_a_compiled_graph(change: Change, arch: str) -> None:
     model = change(build(arch))
     seqtile.apply_seqtile(model, layer=arch == "llama", chunk_tokens=CHUNK)
 
-    forward = forward_in_place_of(model.model.layers[0].mlp)
+    forward = original_forward(model.model.layers[0].mlp)
     form = gated_form(forward) or forward
 
     class Asking(nn.Module):

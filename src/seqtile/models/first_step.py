@@ -21,7 +21,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers.utils import logging
 
 from seqtile.models.difference import Difference, brief, difference, precision_of
-from seqtile.models.placement import HELD, Options, name_of, stand_in_for
+from seqtile.models.placement import Options, name_of
 from seqtile.models.trial_batch import TrialBatch, trial_batch
 from seqtile.models.trial_pass import Pass, Placed, tiled_modules
 from seqtile.models.trial_ranks import Ranks, run_together
@@ -36,7 +36,6 @@ _ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters")  # what 
 def checked_forward(options: Options, original: Callable) -> Callable:
     """Returns `original`, the forward (a plain function) of a model whose loss is not tiled, after the check."""
 
-    @stand_in_for(original)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         check_first_step(self, options, original, args, kwargs)
         return original(self, *args, **kwargs)
@@ -88,7 +87,7 @@ class _MadeOf:
 
     def _now(self, model: nn.Module) -> list[Any]:
         owned = [vars(model), *self._owned]
-        attributes = (map(dict.get, owned, repeat(name)) for name in ("forward", HELD, *_ADAPTERS))
+        attributes = (map(dict.get, owned, repeat(name)) for name in ("forward", *_ADAPTERS))
         children = map(dict.values, self._children)
         own = (type(model), *map(type, self._inside), *map(len, self._hooks))
         return [*own, *chain.from_iterable(attributes), *chain.from_iterable(children)]

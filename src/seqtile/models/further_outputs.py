@@ -88,26 +88,23 @@ class _Form:
     def flat(self, tree: Any, rows: int, length: int) -> tuple[torch.Tensor, ...]:
         """Returns the tensors of a chunk's tree, each [rows, length, ...]."""
         leaves, spec = tree_flatten(tree)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        if other := next((leaf for leaf in leaves if not isinstance(leaf, torch.Tensor | None)), None):
-            raise self._error(f"a {type(other).__name__}")
-        places = [i for i, leaf in enumerate(leaves) if leaf is not None]
+        if others := [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor | None)]:
+            raise self._error(f"a {type(others[0]).__name__}")
         if self._spec is None:
-            self._axes = [self._axis_of(tensor, rows, length) for tensor in tensors]
-            self._spec, self._places = spec, places
-        elif (spec, places) != (self._spec, self._places):
+            self._spec, self._axes = spec, [x if x is None else self._axis_of(x, rows, length) for x in leaves]
+        elif (spec, [x is None for x in leaves]) != (self._spec, [axis is None for axis in self._axes]):
             raise self._error("other outputs for one chunk than for another")
-        return tuple(
-            tensor.unflatten(0, (rows, length)) if axis == 0 else tensor.movedim(axis, 1)
-            for tensor, axis in zip(tensors, self._axes, strict=True)
-        )
+        made = [(x, axis) for x, axis in zip(leaves, self._axes, strict=True) if axis is not None]
+        return tuple(x.unflatten(0, (rows, length)) if axis == 0 else x.movedim(axis, 1) for x, axis in made)
 
     def whole(self, tensors: tuple[torch.Tensor, ...]) -> Any:
         """Returns the tree of the whole sequence, given its tensors [B, S, ...]."""
-        leaves: list[torch.Tensor | None] = [None] * self._spec.num_leaves
-        for i, tensor, axis in zip(self._places, tensors, self._axes, strict=True):
-            leaves[i] = tensor.flatten(0, 1) if axis == 0 else tensor.movedim(1, axis)
-        return tree_unflatten(leaves, self._spec)
+        left = iter(tensors)
+        whole = [
+            None if axis is None else (next(left).movedim(1, axis) if axis else next(left).flatten(0, 1))
+            for axis in self._axes
+        ]
+        return tree_unflatten(whole, self._spec)
 
     def _axis_of(self, tensor: torch.Tensor, rows: int, length: int) -> int:
         """Returns the dimension of a chunk's tokens, 0 if all rows are one after the other along that."""

@@ -25,13 +25,11 @@ from seqtile.models.layer_form import LayerForm, is_llamas_rotary, layer_form_of
 from seqtile.models.mlp import activation_of, gated_form, mlp_fallback_reason, read_mlp, sparsity_of
 from seqtile.models.norm import norm_fallback_reason, read_norm
 from seqtile.models.placement import (
-    HELD,
     KNOWN_PACKAGES,
     Options,
     computed_forward,
-    forward_in_place_of,
+    original_forward,
     package_of,
-    stand_in_for,
 )
 from seqtile.models.verdict import Verdict, Verdicts
 from seqtile.models.weights import (
@@ -92,12 +90,11 @@ def tiled_layer_forward(options: Options, original: Callable) -> Callable:
             return inner(self, hidden, **given)
         return _compute(verdict, inner, options, self, hidden, given)
 
-    @stand_in_for(original)
     def forward(self, *args, **kwargs):
         # Decided here: nothing is recorded when a checkpoint recomputes the layer.
         whole = fits(self, args[0] if args else kwargs[names[0]])
         function = inner if whole else partial(tiled, records_attentions())
-        outermost = HELD in type(self).__dict__ or type(self).forward is forward
+        outermost = type(self).forward is forward
         if _FORWARD_CHECKPOINTS and outermost and self.gradient_checkpointing and self.training:
             if kwargs.get("use_cache") or kwargs.get("past_key_values") is not None:
                 logger.warning_once("checkpointed layers have no cache, which recomputation would fill once more")
@@ -271,7 +268,7 @@ def _verdict(layer: nn.Module, dtype: torch.dtype | None) -> Verdict:
         return Verdict("untiled", changed, error, form)
     if (reason := next((each for each in _reasons(form, layer, dtype) if each is not None), None)) is not None:
         return _chunked(layer, reason, form)
-    return Verdict("fused", form=form._replace(mlp=gated_form(forward_in_place_of(layer.mlp))))
+    return Verdict("fused", form=form._replace(mlp=gated_form(original_forward(layer.mlp))))
 
 
 def _chunked(layer: nn.Module, reason: str, form: LayerForm | None) -> Verdict:
@@ -321,7 +318,7 @@ def _reasons(form: LayerForm, layer: nn.Module, dtype: torch.dtype | None) -> It
         yield f"its MLP {reason}"
     if not is_llamas_rotary(_rotary_of(attention)):
         yield "its rotary embedding is not Llama's"
-    forward = forward_in_place_of(mlp)
+    forward = original_forward(mlp)
     yield mlp_fallback_reason(mlp, gated_form(forward) or forward, dtype)
 
 

@@ -6,8 +6,6 @@ from typing import Any
 from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
-from seqtile.models.small import config_for, unfilled
-
 _MAPPINGS = ("MODEL_FOR_CAUSAL_LM_MAPPING", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING")
 
 
@@ -32,8 +30,3 @@ def model_classes(model_type: str) -> list[type[PreTrainedModel]]:
         classes: Any = getattr(modeling_auto, mapping).get(config, ())
         found |= dict.fromkeys(classes if isinstance(classes, tuple) else (classes,))
     return list(found)
-
-
-def unfilled_model(cls: type[PreTrainedModel], model_type: str) -> PreTrainedModel:
-    """Returns a model of a class whose weights have shapes and no values, by the default config of its type."""
-    return unfilled(cls, config_for(cls, CONFIG_MAPPING[model_type]()))

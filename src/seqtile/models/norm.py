@@ -7,7 +7,7 @@ from torch import nn
 
 from seqtile.models.find import text_model_of
 from seqtile.models.layer_form import is_llamas_norm
-from seqtile.models.placement import Options, computed_forward, stand_in_for
+from seqtile.models.placement import Options, computed_forward
 from seqtile.models.verdict import Verdict
 from seqtile.models.weights import call_fallback_reason, defining_path, named, process_fallback_reason
 from seqtile.ops.chunks import resolve_chunk_tokens
@@ -23,7 +23,6 @@ def tiled_norm_forward(options: Options, original: Callable) -> Callable:
     `original` itself in evaluation, where a sequence fits in a chunk, and for heads [B, S, H, K].
     """
 
-    @stand_in_for(original)
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         fits = hidden_states.shape[:-1].numel() <= resolve_chunk_tokens(options.chunk_tokens, hidden_states.shape[-1])
         if fits or not self.training or hidden_states.dim() != 3 or process_fallback_reason() is not None:

@@ -27,7 +27,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from seqtile.models.difference import Vectors, brief, difference, distance, loss_and_gradients
 from seqtile.models.parts import BASE, EXPERTS, LAYER, LOSS, MLP, NORM, Part
-from seqtile.models.placement import Options, forward_in_place_of, place
+from seqtile.models.placement import Options, original_forward, place
 from seqtile.models.replaced import (
     Made,
     class_of,
@@ -123,7 +123,7 @@ def _origin_of(model: PreTrainedModel) -> _Origin | str:
 
 def _calls_liger(model_class: type) -> bool:
     """Says if Liger has exchanged a class's forward, or what stands beside it."""
-    things = [forward_in_place_of(model_class), *vars(sys.modules[model_class.__module__]).values()]
+    things = [original_forward(model_class), *vars(sys.modules[model_class.__module__]).values()]
     things += [base for thing in things if isinstance(thing, type) for base in thing.__mro__]
     return any(str(getattr(thing, "__module__", None)).startswith("liger_kernel.") for thing in things)
 

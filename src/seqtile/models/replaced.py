@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from seqtile.models.difference import brief
 from seqtile.models.find import inside_peft
 from seqtile.models.forms import code_of
-from seqtile.models.placement import computed_forward, decorated, home_of, is_patched_subclass
+from seqtile.models.placement import computed_forward, decorated, home_of, is_own_class
 
 TOKENS, FEW = (2, 9), 4  # of a trial: rows of tokens, and how many at a time
 Kind = tuple[type, CodeType | None]
@@ -97,7 +97,7 @@ def class_of(module: nn.Module) -> type:
 def classes_of(module: nn.Module) -> list[type]:
     """Returns a module's class and what it is derived from, beneath what a tiled module is given."""
     classes = list(type(module).__mro__)
-    tiled = [i for i, cls in enumerate(classes) if is_patched_subclass(cls)]
+    tiled = [i for i, cls in enumerate(classes) if is_own_class(cls)]
     return classes[max(tiled, default=-1) + 1 :]
 
 

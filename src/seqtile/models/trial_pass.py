@@ -12,7 +12,7 @@ import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from seqtile.models.difference import Vectors, loss_and_gradients
 from seqtile.models.find import experts_in
-from seqtile.models.placement import HELD, Placement, package_of, placement_at
+from seqtile.models.placement import Placement, package_of, placement_at
 from seqtile.models.same_choices import SameChoices
 from seqtile.models.small import DROPOUT_FIELDS
 from seqtile.models.trial_ranks import Ranks
@@ -86,7 +86,8 @@ class Pass:
             if (sharded := vars(self.model).get(SHARDED)) is not None:
                 stack.enter_context(sharded.other_batch())
             for module, placement in untiled:
-                _run_untiled(module, placement)
+                if module is not self.model:  # whose forward is called below
+                    _run_untiled(module, placement)
             stack.enter_context(self.choices)
             stack.enter_context(chunk_tokens_everywhere(self.chunk_tokens))
             stack.enter_context(self.ranks.gathering())
@@ -123,12 +124,11 @@ class Pass:
 def _run_untiled(module: nn.Module, placement: Placement) -> None:
     """Has a module run the forward that its tiled one stands in for, until its attributes are put back."""
     own = vars(module)
-    if own.get(HELD) is not None:
-        own[HELD] = replace(placement, forward=placement.original)
-    elif "forward" not in own:  # tiled by its class
-        own["forward"] = MethodType(placement.original, module)
-    else:
+    kept = [name for name, value in own.items() if getattr(value, "__func__", None) is placement.forward]
+    if "forward" in own and not kept:
         raise ValueError(f"another library's forward stands around the tiled one of {type(module).__name__}")
+    for name in kept or ["forward"]:  # another library's forward calls the one that it keeps
+        own[name] = MethodType(placement.original, module)
 
 
 @contextmanager

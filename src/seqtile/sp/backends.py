@@ -29,8 +29,8 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
 from transformers import masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.gemma2 import modeling_gemma2
 
-from seqtile.arch import ARCHS
 from seqtile.sp.all_to_all import RankHeads, Rows, count
 from seqtile.sp.layout import Layout
 
@@ -73,7 +73,7 @@ class LocalAttention(NamedTuple):
     @property
     def eager(self) -> Callable[..., Any]:
         """The eager attention, which is in no registry: Gemma 2's has all options but sinks; with sinks the model's."""
-        modeling = sys.modules[type(self.module).__module__] if SINKS in self.options else ARCHS["gemma2"].modeling
+        modeling = sys.modules[type(self.module).__module__] if SINKS in self.options else modeling_gemma2
         return modeling.eager_attention_forward
 
 

@@ -36,6 +36,8 @@ _HARMLESS = (  # where hooks are written that only watch, or gather what a modul
     "torch.distributed.tensor.debug._comm_mode.",
     "torch.distributed.fsdp.",
     "deepspeed.runtime.zero.",
+    "seqtile.models.difference.",
+    "seqtile.models.way_taken.",
     "seqtile.models.trial_pass.Pass.",
     "seqtile.models.trial_ranks.",
 )

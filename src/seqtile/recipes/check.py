@@ -35,9 +35,9 @@ class Line(NamedTuple):
     """The name of their class."""
     count: int
     how: str
-    """read, called or refused."""
+    """fused, chunked or refused."""
     reason: str | None
-    """Why they are not read."""
+    """Why they are not fused."""
     head_groups: bool
     error: float
     """The largest error of the loss or a gradient against float64, relative."""
@@ -136,13 +136,13 @@ def _code_of_its_own(model: str) -> ValueError:
 
 def _line(model: PreTrainedModel, found: Finding, tokens: int, untiled: tuple[int, int]) -> Line:
     part = "experts" if found.part is EXPERTS else found.part.option
-    how = "refused" if found.refusal else "called" if found.called else "read"
+    how = "refused" if found.refusal else "chunked" if found.chunked else "fused"
     flops = peak = None
     if found.refusal is None:
         options = Options(chunk_tokens=CHUNK, check=False)
         cost = _cost(tiled_copy(model, found.part, found.cls, options), tokens)
         flops, peak = (ours / theirs if theirs else 1.0 for ours, theirs in zip(cost, untiled, strict=True))
-    reason = found.refusal or found.called
+    reason = found.refusal or found.chunked
     errors = found.error, found.untiled_error
     return Line(part, found.cls.__name__, found.modules, how, reason, found.groups, *errors, flops, peak)
 

@@ -151,7 +151,10 @@ def _without_logits(output: Any) -> Any:
 
 def loss_verdict(model: nn.Module) -> Verdict:
     """Finds how lm_head and the loss are computed."""
-    head = getattr(*place_of_head(model))
+    try:
+        head = getattr(*place_of_head(model))
+    except ValueError as error:
+        return Verdict("untiled", "it has no head over a vocabulary", str(error))
     reason, error = head_fallback_reason(head), None
     if reason is not None and is_sharded(head):
         error = zero3_error(reason)

@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from seqtile.models.difference import Vectors, brief
 from seqtile.models.parts import Part
+from seqtile.models.find import head_of
 from seqtile.models.patch import Proof, apply, refused_of
 from seqtile.models.placement import Options, placement_at
 from seqtile.models.proof import PROVEN_ALONE, Inputs, compare, gradients_of, some_words, unproven
@@ -59,8 +60,9 @@ def _tried(
         untiled(0.0)
     except Exception as error:  # of the model's own code, which may raise anything
         return Row(variant.name, FAILS, brief(error)), refusals
+    has_loss = head_of(model) is not None
     for asked in ({"layer": True, "head_groups": 2}, {"layer": True}, {}):
-        options = Options(**asked, chunk_tokens=CHUNK_TOKENS, check=False)
+        options = Options(**asked, loss=has_loss, chunk_tokens=CHUNK_TOKENS, check=False)
         found: str | Exception | None = None
         for proof in (_trusting, unproven):  # that is slow, and not needed for what is right without
             try:
@@ -104,6 +106,9 @@ def _difference(
     tiled, inputs = _called(model, variant)
     apply(model.config.model_type, tiled, options, proof)
     placed = [module for part in PROVEN_ALONE for module in part.modules(tiled) if placement_at(module)]
+    if not placed:  # not even a loss
+        refusals["all"] = "it has no part that can be tiled"
+        return None
     if options.layer and "use_cache" not in inputs:  # tiled layers make no cache in training
         untiled = partial(untiled, use_cache=False)
     differs = compare(tiled, inputs, WayTaken(placed, CHUNK_TOKENS), untiled)[1]

@@ -14,8 +14,8 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from seqtile.models.difference import Vectors, brief
-from seqtile.models.parts import Part
 from seqtile.models.find import head_of
+from seqtile.models.parts import Part
 from seqtile.models.patch import Proof, apply, refused_of
 from seqtile.models.placement import Options, placement_at
 from seqtile.models.proof import PROVEN_ALONE, Inputs, compare, gradients_of, some_words, unproven

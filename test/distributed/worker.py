@@ -240,7 +240,7 @@ def made_tiled(case: Case) -> nn.Module:
     assert (status.loss.tiled, status.mlp.tiled) == (1, LAYERS * case.mlp), status
     assert (status.layer is not None and status.layer.tiled == LAYERS) == (case.layer != "none"), status
     called = case.adapter == "generic" or ARCHS[case.arch].routed
-    assert (status.mlp.fallback is not None) == (called and case.mlp), status
+    assert (status.mlp.reason is not None) == (called and case.mlp), status
     norm = base.model.norm
     assert ("liger" in computed_forward(norm).__module__) == (case.liger != "none")
     return model

@@ -88,7 +88,7 @@ def check_status(model: nn.Module, ran: list[str], text: str | None) -> None:
         ours = package == SEQTILE
         assert (part.tiled, part.others) == ((part.total, ()) if ours else (0, (package,))), str(status)
         assert str(part).startswith(f"seqtile, {CHUNK} tokens a chunk" if ours else f"not tiled: {package}")
-        assert (part.fallback, part.problem) == (None, None), str(status)
+        assert (part.reason, part.problem) == (None, None), str(status)
         if ours or text is None:
             assert "apply seqtile" not in str(part) and "took" not in str(part), str(status)
         else:

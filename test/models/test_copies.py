@@ -216,7 +216,7 @@ def test_other_options_below_a_class_that_another_library_derived(on_classes: bo
     for layer in model.model.layers:
         layer.__class__ = type(f"FSDP{type(layer).__name__}", (type(layer),), {"__module__": "torch.distributed.fsdp"})
     seqtile.apply_seqtile(model, layer=True, chunk_tokens=7)
-    assert "7 tokens a chunk, 2 of 2 layers" in str(seqtile.status(model).layer)
+    assert "7 tokens a chunk, 2 of 2 fused" in str(seqtile.status(model).layer)
     assert not seqtile.status(model).layer.wrappers
     assert_equal(loss_and_gradients(model, **batch), truth)
     with pytest.warns(UserWarning, match="stays tiled by its classes") if on_classes else nullcontext():

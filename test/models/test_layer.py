@@ -51,7 +51,7 @@ def test_adapters(arch: str, head_groups: int | None, reentrant: bool | None, na
     if reentrant:
         untiled.enable_input_require_grads()
     tiled = tiled_copy(untiled, head_groups)
-    assert seqtile.status(tiled).layer.fallback is None
+    assert seqtile.status(tiled).layer.reason is None
     for model in (untiled, tiled):
         checkpointing(model.get_base_model(), reentrant)
     batch = whole(101, device)
@@ -65,7 +65,7 @@ def test_modules_that_cannot_be_read_are_called(arch: str, reentrant: bool | Non
     if reentrant:
         untiled.enable_input_require_grads()
     tiled = tiled_copy(untiled)
-    assert "dropout" in seqtile.status(tiled).layer.fallback
+    assert "dropout" in seqtile.status(tiled).layer.reason
     with pytest.raises(ValueError, match="reads its weights, and q_proj has a LoRA adapter with dropout"):
         seqtile.apply_seqtile(tiled, layer=True, head_groups=2, chunk_tokens=CHUNK)
     for model in (untiled, tiled):

@@ -99,9 +99,9 @@ def test_status_text() -> None:
     assert seqtile.status(model).layer is None
     seqtile.apply_seqtile(model, layer=True, head_groups=2, chunk_tokens=CHUNK)
     assert str(seqtile.status(model)).splitlines()[1:] == [
-        "  loss  seqtile, 50 tokens a chunk",
-        "  mlp   seqtile, 50 tokens a chunk, 2 of 2 layers",
-        "  layer seqtile, 50 tokens a chunk, 2 of 2 layers, attention by 2 groups of heads",
+        "  loss  seqtile, 50 tokens a chunk, fused",
+        "  mlp   seqtile, 50 tokens a chunk, 2 of 2 fused",
+        "  layer seqtile, 50 tokens a chunk, 2 of 2 fused, attention by 2 groups of heads",
         "  note: in training the loss is computed without logits, which are None; skip_logits=False asks for them",
         "  note: a sequence of at most 50 tokens fits in a chunk: its MLPs and layers run untiled",
         "  note: the config asks for a cache: in training none is made unless one is given, so packed documents are "
@@ -124,7 +124,7 @@ def test_liger_on_the_model_afterwards_takes_nothing_of_a_layer_back() -> None:
     model = build("llama")
     seqtile.apply_seqtile(model, layer=True, loss=False, chunk_tokens=CHUNK)
     apply_liger("llama", model=model)
-    assert seqtile.status(model).layer.tiled == 2 and seqtile.status(model).layer.fallback is None
+    assert seqtile.status(model).layer.tiled == 2 and seqtile.status(model).layer.reason is None
 
 
 @pytest.mark.parametrize("on_classes", [False, True], ids=["model", "classes"])

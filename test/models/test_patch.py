@@ -13,7 +13,7 @@ from transformers import LlamaForCausalLM, LlamaForSequenceClassification, Llama
 from transformers.models.llama import modeling_llama
 
 import seqtile
-import seqtile.models.fallback
+import seqtile.models.in_chunks
 import seqtile.models.mlp
 from seqtile.models.find import experts_in, mlps_of
 from seqtile.models.first_step import outcome_of
@@ -58,7 +58,7 @@ def runs_tiled(model: nn.Module) -> list[bool]:
     """Whether the loss and the MLPs are tiled, by what a training step does, and whether `status` says so too."""
     with pytest.MonkeyPatch.context() as patch:
         calls = []
-        for room, name in ((seqtile.models.mlp, "gated_mlp_of"), (seqtile.models.fallback, "tiled")):
+        for room, name in ((seqtile.models.mlp, "gated_mlp_of"), (seqtile.models.in_chunks, "tiled")):
             function = getattr(room, name)
             patch.setattr(room, name, counting(calls, function))
         loss_tiled = model(**batch_of(1, 101)).logits is None
@@ -259,7 +259,8 @@ def test_status_text() -> None:
     )
     seqtile.apply_seqtile(model)
     assert str(seqtile.status(model)) == (
-        "Qwen3ForCausalLM\n  loss  seqtile, 2048 tokens a chunk\n  mlp   seqtile, 2048 tokens a chunk, 2 of 2 layers\n"
+        "Qwen3ForCausalLM\n  loss  seqtile, 2048 tokens a chunk, fused\n"
+        "  mlp   seqtile, 2048 tokens a chunk, 2 of 2 fused\n"
         "  note: in training the loss is computed without logits, which are None; skip_logits=False asks for them\n"
         "  note: a sequence of at most 2048 tokens fits in a chunk: its MLPs run untiled"
     )
@@ -369,7 +370,7 @@ def test_a_copy_that_peft_saves() -> None:
 
 def test_tiles_of_a_mixture_are_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each expert is to meet 2048 tokens of a chunk; dense layers keep their own chunk."""
-    original, lengths = seqtile.models.fallback.tiled, set()
+    original, lengths = seqtile.models.in_chunks.tiled, set()
 
     def recorded(*args: object, **options: object) -> object:
         lengths.add(options["chunk_tokens"])
@@ -377,12 +378,12 @@ def test_tiles_of_a_mixture_are_longer(monkeypatch: pytest.MonkeyPatch) -> None:
 
     model = build("qwen3_moe")
     seqtile.apply_seqtile(model)
-    assert "seqtile, 2048 or 5461 tokens a chunk, 2 of 2 layers" in str(seqtile.status(model))
+    assert "seqtile, 2048 or 5461 tokens a chunk, 1 of 2 fused; 1 of 2 in chunks: " in str(seqtile.status(model))
     untiled = build("mixtral", max_position_embeddings=4200)
     tiled = copy.deepcopy(untiled)
     seqtile.apply_seqtile(tiled, check=False)
     assert seqtile.status(tiled).mlp.chunk_tokens == (4096,)
-    monkeypatch.setattr(seqtile.models.fallback, "tiled", recorded)
+    monkeypatch.setattr(seqtile.models.in_chunks, "tiled", recorded)
     batch = batch_of(1, 4150)  # a chunk of 4 experts, 2 of them a token, and a remainder
     (loss, theirs), (tiled_loss, ours) = loss_and_gradients(untiled, **batch), loss_and_gradients(tiled, **batch)
     assert abs(tiled_loss / loss - 1) <= 1e-6

@@ -52,7 +52,7 @@ def _apply_to_type(model_type: str, model: nn.Module | None, options: Options) -
         loss: tile lm_head and loss: in training, with labels, no logits are computed and none are returned.
         layer: tile whole layers: everything of a layer but attention itself, and the norm behind the last layer. A
             layer then keeps its input, queries, keys, values and what attention returned. Of Liger's norms the weights
-            are read; neither they nor its RoPE are called.
+            are used; neither they nor its RoPE run.
         head_groups: with `layer`, compute attention for so many groups of kv heads one after the other, so that
             queries, keys and values exist for one group at a time, and are not kept; "auto" makes as many groups as
             divide the kv heads, up to 8. An attention that keeps other large tensors is refused, or, given a number,
@@ -67,7 +67,7 @@ def _apply_to_type(model_type: str, model: nn.Module | None, options: Options) -
     `seqtile.status` tells what is tiled.
 
     Plain nn.Linear layers and plain LoRA over them are fused: computed from their weights. What cannot be (experts,
-    quantised layers, other adapters, dropout, unusual activations, hooks) is called chunk by chunk, which costs one
+    quantised layers, other adapters, dropout, unusual activations, hooks) runs chunk by chunk, which costs one
     product more of the loss; `seqtile.status` tells which.
 
     Raises ValueError, and changes nothing, for what it cannot honour, such as another loss function.

@@ -15,7 +15,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers.utils.output_capturing import _active_collector
 
-from seqtile.models.fallback import Called, call_tiled
+from seqtile.models.in_chunks import InChunks, call_in_chunks
 from seqtile.ops.tiled import Outputs
 
 
@@ -42,7 +42,7 @@ def recording(collected: dict[str, list] | None) -> Iterator[None]:
 
 def call_with_further_outputs(
     function: Callable[..., tuple[Outputs, Any]],
-    called: Called,
+    modules: InChunks,
     *inputs: torch.Tensor,
     rows: int,
     chunk_tokens: int | None,
@@ -53,14 +53,14 @@ def call_with_further_outputs(
         function: called with inputs cut along dimension 1. It returns a tensor or a tuple of them, cut likewise, and a
             tree of None and of tensors with a row for each token, [B, C, ...], [B * C, ...] or [B, H, C, ...].
             ValueError for anything else.
-        called: the modules that function calls.
+        modules: those that function calls.
         inputs: their tokens are along dimension 1.
         rows: B, the sequences in a batch.
         chunk_tokens: tokens of a chunk.
     """
     collected = _active_collector.get()
     names = [name for name in collected or () if not name.lstrip("_").startswith("hidden_states")]
-    form, own = _Form(called.name), []
+    form, own = _Form(modules.name), []
 
     def of_chunk(*pieces: torch.Tensor) -> tuple[torch.Tensor, ...]:
         recorded: dict[str, list] = {name: [] for name in names}
@@ -70,7 +70,7 @@ def call_with_further_outputs(
         own[:] = [len(made)]
         return *made, *form.flat((further, recorded), rows, pieces[0].shape[1])
 
-    outputs = call_tiled(of_chunk, called, *inputs, chunk_tokens=chunk_tokens, dim=1)
+    outputs = call_in_chunks(of_chunk, modules, *inputs, chunk_tokens=chunk_tokens, dim=1)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     made, further = outputs[: own[0]], outputs[own[0] :]
     tree, recorded = form.whole(further)

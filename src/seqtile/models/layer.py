@@ -2,8 +2,8 @@
 
 A layer of Llama's shape is norm, attention, norm, gated MLP, one after the other. It is fused, that is, computed from
 its weights by `seqtile.ops.decoder_layer`, where calling its modules does what their classes say and no more. Else it
-is chunked: its modules are called chunk by chunk, which costs the projections to queries, keys and values, and down,
-once more. A layer of any other shape is called chunk by chunk around its attention, see any_layer.py.
+is chunked: its modules run in chunks, which costs the projections to queries, keys and values, and down,
+once more. A layer of any other shape runs in chunks around its attention, see any_layer.py.
 """
 
 import inspect
@@ -18,12 +18,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
 from seqtile.models.any_layer import any_layer_refusal, call_layer_tiled
-from seqtile.models.fallback import Called
 from seqtile.models.find import are_experts
 from seqtile.models.further_outputs import call_with_further_outputs, records_attentions
+from seqtile.models.in_chunks import InChunks
 from seqtile.models.layer_form import LayerForm, is_llamas_rotary, layer_form_of
-from seqtile.models.mlp import activation_of, gated_form, mlp_fallback_reason, read_mlp, sparsity_of
-from seqtile.models.norm import norm_fallback_reason, read_norm
+from seqtile.models.mlp import activation_of, gated_form, mlp_unfused_reason, read_mlp, sparsity_of
+from seqtile.models.norm import norm_unfused_reason, read_norm
 from seqtile.models.placement import (
     KNOWN_PACKAGES,
     Options,
@@ -33,13 +33,13 @@ from seqtile.models.placement import (
 )
 from seqtile.models.verdict import Verdict, Verdicts
 from seqtile.models.weights import (
-    call_fallback_reason,
+    call_unfused_reason,
     check_untransformed,
     is_sharded,
     module_call_reason,
-    module_fallback_reason,
-    process_fallback_reason,
-    projection_fallback_reason,
+    module_unfused_reason,
+    process_unfused_reason,
+    projection_unfused_reason,
     read_projection,
     zero3_error,
 )
@@ -58,8 +58,8 @@ def tiled_layer_forward(options: Options, original: Callable) -> Callable:
     """Returns a tiled forward in place of `original`, a decoder layer's forward (a plain function).
 
     `original` itself where the sequence fits in a chunk, and where attentions are asked for. With a cache, which holds
-    all keys and values, heads are not computed in groups; where gradients may flow through it, modules are called. None
-    is made in training, see `uncached_forward`.
+    all keys and values, heads are not computed in groups; where gradients may flow through it, modules run in chunks.
+    None is made in training, see `uncached_forward`.
     """
     inner = original.__wrapped__ if _FORWARD_CHECKPOINTS else original
     _, *parameters = inspect.signature(inner).parameters.values()
@@ -135,7 +135,7 @@ def _compute(
         given.pop("past_key_values", None)
         return _llama_layer(verdict, options, layer, hidden, cache, **given)
     chunk_tokens = resolve_chunk_tokens(options.chunk_tokens, hidden.shape[-1], verdict.sparsity)
-    return call_layer_tiled(layer, verdict.called[0], inner, hidden, given, chunk_tokens)
+    return call_layer_tiled(layer, verdict.in_chunks[0], inner, hidden, given, chunk_tokens)
 
 
 def _note_that_all_is_kept(layer: nn.Module, verdict: Verdict, options: Options, hidden: torch.Tensor) -> None:
@@ -263,7 +263,7 @@ def _verdict(layer: nn.Module, dtype: torch.dtype | None) -> Verdict:
             error = None if _is_untouched(layer) else f"this layer cannot be tiled: {reason}; apply with layer=False"
             return Verdict("untiled", reason, error, tileable=False)
         return _chunked(layer, form, None)
-    if (changed := module_fallback_reason(layer.self_attn, recording=False)) is not None:
+    if (changed := module_unfused_reason(layer.self_attn, recording=False)) is not None:
         error = f"a tiled layer skips its attention's forward, which {changed}; apply with layer=False"
         return Verdict("untiled", changed, error, form)
     if (reason := next((each for each in _reasons(form, layer, dtype) if each is not None), None)) is not None:
@@ -276,16 +276,16 @@ def _chunked(layer: nn.Module, reason: str, form: LayerForm | None) -> Verdict:
     sparsity = max((sparsity_of(module, config) for module in layer.modules() if are_experts(module)), default=1)
     # Where every call matters, that of the attention does, too, which no chunk can make.
     how = "untiled" if form is not None and module_call_reason() else "chunked"
-    called = (Called(layer=layer),) if form is None else _called_parts(layer)
+    in_chunks = (InChunks(layer=layer),) if form is None else _called_parts(layer)
     error = zero3_error(reason) if is_sharded(layer) else None
-    return Verdict(how, reason, error, form, sparsity=sparsity, called=called)
+    return Verdict(how, reason, error, form, sparsity=sparsity, in_chunks=in_chunks)
 
 
-def _called_parts(layer: nn.Module) -> tuple[Called, Called]:
+def _called_parts(layer: nn.Module) -> tuple[InChunks, InChunks]:
     """Returns the modules that a layer of Llama's shape calls before attention, and behind it."""
     before = dict(layer.self_attn.named_children())
     behind = {"o_proj": before.pop("o_proj"), "norm": layer.post_attention_layernorm, "mlp": layer.mlp}
-    return Called(input_layernorm=layer.input_layernorm, **before), Called(**behind)
+    return InChunks(input_layernorm=layer.input_layernorm, **before), InChunks(**behind)
 
 
 def _is_untouched(layer: nn.Module) -> bool:
@@ -305,21 +305,21 @@ def check_head_groups(layer: nn.Module, verdict: Verdict, options: Options) -> N
 def _reasons(form: LayerForm, layer: nn.Module, dtype: torch.dtype | None) -> Iterator[str | None]:
     """Yields why a layer of Llama's shape is not fused, None where a part of it could be."""
     attention, mlp = layer.self_attn, layer.mlp
-    yield process_fallback_reason()
+    yield process_unfused_reason()
     for name in ("input_layernorm", "post_attention_layernorm"):
-        yield norm_fallback_reason(name, getattr(layer, name))
+        yield norm_unfused_reason(name, getattr(layer, name))
     for name in ("q_norm", "k_norm") if form.attention.head_norms else ():
-        yield norm_fallback_reason(name, getattr(attention, name))
+        yield norm_unfused_reason(name, getattr(attention, name))
     for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-        yield projection_fallback_reason(name, getattr(attention, name), dtype)
+        yield projection_unfused_reason(name, getattr(attention, name), dtype)
     if gated_form(computed_forward(mlp)) is None:
         yield "its MLP has a forward of its own"
-    if (reason := call_fallback_reason(mlp)) is not None:
+    if (reason := call_unfused_reason(mlp)) is not None:
         yield f"its MLP {reason}"
     if not is_llamas_rotary(_rotary_of(attention)):
         yield "its rotary embedding is not Llama's"
     forward = original_forward(mlp)
-    yield mlp_fallback_reason(mlp, gated_form(forward) or forward, dtype)
+    yield mlp_unfused_reason(mlp, gated_form(forward) or forward, dtype)
 
 
 def _rotary_of(attention: nn.Module) -> Callable:
@@ -342,7 +342,7 @@ def _chunked_layer(
     dropout 7 % more FLOP in a checkpointed step, counted at Llama-8B's proportions.
     """
     attention, form = layer.self_attn, verdict.form
-    before, behind = verdict.called or _called_parts(layer)
+    before, behind = verdict.in_chunks or _called_parts(layer)
 
     def heads_of(x: torch.Tensor, name: str) -> torch.Tensor:
         heads = getattr(attention, f"{name}_proj")(x).unflatten(-1, (-1, attention.head_dim))

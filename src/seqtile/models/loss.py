@@ -19,10 +19,10 @@ from torch import nn
 from transformers.loss import loss_utils
 from transformers.utils import ModelOutput
 
-from seqtile.models.fallback import Called, call_tiled
 from seqtile.models.find import head_of
 from seqtile.models.first_step import check_first_step
 from seqtile.models.forms import code_of
+from seqtile.models.in_chunks import InChunks, call_in_chunks
 from seqtile.models.lazy_logits import LazyLogits
 from seqtile.models.placement import Options
 from seqtile.models.quantised import is_quantised
@@ -33,8 +33,8 @@ from seqtile.models.weights import (
     defining_path,
     is_sharded,
     named,
-    process_fallback_reason,
-    projection_fallback_reason,
+    process_unfused_reason,
+    projection_unfused_reason,
     read_projection,
     zero3_error,
 )
@@ -155,7 +155,7 @@ def loss_verdict(model: nn.Module) -> Verdict:
         head = getattr(*place_of_head(model))
     except ValueError as error:
         return Verdict("untiled", "it has no head over a vocabulary", str(error))
-    reason, error = head_fallback_reason(head), None
+    reason, error = head_unfused_reason(head), None
     if reason is not None and is_sharded(head):
         error = zero3_error(reason)
     elif (unknown := _unknown_loss_reason(model.loss_function)) is not None:
@@ -164,9 +164,9 @@ def loss_verdict(model: nn.Module) -> Verdict:
     return Verdict("fused" if reason is None else "chunked", reason, error)
 
 
-def head_fallback_reason(head: nn.Module) -> str | None:
-    """Says why lm_head is called rather than read."""
-    reason = process_fallback_reason() or projection_fallback_reason("lm_head", head)
+def head_unfused_reason(head: nn.Module) -> str | None:
+    """Says why lm_head is not fused."""
+    reason = process_unfused_reason() or projection_unfused_reason("lm_head", head)
     if reason is None and is_quantised(head):
         return "lm_head is quantised"
     return "lm_head has an adapter" if reason is None and hasattr(head, "lora_A") else reason
@@ -246,13 +246,13 @@ def _cross_entropy(
         options |= {"class_weight": weight, "label_smoothing": label_smoothing}
         return linear_cross_entropy(hidden, matrix, target, bias=sum(biases) if biases else None, **options)
 
-    return call_inside(head, of_weight, logits.hidden)  # a head that is called has its weight gathered by its own call
+    return call_inside(head, of_weight, logits.hidden)  # a head in chunks has its weight gathered by its own call
 
 
 def _chunked_losses(
     logits: LazyLogits, targets: torch.Tensor, ignore_index: int, chunk_tokens: int | None
 ) -> torch.Tensor:
-    """Computes the loss of every token under a head that is called, ignored ones too: its logits once more in the
+    """Computes the loss of every token under a head that runs in chunks, ignored ones too: its logits once more in the
     backward. 4 u of all tokens."""
 
     def losses_of(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -262,4 +262,6 @@ def _chunked_losses(
 
     # torch's cross-entropy keeps four chunks of logits where ours keeps one
     quarter = max(1, resolve_chunk_tokens(chunk_tokens, logits.hidden.shape[-1]) // 4)
-    return call_tiled(losses_of, Called(head=logits.head), logits.hidden, targets.unsqueeze(-1), chunk_tokens=quarter)
+    return call_in_chunks(
+        losses_of, InChunks(head=logits.head), logits.hidden, targets.unsqueeze(-1), chunk_tokens=quarter
+    )

@@ -1,7 +1,7 @@
 """The tiled forwards of MLPs: of a gated MLP module, and of a mixture's experts.
 
 A gated MLP is known by its forward's source, see forms.py. Any other module that makes something of each token by
-itself is called chunk by chunk. A mixture's experts are given the tokens together with their routes; the router stays
+itself runs in chunks. A mixture's experts are given the tokens together with their routes; the router stays
 as it is, over the whole sequence: its logits are small, and so every token goes where it would go untiled, and what is
 recorded of them for the balancing loss is what Hugging Face records.
 """
@@ -18,23 +18,23 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 from transformers.utils import logging
 
-from seqtile.models.fallback import Called, call_tiled, inside_chunk
 from seqtile.models.forms import code_of, names_in
+from seqtile.models.in_chunks import InChunks, call_in_chunks, inside_chunk
 from seqtile.models.placement import Options, original_forward
 from seqtile.models.verdict import Verdict, Verdicts
 from seqtile.models.weights import (
-    activation_fallback_reason,
     activation_name,
+    activation_unfused_reason,
     check_untransformed,
     defining_path,
     is_sharded,
     leaves_of,
     named,
     own_weights,
-    process_fallback_reason,
-    projection_fallback_reason,
+    process_unfused_reason,
+    projection_unfused_reason,
     read_projection,
-    silu_fallback_reason,
+    silu_unfused_reason,
     zero3_error,
 )
 from seqtile.ops.checks import autocast_dtype
@@ -125,7 +125,7 @@ def tiled_mlp_forward(options: Options, original: Callable) -> Callable:
         def of_chunk(*pieces: torch.Tensor) -> torch.Tensor:
             return original(self, *(piece.contiguous() for piece in pieces))  # some call view
 
-        return call_tiled(of_chunk, verdict.called[0], x, *others, chunk_tokens=options.chunk_tokens)
+        return call_in_chunks(of_chunk, verdict.in_chunks[0], x, *others, chunk_tokens=options.chunk_tokens)
 
     return forward
 
@@ -158,26 +158,26 @@ def mlp_verdict(mlp: nn.Module) -> Verdict:
 
 
 def _verdict(form: Gated | Callable, mlp: nn.Module, dtype: torch.dtype | None) -> Verdict:
-    reason, sharded = mlp_fallback_reason(mlp, form, dtype), is_sharded(mlp)
+    reason, sharded = mlp_unfused_reason(mlp, form, dtype), is_sharded(mlp)
     error = zero3_error(reason) if reason is not None and sharded else None
     how = "fused" if reason is None else "chunked"
-    called = () if reason is None else (Called(mlp=mlp),)
-    return Verdict(how, reason, error, sharded=sharded, parameters=tuple(mlp.parameters()), called=called)
+    in_chunks = () if reason is None else (InChunks(mlp=mlp),)
+    return Verdict(how, reason, error, sharded=sharded, parameters=tuple(mlp.parameters()), in_chunks=in_chunks)
 
 
-def mlp_fallback_reason(mlp: nn.Module, form: Gated | Callable, dtype: torch.dtype | None = None) -> str | None:
-    """Says why an MLP is called rather than read; given the form of its forward, or a forward that has none, and the
+def mlp_unfused_reason(mlp: nn.Module, form: Gated | Callable, dtype: torch.dtype | None = None) -> str | None:
+    """Says why an MLP is not fused; given the form of its forward, or a forward that has none, and the
     dtype of its products where that is known."""
     if not isinstance(form, Gated):
         return f"its forward is {named(form)}"
-    if (reason := process_fallback_reason()) is not None:
+    if (reason := process_unfused_reason()) is not None:
         return reason
     for name in _projections(form):
-        if (reason := projection_fallback_reason(name, getattr(mlp, name, None), dtype)) is not None:
+        if (reason := projection_unfused_reason(name, getattr(mlp, name, None), dtype)) is not None:
             return reason
     if form.module is not None:
-        return activation_fallback_reason(getattr(mlp, form.module))
-    return None if form.ligers else silu_fallback_reason()
+        return activation_unfused_reason(getattr(mlp, form.module))
+    return None if form.ligers else silu_unfused_reason()
 
 
 def _projections(form: Gated) -> tuple[str, ...]:
@@ -210,9 +210,9 @@ def tiled_experts_forward(options: Options, original: Callable) -> Callable:
             return original(seen, hidden, index, weights)
 
         sparsity = num_experts(self) / top_k_index.shape[-1]
-        return call_tiled(
+        return call_in_chunks(
             of_chunk,
-            verdict.called[0],
+            verdict.in_chunks[0],
             hidden_states,
             top_k_index,
             top_k_weights,
@@ -242,7 +242,7 @@ def experts_verdict(experts: nn.Module, dtype: torch.dtype | None = None) -> Ver
     """Finds how a mixture's experts are computed."""
     reason = "tokens are routed to experts"
     error = zero3_error(reason) if is_sharded(experts) else None
-    return Verdict("chunked", reason, error, called=(Called(),))  # PEFT exchanges the class of experts meanwhile
+    return Verdict("chunked", reason, error, in_chunks=(InChunks(),))  # PEFT exchanges the class of experts meanwhile
 
 
 def num_experts(module: nn.Module) -> int:

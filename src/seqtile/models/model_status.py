@@ -33,8 +33,10 @@ class PartStatus:
     """The packages whose forwards run on the rest, such as "transformers" or "liger_kernel"."""
     chunk_tokens: tuple[int, ...]
     """Tokens a chunk, of each kind of module; empty if nothing is tiled."""
-    fallback: str | None
-    """Why some are called chunk by chunk (`seqtile.tiled`) instead of having their weights read, if some are."""
+    fused: int
+    """Of these, the number computed from their weights; the others run in chunks (`seqtile.tiled`)."""
+    reason: str | None
+    """Why some run in chunks, if some do."""
     problem: str | None
     """Why the tiled forward will refuse to run, if it will."""
     head_groups: int | None = None
@@ -45,8 +47,8 @@ class PartStatus:
     def __str__(self) -> str:
         if self.tiled:
             text = f"seqtile, {' or '.join(map(str, self.chunk_tokens))} tokens a chunk"
-            if self.total > 1:
-                text += f", {self.tiled} of {self.total} layers"
+            if self.fused:
+                text += ", fused" if self.total == 1 else f", {self.fused} of {self.total} fused"
             if self.head_groups:
                 text += f", attention by {self.head_groups} groups of heads"
             if self.wrappers:
@@ -60,8 +62,9 @@ class PartStatus:
                 liger = takers == ["liger_kernel"]
                 reason = "liger_kernel took it back" if liger else f"the forward that runs is from {takers[0]}"
             text += f"; {reason}: apply seqtile to this model, last"
-        if self.fallback and not self.problem:
-            text += f"; called chunk by chunk, because {self.fallback}"
+        if self.reason and not self.problem:
+            count = "" if self.total == 1 else f"{self.tiled - self.fused} of {self.total} "
+            text += f"; {count}in chunks: {self.reason}"
         if self.problem:
             text += f"; REFUSES: {self.problem}"
         return text
@@ -131,10 +134,11 @@ def part_status(model: nn.Module, *parts: Part) -> PartStatus:
     placements = {module: placement for module in part_of if (placement := placement_at(module)) and placement.part}
     others = dict.fromkeys(package_of(current_forward(module)) for module in part_of if module not in placements)
     around = dict.fromkeys(package_of(wrapper) for module in part_of for wrapper in wrappers_at(module))
-    fallback = problem = None
+    fused, reason, problem = 0, None, None
     for module, placement in placements.items():
         verdict = part_of[module].verdict(module)
-        fallback = fallback or (verdict.reason if verdict.tileable else None)
+        fused += verdict.how == "fused"
+        reason = reason or (verdict.reason if verdict.tileable else None)
         try:
             part_of[module].check(module, placement.options)
         except ValueError as error:
@@ -155,7 +159,8 @@ def part_status(model: nn.Module, *parts: Part) -> PartStatus:
         total=len(part_of),
         others=tuple(others),
         chunk_tokens=tuple(sorted(chunk_tokens)),
-        fallback=fallback,
+        fused=fused,
+        reason=reason,
         problem=problem,
         head_groups=max(groups, default=None),
         wrappers=tuple(package for package in around if package not in _PASS_ON),

@@ -136,7 +136,7 @@ class Finding(NamedTuple):
     modules: int
     """How many of them the model has."""
     chunked: str | None
-    """Why they are called chunk by chunk; None if they are fused, computed from their weights."""
+    """Why they run in chunks; None if they are fused, computed from their weights."""
     groups: bool
     """True if they are layers whose attention can be computed by groups of heads, and computes the same."""
     refusal: str | None

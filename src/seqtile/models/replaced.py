@@ -123,7 +123,7 @@ def inside_wrappers(module: nn.Module) -> nn.Module:
 
 
 def mixing_reason(function: Callable, sizes: Iterable[int]) -> str | None:
-    """Says why a module, or a function, is not to be called chunk by chunk: a token's output depends on other tokens,
+    """Says why a module, or a function, is not to run in chunks: a token's output depends on other tokens,
     or nothing shows that it does not. A copy of it is tried out; `sizes` are those that its input may have."""
     name = f"a {type(function).__name__}" if isinstance(function, nn.Module) else "a function"
     try:

@@ -45,7 +45,7 @@ class Verdict(NamedTuple):
     """How a module that has a tiled forward is computed."""
 
     how: Literal["fused", "chunked", "untiled"]
-    """From its weights; by calling it chunk by chunk; by its original forward."""
+    """From its weights; by running it once a chunk; by its original forward."""
     reason: str | None = None
     """Why it is not fused."""
     error: str | None = None
@@ -60,8 +60,8 @@ class Verdict(NamedTuple):
     """Those of an MLP."""
     weights: int = 0
     """The numbers in a layer's parameters."""
-    called: tuple[Any, ...] = ()
-    """What of it is called chunk by chunk, see `Called`."""
+    in_chunks: tuple[Any, ...] = ()
+    """What of it runs in chunks, see `InChunks`."""
     sparsity: float = 1
     """Experts / experts a token of what is inside."""
 

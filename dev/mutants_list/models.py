@@ -118,7 +118,7 @@ MUTANTS = (
     Mutant(
         "called again: a change before the backward is not noticed",
         "models/in_chunks.py",
-        "if (active and active != modes) or not called.environment().computes_as(environment):",
+        "if (active and active != modes) or not modules.environment().computes_as(environment):",
         "if active and active != modes:",
         PLAIN,
         select="changed_back",

@@ -14,8 +14,8 @@ from types import MethodType
 import torch
 from benchmark.bench_gated_mlp import liger_tiled_forward
 from benchmark.device import DEVICE
+from benchmark.methods import deepspeed_mlps
 from benchmark.models import build
-from benchmark.rungs import deepspeed_mlps
 from benchmark.shapes import LENGTHS, SHAPES, Case, K, Shape
 from benchmark.subject import Forward, Subject, activations, compiled, needs
 from torch import nn

@@ -1,10 +1,10 @@
 """A training step of a model of Llama-8B's size, at growing length until memory is full: the ladder.
 
 The longest steps take minutes a layer, and their time grows with the square. By calculation, at 400 TFLOP/s on 139 GiB,
-all rungs but the last four come to their ends in this subject's share of 29 minutes, and all in 60 minutes of its own;
-on 80 GB in 29 of its own.
+all methods but the last four come to their ends in this subject's share of 29 minutes, and all in 60 minutes of its
+own; on 80 GB in 29 of its own.
 
-Each rung is a process of its own, since patches are a process's and so is a memory that nobody else used. See
+Each method is a process of its own, since patches are a process's and so is a memory that nobody else used. See
 `benchmark/ladder.py` for what is trained, and `benchmark/missing.py` for what stands for the layers left out.
 """
 
@@ -23,12 +23,13 @@ import torch
 from benchmark.conftest import DEADLINE, MACHINE, directory
 from benchmark.device import DEVICE, free_memory
 from benchmark.ladder import LIMITS
-from benchmark.rungs import RUNGS
+from benchmark.methods import METHODS
 from benchmark.subject import Absent, needs
 
-SHARES = dict(zip(RUNGS, (2, 4, 4, 3, 4, 7, 10, 3, 4, 3, 5), strict=True))  # of the time; what one leaves the next have
-STARTING = 15  # seconds that a rung's process takes before its first step
-PATIENCE = 60  # seconds beyond its own that a rung has to end
+SHARES = dict(zip(METHODS, (2, 4, 4, 3, 4, 7, 10, 3, 4, 3, 5), strict=True))
+"""Of the time; what one leaves the next have."""
+STARTING = 15  # seconds that a method's process takes before its first step
+PATIENCE = 60  # seconds beyond its own that a method has to end
 FEWER = {
     "smoke": ("huggingface", "seqtile_head_groups_offload_weights"),
     "quick": (
@@ -39,19 +40,19 @@ FEWER = {
         "seqtile_head_groups_offload_weights",
     ),
 }
-"""Of a size: the rungs, where these are not all; of a quick run as few as tell the story, since each takes seconds to
+"""Of a size: the methods, where these are not all; of a quick run as few as tell the story, since each takes seconds to
 start."""
 ROOT = Path(__file__).parent.parent
 
 
-def rungs(size: str) -> list[str]:
-    return list(FEWER.get(size, RUNGS))
+def methods(size: str) -> list[str]:
+    return list(FEWER.get(size, METHODS))
 
 
-def seconds_of(rung: str, left: float, size: str = "full") -> float:
-    """Of those left, how many a rung has: what its process takes to start, and its share of the rest."""
-    names = rungs(size)
-    shares = [SHARES[name] for name in names[names.index(rung) :]]
+def seconds_of(method: str, left: float, size: str = "full") -> float:
+    """Of those left, how many a method has: what its process takes to start, and its share of the rest."""
+    names = methods(size)
+    shares = [SHARES[name] for name in names[names.index(method) :]]
     return STARTING + (left - STARTING * len(shares)) * shares[0] / sum(shares)
 
 
@@ -64,9 +65,9 @@ def limit_of(size: str, gigabytes: float | None) -> int:
     return min(free, int(gigabytes * 1e9) if gigabytes else total)
 
 
-def climbed(rung: str, size: str, limit: int, deadline: float, tflops: float, file: Path) -> dict[str, Any]:
-    """What the process of a rung found, before it died, if it did; in `file` while it runs."""
-    command = [sys.executable, "-m", "benchmark.ladder", rung, str(file)]
+def climbed(method: str, size: str, limit: int, deadline: float, tflops: float, file: Path) -> dict[str, Any]:
+    """What the process of a method found, before it died, if it did; in `file` while it runs."""
+    command = [sys.executable, "-m", "benchmark.ladder", method, str(file)]
     command += ["--size", size, "--limit", str(limit), "--deadline", str(deadline), "--matmul-tflops", str(tflops)]
     path = os.pathsep.join([str(ROOT), str(ROOT / "test"), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": path}
@@ -88,17 +89,17 @@ def climbed(rung: str, size: str, limit: int, deadline: float, tflops: float, fi
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    metafunc.parametrize("contestant", rungs(metafunc.config.getoption("--size")))
+    metafunc.parametrize("contestant", methods(metafunc.config.getoption("--size")))
 
 
 def test_model_step(record, request: pytest.FixtureRequest, contestant: str) -> None:
     option, now = request.config.getoption, time.time()
     size, tflops = option("--size"), request.config.stash[MACHINE]["matmul_tflops"]
     seconds = seconds_of(contestant, request.config.stash[DEADLINE] - now, size)
-    file = directory(request.config) / f"model_step-{contestant}.rung"
+    file = directory(request.config) / f"model_step-{contestant}.unfinished"
     row: dict[str, Any] = {"status": "no time left"}
     try:
-        for package in RUNGS[contestant].needs:
+        for package in METHODS[contestant].needs:
             needs(package)
         if seconds > 0:
             limit = limit_of(size, option("--memory-limit"))

@@ -7,7 +7,7 @@ from functools import partial
 from typing import Any, Protocol
 
 import torch
-from benchmark.rungs import Rung
+from benchmark.methods import Method
 from benchmark.shapes import K, Shape
 
 
@@ -24,14 +24,14 @@ class Size:
     fewest: int = 2
     """Layers of a step that takes much of the time."""
 
-    def of(self, rung: Rung) -> "Size":
+    def of(self, method: Method) -> "Size":
         """Where inputs are offloaded, the loss is what needs most for longer (of Llama-8B beyond 64K tokens, by head
         groups beyond 128K), and only then is it seen how memory grows; and a layer by itself shows what a whole model
         needs."""
-        size = replace(self, layers=2) if "weights" in rung.offload else self
-        if "activations" in rung.offload:
+        size = replace(self, layers=2) if "weights" in method.offload else self
+        if "activations" in method.offload:
             first, last = size.lengths
-            last *= 4 if "head_groups" in rung.setup else 2
+            last *= 4 if "head_groups" in method.setup else 2
             size = replace(size, lengths=(first, last, 2 * last), fewest=1)
         return size
 

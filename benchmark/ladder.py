@@ -1,6 +1,6 @@
-"""One rung of the ladder, in a process of its own: steps at growing length until memory is full.
+"""One method of the ladder, in a process of its own: steps at growing length until memory is full.
 
-python -m benchmark.ladder RUNG FILE --size SIZE --limit BYTES --deadline TIME --matmul-tflops RATE
+python -m benchmark.ladder METHOD FILE --size SIZE --limit BYTES --deadline TIME --matmul-tflops RATE
 
 A model of all its layers' size is trained with fewer of them, see `Missing`: bfloat16 weights, gradients that begin at
 None, SGD (an AdamW's states would be in host memory, as in ALST's recipes), every layer checkpointed. A step counts if
@@ -19,8 +19,8 @@ import torch
 from benchmark.climb import SIZES, Step, climb, model_flops
 from benchmark.contest import allowed
 from benchmark.device import DEVICE, DTYPE, Watch, free_memory, peak_bytes
+from benchmark.methods import METHODS, Method, WrongStep, check_step, error, prepared
 from benchmark.missing import Missing
-from benchmark.rungs import RUNGS, Rung, WrongStep, check_step, error, prepared
 from benchmark.shapes import SHAPES, K, Shape, small
 from transformers import PreTrainedModel
 
@@ -32,10 +32,10 @@ WARM = 32 * K  # tokens: up to here the median of three steps after a first one;
 
 
 class Runner:
-    """Steps of one rung."""
+    """Steps of one method."""
 
-    def __init__(self, rung: Rung, shape: Shape, limit: int, deadline: float, matmul: float):
-        self.rung, self.shape, self.limit, self.deadline = rung, shape, limit, deadline
+    def __init__(self, method: Method, shape: Shape, limit: int, deadline: float, matmul: float):
+        self.method, self.shape, self.limit, self.deadline = method, shape, limit, deadline
         self.matmul = matmul  # FLOP/s
         self.model: PreTrainedModel | None = None
 
@@ -43,7 +43,7 @@ class Runner:
         if self.model is None or len(self.model.model.layers) != layers:
             self.model = None
             free_memory()
-            self.model = prepared(self.rung, self.shape, layers)
+            self.model = prepared(self.method, self.shape, layers)
         self.model.zero_grad(set_to_none=True)  # of a step that memory was too small for
         return self.model
 
@@ -54,7 +54,7 @@ class Runner:
         optimizer = torch.optim.SGD(model.parameters(), lr=1e-5, foreach=False)
         ids = torch.randint(self.shape.vocab, (1, tokens), device=DEVICE)
         watches: list[Watch] = []
-        with Missing(model, self.shape, tokens, offload=self.rung.offload) as missing:
+        with Missing(model, self.shape, tokens, offload=self.method.offload) as missing:
 
             def step() -> None:
                 watches.append(Watch())
@@ -83,40 +83,40 @@ class Runner:
         return Step(tokens, layers, used, seconds, a_second, rate / self.matmul)
 
 
-def predicted(rung: Rung, shape: Shape, limit: int) -> int | None:
-    """The longest length by seqtile.memory, where it knows the rung. A plan counts a GiB for CUDA, the limit none."""
-    if rung.setup is None:
+def predicted(method: Method, shape: Shape, limit: int) -> int | None:
+    """The longest length by seqtile.memory, where it knows the method. A plan counts a GiB for CUDA, the limit none."""
+    if method.setup is None:
         return None
-    setup = {"zero_stage": 0, "optimizer": "sgd", "dtype": str(DTYPE).removeprefix("torch.")} | rung.setup
+    setup = {"zero_stage": 0, "optimizer": "sgd", "dtype": str(DTYPE).removeprefix("torch.")} | method.setup
     return memory.longest(shape, gpu_memory_gib=1 + limit / 2**30, host_memory_gib=2**20, **setup).tokens
 
 
-def host_bytes(rung: Rung, shape: Shape, tokens: int) -> int:
+def host_bytes(method: Method, shape: Shape, tokens: int) -> int:
     """What a whole model would have in host memory: the inputs of all layers but the last; weights and gradients of all
     layers. Nothing of an optimizer."""
-    inputs = (shape.layers - 1) * tokens * shape.hidden if "activations" in rung.offload else 0
-    states = 2 * shape.layers * shape.layer_parameters if "weights" in rung.offload else 0
+    inputs = (shape.layers - 1) * tokens * shape.hidden if "activations" in method.offload else 0
+    states = 2 * shape.layers * shape.layer_parameters if "weights" in method.offload else 0
     return (inputs + states) * DTYPE.itemsize
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("rung", choices=list(RUNGS))
+    parser.add_argument("method", choices=list(METHODS))
     parser.add_argument("file", type=Path)
     parser.add_argument("--size", choices=list(SIZES), required=True)
     parser.add_argument("--limit", type=int, required=True)
     parser.add_argument("--deadline", type=float, required=True)
     parser.add_argument("--matmul-tflops", type=float, required=True)
     given = parser.parse_args()
-    rung, size = RUNGS[given.rung], SIZES[given.size]
+    method, size = METHODS[given.method], SIZES[given.size]
     if DEVICE == "cuda":
         torch.cuda.set_per_process_memory_fraction(min(1.0, given.limit / torch.cuda.mem_get_info()[1]))
         if given.limit < SMALL_GPU:
             size = replace(size, shape="smollm2_135m", layers=min(size.layers, SHAPES["smollm2_135m"].layers))
     shape = replace(SHAPES[size.shape], layers=max(8, SHAPES[size.shape].layers))
     found: dict[str, Any] = {"status": "measured", "shape": size.shape, "limit_bytes": given.limit, "steps": []}
-    found |= {"layers": shape.layers, "predicted": predicted(rung, shape, given.limit)}
-    found |= {"in_host_memory": rung.in_host_memory}
+    found |= {"layers": shape.layers, "predicted": predicted(method, shape, given.limit)}
+    found |= {"in_host_memory": method.in_host_memory}
     found |= {"ended_by": "death", "failed_at": None}  # until it is known better
 
     def write(**more: Any) -> None:
@@ -127,19 +127,19 @@ def main() -> None:
         found["steps"] += [asdict(step)] if fits else []
         write(**({} if fits else {"failed_at": step}))
         took = f", {step.bytes / 2**30:.2f} GiB, {step.seconds:.2f} s" if fits else " do not fit"
-        print(f"{given.rung}: {step.tokens if fits else step:,} tokens{took}", flush=True)
+        print(f"{given.method}: {step.tokens if fits else step:,} tokens{took}", flush=True)
 
-    ours, theirs = error(rung, small(shape))
+    ours, theirs = error(method, small(shape))
     found["error"] = ours
     if not ours <= allowed(theirs):
         return write(status="wrong", why=f"relative error {ours:.1e}")
     try:
-        runner = Runner(rung, shape, given.limit, given.deadline, 1e12 * given.matmul_tflops)
-        steps, end = climb(runner, size.of(rung), say)
+        runner = Runner(method, shape, given.limit, given.deadline, 1e12 * given.matmul_tflops)
+        steps, end = climb(runner, size.of(method), say)
     except WrongStep as error_at_length:
         return write(status="wrong", why=f"{error_at_length}, after {len(found['steps'])} steps", steps=[])
-    if steps and rung.offload:
-        end["host_bytes"] = host_bytes(rung, shape, steps[-1].tokens)
+    if steps and method.offload:
+        end["host_bytes"] = host_bytes(method, shape, steps[-1].tokens)
     write(**end)
 
 

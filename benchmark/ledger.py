@@ -24,12 +24,13 @@ from benchmark.shapes import LENGTHS, SHAPES, UNHURRIED, cases
 from benchmark.subject import Forward, Subject
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from seqtile import apply_seqtile
 from seqtile.kernels import dispatch
+from seqtile.memory.features import apply_options, with_features
+from seqtile.memory.measure import PRODUCTS, tensors_of
+from seqtile.memory.setup import Setup
 
-PRODUCTS = ("mm", "addmm", "addmm_", "bmm")
 WRITTEN = {  # by our kernels that a simulation skips; they read whatever else they are given
     "gated_activation_": ("gate",),
     "gated_activation_backward_": ("gate", "up", "d_product"),
@@ -37,11 +38,9 @@ WRITTEN = {  # by our kernels that a simulation skips; they read whatever else t
     "rms_norm_backward": ("out",),
     "rotary_": ("x",),
 }
-LAYERS: dict[str, dict[str, object] | None] = {
-    "huggingface": None,
-    "seqtile": {},
-    "seqtile_layer": {"layer": True},
-    "seqtile_head_groups": {"layer": True, "head_groups": "auto"},
+LAYERS: dict[str, dict[str, object] | None] = {"huggingface": None} | {
+    f"seqtile{name}": apply_options(with_features(Setup(), feature))
+    for name, feature in {"": "loss, MLP", "_layer": "loss, MLP, layer", "_head_groups": "groups"}.items()
 }
 """Contestants, and what each asks of `apply_seqtile`."""
 
@@ -110,7 +109,7 @@ def is_free(func: torch._ops.OpOverload) -> bool:
 def entry(name: str, args: tuple, kwargs: dict, result: object) -> Entry:
     given = tensors_of((args, {key: value for key, value in kwargs.items() if key != "out"}))
     if name in PRODUCTS:
-        left, right = (args[0], args[1]) if name in ("mm", "bmm") else (args[1], args[2])
+        left, right = args[PRODUCTS[name] :][:2]
         flops = 2 * left.numel() * right.shape[-1]
         wide = result.dtype == torch.float32 and left.dtype != torch.float32
         times = 2 if name.startswith("addmm") and kwargs.get("beta", 1) != 0 else 1
@@ -127,10 +126,6 @@ def entry(name: str, args: tuple, kwargs: dict, result: object) -> Entry:
     elif name == "index_copy_":
         return Entry(name, 0, 2 * size_of(given[-1:]))
     return Entry(name, 0, size_of(given) + size_of(tensors_of(result)))
-
-
-def tensors_of(tree: object) -> list[torch.Tensor]:
-    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
 def size_of(tensors: Iterable[torch.Tensor]) -> int:

@@ -6,7 +6,7 @@ from benchmark.shapes import Shape
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from seqtile import offload
-from seqtile.offload.checkpointing import Checkpoints, enable_checkpointing, hand_out
+from seqtile.offload.checkpointing import Checkpoints, enable_checkpointing, install
 from seqtile.offload.store import Copies, Pool, Store
 
 
@@ -40,4 +40,4 @@ def offloaded(model: PreTrainedModel) -> None:
         offload.enable(model)
     else:  # what the store costs: there is no other memory
         enable_checkpointing(model)
-        hand_out(Checkpoints(Store(Pool(), Copies(torch.device(DEVICE)))), model, keep_last=1)
+        install(Checkpoints(Store(Pool(), Copies(torch.device(DEVICE)))), model, keep_last=1)

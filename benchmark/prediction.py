@@ -6,6 +6,8 @@ from typing import Any
 import matplotlib
 
 from seqtile import memory
+from seqtile.memory.features import with_features
+from seqtile.memory.setup import GIB
 
 matplotlib.use("Agg")
 from matplotlib import pyplot
@@ -14,19 +16,23 @@ from matplotlib.ticker import FuncFormatter, NullFormatter
 PICTURE = Path(__file__).parent.parent / "docs" / "images" / "peak.svg"
 MODEL, GPU_GIB = "meta-llama/Llama-3.1-8B", 80
 COMMON = {"lora_rank": 16, "gpu_memory_gib": GPU_GIB}
-LAYER = {"tiles": ("loss", "mlp", "layer"), "head_groups": "auto"}
-LINES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {  # label -> fields of memory.Setup, style
-    "Hugging Face": ({"tiles": ()}, {"color": "#8c8c8c", "linestyle": ":"}),
-    "with Liger": ({"tiles": ("loss",), "liger": True}, {"color": "#8c8c8c", "linestyle": "--"}),
-    "seqtile": ({}, {"color": "#1f6feb", "linestyle": "--"}),
-    "seqtile, layer=True, head_groups": (LAYER, {"color": "#1f6feb", "linestyle": "-."}),
-    "and offload": (LAYER | {"offload": ("activations",)}, {"color": "#1f6feb", "linestyle": "-"}),
+LINES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {  # label -> features of seqtile.memory, style
+    "Hugging Face": (("nothing",), {"color": "#8c8c8c", "linestyle": ":"}),
+    "with Liger": (("loss", "Liger"), {"color": "#8c8c8c", "linestyle": "--"}),
+    "seqtile": (("loss, MLP",), {"color": "#1f6feb", "linestyle": "--"}),
+    "seqtile, layer=True, head_groups": (("groups",), {"color": "#1f6feb", "linestyle": "-."}),
+    "and offload": (("groups", "host"), {"color": "#1f6feb", "linestyle": "-"}),
 }
+
+
+def setups() -> dict[str, dict[str, Any]]:
+    """Returns the fields of memory.Setup of each line."""
+    return {label: vars(with_features(memory.Setup(**COMMON), *names)) for label, (names, _) in LINES.items()}
 
 
 def longest() -> dict[str, int]:
     """Returns the longest sequence predicted for each line."""
-    return {label: memory.longest(MODEL, **COMMON, **setup).tokens for label, (setup, _) in LINES.items()}
+    return {label: memory.longest(MODEL, **setup).tokens for label, setup in setups().items()}
 
 
 def draw(file: Path = PICTURE) -> None:
@@ -34,9 +40,11 @@ def draw(file: Path = PICTURE) -> None:
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "seqtile", "font.size": 11})
     figure, axes = pyplot.subplots(figsize=(8, 4.6), layout="constrained")
     lengths = [4096 * 2 ** (step / 4) for step in range(36)]
-    for (label, (setup, style)), end in zip(LINES.items(), longest().values(), strict=True):
+    found = longest()
+    for label, setup in setups().items():
+        end, (_, style) = found[label], LINES[label]
         tokens = sorted([*(int(length) for length in lengths if length < end), end])
-        peaks = [memory.plan(MODEL, seq_len=length, **COMMON, **setup).gpu_bytes / memory.GIB for length in tokens]
+        peaks = [memory.plan(MODEL, seq_len=length, **setup).gpu_bytes / GIB for length in tokens]
         axes.plot(tokens, peaks, linewidth=2.2, label=f"{label}: {end:,} tokens", **style)
         axes.plot(end, GPU_GIB, "o", color=style["color"])
     axes.axhline(GPU_GIB, color="black", linewidth=1)

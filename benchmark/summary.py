@@ -13,7 +13,7 @@ from benchmark.terminal import figure, longest
 
 
 def found_in(directory: Path) -> list[Results]:
-    """Of each file; rows of a subject, or of a rung, that has not ended stand by themselves."""
+    """Of each file; rows of a subject, or of a method, that has not ended stand by themselves."""
     found = [load(file) for file in sorted(directory.glob("*.json"))]
     for file in sorted(directory.glob("*.jsonl")):
         subject = rows.subject_of(file)
@@ -21,7 +21,7 @@ def found_in(directory: Path) -> list[Results]:
         for name in {row["subject"] for row in subject.rows}:
             device = machine.get("device", "?")
             found.append(Results(device, "not ended", file.stem, subjects={name: subject}))
-    for file in sorted(directory.glob("*.rung")):
+    for file in sorted(directory.glob("*.unfinished")):
         row = json.loads(file.read_text()) | {"subject": "model_step", "contestant": file.stem.partition("-")[2]}
         found.append(Results("?", "not ended", file.stem, subjects={"model_step": Subject(None, 0, None, None, [row])}))
     return found

@@ -67,7 +67,7 @@ def _contest(rows: list[Row]) -> Table:
 
 def _ladder(rows: list[Row]) -> Table:
     figures = "peak, GiB|s a step|tokens/s|utilisation|longest|does not fit|predicted|host, GiB|error"
-    table = _table("rung|in host memory|tokens, layers run", figures)
+    table = _table("method|in host memory|tokens, layers run", figures)
     for row in rows:
         table.add_section()
         if not row.get("steps"):

@@ -27,7 +27,6 @@ from seqtile.models.small import config_of_all_kinds, small_model
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "models.md"
 CONSTRAINTS = (ROOT / "dev" / "constraints.txt").read_text()
-COLUMNS: tuple[Part, ...] = (LOSS, MLP, EXPERTS, LAYER)
 
 
 def config_of(model_type: str, said: dict[str, Any] | None = None) -> PreTrainedConfig:
@@ -45,13 +44,13 @@ def found_in(model_type: str, said: dict[str, Any] | None = None) -> list[Findin
 
 def row(model_type: str, found: list[Finding]) -> str:
     """Returns a type's line of the table."""
-    cells = [f"`{model_type}`", *(_cell([one for one in found if one.part is part]) for part in COLUMNS)]
+    cells = [f"`{model_type}`", *(_cell([one for one in found if one.part is part]) for part in proof.PROVEN_ALONE)]
     cells.append("yes" if any(one.groups for one in found) else "")
     return f"| {' | '.join(cells)} |"
 
 
 def _cell(found: list[Finding]) -> str:
-    words = ["refused" if one.refusal else "called" if one.called else "read" for one in found]
+    words = ["refused" if one.refusal else "chunked" if one.chunked else "fused" for one in found]
     return ", ".join(dict.fromkeys(words))
 
 

@@ -116,10 +116,12 @@ def full(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture(scope="session")
 def pool(request: pytest.FixtureRequest) -> Iterator:
-    """A `Pool` of as many ranks as its parameter says, (number, True) with DeepSpeed: it stays from test to test."""
+    """A `Pool` that stays from test to test, of as many ranks as its parameter says. A tuple of several says what else
+    the tests of a pool have in common: with "zero" in its name, DeepSpeed."""
     from support.pool import Pool
 
-    pool = Pool(*request.param) if isinstance(request.param, tuple) else Pool(request.param)
+    count, kind = request.param if isinstance(request.param, tuple) else (request.param, "")
+    pool = Pool(count, deepspeed="zero" in kind)
     yield pool
     pool.close()
 

@@ -216,7 +216,7 @@ CUTS = (
         ("llama", "layer.compile-False", "dynamic"),
         "10 s of compiler each, of the same graph",
     ),
-    Cut(("bench/test_ladder.py::test_what_runs_is_right",), ("seqtile_loss_mlp",), "each rung asks it of itself"),
+    Cut(("bench/test_ladder.py::test_what_runs_is_right",), ("seqtile_loss_mlp",), "each method asks it of itself"),
 )
 INTERPRETED = (  # where a row of a kernel takes a millisecond
     Cut(("kernels/test_compiled.py",), (), "the interpreter replaces the compiler"),

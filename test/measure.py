@@ -1,12 +1,42 @@
 """Laws without a clock: FLOP counted and live bytes tracked, see seqtile/memory/measure.py."""
 
+from typing import Any
+
 import pytest
+import torch
 
 from seqtile.kernels.dispatch import triton
-from seqtile.memory.measure import FlopCount, LiveBytes
-
-__all__ = ["FlopCount", "LiveBytes", "eager_memory"]
+from seqtile.memory import measure
 
 eager_memory = pytest.mark.skipif(
     triton is not None and triton.knobs.runtime.interpret, reason="the interpreter has tensors of its own"
 )
+
+
+class FlopCount(measure.FlopCount):
+    """How many products there were, too, and the names of those that are not counted."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = 0
+        self.unknown: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        name = func.overloadpacket.__name__
+        if name in measure.PRODUCTS:
+            self.calls += 1
+        elif name in ("mv", "addmv", "dot", "linear") or "matmul" in name:
+            self.unknown.add(name)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
+class LiveBytes(measure.LiveBytes):
+    """The bytes of the largest storage, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        super()._add(storage)
+        self.largest = max(self.largest, storage.nbytes())

@@ -9,7 +9,8 @@ from torch import nn
 
 import seqtile
 from seqtile.arch import ARCHS, Arch
-from tiny import config_of
+from seqtile.models.find import experts_in, mlps_of
+from tiny import CLASSES, config_of, modeling_of, name_of_class
 
 PAGE = (Path(__file__).parents[1] / "docs" / "models.md").read_text()
 every_architecture = pytest.mark.parametrize("arch", ARCHS.values(), ids=ARCHS)
@@ -18,25 +19,27 @@ every_architecture = pytest.mark.parametrize("arch", ARCHS.values(), ids=ARCHS)
 def model_of(arch: Arch, **changes: object) -> nn.Module:
     """A tiny model without data; of a mixture the second layer has no experts, where its config knows of such."""
     with torch.device("meta"):
-        return arch.causal_lm(config_of(arch.model_type, **changes))
+        return CLASSES[arch.model_type][1](config_of(arch.model_type, **changes))
 
 
 @every_architecture
 def test_defaults(arch: Arch) -> None:
     """Its config class has them, and a config.json may leave them out; Qwen2's has no attention_bias: always true."""
-    config = arch.causal_lm.config_class()
+    config = CLASSES[arch.model_type][0]()
     assert arch.defaults == {name: getattr(config, name, True) for name in arch.defaults}
 
 
 @every_architecture
 def test_projections(arch: Arch) -> None:
     """Those that are one, and those that have a bias where the config asks for it."""
-    layer = model_of(arch, attention_bias=True).model.layers[-1]
+    model = model_of(arch, attention_bias=True)
+    layer = model.model.layers[-1]
     projections = {name: child for name, child in layer.self_attn.named_children() if name.endswith("_proj")}
     assert projections.keys() == ({"qkv_proj", "o_proj"} if "qkv" in arch.fused else {f"{x}_proj" for x in "qkvo"})
     assert {name[0] for name, child in projections.items() if child.bias is not None} == set(arch.attention_bias)
-    if "MLP" in arch.mlps:
-        assert hasattr(layer.mlp, "gate_up_proj") == ("gate_up" in arch.fused)
+    fused = {hasattr(mlp, "gate_up_proj") for mlp in mlps_of(model)}
+    assert fused == (set() if arch.model_type == "mixtral" else {"gate_up" in arch.fused})
+    assert bool(experts_in(model)) == arch.routed
 
 
 @every_architecture
@@ -62,7 +65,7 @@ def test_dtype_of_what_a_norm_multiplies_by(arch: Arch) -> None:
 
 @every_architecture
 def test_scaled_embeddings(arch: Arch) -> None:
-    source = inspect.getsource(arch.base_class.forward)
+    source = inspect.getsource(getattr(modeling_of(arch.model_type), name_of_class(arch.model_type, "Model")).forward)
     assert ("inputs_embeds = inputs_embeds *" in source) == (arch.embedding_scale is not None)
     assert arch.embedding_scale is None or f"inputs_embeds * self.{arch.embedding_scale}" in source
 
@@ -71,6 +74,6 @@ def test_the_pages_status() -> None:
     """What docs/models.md says that `status` prints of Llama-3.1-8B."""
     widths = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "vocab_size": 128256}
     with torch.device("meta"):
-        model = ARCHS["llama"].causal_lm(config_of("llama", **widths))
+        model = CLASSES["llama"][1](config_of("llama", **widths))
     seqtile.apply_seqtile(model)
     assert f"```text\n{seqtile.status(model)}\n```" in PAGE

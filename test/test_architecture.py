@@ -22,7 +22,7 @@ SUBPACKAGES = {  # subpackage -> those that it may import
     "modules": {"ops"},
     "models": {"arch", "protocols", "rules", "ops", "modules"},
     "offload": set(),
-    "sp": {"arch", "protocols", "rules"},
+    "sp": {"protocols", "rules"},
     "memory": {"arch", "rules", "models"},
     "integrations": {"ops", "models", "offload", "fitting"},
     "fitting": {"models", "offload", "memory"},
@@ -33,6 +33,7 @@ SUBPACKAGES = {  # subpackage -> those that it may import
 FOREIGN = {  # package -> the subpackages that may import it; a package that is not here may be imported nowhere
     "torch": set(SUBPACKAGES) - {"arch", "rules"},
     "triton": {"kernels"},
+    "filelock": {"offload"},
     "deepspeed": {"recipes"},
     "transformers": {"models", "memory", "sp", "recipes", "offload", "integrations"},
     "accelerate": {"integrations"},

@@ -8,11 +8,11 @@ from torch import nn
 from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
 import seqtile
-import seqtile.memory.simulate
 from seqtile import memory
 from seqtile.fitting import cheapest
-from seqtile.memory.simulate import FEATURES, Simulation
-from seqtile.models.base_model import is_checkpointed
+from seqtile.memory.setup import GIB
+from seqtile.memory.simulate import Simulation
+from seqtile.models.find import is_checkpointed
 from tiny import batch_of, build
 
 LLAMA_8B = LlamaConfig(
@@ -137,11 +137,13 @@ QWEN = Qwen3_5TextConfig(
 def test_of_a_simulation_the_first_that_fits(gib: float, tiled: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Weights and optimizer, 1 GiB for CUDA, and what is said to be simulated: a GiB, or half of one."""
 
-    def simulated(cls: type, *_: object) -> list[Simulation]:
-        assert cls is Qwen3_5ForCausalLM
-        return [Simulation(name, of * 2.0**30, 1, 0, 0, 0) for name, of in zip(FEATURES, (3, 2, 1, 0.5), strict=True)]
+    sizes = {("loss", "mlp"): 1.0, memory.TILES: 0.5}
 
-    monkeypatch.setattr(seqtile.memory.simulate, "simulations", simulated)
+    def run(self: Simulation, setup: memory.Setup) -> tuple[float, float]:
+        assert self.model_class is Qwen3_5ForCausalLM
+        return sizes[setup.tiles] * GIB, 1
+
+    monkeypatch.setattr(Simulation, "run", run)
     model = on_meta(QWEN, torch.float32)
     if not tiled:
         with pytest.raises(ValueError, match="too large"):

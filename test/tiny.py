@@ -1,14 +1,17 @@
 """Tiny models of every supported architecture, batches for them, and Liger applied to them and taken off again."""
 
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from types import ModuleType
 
 import numpy
 import pytest
 import torch
 from packaging.version import Version
 from torch import nn
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
 from seqtile.arch import ARCHS
 from seqtile.kernels.dispatch import triton
@@ -50,7 +53,21 @@ _EXTRA = {
     },
     "smollm3": {"mlp_bias": True},
 }
-CLASSES = {name: (arch.causal_lm.config_class, arch.causal_lm, _EXTRA.get(name, {})) for name, arch in ARCHS.items()}
+_CAUSAL_LMS = {name: MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[name]] for name in ARCHS}
+CLASSES = {name: (cls.config_class, cls, _EXTRA.get(name, {})) for name, cls in _CAUSAL_LMS.items()}
+
+
+def modeling_of(arch: str) -> ModuleType:
+    return sys.modules[_CAUSAL_LMS[arch].__module__]
+
+
+def name_of_class(arch: str, kind: str) -> str:
+    """The name of an architecture's class of a kind, such as "DecoderLayer"."""
+    return _CAUSAL_LMS[arch].__name__.removesuffix("ForCausalLM") + kind
+
+
+MLPS = {name: [name_of_class(name, "MLP")] for name in ARCHS}
+MLPS |= {"mixtral": ["MixtralExperts"], "qwen3_moe": ["Qwen3MoeMLP", "Qwen3MoeExperts"]}
 
 
 def config_of(arch: str, **changes: object):
@@ -161,14 +178,14 @@ def make_interpretable(model: nn.Module) -> None:
 @contextmanager
 def modeling_restored() -> Iterator[None]:
     """Puts every modeling module, causal-LM class and torch's cross-entropy back: Liger cannot be taken off."""
-    modules = {arch: dict(vars(ARCHS[arch].modeling)) for arch in CLASSES}
+    modules = {arch: dict(vars(modeling_of(arch))) for arch in CLASSES}
     forwards = {cls: cls.forward for _, cls, _ in CLASSES.values()}
     cross_entropy = torch.nn.functional.cross_entropy
     try:
         yield
     finally:
         for arch, before in modules.items():
-            vars(ARCHS[arch].modeling).update(before)
+            vars(modeling_of(arch)).update(before)
         for cls, forward in forwards.items():
             cls.forward = forward
         torch.nn.functional.cross_entropy = cross_entropy

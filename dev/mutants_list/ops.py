@@ -55,7 +55,7 @@ MUTANTS = (
     Mutant(
         "loss: gradients are not divided by the temperature",
         "ops/logit_chunks.py",
-        "factor.reshape(1) / spec.temperature",
+        "factor.reshape(1) / spec.options[0].temperature",
         "factor.reshape(1)",
         OPTIONS,
     ),
@@ -74,14 +74,14 @@ MUTANTS = (
         LOSS,
     ),
     Mutant(
-        "weight gradient: only the last tile's stays",
+        "weight gradient: only the last chunk's stays",
         "ops/linear.py",
         "beta = 0 if self._empty else 1",
         "beta = 0",
         LOSS,
     ),
     Mutant(
-        "weight gradient: tiles add up in the weight's dtype",
+        "weight gradient: chunks add up in the weight's dtype",
         "ops/linear_cross_entropy.py",
         "accumulate_dtype or own_dtype",
         "own_dtype",
@@ -103,7 +103,7 @@ MUTANTS = (
         select="main_grad",
     ),
     Mutant(
-        "weight gradient: of tiles whose gradients are there already only the last stays",
+        "weight gradient: of chunks whose gradients are there already only the last stays",
         "ops/linear.py",
         "self.buffer.copy_(gradient) if self._empty else self.buffer.add_(gradient)",
         "self.buffer.copy_(gradient)",
@@ -126,10 +126,10 @@ MUTANTS = (
         select="bad_input",
     ),
     Mutant(
-        "tiles: a last tile of one token is lost",
+        "chunks: a last chunk of one token is lost",
         "ops/chunks.py",
-        "for start in range(0, tokens, chunk_tokens):",
-        "for start in range(0, tokens - 1 if tokens > 1 else 1, chunk_tokens):",
+        "pairwise([*range(0, tokens, chunk_tokens), tokens])",
+        "pairwise([*range(0, tokens, chunk_tokens), max(1, tokens - 1)])",
         ("ops/test_chunks.py",),
     ),
     Mutant(
@@ -184,7 +184,7 @@ MUTANTS = (
         TILED,
     ),
     Mutant(
-        "tiled: tiles do not know of other dimensions' tokens",
+        "tiled: chunks do not know of other dimensions' tokens",
         "ops/tiled.py",
         "// max(1, tokens_of_one))",
         ")",

@@ -17,15 +17,15 @@ MUTANTS = (
     Mutant(
         "layer: of the groups' gradients only the last stays",
         "ops/decoder_layer/qkv.py",
-        "out=self._d_normed[chunk], add=add)",
-        "out=self._d_normed[chunk], add=False)",
+        "out=self._d_normed[chunk], add=add or i > 0)",
+        "out=self._d_normed[chunk], add=i > 0)",
         GRADIENTS,
     ),
     Mutant(
         "layer: the rotary embedding's gradient is turned forwards",
         "ops/decoder_layer/qkv.py",
-        "rotary_(d_heads, cos[chunk], sin[chunk], backward=True)",
-        "rotary_(d_heads, cos[chunk], sin[chunk])",
+        "rotary_(d_qk, *inputs.angles(chunk), backward=True)",
+        "rotary_(d_qk, *inputs.angles(chunk))",
         GRADIENTS,
     ),
     Mutant(
@@ -51,10 +51,10 @@ MUTANTS = (
         GRADIENTS,
     ),
     Mutant(
-        "layer: adapters' scale is left out where projections are stacked",
+        "layer: adapters' scale is left out of a gradient",
         "ops/linear.py",
-        ".add_(d_b[outputs, ranks] * part.scale)",
-        ".add_(d_b[outputs, ranks])",
+        "sums.b.add(d_y, torch.mm(x, self.a.T).mul_(self.scale))",
+        "sums.b.add(d_y, torch.mm(x, self.a.T))",
         LAYER,
         select="adapters",
     ),

@@ -13,14 +13,14 @@ MUTANTS = (
     Family(
         "recurrence: a group's channels are taken for those of heads",
         "sp/recurrence.py",
-        "mine = own.kv if name in rule.shared else own.q\n",
-        "mine = own.q\n",
+        "here = {name: own.kv if name in rule.shared else own.q for name in rule.convolved}",
+        "here = {name: own.q for name in rule.convolved}",
     ),
     Family(
         "recurrence: a state goes on into the next document",
         "sp/recurrence.py",
-        "spans = segments(layout, ((0, layout.length),))\n",
-        "spans = [[r[0]._replace(q1=r[-1].q1, k1=r[-1].q1)] for r in segments(layout, ((0, layout.length),))]\n",
+        "spans = segments(layout, ((0, layout.length),), layout.length)\n",
+        "spans = [[r[0]._replace(q1=r[-1].q1, k1=r[-1].q1)] for r in segments(layout, ((0, layout.length),), 2**62)]\n",
     ),
     Family(
         "recurrence: what pads is computed as a document",
@@ -37,8 +37,8 @@ MUTANTS = (
     Family(
         "recurrence: all operands by name",
         "sp/recurrence.py",
-        "out = self.function(*[values.pop(name) for name in self.positional], **values)",
-        "out = self.function(**values)",
+        "out = self.rule(*[values.pop(name) for name in list(signature.parameters)[: len(args)]], **values)",
+        "out = self.rule(**values)",
     ),
     Family(
         "recurrence: documents begin one token late",

@@ -15,14 +15,14 @@ MUTANTS = (
     Mutant(
         "blocks: a window is one token wider",
         "sp/backends.py",
-        "(distance >= 0) & (distance < window)",
-        "(distance >= 0) & (distance <= window)",
+        "(distance >= 0) & (distance < reach)",
+        "(distance >= 0) & (distance <= reach)",
         DOCUMENTS,
     ),
     Mutant(
         "blocks: a causal square forgets its window",
         "sp/backends.py",
-        "self.q1 == self.k1 and (window is None or self.k1 - self.k0 <= window)",
+        "self.q1 == self.k1 and self.k1 - self.k0 <= reach",
         "self.q1 == self.k1",
         DOCUMENTS,
     ),
@@ -71,8 +71,8 @@ MUTANTS = (
     Mutant(
         "collator: positions of a shard begin at 0",
         "sp/data.py",
-        "torch.arange(length, device=_tokens_of(batch).device).expand(rows, -1)",
-        "(torch.arange(length, device=_tokens_of(batch).device) % 4).expand(rows, -1)",
+        "torch.arange(length, device=tokens.device).expand(rows, -1)",
+        "(torch.arange(length, device=tokens.device) % 4).expand(rows, -1)",
         COLLATOR,
     ),
     Mutant(
@@ -141,8 +141,8 @@ MUTANTS = (
     OverRanks(
         "loss: its gradient is not multiplied by the size of the group",
         "sp/loss.py",
-        "return d_total * node.size, None, None",
-        "return d_total, None, None",
+        "reduced = loss * ctx.size",
+        "reduced = loss * 1",
         select="losses",
     ),
     OverRanks(
@@ -162,8 +162,8 @@ MUTANTS = (
     OverRanks(
         "same batch: a forward that failed leaves its positions to the next",
         "sp/apply.py",
-        "            self.layout = None\n",
-        "            pass\n",
+        "        self.layout = None\n",
+        "        pass\n",
         select="batches",
     ),
     OverRanks(

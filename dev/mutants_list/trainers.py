@@ -38,9 +38,9 @@ MUTANTS = (
     ),
     Mutant(
         "heads: the teacher's products get the scale of the student's",
-        "ops/linear_divergence.py",
-        "logit_scales=(options.student.logit_scale, options.teacher.logit_scale)",
-        "logit_scales=(options.student.logit_scale, options.student.logit_scale)",
+        "ops/logit_chunks.py",
+        "factor * spec.options[i].logit_scale",
+        "factor * spec.options[0].logit_scale",
         DIVERGENCE,
     ),
     Mutant(

@@ -10,7 +10,8 @@ import torch
 from peers_shims import hugging_face
 from peers_shims.modes import MODES, architectures
 from tests.test_modeling_common import GenerationTesterMixin, ModelTesterMixin, ids_tensor
-from transformers.models.auto.modeling_auto import MODEL_MAPPING
+from transformers import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 
 import seqtile
 from seqtile.arch import ARCHS
@@ -43,7 +44,7 @@ class ModelTester:
     batch_size, seq_length, is_training, num_labels = 5, 11, True, 3
 
     def __init__(self, model_type: str):
-        self.causal_lm_class = ARCHS[model_type].causal_lm
+        self.causal_lm_class = MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[model_type]]
         self.settings: dict[str, Any] = SHAPE | EXTRA.get(model_type, {})
 
     def __getattr__(self, name: str) -> Any:

@@ -44,5 +44,5 @@ def __dir__() -> list[str]:
 
 
 def _entries() -> dict[str, Any]:
-    """apply_seqtile_to_llama and so on: one for each entry of the table in arch.py."""
+    """apply_seqtile_to_llama and so on: one for each model type with a head over a vocabulary."""
     return import_module("seqtile.models").ENTRIES

@@ -77,23 +77,23 @@ def apply_seqtile_to_llama(
         loss: tile lm_head and loss: in training, with labels, no logits are computed and none are returned.
         layer: tile whole layers: everything of a layer but attention itself, and the norm behind the last layer. A
             layer then keeps its input, queries, keys, values and what attention returned. Of Liger's norms the weights
-            are read; neither they nor its RoPE are called.
+            are used; neither they nor its RoPE run.
         head_groups: with `layer`, compute attention for so many groups of kv heads one after the other, so that
             queries, keys and values exist for one group at a time, and are not kept; "auto" makes as many groups as
             divide the kv heads, up to 8. An attention that keeps other large tensors is refused, or, given a number,
             computed once more. It must treat every head alike (no slopes or biases by head), since it is not told which
             heads it is given.
         chunk_tokens: tokens of a chunk; None for max(2048, hidden size), for the experts of a mixture more.
-        check: the first training step compares the tiled model with the untiled one, on 23 tokens of its own batch, and
+        check: the first training step compares the tiled model with the untiled one, on 28 tokens of its own batch, and
             raises ValueError if the loss or a gradient differs by more than rounding: that of the embeddings' output,
             and of every parameter of up to 4M numbers; "full" for every parameter's. False: it does not.
 
     Applying twice changes nothing. Apply after Liger, whose RMSNorm and RoPE stay. `seqtile.restore` undoes it,
     `seqtile.status` tells what is tiled.
 
-    Plain nn.Linear layers and plain LoRA over them are read directly. What cannot be (experts, quantised layers, other
-    adapters, dropout, unusual activations, hooks) is called as it is, chunk by chunk, which costs one product more of
-    the loss; `seqtile.status` tells which.
+    Plain nn.Linear layers and plain LoRA over them are fused: computed from their weights. What cannot be (experts,
+    quantised layers, other adapters, dropout, unusual activations, hooks) runs chunk by chunk, which costs one
+    product more of the loss; `seqtile.status` tells which.
 
     Raises ValueError, and changes nothing, for what it cannot honour, such as another loss function.
     """

@@ -5,29 +5,19 @@ the tests, which run over the table, say whether an entry is true. docs/adding-a
 imports neither torch nor transformers.
 """
 
-import sys
 from dataclasses import dataclass, field
-from importlib import import_module
-from types import ModuleType
 
 
 @dataclass(frozen=True)
 class Arch:
-    """An architecture: the names of Hugging Face's classes, and where their code differs from Llama's."""
+    """An architecture: where its code differs from Llama's."""
 
     model_type: str
-    """`config.model_type`, and unless `module` says otherwise the name of the modeling module."""
-    prefix: str
-    """The beginning of the names of its classes."""
-    module: str | None = None
+    """`config.model_type`."""
     softcap: str | None = None
     """The config's name for the soft cap of its logits."""
-    mlps: tuple[str, ...] = ("MLP",)
-    """The ends, behind the prefix, of the names of the classes of its MLPs and experts."""
-
     layer: bool = False
-    """True if its layers have Llama's shape, norm, attention, norm, MLP one after the other; tiled, they are read."""
-
+    """True if its layers have Llama's shape, norm, attention, norm, MLP one after the other; tiled, they are fused."""
     norm: str = "rms"
     """The kind of its norms: "rms", whose weight multiplies in the model's dtype, "rms_float32", whose weight
     multiplies in float32, or "layer", a LayerNorm in float32."""
@@ -45,6 +35,8 @@ class Arch:
     """The projections that have a bias where the config's attention_bias is true."""
     mlp_width: str = "intermediate_size"
     """The config's name for the width of its MLPs, or of its experts."""
+    routed: bool = False
+    """True if it is a mixture of experts, whose causal LM may add a loss that balances them."""
     float32_routing: bool = False
     """True if the outputs of experts are weighted in float32."""
     embedding_scale: str | None = None
@@ -54,89 +46,42 @@ class Arch:
     defaults: dict[str, object] = field(default_factory=dict, hash=False)
     """Values of its config, or of its code, where a config.json says nothing; those that `seqtile.memory` reads."""
 
-    @property
-    def modeling_name(self) -> str:
-        name = self.module or self.model_type
-        return f"transformers.models.{name}.modeling_{name}"
-
-    @property
-    def modeling(self) -> ModuleType:
-        return sys.modules.get(self.modeling_name) or import_module(self.modeling_name)  # a compiler traces no import
-
-    @property
-    def causal_lm_name(self) -> str:
-        return f"{self.prefix}ForCausalLM"
-
-    @property
-    def mlp_names(self) -> tuple[str, ...]:
-        return tuple(f"{self.prefix}{name}" for name in self.mlps)
-
-    @property
-    def layer_class(self) -> type:
-        return getattr(self.modeling, f"{self.prefix}DecoderLayer")
-
-    @property
-    def base_class(self) -> type:
-        """The model without its head."""
-        return getattr(self.modeling, f"{self.prefix}Model")
-
-    @property
-    def norm_name(self) -> str:
-        return f"{self.prefix}RMSNorm"
-
-    @property
-    def routed(self) -> bool:
-        """True if it is a mixture of experts, whose causal LM may add a loss that balances them."""
-        return "Experts" in self.mlps
-
-    @property
-    def causal_lm(self) -> type:
-        return getattr(self.modeling, self.causal_lm_name)
-
 
 TIED = {"tie_word_embeddings": True}
 GEMMA = {"softcap": "final_logit_softcapping", "norm": "rms_float32", "norm_after": True}
 GEMMA_SIZES = TIED | {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}
 _TABLE = (
-    Arch("cohere", "Cohere", norm="layer", parallel=True, liger=False, defaults=TIED),
-    Arch("gemma2", "Gemma2", **GEMMA, defaults=GEMMA_SIZES | {"vocab_size": 256000, "final_logit_softcapping": 30.0}),
-    Arch("gemma3_text", "Gemma3", "gemma3", **GEMMA, head_norm="shared", defaults=GEMMA_SIZES | {"vocab_size": 262208}),
+    Arch("cohere", norm="layer", parallel=True, liger=False, defaults=TIED),
+    Arch("gemma2", **GEMMA, defaults=GEMMA_SIZES | {"vocab_size": 256000, "final_logit_softcapping": 30.0}),
+    Arch("gemma3_text", **GEMMA, head_norm="shared", defaults=GEMMA_SIZES | {"vocab_size": 262208}),
     Arch(
         "glm4",
-        "Glm4",
         norm_after=True,
         fused=("gate_up",),
         attention_bias="qkv",
         defaults={"num_key_value_heads": 2, "head_dim": 128, "attention_bias": True},
     ),
-    Arch(
-        "granite",
-        "Granite",
-        layer=True,
-        embedding_scale="embedding_multiplier",
-    ),
-    Arch("llama", "Llama", layer=True),
-    Arch("mistral", "Mistral", layer=True, attention_bias="", defaults={"num_key_value_heads": 8}),
+    Arch("granite", layer=True, embedding_scale="embedding_multiplier"),
+    Arch("llama", layer=True),
+    Arch("mistral", layer=True, attention_bias="", defaults={"num_key_value_heads": 8}),
     Arch(
         "mixtral",
-        "Mixtral",
-        mlps=("Experts",),
+        routed=True,
         attention_bias="",
         float32_routing=True,
         defaults={"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
     ),
-    Arch("olmo2", "Olmo2", norm="rms_float32", norm_before=False, norm_after=True, head_norm="own"),
-    Arch("phi3", "Phi3", fused=("qkv", "gate_up"), attention_bias=""),
-    Arch("qwen2", "Qwen2", layer=True, attention_bias="qkv", defaults={"attention_bias": True}),
-    Arch("qwen3", "Qwen3", layer=True, head_norm="shared", defaults={"head_dim": 128}),
+    Arch("olmo2", norm="rms_float32", norm_before=False, norm_after=True, head_norm="own"),
+    Arch("phi3", fused=("qkv", "gate_up"), attention_bias=""),
+    Arch("qwen2", layer=True, attention_bias="qkv", defaults={"attention_bias": True}),
+    Arch("qwen3", layer=True, head_norm="shared", defaults={"head_dim": 128}),
     Arch(
         "qwen3_moe",
-        "Qwen3Moe",
-        mlps=("MLP", "Experts"),
+        routed=True,
         head_norm="shared",
         mlp_width="moe_intermediate_size",
         defaults={"num_key_value_heads": 4, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768},
     ),
-    Arch("smollm3", "SmolLM3", layer=True, defaults=TIED | {"num_key_value_heads": 4}),
+    Arch("smollm3", layer=True, defaults=TIED | {"num_key_value_heads": 4}),
 )
 ARCHS = {arch.model_type: arch for arch in _TABLE}

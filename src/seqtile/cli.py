@@ -9,17 +9,18 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
+from dataclasses import MISSING, fields
+from functools import partial
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import Progress
 
 from seqtile import __version__
-from seqtile.recipes import Job, Trial
-from seqtile.recipes.plan import Question, figures, forecast, print_forecast
+from seqtile.recipes import CheckOptions, Job
+from seqtile.recipes.plan import PlanOptions, figures, forecast, print_forecast
 
 NEEDED = ("torch", "triton", "transformers")
 OTHERS = ("accelerate", "peft", "trl", "deepspeed", "liger-kernel", "flash-attn", "datasets", "safetensors", "typer")
@@ -43,16 +44,29 @@ def seqtile(
 
 
 def command(function: Callable[[Any], None]) -> Callable[[Any], None]:
-    """Makes a command of a function of one dataclass: each field is an option, as its annotation says."""
+    """Makes a command of a function of one dataclass, whose fields are its options."""
     [parameter] = inspect.signature(function).parameters.values()
     options = parameter.annotation
 
     def with_options(**values: Any) -> None:
         function(options(**values))
 
-    with_options.__signature__ = inspect.signature(options)
+    with_options.__signature__ = signature_of(options)
     app.command(function.__name__, help=inspect.getdoc(function))(with_options)
     return function
+
+
+def signature_of(options: type) -> inspect.Signature:
+    """Returns the fields of a dataclass as typer takes them; what is False by default has no option that says so."""
+    found, keyword = [], inspect.Parameter.KEYWORD_ONLY
+    for field in fields(options):
+        given, default, about = field.metadata["given"], inspect.Parameter.empty, typer.Argument
+        if field.default is not MISSING:
+            flag = (f"--{field.name.replace('_', '-')}",) if field.default is False else ()
+            default, about = field.default, partial(typer.Option, *(field.metadata["names"] or flag))
+        annotation = Annotated[field.type, about(**given)]
+        found.append(inspect.Parameter(field.name, keyword, default=default, annotation=annotation))
+    return inspect.Signature(found)
 
 
 @contextmanager
@@ -77,14 +91,14 @@ def finetune(job: Job) -> None:
 
     On several GPUs: torchrun --nproc-per-node 4 -m seqtile.cli finetune --sequence-parallel 4 ...
     """
-    quiet = job.local_rank not in (None, 0)
-    with errors_printed(Console(soft_wrap=True, quiet=quiet)):
+    console = Console(quiet=job.local_rank not in (None, 0), soft_wrap=True, highlight=False)
+    with errors_printed(console):
         job.check()
         try:
             from seqtile.recipes.finetune import finetune as run  # slow to import
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError(f"{error}: pip install 'seqtile[demo]'") from error
-        run(job, Console(quiet=quiet))
+        run(job, console)
     if job.local_rank is not None:  # threads of gloo abort the interpreter's own exit now and then
         sys.stdout.flush()
         sys.stderr.flush()
@@ -92,7 +106,7 @@ def finetune(job: Job) -> None:
 
 
 @command
-def plan(asked: Question) -> None:
+def plan(asked: PlanOptions) -> None:
     """Tells what fits, before it runs: the longest sequence with each feature turned on, and what a step then holds.
 
     Exits with 1 if a sequence of --seq-len does not fit.
@@ -102,19 +116,8 @@ def plan(asked: Question) -> None:
             "layer inputs on the host are tried in any case; leave activations out", param_hint="--offload"
         )
     console = Console(soft_wrap=True)
-    progress = Progress(console=Console(stderr=True), transient=True)  # of a simulation, where there is one
-    task = progress.add_task("", total=8)
-
-    def each(step: str) -> None:
-        progress.start()
-        progress.update(task, description=step, advance=1)
-
-    with errors_printed(console):
-        try:
-            found = forecast(asked, each)
-        finally:
-            if progress.live.is_started:  # else it would print an empty line
-                progress.stop()
+    with errors_printed(console), Console(stderr=True).status("") as status:  # of a simulation, where there is one
+        found = forecast(asked, status.update)
     if asked.as_json:
         print(json.dumps(figures(found), indent=2))
     else:
@@ -124,7 +127,7 @@ def plan(asked: Question) -> None:
 
 
 @command
-def check(asked: Trial) -> None:
+def check(asked: CheckOptions) -> None:
     """Tries a model out, made small: which parts can be tiled, and if each computes the same.
 
     Exits with 1 if one does not, and cannot be tiled.
@@ -146,20 +149,13 @@ def check(asked: Trial) -> None:
 @app.command()
 def env() -> None:
     """The machine and the versions of everything that seqtile meets, as a list in Markdown, for a bug report."""
-    found = {"seqtile": __version__, "Python": platform.python_version(), "OS": platform.platform()}
-    found |= {"CPU": cpu()} | gpus() | {package: version_of(package) or "not installed" for package in NEEDED}
-    others = {package: version_of(package) for package in OTHERS}
-    found["also installed"] = ", ".join(f"{package} {number}" for package, number in others.items() if number) or "none"
-    found["not installed"] = ", ".join(package for package, number in others.items() if not number) or "none"
+    installed = {str(package.name).lower().replace("_", "-"): package.version for package in distributions()}
+    found = {"seqtile": __version__, "Python": platform.python_version(), "OS": platform.platform(), "CPU": cpu()}
+    found |= gpus() | {name: installed.get(name, "not installed") for name in NEEDED}
+    found["also installed"] = ", ".join(f"{name} {installed[name]}" for name in OTHERS if name in installed) or "none"
+    found["not installed"] = ", ".join(name for name in OTHERS if name not in installed) or "none"
     for name, about in found.items():
         print(f"- {name}: {about}")
-
-
-def version_of(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
 
 
 def cpu() -> str:

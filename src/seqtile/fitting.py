@@ -10,14 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from seqtile.memory import Formula, Plan, Setup
-from seqtile.memory.features import FEATURES, Predictor, with_feature
-from seqtile.memory.setup import DTYPES, GIB, NoFormula, expect, setup_of
+from seqtile.memory import Formula, Plan, Setup, shape_of
+from seqtile.memory.features import FEATURES, Predictor, with_features
+from seqtile.memory.setup import GIB, NoFormula, setup_of
 from seqtile.models import apply_seqtile
-from seqtile.models.base_model import is_checkpointed
-from seqtile.models.patch import model_type_of, unwrapped
-from seqtile.models.placement import is_patched_subclass
+from seqtile.models.find import is_checkpointed
+from seqtile.models.patch import unwrapped
 from seqtile.models.quantised import has_4_bits
+from seqtile.models.replaced import class_of
 from seqtile.offload import enable as enable_offload
 from seqtile.offload.checkpointing import enable_checkpointing
 from seqtile.offload.store import available
@@ -81,7 +81,6 @@ def fit(
     GPU or gpu_memory_gib; for a setup that cannot be planned; and whatever `apply_seqtile` raises.
     """
     inner = unwrapped(model)
-    model_type_of(inner)
     memory = {"gpu_memory_gib": gpu_memory_gib or gpu_memory_at_hand()}
     memory["host_memory_gib"] = host_memory_gib or host_memory_at_hand()
     setup = _setup_of_model(model, inner) | memory | setup
@@ -89,12 +88,16 @@ def fit(
         raise ValueError(f"gpus: {dist.get_world_size()} processes train; pass gpus, zero_stage and sequence_parallel")
     given = setup_of(setup)
     try:
-        predictor: Predictor = Formula(inner.config)
+        predictor: Predictor = _formula(inner.config)
     except NoFormula as error:
-        predictor = _simulated(inner, given, str(error))
+        predictor = _simulation(inner, given, str(error))
     found = choose(predictor, given, seq_len, batch_size)
     if not dry_run:
-        _apply(inner, found)
+        apply_seqtile(inner, **found.options)
+        if found.offload:
+            enable_offload(inner)
+        elif not is_checkpointed(inner):
+            enable_checkpointing(inner)
     if not dist.is_initialized() or dist.get_rank() == 0:
         print(found)
     return found
@@ -126,15 +129,33 @@ def _least(size: float) -> float:
 def _setup_of_model(model: nn.Module, inner: nn.Module) -> dict[str, Any]:
     ranks = [config.r for config in getattr(model, "peft_config", {}).values() if hasattr(config, "r")]
     dtype = str(inner.dtype).removeprefix("torch.")
-    expect("dtype", dtype in DTYPES, f"weights in one of {', '.join(DTYPES)}", dtype)
     adapters = {"lora_rank": max(ranks), "load_in_4bit": has_4_bits(inner)} if ranks else {}
     return {"dtype": dtype} | adapters
+
+
+def _formula(config: Any) -> Formula:
+    formula = Formula(shape_of(config))
+    if formula.shape.assumed:
+        raise NoFormula(f"model type {formula.shape.model_type} has no formula in seqtile.memory")
+    return formula
+
+
+def _simulation(model: nn.Module, given: Setup, why: str) -> Predictor:
+    """Returns what simulates a model. ValueError, with why that is needed, for what cannot be."""
+    from seqtile.memory.simulate import Simulation  # which takes seconds to import
+
+    try:
+        found = Simulation(class_of(model), model.config, given)
+    except ValueError as error:
+        raise ValueError(f"{why}; {error}") from error
+    found.notes = [f"{why}: simulated with its own code"]
+    return found
 
 
 def cheapest(config: Any, *, seq_len: int, batch_size: int = 1, host: bool = True, **setup: Any) -> Fit:
     """Returns the cheapest features with which `memory.plan` of these arguments fits; `host`: False to leave layer
     inputs where they are. ValueError, with the longest sequence that fits, if none do."""
-    return choose(Formula(config), setup_of(setup), seq_len, batch_size, host)
+    return choose(_formula(config), setup_of(setup), seq_len, batch_size, host)
 
 
 def choose(predictor: Predictor, given: Setup, seq_len: int, batch_size: int = 1, host: bool = True) -> Fit:
@@ -145,19 +166,18 @@ def choose(predictor: Predictor, given: Setup, seq_len: int, batch_size: int = 1
     for name, feature in FEATURES.items():
         if not feature.words:
             continue
-        if step is not None and step.bound is None:
-            lines.append(f"  off  {feature.words}: not needed")
-            continue
-        trained = "what is trained is in host memory" if name == "host" and not host else None
-        if (refusal := trained or predictor.refusal(name, chosen)) is not None:
+        refusal = "not needed" if step is not None and step.bound is None else predictor.refusal(name, chosen)
+        if refusal is None and "offload" in feature.changes and not host:
+            refusal = "what is trained is in host memory"
+        if refusal is not None:
             lines.append(f"  off  {feature.words}: {refusal}")
             continue
-        chosen = with_feature(chosen, name)
+        chosen = with_features(chosen, name)
         step = predictor.predict(chosen, seq_len, batch_size)
         verdict = "fits" if step.bound is None else f"more than {step.bound.partition(':')[0]}"
         held = f"{step.gpu_bytes / GIB:.1f} of {chosen.gpu_memory_gib:.1f} GiB, {verdict}"
         lines.append(f"  on   {feature.words} ({feature.cost}): {held}")
-        most = max(most, 0 if step.bound is None else predictor.longest(chosen, batch_size))
+        most = max(most, 0 if step.bound is None else predictor.longest(chosen, batch_size).tokens)
     if step.bound is not None:
         remedies = "LoRA, an 8-bit optimizer, weights or optimizer on the host, or more GPUs, see seqtile plan"
         expected = f"expected at most {most:,} tokens" if most else "weights and optimizer alone are too large"
@@ -165,24 +185,3 @@ def choose(predictor: Predictor, given: Setup, seq_len: int, batch_size: int = 1
         raise ValueError("\n".join([said, *lines]))
     lines += [f"  note: {note}" for note in predictor.notes]
     return Fit(chosen, step.gpu_bytes / GIB, tuple(lines), step if isinstance(step, Plan) else None)
-
-
-def _simulated(model: nn.Module, given: Setup, why: str) -> Predictor:
-    """Returns what simulates a model. ValueError, with why that is needed, for a setup that cannot be."""
-    from seqtile.memory.simulate import Simulated  # which takes seconds to import
-
-    cls = next(cls for cls in type(model).__mro__ if not is_patched_subclass(cls))
-    try:
-        found = Simulated(cls, model.config, given)
-    except ValueError as error:
-        raise ValueError(f"{why}; {error}") from error
-    found.notes = [f"{why}: simulated with its own code"]
-    return found
-
-
-def _apply(model: nn.Module, found: Fit) -> None:
-    apply_seqtile(model, **found.options)
-    if found.offload:
-        enable_offload(model)
-    elif not is_checkpointed(model):
-        enable_checkpointing(model)

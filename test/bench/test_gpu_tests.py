@@ -44,8 +44,8 @@ def test_alone() -> None:
     assert found == {
         "test_row_offsets_are_int64",
         "test_offsets_are_int64",
-        "test_mlp_tile_beyond_int32",
-        "test_loss_tile_beyond_int32",
+        "test_mlp_chunk_beyond_int32",
+        "test_loss_chunk_beyond_int32",
         "test_loss_allocates_what_it_says",
         "test_the_device_is_never_waited_for_without_ignored_tokens",
         "test_the_same_bits",

@@ -3,13 +3,13 @@
 import pytest
 import torch
 from benchmark import climb as module
-from benchmark.bench_model_step import STARTING, rungs, seconds_of
+from benchmark.bench_model_step import STARTING, methods, seconds_of
 from benchmark.climb import CLOSE, SIZES, Step, climb, expected_seconds, model_flops, next_length, parts_of_flops
 from benchmark.device import DTYPE
 from benchmark.ladder import Runner, host_bytes, predicted
+from benchmark.methods import METHODS, WrongStep, check_step, error
 from benchmark.run import MINUTES, SUBJECTS
 from benchmark.run import STARTING as STARTING_A_SUBJECT
-from benchmark.rungs import RUNGS, WrongStep, check_step, error
 from benchmark.shapes import SHAPES, K, small
 from hypothesis import given
 from hypothesis import strategies as st
@@ -86,12 +86,12 @@ def planned(name: str, gibibytes: float) -> int:
     """Of Liger, which is not planned, what seqtile's loss or both its parts have stands there."""
     left = {"liger": {"tiles": ("loss",), "liger": True}}
     left["liger_deepspeed_mlp"] = {"tiles": ("loss", "mlp"), "liger": True}
-    setup = {"zero_stage": 0, "optimizer": "sgd", **(RUNGS[name].setup or left[name])}
+    setup = {"zero_stage": 0, "optimizer": "sgd", **(METHODS[name].setup or left[name])}
     return memory.longest(SHAPE, gpu_memory_gib=1 + gibibytes, host_memory_gib=2**20, **setup).tokens
 
 
 @pytest.mark.parametrize(
-    "size, gibibytes, minutes, subjects, all_rungs",
+    "size, gibibytes, minutes, subjects, all_methods",
     [
         ("full", 139, MINUTES["full"], list(SUBJECTS), False),
         ("full", 139, 60, ["model_step"], True),
@@ -100,27 +100,27 @@ def planned(name: str, gibibytes: float) -> int:
     ],
     ids=["in a full run", "alone", "alone, on 80 GB", "quick, on 80 GB"],
 )
-def test_rungs_have_time_for_their_longest_length(
-    size: str, gibibytes: float, minutes: float, subjects: list[str], all_rungs: bool
+def test_methods_have_time_for_their_longest_length(
+    size: str, gibibytes: float, minutes: float, subjects: list[str], all_methods: bool
 ) -> None:
     """At 400 TFLOP/s, if 15 s go by in each process before a step: what is planned to fit is reached."""
     seconds = 60 * minutes - STARTING_A_SUBJECT * len(subjects)
     end = CLOCK.now + seconds * SUBJECTS["model_step"] / sum(SUBJECTS[name] for name in subjects)
-    for name in rungs(size):
-        rung, longest = RUNGS[name], planned(name, gibibytes)
+    for name in methods(size):
+        method, longest = METHODS[name], planned(name, gibibytes)
         deadline = CLOCK.now + seconds_of(name, end - CLOCK.now, size)
         CLOCK.now += STARTING
-        states = (4 if "weights" in rung.offload else 17) * 2**30
+        states = (4 if "weights" in method.offload else 17) * 2**30
         limit = int(gibibytes * 2**30)
         runner = Simulated(states, (limit - states) / longest, deadline, limit=limit)
-        steps, ended = climb(runner, SIZES[size].of(rung), lambda step: None)
-        assert (name in ENDS and not all_rungs) or steps[-1].tokens > 0.9 * longest, (name, steps[-1].tokens, ended)
+        steps, ended = climb(runner, SIZES[size].of(method), lambda step: None)
+        assert (name in ENDS and not all_methods) or steps[-1].tokens > 0.9 * longest, (name, steps[-1].tokens, ended)
         assert CLOCK.now <= deadline + STARTING
 
 
 def test_layers_of_a_long_step() -> None:
     """Where inputs are offloaded: two, if that leaves time for two more; else one. Where they are not: two."""
-    offloaded = SIZES["full"].of(RUNGS["seqtile_head_groups_offload_weights"])
+    offloaded = SIZES["full"].of(METHODS["seqtile_head_groups_offload_weights"])
     runner = Simulated(2**32, 50_000, CLOCK.now + 10_000)
     steps, _ = climb(runner, offloaded, lambda step: None)
     assert runner.ran[:3] == [(8 * K, 2), (128 * K, 2), (256 * K, 2)]
@@ -166,9 +166,9 @@ def test_flops_of_a_model() -> None:
     assert step.utilisation == pytest.approx(0.5) and step.tokens_per_second == pytest.approx(4e14 / a_token)
 
 
-@pytest.mark.parametrize("name", [name for name, rung in RUNGS.items() if not rung.needs])
+@pytest.mark.parametrize("name", [name for name, method in METHODS.items() if not method.needs])
 def test_what_runs_is_right(name: str) -> None:
-    ours, theirs = error(RUNGS[name], small(SHAPES["tiny"]))
+    ours, theirs = error(METHODS[name], small(SHAPES["tiny"]))
     assert ours <= 3 * theirs + 1e-6
 
 
@@ -198,13 +198,13 @@ def test_what_is_in_host_memory() -> None:
     """Of Llama-8B at a million tokens: 8 KB a token and layer; two bytes, twice, of each of 7 billion weights."""
     tokens, itemsize = 10**6, DTYPE.itemsize / 2
     inputs, states = (itemsize * size for size in (31 * 8192 * tokens, 4 * 32 * 218_112_000))
-    sizes = [host_bytes(RUNGS[name], SHAPE, tokens) for name in ("seqtile_loss_mlp", *ENDS[1::2])]
+    sizes = [host_bytes(METHODS[name], SHAPE, tokens) for name in ("seqtile_loss_mlp", *ENDS[1::2])]
     assert sizes == [0, inputs, inputs + states]
-    words = [RUNGS[name].in_host_memory for name in ("seqtile_loss_mlp", *ENDS[1::2])]
+    words = [METHODS[name].in_host_memory for name in ("seqtile_loss_mlp", *ENDS[1::2])]
     assert words == [[], ["inputs"], ["inputs", "weights", "gradients"]]
 
 
 def test_what_is_predicted() -> None:
     """Of head groups more than of a tiled layer, of weights in host memory more than of weights on the GPU."""
-    layer, groups, layer_weights, groups_weights = (predicted(RUNGS[name], SHAPE, 80 * 10**9) for name in ENDS)
+    layer, groups, layer_weights, groups_weights = (predicted(METHODS[name], SHAPE, 80 * 10**9) for name in ENDS)
     assert layer < groups < groups_weights and layer < layer_weights < groups_weights

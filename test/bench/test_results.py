@@ -30,8 +30,8 @@ STEPS = [
     {"tokens": 8 * K, "layers": 8, "bytes": 2**34, "seconds": 1.5, "tokens_per_second": 5461, "utilisation": 0.41},
     {"tokens": 60 * K, "layers": 2, "bytes": 2**36, "seconds": 9.5, "tokens_per_second": 6467, "utilisation": 0.5},
 ]
-RUNG = {"subject": "model_step", "shape": "llama3_8b", "status": "measured", "steps": STEPS, "tokens": 60 * K}
-RUNG |= {"limit_bytes": 80 * 10**9, "error": 1e-3, "ended_by": "memory", "both_ms": 9500.0}
+METHOD = {"subject": "model_step", "shape": "llama3_8b", "status": "measured", "steps": STEPS, "tokens": 60 * K}
+METHOD |= {"limit_bytes": 80 * 10**9, "error": 1e-3, "ended_by": "memory", "both_ms": 9500.0}
 ROWS = {
     "gated_mlp": [
         row("huggingface", 8 * K, 40, 8),
@@ -44,8 +44,8 @@ ROWS = {
         lost("cce", 64 * K, "absent", "not installed"),
     ],
     "model_step": [
-        RUNG | {"contestant": "huggingface", "failed_at": 64 * K, "predicted": 62 * K},
-        RUNG
+        METHOD | {"contestant": "huggingface", "failed_at": 64 * K, "predicted": 62 * K},
+        METHOD
         | {"contestant": "seqtile_loss", "ended_by": "time", "host_bytes": 57 * 2**30, "in_host_memory": ["a", "b"]},
         {"subject": "model_step", "contestant": "liger", "status": "absent", "why": "liger_kernel is not installed"},
     ],
@@ -125,11 +125,11 @@ def test_what_died_is_shown(results: Results, tmp_path: Path) -> None:
 
 
 def test_short_lines(results: Results, tmp_path: Path, capsys: pytest.CaptureFixture, monkeypatch) -> None:
-    """Of a run that ended, of a subject and of a rung that did not."""
+    """Of a run that ended, of a subject and of a method that did not."""
     save(results, tmp_path / "found.json")
     rows.append(tmp_path / "found-gated_mlp.jsonl", {"device": "NVIDIA H100", "matmul_tflops": 700.0})
     rows.append(tmp_path / "found-gated_mlp.jsonl", {"id": "test[a]", "row": row("liger", 8 * K, 33, 6)})
-    (tmp_path / "model_step-liger.rung").write_text(
+    (tmp_path / "model_step-liger.unfinished").write_text(
         json.dumps({"status": "measured", "ended_by": "death", "steps": STEPS})
     )
     monkeypatch.setattr(sys, "argv", ["summary", str(tmp_path)])

@@ -5,7 +5,6 @@ import re
 import shlex
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
-from inspect import signature
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,7 @@ import typer
 from typer.testing import CliRunner
 
 from book.page import ROOT, Block, blocks_of, run_python
-from seqtile.cli import app
+from seqtile.cli import app, signature_of
 from seqtile.recipes import Job
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md"]
@@ -95,7 +94,7 @@ def parsed_job(options: list[str]) -> None:
     def parse(**values: object) -> None:
         seen.append(values)
 
-    parse.__signature__ = signature(Job)
+    parse.__signature__ = signature_of(Job)
     command.command()(parse)
     result = CliRunner().invoke(command, options)
     assert result.exit_code == 0 and seen, result.output

@@ -4,6 +4,7 @@ checkpointing and an order of Liger, so that every two of them meet at least onc
 python -m distributed.cases, in test/, prints the table of them in docs/compatibility.md.
 """
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 from everyday import EVERY_PAIR, covering, together
@@ -60,7 +61,7 @@ class Case(NamedTuple):
 
     @property
     def tree(self) -> str:
-        """The process tree that runs it, with others.
+        """The pool of processes that runs it, with others.
 
         ZeRO-3 has its own: it replaces torch.nn.functional.linear for good, and with it the order in which gradients of
         a weight and its bias arrive, which ZeRO-2's buckets follow. Liger's kernels need Triton's interpreter.
@@ -94,6 +95,7 @@ def matrix() -> list[Case]:
 def variants() -> list[Case]:
     names = [name for names in VARIANTS.values() for name in names]
     found = [Case("llama", name, ADAPTERS[i % 2], CHECKPOINTING[i % 2], "none") for i, name in enumerate(names)]
+    found.append(Case("llama", "zero3_attentions", "full", "plain", "none", "segments"))
     return [*found, Case("mixtral", "expert_parallel", "full", "ckpt", "none")]
 
 
@@ -121,23 +123,20 @@ def families() -> list[Case]:
     return found + [Case(name, "zero3", "full", "plain", "none") for name in FAMILIES]
 
 
-def cases(full: bool) -> list[Case]:
-    """All; or of the matrix as few as have every architecture, every two of parallelism, adapter and checkpointing, and
-    every order of Liger in every family of parallelisms; few with Liger, whose kernels are interpreted. A fifth of
-    the families."""
-    found = matrix()
-    if not full:
-        found.sort(key=lambda case: case.liger != "none")
-        pairs = [{"strategy": case.strategy, "adapter": case.adapter, "ckpt": case.checkpointing} for case in found]
-        parts = [
-            {case.arch, (case.tree, case.liger)} | together(pair, EVERY_PAIR)
-            for case, pair in zip(found, pairs, strict=True)
-        ]
-        found = [found[i] for i in covering(parts)]
-    return found + variants() + layers() + (families() if full else families()[::5])
-
-
-TREES = sorted({case.tree for case in matrix()})
+def cases() -> Iterator[tuple[Case, bool]]:
+    """All, and whether each runs every day: of the matrix as few as have every architecture, every two of parallelism,
+    adapter and checkpointing, and every order of Liger in every family of parallelisms, few with Liger, whose kernels
+    are interpreted; a fifth of the families."""
+    found = sorted(matrix(), key=lambda case: case.liger != "none")
+    pairs = [{"strategy": case.strategy, "adapter": case.adapter, "ckpt": case.checkpointing} for case in found]
+    parts = [
+        {case.arch, (case.tree, case.liger)} | together(pair, EVERY_PAIR)
+        for case, pair in zip(found, pairs, strict=True)
+    ]
+    every_day = set(covering(parts))
+    yield from ((case, i in every_day) for i, case in enumerate(found))
+    yield from ((case, True) for case in variants() + layers())
+    yield from ((case, i % 5 == 0) for i, case in enumerate(families()))
 
 
 def table() -> str:

@@ -1,7 +1,6 @@
 """One rank's first steps: they are compared under every reducer and change nothing of what is trained; what one rank
 finds, or cannot run, stops the comparison of all."""
 
-import faulthandler
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -26,7 +25,6 @@ from seqtile.models.first_step import OUTCOME, outcome_of
 from seqtile.models.trial_batch import TOKENS
 from tiny import batch_of, build
 
-TIME_LIMIT = 120  # seconds a case: ranks that wait for each other end with a traceback of where
 LENGTHS = ((61, 40, 70), (4, 61, 33))  # of each rank's batches, one too short to be compared on
 
 
@@ -120,8 +118,8 @@ ZERO = {
     "zero3 leaf": Case(zero(3, leaf=True)),
     "zero3 sp": Case(zero(3), spread=True),
 }
-CASES = {"torch": TORCH, "zero": ZERO}
-TOGETHER = {"torch": ("fsdp2", "fsdp2 wrapper", "fsdp2 parts"), "zero": ("zero3",)}
+CASES = TORCH | ZERO
+TOGETHER = ("fsdp2", "fsdp2 wrapper", "fsdp2 parts", "zero3")
 
 
 class Trained(NamedTuple):
@@ -202,7 +200,6 @@ def same_training(name: str, case: Case) -> Trained:
     checked = train(case, True, again=True)
     assert unchecked.outcome is None and case.outcome in str(checked.outcome), f"{name}: {checked.outcome}"
     assert_same(checked, unchecked, name)
-    print(f"rank {dist.get_rank()}: {name} {case.outcome}", flush=True)
     return unchecked
 
 
@@ -275,24 +272,18 @@ def together(name: str, case: Case, unchecked: Trained) -> None:
         reason = "IndexError: too few tokens" if dist.get_rank() == 1 else "OtherRankFailed"
         assert reason in str(found.outcome), f"{name}: {found.outcome}"
         assert_same(found, unchecked, name)
-    print(f"rank {dist.get_rank()}: {name} together", flush=True)
 
 
-def main(family: str, only: str = "") -> None:
-    if family == "zero":
-        import deepspeed
+def compared(name: str) -> None:
+    """The first step is compared, and three steps are the same to the bit as with check=False."""
+    same_training(name, CASES[name])
 
-        deepspeed.init_distributed("gloo")
-    else:
-        dist.init_process_group("gloo")
-    for name, case in CASES[family].items():
-        faulthandler.dump_traceback_later(TIME_LIMIT, exit=True)
-        if only and name not in only.split(","):
-            continue
-        unchecked = same_training(name, case)
-        if name in TOGETHER[family]:
-            together(name, case, unchecked)
-        if name == "zero3":
-            holds_one_layer_at_a_time(case)
-    faulthandler.cancel_dump_traceback_later()
-    dist.destroy_process_group()
+
+def stopped(name: str) -> None:
+    """What one rank alone finds, or cannot run, stops the comparison of all."""
+    case = CASES[name]
+    together(name, case, same_training(name, case))
+
+
+def held() -> None:
+    holds_one_layer_at_a_time(CASES["zero3"])

@@ -1,27 +1,32 @@
 """The same training under every data parallelism, on two real processes with sequences of unequal lengths, some shorter
 than a chunk; the table of what is trained in docs/compatibility.md."""
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-from distributed.cases import TREES, cases, table
-from launch import ranks
+from distributed.cases import Case, cases, table
+from distributed.worker import run
 from seqtile.arch import ARCHS
+from support.pool import Pool
 from tiny import interpreted
 
 
+def params() -> Iterator:
+    full = pytest.mark.full("of a matrix, of which every day has each value and most pairs of them")
+    for case, every_day in cases():
+        yield pytest.param((2, case.tree), case, marks=() if every_day else full, id=str(case))
+
+
 @pytest.mark.dist
-@pytest.mark.parametrize("tree", TREES)
-def test_same_training_as_untiled(tree: str, full: bool) -> None:
-    if interpreted() != tree.endswith("liger"):
+@pytest.mark.parametrize(("pool", "case"), params(), indirect=["pool"])
+def test_same_training_as_untiled(pool: Pool, case: Case) -> None:
+    if interpreted() != (case.liger != "none"):
         pytest.skip("Liger's kernels run on a CPU in Triton's interpreter, and there nothing else is to be tested")
     if interpreted():
         pytest.importorskip("liger_kernel")
-    printed = ranks(2, "distributed.worker:main", tree, "full" if full else "")
-    run = [case for case in cases(full) if case.tree == tree]
-    missing = [case for case in run for rank in (0, 1) if f"rank {rank}: {case} equal" not in printed]
-    assert run and not missing
+    pool.run(run, case)
 
 
 def test_the_page_has_the_table() -> None:

@@ -2,15 +2,27 @@
 
 import pytest
 
-from distributed.first_step import CASES, TOGETHER
-from launch import ranks
+from distributed.first_step import CASES, TOGETHER, compared, held, stopped
+from support.pool import Pool
+
+pytestmark = pytest.mark.dist
 
 
-@pytest.mark.dist
-@pytest.mark.parametrize("family", CASES)
-def test_compared_and_trained_the_same(family: str) -> None:
-    printed = ranks(2, "distributed.first_step:main", family)
-    expected = [f"{name} {case.outcome}" for name, case in CASES[family].items()]
-    expected += [f"{name} together" for name in TOGETHER[family]]
-    lines = [f"rank {rank}: {line}" for line in expected for rank in (0, 1)]
-    assert [line for line in lines if line not in printed] == []
+def on_two_ranks(names: tuple[str, ...]) -> pytest.MarkDecorator:
+    params = [pytest.param((2, name.split()[0] if "zero" in name else "torch"), name, id=name) for name in names]
+    return pytest.mark.parametrize(("pool", "name"), params, indirect=["pool"])
+
+
+@on_two_ranks(tuple(CASES))
+def test_compared_and_trained_the_same(pool: Pool, name: str) -> None:
+    pool.run(compared, name)
+
+
+@on_two_ranks(TOGETHER)
+def test_one_rank_stops_all(pool: Pool, name: str) -> None:
+    pool.run(stopped, name)
+
+
+@on_two_ranks(("zero3",))
+def test_one_layer_is_held_at_a_time(pool: Pool, name: str) -> None:
+    pool.run(held)

@@ -1,6 +1,5 @@
 """One rank of a distributed run: trains untiled and tiled models the same way and compares them."""
 
-import faulthandler
 from functools import partial
 
 import torch
@@ -10,7 +9,7 @@ from transformers import CONFIG_MAPPING
 
 import seqtile
 from assertions import relative_error
-from distributed.cases import FAMILIES, Case, cases
+from distributed.cases import FAMILIES, Case
 from seqtile.arch import ARCHS
 from seqtile.models.find import experts_in, layers_of, mlps_of
 from seqtile.models.first_step import outcome_of
@@ -31,7 +30,6 @@ from tiny import (
 # Tokens of each rank's sequences, and of a chunk: both ranks tiled, one of them, the other. The interpreter is slow.
 LENGTHS, CHUNK = (((17, 9), (9, 17)), 10) if interpreted() else (((101, 9, 63), (60, 160, 30)), 50)
 LAYERS = 1 if interpreted() else 2
-TIME_LIMIT = 120  # seconds a case: ranks that wait for each other end with a traceback of where
 KINDS = {"plain": None, "ckpt": False, "reentrant": True}
 
 
@@ -115,6 +113,7 @@ STRATEGIES = {
     "zero3_leaf": zero(3, leaf=True),
     "zero3_offload": zero(3, offload_optimizer={"device": "cpu"}),
     "zero3_evaluated": zero(3),
+    "zero3_attentions": zero(3),
 }
 
 
@@ -136,10 +135,11 @@ def train(model: nn.Module, strategy: str, batches: list[dict]) -> tuple[list[fl
     wrapped, optimizer = STRATEGIES[strategy](model)
     losses = []
     for batch in batches:
-        if strategy.endswith("evaluated"):  # before the first step, too
+        if strategy in ("zero3_evaluated", "zero3_attentions"):  # before the first step, too
             model.eval()
+            asked = {"output_attentions": True} if strategy == "zero3_attentions" else {}
             with torch.no_grad():
-                losses.append(wrapped(**batch).loss.item())
+                losses.append(wrapped(**batch, **asked).loss.item())
             model.train()
         loss = wrapped(**batch).loss
         losses.append(loss.item())
@@ -164,7 +164,8 @@ def made(case: Case) -> nn.Module:
         return of_a_family(case.arch)
     torch.manual_seed(0)
     routed = {"output_router_logits": True, "mlp_only_layers": []} if ARCHS[case.arch].routed else {}
-    model = build(case.arch, tie_word_embeddings=False, num_hidden_layers=LAYERS, **routed)
+    attention = {"attn_implementation": "eager"} if case.strategy == "zero3_attentions" else {}
+    model = build(case.arch, tie_word_embeddings=False, num_hidden_layers=LAYERS, **routed, **attention)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(0.5)
@@ -237,13 +238,20 @@ def made_tiled(case: Case) -> nn.Module:
     assert (status.loss.tiled, status.mlp.tiled) == (1, LAYERS * case.mlp), status
     assert (status.layer is not None and status.layer.tiled == LAYERS) == (case.layer != "none"), status
     called = case.adapter == "generic" or ARCHS[case.arch].routed
-    assert (status.mlp.fallback is not None) == (called and case.mlp), status
+    assert (status.mlp.reason is not None) == (called and case.mlp), status
     norm = base.model.norm
     assert ("liger" in computed_forward(norm).__module__) == (case.liger != "none")
     return model
 
 
-def run(case: Case, rank: int) -> None:
+def run(case: Case) -> None:
+    """Trains a case untiled and tiled: the same losses and updates."""
+    with modeling_restored():
+        compare(case, dist.get_rank())
+    seqtile.restore()
+
+
+def compare(case: Case, rank: int) -> None:
     untiled = made(case)
     start = full(untiled)
     checkpointing(base_of(untiled), KINDS[case.checkpointing])
@@ -270,22 +278,3 @@ def run(case: Case, rank: int) -> None:
         assert error <= tolerance, f"{case}: the update of {name} is {error:.1e} off"
     outcome = outcome_of(base_of(tiled)) or ""
     assert "up to rounding" in outcome, f"{case}: {outcome}"
-    print(f"rank {rank}: {case} equal", flush=True)
-
-
-def main(tree: str, full: str) -> None:
-    if tree.startswith("zero"):
-        import deepspeed
-
-        deepspeed.init_distributed("gloo")
-    else:
-        dist.init_process_group("gloo")
-    for case in cases(bool(full)):
-        if case.tree == tree:
-            faulthandler.dump_traceback_later(TIME_LIMIT, exit=True)
-            with modeling_restored():
-                run(case, dist.get_rank())
-            seqtile.restore()
-            dist.barrier()
-    faulthandler.cancel_dump_traceback_later()
-    dist.destroy_process_group()

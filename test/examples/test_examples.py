@@ -18,7 +18,7 @@ from assertions import relative_error
 from launch import ranks, torchrun
 from recipes.tiny_pretrained import save_tiny
 from seqtile import memory, offload
-from seqtile.offload.checkpointing import Checkpoints, hand_out
+from seqtile.offload.checkpointing import Checkpoints, install
 from seqtile.offload.store import Copies, Pool, Store
 from small_example import EXAMPLES, LENGTH, SEQUENCES, figures, run
 from tiny import checkpointing
@@ -86,7 +86,7 @@ def on_a_store(model: nn.Module) -> Pool:
     """`offload.enable` without a GPU: what waits in host memory waits in plain memory."""
     checkpointing(model, False)
     model.pool = Pool(None)
-    hand_out(Checkpoints(Store(model.pool, Copies(torch.device("cpu"))), small=0), model, 1)
+    install(Checkpoints(Store(model.pool, Copies(torch.device("cpu"))), small=0), model, 1)
 
 
 @pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")

@@ -139,7 +139,7 @@ def test_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: 
     said = logging.getLogger("seqtile.integrations.trainer")
     with caplog.at_level("INFO", logger=said.name):
         trained(smaller("llama"), Documents(), tmp_path, SeqtileCallback(chunk_tokens=CHUNK))
-    assert "mlp   seqtile, 50 tokens a chunk, 2 of 2 layers" in caplog.text
+    assert "mlp   seqtile, 50 tokens a chunk, 2 of 2 fused" in caplog.text
 
 
 @pytest.mark.parametrize("bf16", [False, True])

@@ -14,8 +14,6 @@ pytestmark = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="the inte
 from kernels.ahead import TARGETS, Compiled, compiled  # noqa: E402
 from seqtile import kernels  # noqa: E402
 from seqtile.kernels import (  # noqa: E402
-    DivergenceOptions,
-    DivergenceVectors,
     LossOptions,
     RowVectors,
     cross_entropy,
@@ -59,10 +57,9 @@ def of_two_heads(beta: float, *given: str, write: tuple[bool, bool] = (True, Fal
         student, teacher = empty(ROWS, 128_256, dtype=dtype), empty(ROWS, 128_256, dtype=dtype)
         vectors = {name: empty(ROWS) for name in ("entropy", "row_scale")}
         vectors |= {name: empty(128_256, dtype=dtype) for name in ("student_bias", "teacher_bias")}
-        arguments = {name: vector if name in given else None for name, vector in vectors.items()}
-        of_each = LossOptions(**options)
-        chosen, found = DivergenceOptions(beta, of_each, of_each), DivergenceVectors(**arguments)
-        divergence.divergence_(student, teacher, empty(ROWS), chosen, found, write)
+        entropy, row_scale, *biases = (vector if name in given else None for name, vector in vectors.items())
+        of_each = (LossOptions(**options),) * 2
+        divergence.divergence_(student, teacher, empty(ROWS), beta, of_each, biases, entropy, row_scale, write)
 
     return launch
 

@@ -99,7 +99,7 @@ def test_values_and_gradient(
 @pytest.mark.parametrize(("rows", "vocab"), [(3, 49152), (2, 128256)])
 def test_real_vocabularies(rows: int, vocab: int, device: str) -> None:
     products, _, target = inputs(rows, vocab, torch.bfloat16, device)
-    same, truth = (reference(tile, target, PLAIN, NONE) for tile in (products, products.double()))
+    same, truth = (reference(chunk, target, PLAIN, NONE) for chunk in (products, products.double()))
     ours = run(products, target, write_grad=True)
     for value, theirs, true in zip(values_of(ours, products), same, truth, strict=True):
         assert_as_exact(value, theirs, true)
@@ -165,7 +165,7 @@ def test_softcap_of_small_and_large_logits(device: str) -> None:
     """tanh to float32's precision where it cancels (near 0) and where it saturates."""
     products = torch.logspace(-6, 3, 4000, device=device).repeat(2, 1) * torch.tensor([[1.0], [-1.0]], device=device)
     target = torch.tensor([0, 3999], device=device)
-    same, truth = (reference(tile, target, OPTIONS["softcap"], NONE) for tile in (products, products.double()))
+    same, truth = (reference(chunk, target, OPTIONS["softcap"], NONE) for chunk in (products, products.double()))
     ours = run(products, target, OPTIONS["softcap"], write_grad=True)
     for value, theirs, true in zip((ours["losses"], products), (same[0], same[3]), (truth[0], truth[3]), strict=True):
         assert_as_exact(value, theirs, true)

@@ -3,18 +3,20 @@ import torch
 
 from assertions import assert_as_exact, poisoned
 from head_reference import entropies_of, logits_of
-from seqtile.kernels import DivergenceOptions, LossOptions
+from seqtile.kernels import LossOptions
 from seqtile.kernels.dispatch import divergence_
 
-OPTIONS = {
-    "forward": DivergenceOptions(0.0),
-    "reverse": DivergenceOptions(1.0),
-    "mixed": DivergenceOptions(0.3),
-    "all": DivergenceOptions(0.6, LossOptions(1.3, 4.0, 1.7), LossOptions(-0.7, 6.0, 1.7)),
-    "forward, caps": DivergenceOptions(0.0, LossOptions(1.3, 4.0, 0.8), LossOptions(0.7, 6.0, 0.8)),
-    "reverse, caps": DivergenceOptions(1.0, LossOptions(1.3, 4.0, 0.8), LossOptions(0.7, 6.0, 0.8)),
+Options = tuple[float, tuple[LossOptions, LossOptions]]
+PLAIN = (LossOptions(), LossOptions())
+CAPPED = (LossOptions(1.3, 4.0, 0.8), LossOptions(0.7, 6.0, 0.8))
+OPTIONS: dict[str, Options] = {
+    "forward": (0.0, PLAIN),
+    "reverse": (1.0, PLAIN),
+    "mixed": (0.3, PLAIN),
+    "all": (0.6, (LossOptions(1.3, 4.0, 1.7), LossOptions(-0.7, 6.0, 1.7))),
+    "forward, caps": (0.0, CAPPED),
+    "reverse, caps": (1.0, CAPPED),
 }
-HEADS = ("student", "teacher")
 
 
 def inputs(rows: int, vocab: int, dtype: torch.dtype, device: str) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
@@ -24,24 +26,24 @@ def inputs(rows: int, vocab: int, dtype: torch.dtype, device: str) -> tuple[list
 
 
 def reference(
-    products: list[torch.Tensor], options: DivergenceOptions, biases: list, row_scale: torch.Tensor | None
+    products: list[torch.Tensor], options: Options, biases: list, row_scale: torch.Tensor | None
 ) -> list[torch.Tensor]:
     """Divergences, the student's entropies and the gradients as the kernel leaves them."""
     leaves = [part.detach().clone().requires_grad_() for part in products]
-    of_heads = options[1:]
+    beta, of_heads = options
     logits = [
         logits_of(leaf, bias, softcap=own.softcap, logit_scale=own.logit_scale, temperature=own.temperature)
         for leaf, bias, own in zip(leaves, biases, of_heads, strict=True)
     ]
     p, q = (x.log_softmax(1) for x in logits)
-    if options.beta in (0, 1):
-        a, b = (q, p) if options.beta == 0 else (p, q)
+    if beta in (0, 1):
+        a, b = (q, p) if beta == 0 else (p, q)
         losses = (a.exp() * (a - b)).sum(1)
     else:
-        m = (options.beta * q.exp() + (1 - options.beta) * p.exp()).log()
-        losses = options.beta * (q.exp() * (q - m)).sum(1) + (1 - options.beta) * (p.exp() * (p - m)).sum(1)
+        m = (beta * q.exp() + (1 - beta) * p.exp()).log()
+        losses = beta * (q.exp() * (q - m)).sum(1) + (1 - beta) * (p.exp() * (p - m)).sum(1)
     total = (losses if row_scale is None else losses * row_scale.to(losses.dtype)).sum()
-    gradients = torch.autograd.grad(total * options.student.temperature, leaves)
+    gradients = torch.autograd.grad(total * of_heads[0].temperature, leaves)
     return [losses, entropies_of(logits[0]), *(d / own.logit_scale for d, own in zip(gradients, of_heads, strict=True))]
 
 
@@ -51,19 +53,17 @@ def reference(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("rows", "vocab"), [(33, 1000), (9, 4097)])
 def test_values_and_gradients(
-    rows: int, vocab: int, dtype: torch.dtype, options: DivergenceOptions, given: bool, write: tuple, device: str
+    rows: int, vocab: int, dtype: torch.dtype, options: Options, given: bool, write: tuple, device: str
 ) -> None:
     products, slabs = inputs(rows, vocab, dtype, device)
-    biases = [torch.randn(vocab, device=device).to(dtype) if given else None for _ in HEADS]
+    biases = [torch.randn(vocab, device=device).to(dtype) if given else None for _ in products]
     row_scale = torch.randn(rows, device=device) if given else None
     before = [part.clone() for part in products]
     same = reference(products, options, biases, row_scale)
     truth = reference([part.double() for part in products], options, biases, row_scale)
     losses, entropy = (poisoned(rows, dtype=torch.float32, device=device) for _ in range(2))
 
-    vectors = {"entropy": entropy, "row_scale": row_scale}
-    vectors |= {f"{head}_bias": bias for head, bias in zip(HEADS, biases, strict=True)}
-    divergence_(*products, losses, options, write=write, **vectors)
+    divergence_(*products, losses, *options, biases=biases, entropy=entropy, row_scale=row_scale, write=write)
 
     assert_as_exact(losses, same[0], truth[0])
     assert_as_exact(entropy, same[1], truth[1])
@@ -82,9 +82,9 @@ def test_losses_alone(beta: float, device: str) -> None:
     products, _ = inputs(33, 1000, torch.float32, device)
     before = [part.clone() for part in products]
     found = [poisoned(33, dtype=torch.float32, device=device) for _ in range(2)]
-    divergence_(*products, found[0], DivergenceOptions(beta))
+    divergence_(*products, found[0], beta, PLAIN)
     assert all(part.equal(old) for part, old in zip(products, before, strict=True))
-    divergence_(*products, found[1], DivergenceOptions(beta), write=(True, True))
+    divergence_(*products, found[1], beta, PLAIN, write=(True, True))
     assert found[0].equal(found[1])
 
 
@@ -95,6 +95,6 @@ def test_a_real_vocabulary(device: str) -> None:
         reference(parts, options, [None, None], None) for parts in (products, [p.double() for p in products])
     )
     losses = poisoned(2, dtype=torch.float32, device=device)
-    divergence_(*products, losses, options, write=(True, True))
+    divergence_(*products, losses, *options, write=(True, True))
     for value, theirs, true in zip([losses, *products], [same[0], *same[2:]], [truth[0], *truth[2:]], strict=True):
         assert_as_exact(value, theirs, true)

@@ -25,7 +25,7 @@ def reference(
 
 
 def inputs(rows: int, width: int, dtype: torch.dtype, device: str) -> tuple[torch.Tensor, list[torch.Tensor]]:
-    """A poisoned slab and three tiles in it, whose rows are further apart than they are long."""
+    """A poisoned slab and three chunks in it, whose rows are further apart than they are long."""
     slab = poisoned(3, rows, width + 3, dtype=dtype, device=device)
     slab[:, :, :width] = torch.randn(3, rows, width, device=device) * 3
     return slab, [slab[i, :, :width] for i in range(3)]
@@ -65,8 +65,8 @@ def test_row_offsets_are_int64(device: str) -> None:
     stride, width = 2**30, 1025
     slab = torch.empty(3 * stride + 3 * width, dtype=torch.bfloat16, device=device)
     gate, up, d_product = (slab[i * width :].as_strided((4, width), (stride, 1)) for i in range(3))
-    for tile in (gate, up, d_product):
-        tile.copy_(torch.randn(4, width, device=device))
+    for chunk in (gate, up, d_product):
+        chunk.copy_(torch.randn(4, width, device=device))
     same = reference(gate.contiguous(), up.contiguous(), d_product.contiguous())
     truth = reference(gate.double(), up.double(), d_product.double())
     product = gate.clone()

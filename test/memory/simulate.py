@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from liger_kernel.transformers import rms_norm as ligers_norm
 from liger_kernel.transformers import rope as ligers_rope
+from liger_kernel.transformers import swiglu as ligers_swiglu
 from peft import LoraConfig, get_peft_model
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -24,34 +25,15 @@ import seqtile
 from measure import LiveBytes
 from seqtile.arch import ARCHS
 from seqtile.memory.setup import Setup
+from seqtile.memory.simulate import FlashFunction, materialise
+from seqtile.models import proof
 from seqtile.models.placement import placement_at
-from seqtile.offload.checkpointing import Checkpoints, hand_out
+from seqtile.offload.checkpointing import Checkpoints, install
 from seqtile.offload.store import Store
 from seqtile.sp.attention import UlyssesAttention, UlyssesFunction
 from seqtile.sp.layout import Layout
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-
-
-class FlashFunction(torch.autograd.Function):
-    """FlashAttention-2's allocations: in the backward dq in float32, and dk and dv for every query head (mha_bwd)."""
-
-    @staticmethod
-    def forward(ctx, q, k, v):
-        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        out = torch.empty(q.shape, dtype=q.dtype)
-        lse = torch.empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
-        ctx.save_for_backward(q, k, v, out, lse)
-        return out
-
-    @staticmethod
-    def backward(ctx, d_out):
-        q, k, v, _, lse = ctx.saved_tensors
-        gradients = [torch.empty(x.shape, dtype=x.dtype) for x in (q, k, v)]
-        workspace = [torch.empty(q.shape, dtype=torch.float32), torch.empty_like(lse)]
-        if q.shape[2] != k.shape[2]:
-            workspace += [torch.empty(*x.shape[:2], q.shape[2], x.shape[3], dtype=x.dtype) for x in (k, v)]
-        return tuple(x.transpose(1, 2) for x in gradients)
 
 
 class NormFunction(torch.autograd.Function):
@@ -85,13 +67,14 @@ class SwiGLUFunction(torch.autograd.Function):
     """Liger's: gate and up are kept, and written over by their gradients."""
 
     @staticmethod
-    def forward(ctx, gate, up):
+    def forward(ctx, gate, up, *multipliers):
+        ctx.multipliers = len(multipliers)
         ctx.save_for_backward(gate, up)
         return torch.empty_like(gate)
 
     @staticmethod
     def backward(ctx, d_product):
-        return ctx.saved_tensors
+        return (*ctx.saved_tensors, *(None for _ in range(ctx.multipliers)))
 
 
 class Simulated(NamedTuple):
@@ -178,6 +161,14 @@ class StepsWithoutScores(UlyssesAttention):
         return size
 
 
+def apply_ligers_mlps(model: nn.Module, modes: ExitStack) -> None:
+    """Before anything is tiled, as README has it: a sequence of one chunk runs Liger's own forward."""
+    modes.enter_context(patch.object(ligers_swiglu, "LigerSiLUMulFunction", SwiGLUFunction))
+    modes.enter_context(patch.object(proof, "mixing_reason", lambda *_: None))  # which tries it on numbers
+    for module in [module for module in model.modules() if hasattr(module, "gate_proj")]:
+        module.forward = MethodType(ligers_swiglu.LigerSwiGLUMLP.forward, module)
+
+
 def apply_liger(model: nn.Module, modes: ExitStack) -> None:
     """To what is not tiled: Liger's own forwards of norms and RoPE, which seqtile knows, with other kernels in them."""
     in_place = not ARCHS[model.config.model_type].norm_after  # else Liger's norm may not write over its gradient
@@ -199,21 +190,6 @@ def apply_liger(model: nn.Module, modes: ExitStack) -> None:
             module.forward = lambda x, module=module: module.down_proj(
                 SwiGLUFunction.apply(*module.gate_up_proj(x).chunk(2, dim=-1))
             )
-
-
-def materialise(model: nn.Module) -> None:
-    """Tensors without data for those of the meta device, so that they count as the GPU's."""
-    made: dict[int, torch.Tensor] = {}
-    for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            for name, old in tensors.items():
-                if old is None:
-                    continue
-                if id(old) not in made:
-                    is_weight = isinstance(old, nn.Parameter)
-                    new = torch.empty(old.shape, dtype=old.dtype)
-                    made[id(old)] = nn.Parameter(new, requires_grad=old.requires_grad) if is_weight else new
-                tensors[name] = made[id(old)]
 
 
 def with_4_bits(model: nn.Module, dtype: torch.dtype) -> None:
@@ -273,13 +249,15 @@ def build(config: PreTrainedConfig, setup: Setup, modes: ExitStack, host: HostMe
     if setup.load_in_4bit:
         quantise(model)
     tiled = {part: part in setup.tiles for part in ("mlp", "loss", "layer")}
+    if setup.liger and "layer" in setup.tiles:
+        apply_ligers_mlps(causal_lm, modes)
     if any(tiled.values()):
         seqtile.apply_seqtile(model, **tiled, head_groups=setup.head_groups, chunk_tokens=setup.chunk_tokens)
     if setup.liger:
         apply_liger(causal_lm, modes)
     causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
     if "activations" in setup.offload:
-        hand_out(Checkpoints(Store(host, Copies())), causal_lm, setup.keep_last)
+        install(Checkpoints(Store(host, Copies())), causal_lm, setup.keep_last)
     if setup.gpus > 1 and setup.zero_stage == 3:
         for layer in causal_lm.model.layers:
             fully_shard(layer, mesh=mesh)

@@ -4,17 +4,18 @@ import json
 from pathlib import Path
 
 import pytest
-import torch
 from rich.console import Console
 from transformers import CONFIG_MAPPING
 from typer.testing import CliRunner
 
 from seqtile import memory
 from seqtile.cli import app
-from seqtile.memory import simulate
-from seqtile.memory.simulate import FEATURES, simulations
+from seqtile.memory import Setup, simulate
+from seqtile.memory.features import FEATURES
+from seqtile.memory.setup import GIB
+from seqtile.memory.simulate import Simulation
 from seqtile.models.model_types import model_classes
-from seqtile.recipes.plan import Forecast, print_forecast
+from seqtile.recipes.plan import PlanResult, print_forecast
 
 
 @pytest.fixture(autouse=True)
@@ -31,7 +32,7 @@ SIZES = {
     "head_dim": 32,
     "vocab_size": 4096,
 }
-TILES = dict(zip(FEATURES, ((), ("loss",), ("loss", "mlp"), ("loss", "mlp", "layer")), strict=True))
+TILES = {name: FEATURES[name].changes["tiles"] for name in ("nothing", "loss", "loss, MLP", "loss, MLP, layer")}
 
 
 @pytest.mark.parametrize("model_type", ["llama", "gemma2"])
@@ -39,16 +40,23 @@ def test_where_there_is_a_formula_too(model_type: str) -> None:
     """Most of the layers are not run, and 300,000 tokens are more than the simulation has."""
     config = CONFIG_MAPPING[model_type](**SIZES)
     steps: list[str] = []
-    for simulation in simulations(model_classes(model_type)[0], config, torch.bfloat16, steps.append):
-        if simulation.tiled == "loss, MLP, layer" and model_type == "gemma2":
+    simulation = Simulation(model_classes(model_type)[0], config, Setup(), steps.append)
+    assert simulation.others == 6
+    assert [name for name in FEATURES if simulation.refusal(name, Setup()) is None] == list(TILES)
+    for name, tiles in TILES.items():
+        setup = Setup(tiles=tiles, gpu_memory_gib=1 + simulation.held / GIB)
+
+        def bytes_of(tokens: int, setup: Setup = setup) -> float:
+            return simulation.predict(setup, tokens, 1).gpu_bytes - simulation.held
+
+        longest = simulation.longest(setup, batch_size=2).tokens
+        assert bytes_of(2 * longest) <= 2**30 < bytes_of(2 * longest + 2)
+        if name == "loss, MLP, layer" and model_type == "gemma2":
             continue  # which the formulas do not have
-        parts = memory.plan(config.to_dict(), seq_len=300_000, tiles=TILES[simulation.tiled]).peak.parts
-        planned = sum(size for name, size in parts.items() if name not in ("weights", "optimizer", "reserved"))
-        assert simulation.others == 6
-        assert simulation.bytes_of(300_000) == pytest.approx(planned, rel=0.05), simulation.tiled
-        longest = simulation.longest(2**30, batch_size=2)
-        assert simulation.bytes_of(2 * longest) <= 2**30 < simulation.bytes_of(2 * longest + 2)
-    assert len(steps) == 2 * len(FEATURES) and len(set(steps)) == len(steps)
+        parts = memory.plan(config.to_dict(), seq_len=300_000, tiles=tiles).peak.parts
+        planned = sum(size for part, size in parts.items() if part not in ("weights", "optimizer", "reserved"))
+        assert bytes_of(300_000) == pytest.approx(planned, rel=0.05), name
+    assert len(steps) == 2 * len(TILES) and len(set(steps)) == len(steps)
 
 
 def said(config: Path, *options: str) -> str:
@@ -61,7 +69,7 @@ def test_the_command(tmp_path: Path) -> None:
     CONFIG_MAPPING["olmo3"](**SIZES | {"layer_types": None}).save_pretrained(tmp_path)
     found = json.loads(said(tmp_path, "--json"))
     lengths = list(found["simulated"].values())
-    assert list(found["simulated"]) == list(FEATURES) and lengths == sorted(lengths) and lengths[0] > 0
+    assert list(found["simulated"]) == list(TILES) and lengths == sorted(lengths) and lengths[0] > 0
     assert "simulated with its own code" in found["notes"][-1]
     assert "it is simulated for one GPU alone" in said(tmp_path, "--gpus", "2")
 
@@ -71,9 +79,9 @@ def test_experts_without_a_formula(tmp_path: Path, capsys: pytest.CaptureFixture
     CONFIG_MAPPING["gpt_oss"](**sizes).save_pretrained(tmp_path)
     found = json.loads(said(tmp_path, "--json"))
     lengths = list(found["simulated"].values())
-    assert list(found["simulated"]) == list(FEATURES) and 0 < lengths[0] < lengths[2] < lengths[3]
+    assert list(found["simulated"]) == list(TILES) and 0 < lengths[0] < lengths[2] < lengths[3]
     assert "and so it is simulated alone" in found["notes"][0]
-    forecast = Forecast("it", [], None, [], {}, [], found["simulated"])
+    forecast = PlanResult("it", [], found["simulated"])
     assert forecast.fits(lengths[3]) and not forecast.fits(lengths[3] + 1)
     print_forecast(forecast, Console())
     assert "Longest sequence, simulated" in capsys.readouterr().out

@@ -18,11 +18,10 @@ from torch import nn
 
 import seqtile
 from assertions import relative_error
-from seqtile.arch import ARCHS
 from seqtile.kernels.dispatch import triton
 from seqtile.models import loss, mlp
-from seqtile.models.placement import forward_in_place_of, package_of
-from tiny import InterpretedFloat, batch_of, build, interpreted, loss_and_gradients
+from seqtile.models.placement import original_forward, package_of
+from tiny import CLASSES, MLPS, InterpretedFloat, batch_of, build, interpreted, loss_and_gradients, modeling_of
 
 SEQTILE, LIGER, HF = "seqtile", "liger_kernel", "transformers"
 CHUNK = 10  # tokens a chunk: the interpreter is slow
@@ -76,7 +75,7 @@ def check_ran(model: nn.Module, expected: list[str], lengths: tuple[int, ...]) -
         calls = {package: CALLS[part, package] for package in (SEQTILE, LIGER) if CALLS[part, package]}
         wanted = Counter({who: len(lengths) * total})
         if part == "mlp" and who == SEQTILE:
-            before = package_of(forward_in_place_of(model.model.layers[0].mlp))
+            before = package_of(original_forward(model.model.layers[0].mlp))
             wanted = Counter(who if length > CHUNK else before for length in lengths for _ in range(total))
         assert calls == {package: count for package, count in wanted.items() if package != HF}, f"{part}: {calls}"
     CALLS.clear()
@@ -89,7 +88,7 @@ def check_status(model: nn.Module, ran: list[str], text: str | None) -> None:
         ours = package == SEQTILE
         assert (part.tiled, part.others) == ((part.total, ()) if ours else (0, (package,))), str(status)
         assert str(part).startswith(f"seqtile, {CHUNK} tokens a chunk" if ours else f"not tiled: {package}")
-        assert (part.fallback, part.problem) == (None, None), str(status)
+        assert (part.reason, part.problem) == (None, None), str(status)
         if ours or text is None:
             assert "apply seqtile" not in str(part) and "took" not in str(part), str(status)
         else:
@@ -104,7 +103,7 @@ class Truth:
     """An untouched model, made before anything is patched: its weights, and what it computes with them."""
 
     def __init__(self, arch: str, device: str, scale: float = 1.0) -> None:
-        self.name, self.arch, self.device = arch, ARCHS[arch], device
+        self.name, self.device = arch, device
         self.model = build(arch, device)
         with torch.no_grad():
             for parameter in self.model.parameters():
@@ -115,12 +114,12 @@ class Truth:
         with torch.no_grad():
             self.logits = self.model.eval()(**self.batches[SHORT]).logits
         self.model.train()
-        self.forward, self.mlp_class = self.arch.causal_lm.forward, self.mlp_class_now()
+        self.forward, self.mlp_class = CLASSES[self.name][1].forward, self.mlp_class_now()
         self.mlp_forward = self.mlp_class.forward
 
     def mlp_class_now(self) -> type:
-        (name,) = self.arch.mlp_names
-        return getattr(self.arch.modeling, name)
+        (name,) = MLPS[self.name]
+        return getattr(modeling_of(self.name), name)
 
     def copy(self) -> nn.Module:
         """A model of the same weights, of the classes as they are now."""
@@ -161,6 +160,6 @@ class Truth:
 
     def check_restored(self, liger_on_classes: bool) -> None:
         """The classes are what they would be without seqtile."""
-        assert self.arch.causal_lm.forward is (LCE_FORWARDS[self.name] if liger_on_classes else self.forward)
+        assert CLASSES[self.name][1].forward is (LCE_FORWARDS[self.name] if liger_on_classes else self.forward)
         assert self.mlp_class_now() is swiglu.LigerSwiGLUMLP
         assert self.mlp_class.forward is self.mlp_forward

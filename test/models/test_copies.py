@@ -1,8 +1,11 @@
 """Copies of tiled models and of their modules compute with what is theirs, and are restored by themselves."""
 
 import copy
+import gc
 import pickle
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -147,6 +150,24 @@ def test_pickles(layer: bool) -> None:
     assert_equal(loss_and_gradients(loaded, **batch), truth)
 
 
+@pytest.mark.parametrize("layer", [False, True])
+def test_a_tiled_module_holds_nothing_more(layer: bool) -> None:
+    """And nothing holds on to the classes that modules had while they were tiled."""
+    model = build("llama")
+    batch, before = whole(101), [sorted(vars(module)) for module in model.modules() if module is not model]
+    model(**batch).loss.backward()
+    model.zero_grad()
+    gc.collect()
+    classes = {cls: len(cls.__subclasses__()) for cls in map(type, model.modules())}
+    seqtile.apply_seqtile(model, layer=layer, chunk_tokens=CHUNK)
+    model(**batch).loss.backward()
+    assert [sorted(vars(module)) for module in model.modules() if module is not model] == before
+    assert str(seqtile.status(model)).count("seqtile, 50 tokens a chunk") == 2 + layer
+    seqtile.restore(model)
+    gc.collect()
+    assert {cls: len(cls.__subclasses__()) for cls in classes} == classes
+
+
 def test_modules_of_a_class_stay_of_one_class() -> None:
     """By which Accelerate finds the layers that FSDP is to wrap."""
     model = build("llama")
@@ -175,5 +196,51 @@ def test_restoring_below_a_class_that_another_library_derived(reentrant: bool | 
     assert_equal(loss_and_gradients(model, **batch), truth)
     assert len(runs) == (1 if reentrant is None else 2)
     hook.remove()
+    for chunk_tokens in (7, 9):  # of the second class, and of a third above it
+        seqtile.apply_seqtile(model, layer=True, chunk_tokens=chunk_tokens)
+        assert seqtile.status(model).layer.chunk_tokens == (chunk_tokens,)
+        assert_equal(loss_and_gradients(model, **batch), truth)
+    seqtile.restore(model)
+    assert not any(placement_at(module) for module in model.modules())
+
+
+@pytest.mark.parametrize("on_classes", [False, True], ids=["model", "classes"])
+def test_other_options_below_a_class_that_another_library_derived(on_classes: bool) -> None:
+    if on_classes:
+        seqtile.apply_seqtile_to_llama(layer=True, chunk_tokens=CHUNK)
+    model = build("llama")
+    batch = whole(101)
+    if not on_classes:
+        seqtile.apply_seqtile(model, layer=True, chunk_tokens=CHUNK)
+    truth = loss_and_gradients(model, **batch)
+    for layer in model.model.layers:
+        layer.__class__ = type(f"FSDP{type(layer).__name__}", (type(layer),), {"__module__": "torch.distributed.fsdp"})
     seqtile.apply_seqtile(model, layer=True, chunk_tokens=7)
-    assert seqtile.status(model).layer.chunk_tokens == (7,)
+    assert "7 tokens a chunk, 2 of 2 fused" in str(seqtile.status(model).layer)
+    assert not seqtile.status(model).layer.wrappers
+    assert_equal(loss_and_gradients(model, **batch), truth)
+    with pytest.warns(UserWarning, match="stays tiled by its classes") if on_classes else nullcontext():
+        seqtile.restore(model)
+    left = {placement.options.chunk_tokens for module in model.modules() if (placement := placement_at(module))}
+    assert left == ({CHUNK} if on_classes else set())
+    assert_equal(loss_and_gradients(model, **batch), truth)
+
+
+def test_models_in_threads() -> None:
+    """Each tiles a copy of one model with options of its own, trains it and restores it."""
+    shared = build("llama")
+    batch = whole(101)
+    truth = loss_and_gradients(copy.deepcopy(shared), **batch)
+    seqtile.apply_seqtile(shared, layer=True, chunk_tokens=CHUNK, check=False)
+
+    def train(chunk_tokens: int) -> None:
+        copied = copy.deepcopy(shared)
+        seqtile.apply_seqtile(copied, layer=True, chunk_tokens=chunk_tokens)
+        assert seqtile.status(copied).layer.chunk_tokens == (chunk_tokens,)
+        assert_equal(loss_and_gradients(copied, **batch), truth)
+        seqtile.restore(copied)
+        assert not any(placement_at(module) for module in copied.modules())
+
+    with ThreadPoolExecutor() as pool:
+        list(pool.map(train, [7, 8, 9, 10]))
+    assert seqtile.status(shared).layer.chunk_tokens == (CHUNK,)

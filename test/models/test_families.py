@@ -13,18 +13,18 @@ from seqtile.models.small import WORDS, small_model
 
 CHUNK = 7
 FAMILIES = {  # the parts that are tiled, by status
-    "gpt_oss": ("called", "called"),
-    "qwen3_5_text": ("read", "called"),
-    "qwen3_5_moe_text": ("called", "called"),
-    "qwen3_next": ("called", "called"),
-    "gemma4_text": ("read", "called"),
-    "gemma4_unified_text": ("read", "called"),
-    "deepseek_v3": ("called", "called"),
-    "glm4_moe": ("called", "called"),
-    "qwen3_vl": ("read", "called"),
-    "ministral3": ("read", "called"),
-    "olmo3": ("read", "called"),
-    "seed_oss": ("called", "called"),
+    "gpt_oss": ("chunked", "chunked"),
+    "qwen3_5_text": ("fused", "chunked"),
+    "qwen3_5_moe_text": ("chunked", "chunked"),
+    "qwen3_next": ("chunked", "chunked"),
+    "gemma4_text": ("fused", "chunked"),
+    "gemma4_unified_text": ("fused", "chunked"),
+    "deepseek_v3": ("chunked", "chunked"),
+    "glm4_moe": ("chunked", "chunked"),
+    "qwen3_vl": ("fused", "chunked"),
+    "ministral3": ("fused", "chunked"),
+    "olmo3": ("fused", "chunked"),
+    "seed_oss": ("chunked", "chunked"),
 }
 
 
@@ -80,9 +80,9 @@ def test_parts(model_type: str) -> None:
     tiled = tiled_copy(model)
     status = seqtile.status(tiled)
     mlp, layer = FAMILIES[model_type]
-    assert (status.loss.tiled, status.loss.fallback, status.mlp.tiled) == (1, None, status.mlp.total)
-    assert ("read" if status.mlp.fallback is None else "called") == mlp
-    assert 0 < status.layer.tiled and ("read" if status.layer.fallback is None else "called") == layer
+    assert (status.loss.tiled, status.loss.reason, status.mlp.tiled) == (1, None, status.mlp.total)
+    assert ("fused" if status.mlp.reason is None else "chunked") == mlp
+    assert 0 < status.layer.tiled and ("fused" if status.layer.reason is None else "chunked") == layer
     assert_same(model, tiled, **batch())
 
 

@@ -18,7 +18,8 @@ from models.test_layer_sharing import built
 from models.test_paths import hooked
 from seqtile.models import any_layer, layer_arguments
 from seqtile.models.base_model import base_models_of
-from seqtile.models.first_step import difference, outcome_of
+from seqtile.models.difference import difference
+from seqtile.models.first_step import outcome_of
 from seqtile.models.parts import LOSS
 from seqtile.models.patch import apply
 from seqtile.models.placement import Options, unplace

@@ -87,7 +87,7 @@ def calls_a_layer(kind: str, tokens: int, checkpointed: bool, options: dict[str,
     ("chunks", "checkpointed", "limits"),
     [
         (0.5, False, (53, 53, 53)),
-        (0.5, True, (65, 90, 90)),
+        (0.5, True, (65, 65, 65)),
         (2, True, (1_415, 3_915, 5_415)),
     ],
 )
@@ -98,7 +98,7 @@ def test_calls_beyond_untiled(chunks: float, checkpointed: bool, limits: tuple[i
     assert all(beyond <= limit for beyond, limit in zip(found.values(), limits, strict=True)), found
 
 
-@pytest.mark.parametrize(("way", "limit"), [("mlp", 120), ("layer", 350), ("groups", 470)])
+@pytest.mark.parametrize(("way", "limit"), [("mlp", 120), ("layer", 250), ("groups", 350)])
 def test_calls_of_a_further_chunk(way: str, limit: int) -> None:
     two, four = (calls_a_layer("llama", chunks * CHUNK, True, WAYS[way]) for chunks in (2, 4))
     assert (four - two) / 2 <= limit

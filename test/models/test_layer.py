@@ -13,12 +13,12 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import seqtile
 from assertions import relative_error
 from models.layered import KINDS, LAYERED, assert_equal, tiled_copy, whole
-from seqtile.arch import ARCHS
 from seqtile.models.small import small_model
-from seqtile.offload.checkpointing import Checkpoints, hand_out
+from seqtile.offload.checkpointing import Checkpoints, install
 from seqtile.offload.store import Store
 from tiny import (
     CHUNK,
+    CLASSES,
     VOCAB,
     batch_of,
     build,
@@ -51,7 +51,7 @@ def test_adapters(arch: str, head_groups: int | None, reentrant: bool | None, na
     if reentrant:
         untiled.enable_input_require_grads()
     tiled = tiled_copy(untiled, head_groups)
-    assert seqtile.status(tiled).layer.fallback is None
+    assert seqtile.status(tiled).layer.reason is None
     for model in (untiled, tiled):
         checkpointing(model.get_base_model(), reentrant)
     batch = whole(101, device)
@@ -65,7 +65,7 @@ def test_modules_that_cannot_be_read_are_called(arch: str, reentrant: bool | Non
     if reentrant:
         untiled.enable_input_require_grads()
     tiled = tiled_copy(untiled)
-    assert "dropout" in seqtile.status(tiled).layer.fallback
+    assert "dropout" in seqtile.status(tiled).layer.reason
     with pytest.raises(ValueError, match="reads its weights, and q_proj has a LoRA adapter with dropout"):
         seqtile.apply_seqtile(tiled, layer=True, head_groups=2, chunk_tokens=CHUNK)
     for model in (untiled, tiled):
@@ -181,7 +181,7 @@ def test_offloaded_inputs(head_groups: int | None) -> None:
     tiled = tiled_copy(untiled, head_groups)
     checkpointing(tiled, False)
     store = Store(HostMemory(), Copied())
-    hand_out(Checkpoints(store, small=1), tiled, keep_last=0)
+    install(Checkpoints(store, small=1), tiled, keep_last=0)
     batch = whole(101)
     ours = loss_and_gradients(tiled, **batch)
     assert store.count == len(tiled.model.layers)
@@ -266,10 +266,10 @@ REFUSED: dict[str, tuple[type, str, Callable[[], object]]] = {
 @pytest.mark.parametrize("case", REFUSED)
 def test_refusals(case: str) -> None:
     error, message, apply = REFUSED[case]
-    before = ARCHS["phi3"].causal_lm.forward
+    before = CLASSES["phi3"][1].forward
     with pytest.raises(error, match=message):
         apply()
-    assert ARCHS["phi3"].causal_lm.forward is before
+    assert CLASSES["phi3"][1].forward is before
 
 
 def test_hooks_on_attention_are_refused() -> None:

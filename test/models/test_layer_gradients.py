@@ -102,5 +102,5 @@ def test_after_liger(arch: str, head_groups: int | None, device: str) -> None:
     with modeling_restored():
         apply_liger(arch, model=tiled)
         seqtile.apply_seqtile(tiled, layer=True, head_groups=head_groups, chunk_tokens=CHUNK)
-        assert seqtile.status(tiled).layer.fallback is None
+        assert seqtile.status(tiled).layer.reason is None
         assert_equal(loss_and_gradients(tiled, **batch), truth)

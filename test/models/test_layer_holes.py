@@ -149,21 +149,33 @@ def test_prefixes_over_a_frozen_model(head_groups: int | None) -> None:
     assert_equal(loss_and_gradients(tiled, **batch), loss_and_gradients(untiled, **batch))
 
 
+@pytest.mark.parametrize("of_module", [False, True], ids=["of a closure", "of the attention"])
 @pytest.mark.parametrize("head_groups", [None, 2])
-def test_a_weight_of_attention_over_a_frozen_model(head_groups: int | None) -> None:
-    temperature = torch.full((12,), 0.5, requires_grad=True)
+def test_a_weight_of_attention_over_a_frozen_model(head_groups: int | None, of_module: bool) -> None:
+    """One that the module holds is known before: the attention runs no more often than without. Another of the same
+    module, which nothing uses, has no gradient, as untiled."""
+    temperature, calls = torch.full((12,), 0.5, requires_grad=True), []
 
     def attention(module: nn.Module, q, k, v, mask, **options: object):
-        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, q, k, v * temperature, mask, **options)
+        calls.append(module)
+        weight = module.temperature if of_module else temperature
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, q, k, v * weight, mask, **options)
 
     AttentionInterface.register("tempered", attention)
     untiled = build("llama", attn_implementation="tempered").requires_grad_(False)
+    for layer in untiled.model.layers if of_module else ():
+        layer.self_attn.temperature, layer.self_attn.other = (nn.Parameter(torch.rand(12)) for _ in range(2))
     tiled, batch, found = tiled_copy(untiled, head_groups), whole(101), []
     for model in (untiled, tiled):
+        model(**batch)  # the first step compares itself with the untiled model
         temperature.grad = None
-        model(**batch).loss.backward()
-        found.append(temperature.grad)
-    assert relative_error(found[1], found[0]) <= 1e-5
+        calls.clear()
+        loss, count = model(**batch).loss, len(calls)
+        loss.backward()
+        own = {name: weight.grad for name, weight in model.named_parameters()}
+        found.append((loss, own | {"of the closure": temperature.grad}))
+    assert_equal(found[1], found[0])
+    assert not of_module or count == len(tiled.model.layers) * (head_groups or 1)
 
 
 def test_callers_of_a_layer() -> None:

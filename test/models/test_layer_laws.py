@@ -181,20 +181,42 @@ def test_a_dropped_graph_is_freed(head_groups: int | None, reentrant: bool | Non
         gc.enable()
 
 
-def test_what_a_layer_keeps_without_checkpointing() -> None:
-    """Its input, attention's output and log-sum-exp; without groups queries, keys and values."""
+@pytest.mark.parametrize("rows", [1, 3])
+def test_what_a_layer_keeps_without_checkpointing(rows: int) -> None:
+    """Its input, attention's output and log-sum-exp; without groups queries, keys and values. No copy of the angles
+    that the rows of a batch share."""
     kept = {}
     for head_groups in (None, 2):
         model = build("llama")
         seqtile.apply_seqtile(model, layer=True, head_groups=head_groups, chunk_tokens=CHUNK, check=False)
-        layer, x = model.model.layers[0], torch.randn(1, TOKENS, 48, requires_grad=True)
+        layer, x = model.model.layers[0], torch.randn(rows, TOKENS, 48, requires_grad=True)
         angles = model.model.rotary_emb(x, torch.arange(TOKENS)[None])
         with LiveBytes() as memory:
             y = layer(x, position_embeddings=angles)
             kept[head_groups] = memory.live - y.numel() * 4
     small = 64  # tokens of the graph
-    assert kept[2] - TOKENS * (48 + 4) * 4 in range(small)
-    assert kept[None] - kept[2] - TOKENS * (48 + 2 * 24) * 4 in range(-small, small)
+    assert kept[2] - rows * TOKENS * (48 + 4) * 4 in range(small)
+    assert kept[None] - kept[2] - rows * TOKENS * (48 + 2 * 24) * 4 in range(-small, small)
+
+
+def test_weights_are_not_copied() -> None:
+    """Of a layer in bfloat16 whose weights are all there is to hold: what a step holds besides, at its peak, are
+    float32 sums of gradients, one of each projection, and what of them is rounded already."""
+    with FakeTensorMode():
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **LLAMA_8B), dtype=torch.bfloat16)
+        seqtile.apply_seqtile(model.train(), layer=True, check=False, chunk_tokens=2)
+        layer = model.model.layers[0]
+        layer.mlp.requires_grad_(False)
+        angles = (torch.zeros(1, 3, 128, dtype=torch.bfloat16),) * 2
+        x = torch.zeros(1, 3, 4096, dtype=torch.bfloat16, requires_grad=True)
+        with LiveBytes() as memory:
+            y = layer(x, position_embeddings=angles)
+            forward = memory.peak
+            y.sum().backward()
+    q, k, o = (getattr(layer.self_attn, name).weight.numel() for name in ("q_proj", "k_proj", "o_proj"))
+    activations = 64 * x.numel() * 2
+    assert forward < activations
+    assert memory.peak < (q + 2 * k) * 4 + o * 2 + q * 2 + activations
 
 
 def test_tiled_copy_and_original_share_nothing() -> None:

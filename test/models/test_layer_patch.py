@@ -12,7 +12,18 @@ import seqtile
 from assertions import relative_error
 from seqtile.arch import ARCHS
 from seqtile.models import layer as layers
-from tiny import CHUNK, apply_liger, batch_of, build, checkpointing, counting, loss_and_gradients, modeling_restored
+from tiny import (
+    CHUNK,
+    apply_liger,
+    batch_of,
+    build,
+    checkpointing,
+    counting,
+    loss_and_gradients,
+    modeling_of,
+    modeling_restored,
+    name_of_class,
+)
 
 LAYERED = [name for name, arch in ARCHS.items() if arch.layer]
 
@@ -26,15 +37,8 @@ def pristine() -> Iterator[None]:
 
 def snapshot(arch: str, model: nn.Module | None = None) -> list[object]:
     """Everything that a patch of layers could touch."""
-    modeling = ARCHS[arch].modeling
-    names = [
-        ARCHS[arch].causal_lm_name,
-        ARCHS[arch].layer_class.__name__,
-        ARCHS[arch].base_class.__name__,
-        ARCHS[arch].norm_name,
-        *ARCHS[arch].mlp_names,
-    ]
-    classes = [getattr(modeling, name) for name in names]
+    kinds = ("ForCausalLM", "DecoderLayer", "Model", "RMSNorm", "MLP")
+    classes = [getattr(modeling_of(arch), name_of_class(arch, kind)) for kind in kinds]
     state: list[object] = [*classes, *(part.forward for part in classes)]
     for module in model.modules() if model is not None else ():
         state += [type(module), sorted(vars(module)), vars(module).get("forward")]
@@ -68,7 +72,7 @@ def test_classes(arch: str, tmp_path) -> None:
     getattr(seqtile, f"apply_seqtile_to_{arch}")(layer=True, head_groups=2, chunk_tokens=CHUNK)
     model = build(arch)
     assert tiled_layers(model) == 2
-    assert type(model.model.norm).__name__ == ARCHS[arch].norm_name
+    assert type(model.model.norm).__name__ == name_of_class(arch, "RMSNorm")
     assert tiled_layers(pickle.loads(pickle.dumps(model))) == 2
     model.save_pretrained(tmp_path)
     assert tiled_layers(type(model).from_pretrained(tmp_path).train()) == 2
@@ -95,9 +99,9 @@ def test_status_text() -> None:
     assert seqtile.status(model).layer is None
     seqtile.apply_seqtile(model, layer=True, head_groups=2, chunk_tokens=CHUNK)
     assert str(seqtile.status(model)).splitlines()[1:] == [
-        "  loss  seqtile, 50 tokens a chunk",
-        "  mlp   seqtile, 50 tokens a chunk, 2 of 2 layers",
-        "  layer seqtile, 50 tokens a chunk, 2 of 2 layers, attention by 2 groups of heads",
+        "  loss  seqtile, 50 tokens a chunk, fused",
+        "  mlp   seqtile, 50 tokens a chunk, 2 of 2 fused",
+        "  layer seqtile, 50 tokens a chunk, 2 of 2 fused, attention by 2 groups of heads",
         "  note: in training the loss is computed without logits, which are None; skip_logits=False asks for them",
         "  note: a sequence of at most 50 tokens fits in a chunk: its MLPs and layers run untiled",
         "  note: the config asks for a cache: in training none is made unless one is given, so packed documents are "
@@ -120,7 +124,7 @@ def test_liger_on_the_model_afterwards_takes_nothing_of_a_layer_back() -> None:
     model = build("llama")
     seqtile.apply_seqtile(model, layer=True, loss=False, chunk_tokens=CHUNK)
     apply_liger("llama", model=model)
-    assert seqtile.status(model).layer.tiled == 2 and seqtile.status(model).layer.fallback is None
+    assert seqtile.status(model).layer.tiled == 2 and seqtile.status(model).layer.reason is None
 
 
 @pytest.mark.parametrize("on_classes", [False, True], ids=["model", "classes"])

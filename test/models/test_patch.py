@@ -13,20 +13,22 @@ from transformers import LlamaForCausalLM, LlamaForSequenceClassification, Llama
 from transformers.models.llama import modeling_llama
 
 import seqtile
-import seqtile.models.fallback
+import seqtile.models.in_chunks
 import seqtile.models.mlp
-from seqtile.arch import ARCHS
 from seqtile.models.find import experts_in, mlps_of
+from seqtile.models.first_step import outcome_of
 from seqtile.models.placement import placement_at
 from tiny import (
     CHUNK,
     CLASSES,
+    MLPS,
     apply_liger,
     batch_of,
     build,
     config_of,
     counting,
     loss_and_gradients,
+    modeling_of,
     modeling_restored,
 )
 
@@ -44,9 +46,9 @@ def pristine() -> Iterator[None]:
 def snapshot(model: nn.Module | None = None) -> list[object]:
     """Everything that a patch could touch."""
     state: list[object] = []
-    for arch in ARCHS.values():
-        state += [arch.causal_lm, arch.causal_lm.forward, *(getattr(arch.modeling, name) for name in arch.mlp_names)]
-        state += [getattr(arch.modeling, name).forward for name in arch.mlp_names]
+    for arch, (_, causal_lm, _) in CLASSES.items():
+        mlps = [getattr(modeling_of(arch), name) for name in MLPS[arch]]
+        state += [causal_lm, causal_lm.forward, *mlps, *(mlp.forward for mlp in mlps)]
     for module in model.modules() if model is not None else ():
         state += [type(module), sorted(vars(module)), vars(module).get("forward")]
     return state
@@ -56,7 +58,7 @@ def runs_tiled(model: nn.Module) -> list[bool]:
     """Whether the loss and the MLPs are tiled, by what a training step does, and whether `status` says so too."""
     with pytest.MonkeyPatch.context() as patch:
         calls = []
-        for room, name in ((seqtile.models.mlp, "gated_mlp_of"), (seqtile.models.fallback, "tiled_holding")):
+        for room, name in ((seqtile.models.mlp, "gated_mlp_of"), (seqtile.models.in_chunks, "tiled")):
             function = getattr(room, name)
             patch.setattr(room, name, counting(calls, function))
         loss_tiled = model(**batch_of(1, 101)).logits is None
@@ -85,10 +87,10 @@ def test_classes(arch: str, tmp_path) -> None:
     APPLY[arch](chunk_tokens=CHUNK)
     model = build(arch)
     assert runs_tiled(model) == [True, True]
-    assert type(model).__name__ == ARCHS[arch].causal_lm_name
-    assert {type(module).__name__ for module in mlps_of(model) + experts_in(model)} == set(ARCHS[arch].mlp_names)
+    assert type(model) is CLASSES[arch][1]
+    assert {type(module).__name__ for module in mlps_of(model) + experts_in(model)} == set(MLPS[arch])
     model.save_pretrained(tmp_path)
-    assert f'"{ARCHS[arch].causal_lm_name}"' in (tmp_path / "config.json").read_text()
+    assert f'"{CLASSES[arch][1].__name__}"' in (tmp_path / "config.json").read_text()
     assert runs_tiled(type(model).from_pretrained(tmp_path).train()) == [True, True]
     assert runs_tiled(early) == [True, False], "built before: its loss is tiled, through the class, its MLPs are not"
     assert "it was not built of the tiled classes: apply seqtile to this model" in str(seqtile.status(early))
@@ -257,7 +259,8 @@ def test_status_text() -> None:
     )
     seqtile.apply_seqtile(model)
     assert str(seqtile.status(model)) == (
-        "Qwen3ForCausalLM\n  loss  seqtile, 2048 tokens a chunk\n  mlp   seqtile, 2048 tokens a chunk, 2 of 2 layers\n"
+        "Qwen3ForCausalLM\n  loss  seqtile, 2048 tokens a chunk, fused\n"
+        "  mlp   seqtile, 2048 tokens a chunk, 2 of 2 fused\n"
         "  note: in training the loss is computed without logits, which are None; skip_logits=False asks for them\n"
         "  note: a sequence of at most 2048 tokens fits in a chunk: its MLPs run untiled"
     )
@@ -298,6 +301,22 @@ def test_classes_behind_a_wrapper_on_the_model() -> None:
         "autocast's wrapper passes everything on"
     )
     assert "around it" not in str(seqtile.status(model))
+
+
+@pytest.mark.parametrize("on_classes", [False, True], ids=["model", "classes"])
+@pytest.mark.parametrize("layer", [False, True])
+def test_the_first_step_compares_below_hooks_and_wrappers_put_on_later(on_classes: bool, layer: bool) -> None:
+    hooks = pytest.importorskip("accelerate.hooks")
+    if on_classes:
+        seqtile.apply_seqtile_to_llama(layer=layer, chunk_tokens=CHUNK)
+    model = build("llama")
+    if not on_classes:
+        seqtile.apply_seqtile(model, layer=layer, chunk_tokens=CHUNK)
+    for module in (*model.model.layers, *mlps_of(model)):
+        hooks.add_hook_to_module(module, hooks.ModelHook())
+    model.forward = MethodType(torch.autocast("cpu", torch.bfloat16, enabled=False)(type(model).forward), model)
+    assert model(**batch_of(1, 101)).logits is None
+    assert "equal the untiled model's" in outcome_of(model)
 
 
 def test_what_is_applied_to_a_model_stays_when_its_classes_are_restored() -> None:
@@ -351,7 +370,7 @@ def test_a_copy_that_peft_saves() -> None:
 
 def test_tiles_of_a_mixture_are_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each expert is to meet 2048 tokens of a chunk; dense layers keep their own chunk."""
-    original, lengths = seqtile.models.fallback.tiled_holding, set()
+    original, lengths = seqtile.models.in_chunks.tiled, set()
 
     def recorded(*args: object, **options: object) -> object:
         lengths.add(options["chunk_tokens"])
@@ -359,12 +378,12 @@ def test_tiles_of_a_mixture_are_longer(monkeypatch: pytest.MonkeyPatch) -> None:
 
     model = build("qwen3_moe")
     seqtile.apply_seqtile(model)
-    assert "seqtile, 2048 or 5461 tokens a chunk, 2 of 2 layers" in str(seqtile.status(model))
+    assert "seqtile, 2048 or 5461 tokens a chunk, 1 of 2 fused; 1 of 2 in chunks: " in str(seqtile.status(model))
     untiled = build("mixtral", max_position_embeddings=4200)
     tiled = copy.deepcopy(untiled)
     seqtile.apply_seqtile(tiled, check=False)
     assert seqtile.status(tiled).mlp.chunk_tokens == (4096,)
-    monkeypatch.setattr(seqtile.models.fallback, "tiled_holding", recorded)
+    monkeypatch.setattr(seqtile.models.in_chunks, "tiled", recorded)
     batch = batch_of(1, 4150)  # a chunk of 4 experts, 2 of them a token, and a remainder
     (loss, theirs), (tiled_loss, ours) = loss_and_gradients(untiled, **batch), loss_and_gradients(tiled, **batch)
     assert abs(tiled_loss / loss - 1) <= 1e-6

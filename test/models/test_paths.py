@@ -150,9 +150,9 @@ def test_path(name: str, when: str) -> None:
     change, mlp_reason, loss_reason = PATHS[name]
     untiled, tiled = pair(change, "llama", when)
     status = seqtile.status(tiled)
-    assert (status.mlp.fallback, status.loss.fallback) == (mlp_reason, loss_reason)
+    assert (status.mlp.reason, status.loss.reason) == (mlp_reason, loss_reason)
     assert (status.mlp.tiled, status.loss.tiled) == (2, 1)
-    assert str(status).count("called chunk by chunk, because") == sum(r is not None for r in (mlp_reason, loss_reason))
+    assert str(status).count("in chunks: ") == sum(r is not None for r in (mlp_reason, loss_reason))
     for batch in (batch_of(3, 101), batch_of(1, 30) | {"num_items_in_batch": torch.tensor(41)}):
         loss, gradients = loss_and_gradients(untiled, **batch)
         tiled_loss, tiled_gradients = loss_and_gradients(tiled, **batch)
@@ -181,7 +181,7 @@ def test_called_heads_scale_and_cap_their_logits(arch: str) -> None:
     untiled.lm_head.register_forward_hook(lambda module, inputs, output: output * 0.5)
     tiled = copy.deepcopy(untiled)
     seqtile.apply_seqtile(tiled, chunk_tokens=CHUNK)
-    assert seqtile.status(tiled).loss.fallback == "lm_head has hooks"
+    assert seqtile.status(tiled).loss.reason == "lm_head has hooks"
     batch = batch_of(3, 101)
     loss, gradients = loss_and_gradients(untiled, **batch)
     tiled_loss, tiled_gradients = loss_and_gradients(tiled, **batch)
@@ -194,7 +194,7 @@ def test_called_heads_scale_and_cap_their_logits(arch: str) -> None:
 def test_lora_of_other_architectures(arch: str) -> None:
     fused = "gate_up" in ARCHS[arch].fused
     untiled, tiled = pair(lora(*(["gate_up_proj", "down_proj"] if fused else PROJECTIONS)), arch, "after")
-    assert seqtile.status(tiled).mlp.fallback is None
+    assert seqtile.status(tiled).mlp.reason is None
     batch = batch_of(3, 101)
     loss, gradients = loss_and_gradients(untiled, **batch)
     tiled_loss, tiled_gradients = loss_and_gradients(tiled, **batch)
@@ -245,10 +245,10 @@ def test_computed_weights_of_experts_do_not_outlive_their_layer() -> None:
 
 def test_dropout_takes_the_other_way_while_training_only() -> None:
     _, tiled = pair(lora(*PROJECTIONS, lora_dropout=0.1), "llama", "after")
-    assert "called chunk by chunk, because gate_proj has a LoRA adapter with dropout 0.1" in str(seqtile.status(tiled))
+    assert "2 of 2 in chunks: gate_proj has a LoRA adapter with dropout 0.1" in str(seqtile.status(tiled))
     loss, gradients = loss_and_gradients(tiled, **batch_of(1, 101))
     assert loss.isfinite() and any(gradient is not None and gradient.norm() > 0 for gradient in gradients.values())
-    assert seqtile.status(tiled.eval()).mlp.fallback is None
+    assert seqtile.status(tiled.eval()).mlp.reason is None
 
 
 def test_plain_lora_spends_nothing_on_frozen_weights() -> None:

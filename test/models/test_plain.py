@@ -20,15 +20,15 @@ from torch.utils.module_tracker import ModuleTracker
 from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 
 import seqtile
-import seqtile.models.fallback
+import seqtile.models.in_chunks
 import seqtile.models.mlp
 from assertions import relative_error
 from measure import FlopCount
 from models.layered import assert_equal, whole
 from models.test_paths import PROJECTIONS, lora
-from seqtile.models.loss import head_fallback_reason
-from seqtile.models.mlp import gated_form, mlp_fallback_reason
-from seqtile.models.placement import forward_in_place_of
+from seqtile.models.loss import head_unfused_reason
+from seqtile.models.mlp import gated_form, mlp_unfused_reason
+from seqtile.models.placement import original_forward
 from tiny import CHUNK, build, loss_and_gradients
 
 MODES = {
@@ -295,14 +295,14 @@ def test_called_as_it_is(name: str, mode: str) -> None:
     batch = whole(101)
     with around():
         status = seqtile.status(tiled)
-        assert reason in status.mlp.fallback
-        assert (status.loss.fallback is not None) == of_head
+        assert reason in status.mlp.reason
+        assert (status.loss.reason is not None) == of_head
         if mode == "groups":
             with pytest.raises(ValueError, match=r"attention by groups of heads reads its weights, and"):
                 tiled(**batch)
             assert status.layer.problem.startswith("attention by groups of heads reads its weights, and ")
             return
-        assert mode == "mlp" or status.layer.fallback is not None
+        assert mode == "mlp" or status.layer.reason is not None
         truth = loss_and_gradients(untiled, **batch)
         assert_equal(loss_and_gradients(tiled, **batch), truth)
     if around is not nullcontext:
@@ -312,7 +312,7 @@ def test_called_as_it_is(name: str, mode: str) -> None:
             for name, gradient in after[1].items()
             if gradient is not None
         )
-        assert seqtile.status(tiled).mlp.fallback is None
+        assert seqtile.status(tiled).mlp.reason is None
         assert_equal(loss_and_gradients(tiled, **batch), after)
 
 
@@ -337,10 +337,10 @@ def test_read_all_the_same(around: Around, mode: str) -> None:
     untiled, tiled = pair(unchanged, **MODES[mode])
     batch = whole(101)
     truth = loss_and_gradients(untiled, **batch)
-    with around(), replaced(seqtile.models.fallback, "tiled_holding", None):
+    with around(), replaced(seqtile.models.in_chunks, "tiled", None):
         status = seqtile.status(tiled)
         parts = [part for part in (status.loss, status.mlp, status.layer) if part is not None]
-        assert [(part.fallback, part.problem) for part in parts] == [(None, None)] * len(parts)
+        assert [(part.reason, part.problem) for part in parts] == [(None, None)] * len(parts)
         with FlopCount() as flops:
             assert_equal(loss_and_gradients(tiled, **batch), truth)
     with FlopCount() as usual:
@@ -407,7 +407,7 @@ def test_asked_inside_a_compiled_graph(change: Change, arch: str) -> None:
     model = change(build(arch))
     seqtile.apply_seqtile(model, layer=arch == "llama", chunk_tokens=CHUNK)
 
-    forward = forward_in_place_of(model.model.layers[0].mlp)
+    forward = original_forward(model.model.layers[0].mlp)
     form = gated_form(forward) or forward
 
     class Asking(nn.Module):
@@ -417,7 +417,7 @@ def test_asked_inside_a_compiled_graph(change: Change, arch: str) -> None:
 
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, list[str | None]]:
             layer = self.model.model.layers[0]
-            reasons = [mlp_fallback_reason(layer.mlp, form), head_fallback_reason(self.model.lm_head)]
+            reasons = [mlp_unfused_reason(layer.mlp, form), head_unfused_reason(self.model.lm_head)]
             return x + 1, reasons
 
     torch._dynamo.reset()

@@ -97,7 +97,7 @@ def test_equals_untiled(arch: str, kind: str, options: dict, checkpointed: bool)
     ours = copy.deepcopy(theirs)
     seqtile.apply_seqtile(ours, chunk_tokens=CHUNK, **options)
     status = seqtile.status(ours)
-    assert status.mlp.tiled == 2 and (arch == "gemma2" or (status.layer or status.mlp).fallback is None)
+    assert status.mlp.tiled == 2 and (arch == "gemma2" or (status.layer or status.mlp).reason is None)
     if checkpointed:
         for model in (ours, theirs):
             model.get_base_model().gradient_checkpointing_enable({"use_reentrant": False})
@@ -111,7 +111,7 @@ def test_torchao_equals_untiled(kind: str, options: dict) -> None:
     expected = step(model, batch)  # of the same model, since a copy of an NF4Tensor is quantised anew
     seqtile.apply_seqtile(model, chunk_tokens=CHUNK, **options)
     status = seqtile.status(model)
-    assert status.mlp.tiled == 2 and (status.layer or status.mlp).fallback is None
+    assert status.mlp.tiled == 2 and (status.layer or status.mlp).reason is None
     assert_same(step(model, batch), expected)
 
 

@@ -81,6 +81,13 @@ def test_sizes_smaller_than_a_small_models(model_type: str, changes: dict) -> No
     assert {one.part for one in found} == {LOSS, MLP, LAYER} and all(one.refusal is None for one in found)
 
 
+def test_weights_without_elements() -> None:
+    """Those of no shared expert: the proof runs all the same."""
+    model = made("glm4_moe", n_shared_experts=0)
+    assert any(parameter.numel() == 0 for parameter in model.parameters())
+    assert all(one.refusal is None for one in findings(model))
+
+
 def test_what_is_not_there_is_not_made() -> None:
     assert text_config_of(made("gemma4_text")).num_kv_shared_layers == 0
     assert all(layer.shared_mlp is None for layer in layers_of(made("granitemoeshared")))

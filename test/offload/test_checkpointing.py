@@ -11,7 +11,7 @@ from torch import nn
 from measure import LiveBytes
 from seqtile import apply_seqtile, offload
 from seqtile.arch import ARCHS
-from seqtile.offload.checkpointing import Checkpoints, hand_out
+from seqtile.offload.checkpointing import Checkpoints, install
 from seqtile.offload.store import Copies, HostMemoryFull, Pool, Store
 from tiny import batch_of, build, checkpointing, loss_and_gradients
 
@@ -22,7 +22,7 @@ def spread(model: nn.Module, keep_last: int = 1, limit: int | None = None, **opt
     """`offload.enable` on a store that needs no GPU."""
     checkpointing(model, False)
     pool = Pool(limit)
-    hand_out(Checkpoints(Store(pool, Copies(CPU)), small=0, **options), model, keep_last)
+    install(Checkpoints(Store(pool, Copies(CPU)), small=0, **options), model, keep_last)
     return pool
 
 
@@ -177,7 +177,7 @@ def test_the_way_back_begins_while_the_kept_layers_are_computed() -> None:
             order.append("back")
             return super().back(block)
 
-    hand_out(Checkpoints(Store(Pool(), Counted(CPU)), small=0), model, 1)
+    install(Checkpoints(Store(Pool(), Counted(CPU)), small=0), model, 1)
     loss = model(**batch).loss
     for layer in model.model.layers:
         layer.mlp.register_forward_pre_hook(lambda *_: order.append("layer"))

@@ -294,6 +294,15 @@ def test_reserve() -> None:
     assert len(pool.take(2500)) == 3000 and pool.total == 9000
 
 
+def test_reserve_beside_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What another process takes meanwhile is no error."""
+    rooms = iter([5000, 0, 0])
+    monkeypatch.setattr("seqtile.offload.store.available", lambda: next(rooms))
+    pool = Pool()
+    pool.reserve(2, 3000)
+    assert pool.total == 3000
+
+
 def test_available(tmp_path: Path) -> None:
     """The least of the machine's memory and of the control group's, v2 or v1; reclaimable cache counts as free."""
     gib = 2**30

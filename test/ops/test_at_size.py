@@ -1,4 +1,4 @@
-"""What only a GPU shows: tiles with more than 2**31 elements, and the memory that is really allocated."""
+"""What only a GPU shows: chunks with more than 2**31 elements, and the memory that is really allocated."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ def operand(*shape: int, scale: float) -> torch.Tensor:
     return (torch.randn(*shape, device="cuda", dtype=torch.bfloat16) * scale).requires_grad_()
 
 
-def test_mlp_tile_beyond_int32() -> None:
+def test_mlp_chunk_beyond_int32() -> None:
     """163,840 tokens of Llama-8B's MLP in one chunk: 2.3e9 elements. The last rows are as right as in a small run."""
     tokens, hidden, width = 163_840, 512, 14_336
     x = operand(tokens + 1, hidden, scale=1.0)
@@ -35,7 +35,7 @@ def test_mlp_tile_beyond_int32() -> None:
         assert_as_exact(ours[tokens - 64 : tokens], theirs, true)
 
 
-def test_loss_tile_beyond_int32() -> None:
+def test_loss_chunk_beyond_int32() -> None:
     """17,000 tokens of Llama-8B's vocabulary in one chunk: 2.2e9 logits. The last rows are right too."""
     tokens, hidden_size, vocab = 17_000, 256, 128_256
     hidden = operand(tokens + 1, hidden_size, scale=1.0)
@@ -70,10 +70,10 @@ def test_loss_allocates_what_it_says(ignored: float) -> None:
     forward = torch.cuda.max_memory_allocated() - before
     loss.backward()
     peak = torch.cuda.max_memory_allocated() - before
-    tile, d_hidden, d_weight = 4096 * vocab * 2, tokens * hidden_size * 2, vocab * hidden_size * 4
+    chunk, d_hidden, d_weight = 4096 * vocab * 2, tokens * hidden_size * 2, vocab * hidden_size * 4
     workspace = 64 * 2**20  # cuBLAS's own
-    assert forward - d_hidden - d_weight <= 1.05 * tile + workspace
-    assert peak - d_hidden - d_weight <= max(1.05 * tile, d_weight // 2) + workspace
+    assert forward - d_hidden - d_weight <= 1.05 * chunk + workspace
+    assert peak - d_hidden - d_weight <= max(1.05 * chunk, d_weight // 2) + workspace
 
 
 def test_the_device_is_never_waited_for_without_ignored_tokens() -> None:

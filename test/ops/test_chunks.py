@@ -7,10 +7,10 @@ from seqtile.rules import MIN_CHUNK_TOKENS
 
 
 @given(tokens=st.integers(1, 10_000), chunk_tokens=st.integers(1, 12_000))
-def test_tiles_cover_every_row_once_in_order(tokens: int, chunk_tokens: int) -> None:
+def test_chunks_cover_every_row_once_in_order(tokens: int, chunk_tokens: int) -> None:
     slices = list(chunks(tokens, chunk_tokens))
-    assert [row for tile in slices for row in range(tile.start, tile.stop)] == list(range(tokens))
-    assert all(tile.stop - tile.start == chunk_tokens for tile in slices[:-1])
+    assert [row for chunk in slices for row in range(chunk.start, chunk.stop)] == list(range(tokens))
+    assert all(chunk.stop - chunk.start == chunk_tokens for chunk in slices[:-1])
 
 
 def test_the_rule() -> None:

@@ -126,7 +126,7 @@ def test_gradients_arrive_in_one_order_at_every_length(fused: bool, device: str)
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 4])
 @pytest.mark.parametrize("chunk_tokens", [16, 1000])
 def test_main_grad(chunk_tokens: int, micro_batches: int, device: str) -> None:
-    """Tiles and micro-batches add up in float32 in `main_grad`; `.grad` stays empty, and would be less exact."""
+    """Chunks and micro-batches add up in float32 in `main_grad`; `.grad` stays empty, and would be less exact."""
     p = make(False, ("bias",), device, torch.bfloat16)
     batches = [[torch.randn(63, D, device=device).bfloat16() for _ in range(2)] for _ in range(micro_batches)]
     expected = {name: torch.zeros(value.shape, dtype=torch.float64) for name, value in p.items()}

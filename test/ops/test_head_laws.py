@@ -36,7 +36,7 @@ def counted(*operands: torch.Tensor, **options: object) -> tuple[int, int, int]:
 def test_memory_does_not_grow_with_length(size: int, vocab: int, reduction: str, ignore_index: int | None) -> None:
     """Simulated at full size on fake tensors: beyond inputs, d_hidden, d_weight in float32 and its rounding, one chunk
     of logits and 5 %, the same at 8 thousand tokens and at a million."""
-    tile = resolve_chunk_tokens(None, size) * vocab * 2
+    chunk = resolve_chunk_tokens(None, size) * vocab * 2
     for tokens in (8 * K, 128 * K, 1024 * K):
         with FakeTensorMode():
             hidden = torch.empty(tokens, size, dtype=torch.bfloat16, requires_grad=True)
@@ -46,8 +46,8 @@ def test_memory_does_not_grow_with_length(size: int, vocab: int, reduction: str,
             flops, forward, peak = counted(hidden, weight, target, **options)
         assert flops == (4 if reduction == "none" else 3) * 2 * tokens * size * vocab
         d_hidden, d_weight = tokens * size * 2, vocab * size * 4
-        assert forward - (0 if reduction == "none" else d_hidden + d_weight) <= 1.05 * tile
-        assert peak - d_hidden - d_weight <= max(1.05 * tile, d_weight // 2 + 0.05 * tile)
+        assert forward - (0 if reduction == "none" else d_hidden + d_weight) <= 1.05 * chunk
+        assert peak - d_hidden - d_weight <= max(1.05 * chunk, d_weight // 2 + 0.05 * chunk)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -56,7 +56,7 @@ def test_memory_of_the_eager_twin(dtype: torch.dtype, reduction: str) -> None:
     """The same law on real tensors, a third of them ignored: the eager twin reuses its buffers, and what it has to
     upcast it upcasts in blocks."""
     size, vocab, chunk_tokens = 64, 32768, 3000
-    tile = chunk_tokens * vocab * dtype.itemsize
+    chunk = chunk_tokens * vocab * dtype.itemsize
     weight = (torch.randn(vocab, size) * 0.1).to(dtype).requires_grad_()
     for tokens in (5_000, 10_000):
         hidden = torch.randn(tokens, size).to(dtype).requires_grad_()
@@ -67,13 +67,13 @@ def test_memory_of_the_eager_twin(dtype: torch.dtype, reduction: str) -> None:
         labelled = int((target != IGNORE).sum())
         assert flops == (4 if reduction == "none" else 3) * 2 * labelled * size * vocab
         gradients = (hidden.numel() * dtype.itemsize + weight.numel() * 4) if reduction == "mean" else 0
-        assert forward - gradients <= 1.05 * tile
+        assert forward - gradients <= 1.05 * chunk
         gradients = hidden.numel() * dtype.itemsize + weight.numel() * 4
-        assert peak - gradients <= 1.05 * tile
+        assert peak - gradients <= 1.05 * chunk
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_error_of_the_weight_gradient_does_not_grow_with_tiles(dtype: torch.dtype) -> None:
+def test_error_of_the_weight_gradient_does_not_grow_with_chunks(dtype: torch.dtype) -> None:
     """2 to 256 chunks: at most 1.05 times the error of one chunk, and 1.1 times that of torch, untiled, in this
     dtype."""
     tokens, size, vocab = 2048, 96, 1000
@@ -83,11 +83,11 @@ def test_error_of_the_weight_gradient_does_not_grow_with_tiles(dtype: torch.dtyp
     errors = {}
     *_, truth = values_and_gradients(cross_entropy_reference, hidden, weight, target, dtype=torch.float64)
     *_, untiled = values_and_gradients(cross_entropy_reference, hidden, weight, target, dtype=dtype)
-    for tiles in (1, 2, 16, 64, 256):
+    for chunks in (1, 2, 16, 64, 256):
         *_, gradient = values_and_gradients(
-            linear_cross_entropy, hidden, weight, target, dtype=dtype, chunk_tokens=tokens // tiles
+            linear_cross_entropy, hidden, weight, target, dtype=dtype, chunk_tokens=tokens // chunks
         )
-        errors[tiles] = relative_error(gradient, truth)
+        errors[chunks] = relative_error(gradient, truth)
     assert 0 < max(errors.values()) <= 1.05 * errors[1], errors
     assert max(errors.values()) <= 1.1 * relative_error(untiled, truth), errors
 

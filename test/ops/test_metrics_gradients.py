@@ -137,7 +137,7 @@ def test_backward_again_and_again(reduction: str, device: str) -> None:
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_weight_changed_before_the_backward(reduction: str, device: str) -> None:
-    """The tiles are recomputed: from another weight they would give the gradient of something else."""
+    """The chunks are recomputed: from another weight they would give the gradient of something else."""
     operands = make(63, torch.float32, device)
     loss = ours(operands, "loss z", reduction=reduction)
     with torch.no_grad():

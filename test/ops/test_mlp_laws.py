@@ -18,8 +18,8 @@ K = 1024
 @pytest.mark.parametrize(("size", "width"), [(4096, 14336), (5120, 25600)], ids=["llama3_8b", "qwen3_32b"])
 def test_memory_does_not_grow_with_length(size: int, width: int, activation: str) -> None:
     """Simulated in a checkpointed region at 8 thousand to a million tokens: beyond what is T * D and the gradients,
-    three tiles of the inner width and 10 %; and 11 u of products."""
-    tile = size * width * 2
+    three chunks of the inner width and 10 %; and 11 u of products."""
+    chunk = size * width * 2
     for tokens in (8 * K, 128 * K, 1024 * K):
         with FakeTensorMode():
             x = torch.empty(tokens, size, dtype=torch.bfloat16, requires_grad=True)
@@ -31,7 +31,7 @@ def test_memory_does_not_grow_with_length(size: int, width: int, activation: str
         assert flops.total == 11 * 2 * tokens * size * width and not flops.unknown
         y_and_both_gradients = 3 * tokens * size * 2
         sums_and_their_roundings = 3 * width * size * (4 + 2)
-        assert memory.peak - y_and_both_gradients - sums_and_their_roundings <= 3.3 * tile
+        assert memory.peak - y_and_both_gradients - sums_and_their_roundings <= 3.3 * chunk
 
 
 def plain(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
@@ -39,7 +39,7 @@ def plain(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Ten
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_error_of_the_weight_gradients_does_not_grow_with_tiles(dtype: torch.dtype) -> None:
+def test_error_of_the_weight_gradients_does_not_grow_with_chunks(dtype: torch.dtype) -> None:
     """2 to 256 chunks: at most 1.05 times the error of one chunk, and 1.1 times that of torch, untiled, in this
     dtype."""
     tokens, size, width = 2048, 96, 260
@@ -53,7 +53,7 @@ def test_error_of_the_weight_gradients_does_not_grow_with_tiles(dtype: torch.dty
 
     truth, untiled = gradients(plain, torch.float64), gradients(plain, dtype)
     ours = {n: gradients(gated_mlp, dtype, chunk_tokens=-(-tokens // n)) for n in (2, 16, 64, 256)}
-    # One tile is what the tiled path makes of a sequence one token longer than a chunk: the plain path is torch's own.
+    # One chunk is what the tiled path makes of a sequence one token longer than a chunk: the plain path is torch's own.
     ours[1] = gradients(gated_mlp, dtype, chunk_tokens=tokens - 1)
     for i, true in enumerate(truth):
         errors = {n: relative_error(gradient[i], true) for n, gradient in ours.items()}

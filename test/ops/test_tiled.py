@@ -112,8 +112,8 @@ def test_autocast_is_replayed(device: str) -> None:
     assert_each_as_exact(*(dict(zip(names, found, strict=True)) for found in (ours, same, truth)))
 
 
-def test_gradients_of_parameters_do_not_lose_digits_over_tiles(device: str) -> None:
-    """Autograd rounds each chunk's gradient, but their sum is float32: 200 tiles are little worse than one."""
+def test_gradients_of_parameters_do_not_lose_digits_over_chunks(device: str) -> None:
+    """Autograd rounds each chunk's gradient, but their sum is float32: 200 chunks are little worse than one."""
     module = nn.Linear(D, M, bias=False).to(device, torch.bfloat16)
     x, d_y = (torch.randn(2000, width, device=device).bfloat16() for width in (D, M))
     truth = d_y.double().T @ x.double()
@@ -187,7 +187,7 @@ def test_a_leaf_that_is_not_listed_is_not_ignored(device: str) -> None:
     assert tiled(module, x, chunk_tokens=20).requires_grad
 
 
-def test_one_tile_is_the_function_itself(device: str) -> None:
+def test_one_chunk_is_the_function_itself(device: str) -> None:
     calls = []
     x = torch.randn(2, 20, D, device=device)
     assert tiled(lambda t: calls.append(t) or t, x, chunk_tokens=40) is x and calls[0] is x

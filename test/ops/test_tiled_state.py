@@ -49,7 +49,7 @@ class Caller:
     def __init__(self, module: nn.Module):
         self.module = module
 
-    def of_tile(self, x: torch.Tensor) -> torch.Tensor:
+    def of_chunk(self, x: torch.Tensor) -> torch.Tensor:
         return self.module(x)
 
 
@@ -73,7 +73,7 @@ HOLDERS = {
     "a closure": in_closure,
     "a closure's list": in_list,
     "a default": in_default,
-    "a method": lambda module: Caller(module).of_tile,
+    "a method": lambda module: Caller(module).of_chunk,
     "compiled": lambda module: torch.compile(in_closure(module), backend="aot_eager"),
 }
 KEEPING = {  # what keeps state -> how its state is named
@@ -170,7 +170,7 @@ def test_input_made_in_inference_mode(device: str) -> None:
             tiled(doubled, x, chunk_tokens=20)
 
 
-def test_change_by_a_later_tile_or_in_the_backward(device: str) -> None:
+def test_change_by_a_later_chunk_or_in_the_backward(device: str) -> None:
     x, calls = torch.randn(95, D, device=device), []
     weight = torch.randn(D, device=device, requires_grad=True)
     counter = torch.zeros(3, device=device)
@@ -204,7 +204,7 @@ def test_what_is_too_large_is_not_put_back(device: str) -> None:
 
 
 @pytest.mark.parametrize("trained", ["x", "weight"])
-def test_leaf_that_only_a_later_tile_uses(trained: str, device: str) -> None:
+def test_leaf_that_only_a_later_chunk_uses(trained: str, device: str) -> None:
     """Its gradient was lost."""
     x, weight, other = (torch.randn(*shape, device=device) for shape in ((95, D), (D,), (D,)))
     other.requires_grad_(True)
@@ -346,6 +346,8 @@ CALLABLES = {
     "traced": lambda: torch.fx.symbolic_trace(nn.Linear(D, D)),
     "scripted": lambda: torch.jit.script(nn.Linear(D, D)),
     "a bound builtin": lambda: torch.randn(1, D).add,
+    "what it makes and changes": lambda: lambda x: x * torch.tensor([2.0] * D).mul_(2),
+    "memory that torch did not make": lambda: lambda x: x * torch.frombuffer(bytearray(4 * D), dtype=x.dtype).add_(2),
 }
 
 

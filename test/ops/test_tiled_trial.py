@@ -74,6 +74,7 @@ FOUND: dict[str, tuple[Callable[[], Callable], str]] = {
     "through .data": (lambda: Kept("data"), rf"{CHANGES} Kept\.mean"),
     "another tensor": (lambda: Kept("replaced"), rf"{CHANGES} Kept\.mean"),
     "statistics": (Normed, rf"{CHANGES} .*Normed\.mean.*{MIXES}"),
+    "scripted": (lambda: torch.jit.script(Normed()), rf"{CHANGES} .*\.mean.*{MIXES}"),
     "spectral norm": (lambda: nn.utils.spectral_norm(nn.Linear(D, D)), rf"{CHANGES} .*Linear\.weight_u"),
     "its input": (lambda: doubled, f"{CHANGES} input 0"),
     "dropout": (lambda: nn.Dropout(0.5), f"{DRAWS} torch's default generator"),
@@ -87,6 +88,7 @@ def state_of(fn: Callable) -> list[object]:
     return [torch.get_rng_state().tolist(), random.getstate(), *((id(each), each.tolist()) for each in buffers)]
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 @pytest.mark.parametrize("chunk_tokens", [10, 1000], ids=["tiled", "fits"])
 @pytest.mark.parametrize("name", FOUND)
 def test_found(name: str, chunk_tokens: int, device: str) -> None:

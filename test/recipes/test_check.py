@@ -36,16 +36,16 @@ def test_a_config_file(tmp_path: Path) -> None:
     kinds = ["conv", "full_attention"] * 4
     CONFIG_MAPPING["lfm2"](num_hidden_layers=8, layer_types=kinds).save_pretrained(tmp_path)
     found = lines(tmp_path / "config.json")
-    assert {part: line["how"] for part, line in found.items()} == {"loss": "read", "mlp": "read", "layer": "called"}
+    assert {part: line["how"] for part, line in found.items()} == {"loss": "fused", "mlp": "fused", "layer": "chunked"}
     assert found["layer"]["count"] == 1 and not found["layer"]["head_groups"]
     for line in found.values():
         assert line["error"] < 2 * line["untiled_error"] + 1e-5 and line["peak"] < 1.05 and line["flops"] < 1.5
 
 
 def test_a_type() -> None:
-    """A layer of Llama's shape is read; its memory shows."""
+    """A layer of Llama's shape is fused; its memory shows."""
     found = lines("cwm")
-    assert {line["how"] for line in found.values()} == {"read"} and found["layer"]["head_groups"]
+    assert {line["how"] for line in found.values()} == {"fused"} and found["layer"]["head_groups"]
     assert found["layer"]["peak"] < 0.8 and found["layer"]["flops"] < 1.2
 
 
@@ -89,7 +89,7 @@ def test_variants(scale_is_forgotten: bool, monkeypatch: pytest.MonkeyPatch) -> 
         monkeypatch.setattr(layer, "decoder_layer", lambda *args, **given: decoder_layer(*args, **given | {"scale": 1}))
     result = check("granite", "--json", variants="--variants")
     report = json.loads(result.stdout)
-    assert {line["how"] for line in report["lines"]} == {"read"}
+    assert {line["how"] for line in report["lines"]} == {"fused"}
     different = [row["variant"] for row in report["variants"] if row["how"] == "different"]
     assert different == ["residual_multiplier=0.5"] * scale_is_forgotten
     assert len(report["variants"]) > 20 and report["differs"] == scale_is_forgotten == result.exit_code
@@ -102,7 +102,7 @@ def test_variants(scale_is_forgotten: bool, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_with_its_own_weights(tmp_path: Path) -> None:
     LlamaForCausalLM(small_config(LlamaConfig())).save_pretrained(tmp_path)
-    assert {line["how"] for line in lines(tmp_path, "--full").values()} == {"read"}
+    assert {line["how"] for line in lines(tmp_path, "--full").values()} == {"fused"}
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedToken
 
 from recipes.tiny_pretrained import save_tiny
 from seqtile.recipes.data import (
-    NotText,
     file_tokens,
     files_of,
     load_tokenizer,
@@ -101,7 +100,7 @@ def test_a_file_is_read_no_further_than_needed(tmp_path: Path) -> None:
     many = sequences((data,), tokenizer, seq_len=100, count=2001)
     assert (many.files, len(many.skipped), many.tokens) == (1, 2, 200_001)
     assert many.rows[:2000].flatten().tolist() == tokenizer("héllo" * 40_000)["input_ids"]
-    for name, error in (("a.txt", UnicodeDecodeError), ("b.txt", NotText)):
+    for name, error in (("a.txt", UnicodeDecodeError), ("b.txt", UnicodeError)):
         with pytest.raises(error):
             list(file_tokens(data / name, tokenizer))
 

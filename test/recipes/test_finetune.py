@@ -27,7 +27,8 @@ from seqtile.recipes import Job
 from seqtile.recipes.data import is_out_of_memory, load_config
 from seqtile.recipes.finetune import fitted
 from seqtile.recipes.output import picture, print_table, running_means
-from seqtile.recipes.train import Run, has_square_mask, in_words, loaded, loss_of, sequence_group, train
+from seqtile.recipes.state import Run, loaded
+from seqtile.recipes.train import has_square_mask, in_words, loss_of, sequence_group, train
 from seqtile.sp import backends
 from tiny import build, config_of
 
@@ -62,7 +63,7 @@ def test_compare(pretrained: Path, document: Path, tmp_path: Path) -> None:
     for run in ("baseline", "seqtile"):
         assert len(report[run]["losses"]) == 3 and report[run]["peak_mib"] > 100
         assert report[run]["losses"][0] > report[run]["losses"][2], "it learns"
-    assert "seqtile, 2048 tokens a chunk, 2 of 2 layers" in report["seqtile"]["status"]
+    assert "seqtile, 2048 tokens a chunk, 2 of 2 fused" in report["seqtile"]["status"]
     differences = [abs(a - b) for a, b in zip(report["baseline"]["losses"], report["seqtile"]["losses"], strict=True)]
     assert report["max_loss_difference"] == max(differences) <= 1e-4
     for name in ("untiled", "seqtile"):
@@ -123,7 +124,7 @@ def test_layers_tiled_as_a_whole(pretrained: Path, tmp_path: Path) -> None:
     rows = torch.randint(3, 90, (2, 1, 2500))
     run = Run(job, load_config(job.model), rows, tiled=True)
     tiled, untiled = train(run), train(replace(run, tiled=False))
-    assert "layer seqtile, 2048 tokens a chunk, 2 of 2 layers, attention by 2 groups" in tiled.status
+    assert "layer seqtile, 2048 tokens a chunk, 2 of 2 fused, attention by 2 groups" in tiled.status
     assert tiled.losses == pytest.approx(untiled.losses, rel=1e-5)
 
 

@@ -25,7 +25,8 @@ from seqtile.offload.store import KEPT_FREE, available
 from seqtile.recipes import Job
 from seqtile.recipes.data import load_config, sequences, standard_library
 from seqtile.recipes.finetune import fitted
-from seqtile.recipes.train import Run, loaded, peak_mib, return_freed_memory, sequence_group
+from seqtile.recipes.state import Run, loaded
+from seqtile.recipes.train import peak_mib, return_freed_memory, sequence_group
 from tiny import build
 
 ON_RANKS = "recipes.test_on_ranks:on_ranks"

@@ -21,10 +21,10 @@ from launch import ranks
 from recipes.tiny_pretrained import save_tiny
 from seqtile.recipes import Job, checkpoint_in
 from seqtile.recipes import train as training_run
-from seqtile.recipes.checkpoint import check_same
 from seqtile.recipes.data import load_config
 from seqtile.recipes.finetune import finetune
-from seqtile.recipes.train import Run, Training, train
+from seqtile.recipes.state import Run, Training, check_same
+from seqtile.recipes.train import train
 
 STEPS = 5
 JOB = Job(seq_len=50, steps=STEPS, learning_rate=1e-3, device="cpu")
@@ -151,7 +151,7 @@ def test_another_job_is_refused(run: Run, tmp_path: Path, monkeypatch: pytest.Mo
     ):
         with pytest.raises(ValueError, match=f"--resume: expected {said}"):
             check_same(changed)
-    monkeypatch.setattr("seqtile.recipes.checkpoint.ranks", lambda: 2)
+    monkeypatch.setattr("seqtile.recipes.state.ranks", lambda: 2)
     facts = checkpoint_in(run.job.output) / "run.json"
     facts.write_text(
         facts.read_text().replace('"ranks": 1', '"ranks": 2').replace('"--shard": null', '"--shard": "fsdp2"')
@@ -210,7 +210,7 @@ def test_the_earlier_checkpoint_stays_until_the_new_one_is_complete(
     else:
         with monkeypatch.context() as patch:
             if how == "no room":
-                patch.setattr("seqtile.recipes.checkpoint.free_bytes", lambda path: 1000)
+                patch.setattr("seqtile.recipes.state.free_bytes", lambda path: 1000)
             else:
                 patch.setattr(Training, "save", with_small_files(save))
             losses = train(resumed).losses

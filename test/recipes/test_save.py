@@ -14,7 +14,8 @@ from recipes.tiny_pretrained import save_tiny
 from seqtile.recipes import Job, check_output
 from seqtile.recipes.data import load_config
 from seqtile.recipes.output import remove_incomplete, save_model, written_beside
-from seqtile.recipes.train import Run, train
+from seqtile.recipes.state import Run
+from seqtile.recipes.train import train
 from tiny import build
 
 
@@ -134,7 +135,7 @@ def test_what_is_not_finite_is_not_saved(
         model.model.norm.weight.data[0] = torch.nan
         model.save_pretrained(tmp_path / "start")
     if learning_rate == 0:
-        after = "seqtile.recipes.train.Training.update"
+        after = "seqtile.recipes.state.Training.update"
         monkeypatch.setattr(after, lambda self, loss: self.model.lm_head.weight.data.fill_(torch.inf))
     save_to = tmp_path / "run" / "model"
     save_to.mkdir(parents=True)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import seqtile
 from assertions import relative_error
 from seqtile import sp
-from seqtile.sp.data import completed
+from seqtile.sp.data import parts_of
 from sp.first_rank import by_first_rank, context
 from sp.worker import averaged
 from tiny import VOCAB, build
@@ -84,7 +84,7 @@ def post_training(loss_of: Callable[..., Tensor]) -> None:
     """The loss over packed documents, and every gradient, over the ranks as of one process."""
     ctx, one, reference = context(), build("llama"), build("llama").requires_grad_(False)
     batch, many = packed(), copy.deepcopy(one)
-    whole = completed(batch)
+    whole = parts_of(batch, [0], 1)[0]
     loss, gradients = by_first_rank(by_one, loss_of, one, reference, whole | {"batch_hash": None})
     for model in (many, reference):
         sp.apply_ulysses(model, ctx)

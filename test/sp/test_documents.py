@@ -50,14 +50,15 @@ def test_blocks_are_the_dense_mask(
     sequence: tuple[int, Rows], window: int | None, size: int, mask_elements: int
 ) -> None:
     length, found = sequence
+    reach = length if window is None else window
     expected, seen = dense(length, found, window), torch.zeros(length, length, dtype=torch.bool)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backends, "MASK_ELEMENTS", mask_elements)
         for rank in range(size):
-            for block in blocks(segments_of(rank_heads(rank, size, 1, 1, length).rows, found, window), window):
+            for block in blocks(segments_of(rank_heads(rank, size, 1, 1, length).rows, found, reach), reach):
                 here = torch.ones(block.q1 - block.q0, block.k1 - block.k0, dtype=torch.bool).tril()
-                if not block.is_square(window):
-                    here = block.mask(window, torch.device("cpu"))
+                if not block.is_square(reach):
+                    here = block.mask(reach, torch.device("cpu"))
                     assert here.numel() <= max(mask_elements, length) or window is not None
                 assert not seen[block.q0 : block.q1].any(), "a query stands in two blocks"
                 seen[block.q0 : block.q1, block.k0 : block.k1] = here

@@ -53,13 +53,13 @@ def reducers() -> Iterator:
         for name, strategy, options, every_day in reducer_cases(family):
             marks = () if every_day else pytest.mark.full("4 s each; every day one reducer of each model")
             identity = "-".join([name, strategy, *(f"{key} {value}" for key, value in options.items())])
-            yield pytest.param((4, family != "torch"), (name, strategy, options), marks=marks, id=identity)
+            yield pytest.param((4, family), (name, strategy, options), marks=marks, id=identity)
 
 
 @pytest.mark.parametrize(("pool", "case"), reducers(), indirect=["pool"])
 def test_reducers(pool: Pool, case: tuple) -> None:
     """Two groups of two ranks, accumulating over batches of unequal labels, under every reducer of gradients."""
-    pool.run(steps.reducers, *case, leaves_traces=case[1].startswith("zero3"))
+    pool.run(steps.reducers, *case)
 
 
 @OF_TWO
@@ -205,6 +205,6 @@ def test_trainer(pool: Pool, size: int, name: str, one_process: str) -> None:
 
 
 @pytest.mark.full("11 s; Trainer, and ZeRO-3, are among the other cases")
-@pytest.mark.parametrize("pool", [(4, True)], indirect=True)
+@pytest.mark.parametrize("pool", [(4, "zero3")], indirect=True)
 def test_trainer_with_deepspeed(pool: Pool, one_process: str) -> None:
     pool.run(trainer.train_zero3, one_process, 2, leaves_traces=True)

@@ -1,5 +1,5 @@
 """TRL's trainers on seqtile's head: SFT's loss for three matrix products where TRL's own takes four, and the
-log-probabilities of GRPO, RLOO, DPO and KTO, with fewer live bytes.
+log-probabilities of GRPO, RLOO, DPO and KTO, with fewer live bytes; and the loss of DistillationTrainer.
 
     SFTTrainer.compute_loss ─ model(fused_lm_head=True) ─ _ChunkedLogProbFunction.apply ─ linear_log_probs
       says that what it gets will be summed                 the name that is replaced
@@ -17,9 +17,10 @@ from importlib.util import find_spec
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers.utils import logging
 
-from seqtile.integrations.trl_distillation import divergence_loss
+from seqtile.ops.linear_divergence import linear_divergence
 from seqtile.ops.linear_log_probs import TokenValues, linear_log_probs
 
 logger = logging.get_logger(__name__)
@@ -33,6 +34,7 @@ _KNOWN = {  # of 1.16, see `_fingerprint`
     "_chunked_divergence_loss": "550cb45191ab1654",
 }
 _LOGITS = 45 * 2**20  # elements of a chunk of logits, where TRL's has 128 Mi
+_DISTILLATION = "trl.trainer.distillation_trainer"
 _to_be_summed: ContextVar[bool] = ContextVar("to_be_summed", default=False)
 
 
@@ -56,7 +58,7 @@ def apply_seqtile_to_trl() -> None:
     head, compute_loss = getattr(utils, "_ChunkedLogProbFunction", None), sft_trainer.SFTTrainer.compute_loss
     if isinstance(head, _Head):
         return
-    distillation = _module("trl.trainer.distillation_trainer")
+    distillation = import_module(_DISTILLATION) if find_spec(_DISTILLATION) else None
     divergence = getattr(distillation, "_chunked_divergence_loss", None)
     found = (getattr(utils, "add_fused_lm_head", None), getattr(head, "forward", None), compute_loss, divergence)
     unknown = [name for name, one in zip(_KNOWN, found, strict=True) if _fingerprint(one) != _KNOWN[name]]
@@ -78,12 +80,8 @@ def restore_trl() -> None:
     if isinstance(head := utils._ChunkedLogProbFunction, _Head):
         utils._ChunkedLogProbFunction, utils._use_triton = head.original, head.original_use_triton
         sft_trainer.SFTTrainer.compute_loss = sft_trainer.SFTTrainer.compute_loss.__wrapped__
-        distillation = _module("trl.trainer.distillation_trainer")
+        distillation = import_module(_DISTILLATION)
         distillation._chunked_divergence_loss = distillation._chunked_divergence_loss.__wrapped__
-
-
-def _module(name: str) -> Any:
-    return import_module(name) if find_spec(name) else None
 
 
 def _fingerprint(function: Any) -> str:
@@ -106,12 +104,40 @@ def _announced(compute_loss: Callable) -> Callable:
 
 
 def _tiled_divergence(original: Callable) -> Callable:
+    signature = inspect.signature(original)
+
     @wraps(original)
-    def divergence(*args: Any, **kwargs: Any) -> Any:
-        sharded = any(hasattr(value, "ds_id") for value in (*args, *kwargs.values()))  # ZeRO-3, which TRL gathers
-        return (original if sharded else divergence_loss)(*args, **kwargs)
+    def divergence(*args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Returns the loss, the sum of the student's entropies and how many tokens count. Hidden states [B, K, D] of
+        each, weights [V, D], mask [B, K]."""
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        given = bound.arguments
+        if any(hasattr(value, "ds_id") for value in given.values()):  # ZeRO-3, which TRL gathers
+            return original(*args, **kwargs)
+        mask, items, heads = given["completion_mask"] != 0, given["num_items_in_batch"], {}
+        for name in ("student", "teacher"):
+            hidden, bias, scale = (given[f"{name}_{of}"] for of in ("hidden_states", "lm_head_bias", "logit_scale"))
+            heads |= {
+                f"{name}_hidden": hidden,
+                f"{name}_weight": _whole(given[f"{name}_lm_head_weight"], hidden),
+                f"{name}_bias": None if bias is None else _whole(bias, hidden) * scale,  # TRL scales it, too
+                f"{name}_scale": scale,
+                f"{name}_softcap": given[f"{name}_final_logit_softcapping"],
+            }
+        options = {"beta": given["beta"], "temperature": given["temperature"], "mask": mask}
+        loss, entropies = linear_divergence(**heads, **options, reduction="sum", return_entropy=True)
+        divisor: Any = mask.sum().clamp(min=1) if items is None else items
+        loss = loss / (divisor.to(loss.device) if isinstance(divisor, torch.Tensor) else divisor)
+        return loss, entropies.sum(), mask.sum()
 
     return divergence
+
+
+def _whole(parameter: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
+    """Returns a head's parameter gathered, in the dtype of its hidden states unless autocast sees to that."""
+    parameter = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+    return parameter if torch.is_autocast_enabled(hidden.device.type) else parameter.to(hidden.dtype)
 
 
 class _Head:

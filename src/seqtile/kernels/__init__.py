@@ -16,6 +16,11 @@ class LossOptions(NamedTuple):
     label_smoothing: float = 0.0
     z_loss: float = 0.0
 
+    @property
+    def used(self) -> tuple[bool, bool, bool, bool]:
+        """Which of the first four change anything: what is off is compiled away."""
+        return self.logit_scale != 1, self.softcap > 0, self.temperature != 1, self.label_smoothing > 0
+
 
 class RowVectors(NamedTuple):
     """Vectors that a call reads or, if they are given, **writes**; contiguous."""
@@ -40,24 +45,3 @@ class RowVectors(NamedTuple):
     """[C] float32; None for zeros."""
     entropy_scale: torch.Tensor | None = None
     """[C] float32; None for zeros."""
-
-
-class DivergenceOptions(NamedTuple):
-    beta: float
-    """0 for KL(teacher, student), 1 for KL(student, teacher), between them the Jensen-Shannon divergence of beta."""
-    student: LossOptions = LossOptions()
-    """What makes logits of its products; its temperature is the teacher's, too."""
-    teacher: LossOptions = LossOptions()
-
-
-class DivergenceVectors(NamedTuple):
-    """Vectors that a call reads or, if they are given, **writes**; contiguous."""
-
-    student_bias: torch.Tensor | None = None
-    """[V], any of the three dtypes."""
-    teacher_bias: torch.Tensor | None = None
-    """[V], likewise."""
-    entropy: torch.Tensor | None = None
-    """[C] float32, **written**: the entropy of the student's softmax."""
-    row_scale: torch.Tensor | None = None
-    """[C] float32; None for ones."""

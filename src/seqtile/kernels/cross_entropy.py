@@ -15,6 +15,7 @@ from seqtile.kernels import LossOptions, RowVectors
 NUM_WARPS = 8
 THREADS = 32 * NUM_WARPS  # on AMD, whose warps have 64, two threads share a maximum
 COLUMNS = 8  # of a thread in a step: 16 bytes of half precision
+BLOCK = {"THREADS": THREADS, "COLUMNS": COLUMNS, "num_warps": NUM_WARPS}
 LOG2E = tl.constexpr(1.4426950408889634)  # exp by exp2, which flushes to zero what is below 2**-126: tl.exp does not,
 # which takes three instructions more.
 SMALLEST = tl.constexpr(-1e38)  # finite, so that a first step of -inf alone does not make -inf - -inf
@@ -36,14 +37,14 @@ def _tanh(x):
 @triton.jit
 def _logits(
     row_ptr, bias_ptr, columns, vocab, logit_scale, softcap, temperature,
-    MASKED: tl.constexpr, HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, TEMPERED: tl.constexpr,
+    MASKED: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, TEMPERED: tl.constexpr,
 ):  # fmt: skip
     """Returns the logits of `columns`, if MASKED -inf beyond the row's end, and their slope: that of the cap alone."""
     mask = columns < vocab if MASKED else None
     x = tl.load(row_ptr + columns, mask=mask).to(tl.float32)
     if SCALED:
         x *= logit_scale
-    if HAS_BIAS:
+    if bias_ptr is not None:
         x += tl.load(bias_ptr + columns, mask=mask).to(tl.float32)
     slope = 1.0
     if CAPPED:
@@ -61,14 +62,13 @@ def _logits(
 def _add_step(
     start, row_ptr, bias_ptr, class_weight_ptr, vocab, logit_scale, softcap, temperature,
     largest, total, sum_exp_shifted, squares, predicted, weights, weighted,
-    MASKED: tl.constexpr, HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, TEMPERED: tl.constexpr,
-    HAS_CLASS_WEIGHT: tl.constexpr, SUMMED: tl.constexpr, ENTROPY: tl.constexpr, SQUARES: tl.constexpr,
-    PREDICTED: tl.constexpr, THREADS: tl.constexpr, COLUMNS: tl.constexpr,
+    MASKED: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, TEMPERED: tl.constexpr, SUMMED: tl.constexpr,
+    ENTROPY: tl.constexpr, SQUARES: tl.constexpr, PREDICTED: tl.constexpr, THREADS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Returns every thread's statistics [THREADS] with what the step at `start` adds to them."""
     columns = start + tl.arange(0, THREADS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
     x, _ = _logits(
-        row_ptr, bias_ptr, columns, vocab, logit_scale, softcap, temperature, MASKED, HAS_BIAS, SCALED, CAPPED, TEMPERED
+        row_ptr, bias_ptr, columns, vocab, logit_scale, softcap, temperature, MASKED, SCALED, CAPPED, TEMPERED
     )
     if PREDICTED:
         of_step, place = tl.max(x, 1, return_indices=True)
@@ -88,7 +88,7 @@ def _add_step(
     if SUMMED:
         mask = columns < vocab if MASKED else None
         x = tl.where(mask, x, 0.0) if MASKED else x
-        if HAS_CLASS_WEIGHT:
+        if class_weight_ptr is not None:
             class_weight = tl.load(class_weight_ptr + columns, mask=mask, other=0.0 if MASKED else None)
             weights += class_weight
             x *= class_weight
@@ -99,9 +99,8 @@ def _add_step(
 @triton.jit
 def _statistics(
     row_ptr, bias_ptr, class_weight_ptr, vocab, logit_scale, softcap, temperature,
-    HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, TEMPERED: tl.constexpr,
-    HAS_CLASS_WEIGHT: tl.constexpr, SUMMED: tl.constexpr, ENTROPY: tl.constexpr, SQUARES: tl.constexpr,
-    PREDICTED: tl.constexpr, THREADS: tl.constexpr, COLUMNS: tl.constexpr,
+    SCALED: tl.constexpr, CAPPED: tl.constexpr, TEMPERED: tl.constexpr, SUMMED: tl.constexpr,
+    ENTROPY: tl.constexpr, SQUARES: tl.constexpr, PREDICTED: tl.constexpr, THREADS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Returns, of one row's logits x, the largest, sum(exp(x - largest)), entropy, the sum of squares of their softmax,
     the index of the largest, and sums of class_weight and of class_weight * x. What is not asked for is meaningless."""
@@ -116,13 +115,13 @@ def _statistics(
         largest, total, sum_exp_shifted, squares, predicted, weights, weighted = _add_step(
             start, row_ptr, bias_ptr, class_weight_ptr, vocab, logit_scale, softcap, temperature,
             largest, total, sum_exp_shifted, squares, predicted, weights, weighted, False,
-            HAS_BIAS, SCALED, CAPPED, TEMPERED, HAS_CLASS_WEIGHT, SUMMED, ENTROPY, SQUARES, PREDICTED, THREADS, COLUMNS,
+            SCALED, CAPPED, TEMPERED, SUMMED, ENTROPY, SQUARES, PREDICTED, THREADS, COLUMNS,
         )  # fmt: skip
     if whole < vocab:
         largest, total, sum_exp_shifted, squares, predicted, weights, weighted = _add_step(
             whole, row_ptr, bias_ptr, class_weight_ptr, vocab, logit_scale, softcap, temperature,
             largest, total, sum_exp_shifted, squares, predicted, weights, weighted, True,
-            HAS_BIAS, SCALED, CAPPED, TEMPERED, HAS_CLASS_WEIGHT, SUMMED, ENTROPY, SQUARES, PREDICTED, THREADS, COLUMNS,
+            SCALED, CAPPED, TEMPERED, SUMMED, ENTROPY, SQUARES, PREDICTED, THREADS, COLUMNS,
         )  # fmt: skip
     row_max = tl.max(largest, 0)
     decay = tl.exp2((largest - row_max) * LOG2E)
@@ -137,7 +136,7 @@ def _statistics(
         first = tl.min(tl.where(largest == row_max, predicted, vocab), 0)
     if SUMMED:
         weighted_sum = tl.sum(tl.sum(weighted, 1), 0)
-        if HAS_CLASS_WEIGHT:
+        if class_weight_ptr is not None:
             weight_sum = tl.sum(tl.sum(weights, 1), 0)
     return row_max, row_sum, entropy, square_sum, first, weight_sum, weighted_sum
 
@@ -146,22 +145,21 @@ def _statistics(
 def _write_gradient(
     start, row_ptr, bias_ptr, class_weight_ptr, vocab, logit_scale, softcap, temperature,
     label, row_max, log_sum, softmax_coef, target_coef, class_coef, entropy, d_entropy,
-    MASKED: tl.constexpr, HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, TEMPERED: tl.constexpr,
-    HAS_CLASS_WEIGHT: tl.constexpr, SMOOTHED: tl.constexpr, ENTROPY_GRAD: tl.constexpr,
-    THREADS: tl.constexpr, COLUMNS: tl.constexpr,
+    MASKED: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, TEMPERED: tl.constexpr, SMOOTHED: tl.constexpr,
+    ENTROPY_GRAD: tl.constexpr, THREADS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     """Writes the gradient of one step of a row; `softmax_coef` is what exp(x - row_max) is multiplied by."""
     first, in_thread = tl.arange(0, THREADS) * COLUMNS, tl.arange(0, COLUMNS)
     columns = start + first[:, None] + in_thread[None, :]
     mask = columns < vocab if MASKED else None
     x, slope = _logits(
-        row_ptr, bias_ptr, columns, vocab, logit_scale, softcap, temperature, MASKED, HAS_BIAS, SCALED, CAPPED, TEMPERED
+        row_ptr, bias_ptr, columns, vocab, logit_scale, softcap, temperature, MASKED, SCALED, CAPPED, TEMPERED
     )
     difference = x - row_max
     exponentials = tl.exp2(difference * LOG2E)
     is_target = in_thread[None, :] == (label - start - first)[:, None]  # so that each thread compares with constants
     gradient = exponentials * softmax_coef - tl.where(is_target, target_coef, 0.0)
-    if SMOOTHED and HAS_CLASS_WEIGHT:
+    if SMOOTHED and class_weight_ptr is not None:
         gradient -= class_coef * tl.load(class_weight_ptr + columns, mask=mask)
     elif SMOOTHED:
         gradient -= class_coef
@@ -172,52 +170,20 @@ def _write_gradient(
 
 
 @triton.jit
-def _store(values_ptr, row, value, in_range, WANTED: tl.constexpr):
-    """Stores a value of a row, NaN if the row's target is none."""
-    if WANTED:
+def _store(values_ptr, row, value, in_range):
+    """Stores a value of a row where it is wanted, NaN if the row's target is none."""
+    if values_ptr is not None:
         tl.store(values_ptr + row, tl.where(in_range, value, float("nan")))
 
 
 @triton.jit
 def _cross_entropy_kernel(
-    logits_ptr,
-    logits_row_stride,
-    target_ptr,
-    loss_ptr,
-    bias_ptr,
-    class_weight_ptr,
-    lse_ptr,
-    entropy_ptr,
-    predicted_ptr,
-    mean_ptr,
-    squares_ptr,
-    row_scale_ptr,
-    lse_scale_ptr,
-    entropy_scale_ptr,
-    vocab,
-    logit_scale,
-    softcap,
-    temperature,
-    label_smoothing,
-    z_loss,
-    HAS_BIAS: tl.constexpr,
-    SCALED: tl.constexpr,
-    CAPPED: tl.constexpr,
-    TEMPERED: tl.constexpr,
-    HAS_CLASS_WEIGHT: tl.constexpr,
-    SMOOTHED: tl.constexpr,
-    STORE_LSE: tl.constexpr,
-    STORE_ENTROPY: tl.constexpr,
-    STORE_PREDICTED: tl.constexpr,
-    STORE_MEAN: tl.constexpr,
-    STORE_SQUARES: tl.constexpr,
-    WRITE_GRAD: tl.constexpr,
-    SCALE_ROWS: tl.constexpr,
-    LSE_GRAD: tl.constexpr,
-    ENTROPY_GRAD: tl.constexpr,
-    THREADS: tl.constexpr,
-    COLUMNS: tl.constexpr,
-):
+    logits_ptr, logits_row_stride, target_ptr, loss_ptr, bias_ptr, class_weight_ptr,
+    lse_ptr, entropy_ptr, predicted_ptr, mean_ptr, squares_ptr, row_scale_ptr, lse_scale_ptr, entropy_scale_ptr,
+    vocab, logit_scale, softcap, temperature, label_smoothing, z_loss,
+    SCALED: tl.constexpr, CAPPED: tl.constexpr, TEMPERED: tl.constexpr, SMOOTHED: tl.constexpr,
+    WRITE_GRAD: tl.constexpr, THREADS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)  # int64: row * stride passes 2**31 within one chunk
     row_ptr = logits_ptr + row * logits_row_stride
     target = tl.load(target_ptr + row)
@@ -225,12 +191,13 @@ def _cross_entropy_kernel(
     label = tl.where(in_range, target, 0).to(tl.int32)
     # Read before the reductions: their barriers keep every thread's read ahead of the writes at the end.
     target_logit, _ = _logits(
-        row_ptr, bias_ptr, label, vocab, logit_scale, softcap, temperature, False, HAS_BIAS, SCALED, CAPPED, TEMPERED
+        row_ptr, bias_ptr, label, vocab, logit_scale, softcap, temperature, False, SCALED, CAPPED, TEMPERED
     )
     row_max, row_sum, entropy, square_sum, predicted, weight_sum, weighted_sum = _statistics(
         row_ptr, bias_ptr, class_weight_ptr, vocab, logit_scale, softcap, temperature,
-        HAS_BIAS, SCALED, CAPPED, TEMPERED, HAS_CLASS_WEIGHT, SMOOTHED or STORE_MEAN, STORE_ENTROPY or ENTROPY_GRAD,
-        STORE_SQUARES, STORE_PREDICTED, THREADS, COLUMNS,
+        SCALED, CAPPED, TEMPERED, SMOOTHED or mean_ptr is not None,
+        entropy_ptr is not None or entropy_scale_ptr is not None, squares_ptr is not None, predicted_ptr is not None,
+        THREADS, COLUMNS,
     )  # fmt: skip
     # Kept apart where digits matter: x - row_max is nearly exact, x - lse has lost those below lse's own.
     row_sum = tl.where(in_range, row_sum, float("nan"))
@@ -238,44 +205,44 @@ def _cross_entropy_kernel(
     lse = row_max + log_sum
 
     target_coef = 1.0 - label_smoothing
-    if HAS_CLASS_WEIGHT:
+    if class_weight_ptr is not None:
         target_coef *= tl.load(class_weight_ptr + label)
     class_coef = label_smoothing / vocab
     loss = target_coef * (row_max - target_logit + log_sum) + z_loss * lse * lse
     if SMOOTHED:
         loss += class_coef * (weight_sum * lse - weighted_sum)
     tl.store(loss_ptr + row, loss)
-    if STORE_PREDICTED:
+    if predicted_ptr is not None:
         tl.store(predicted_ptr + row, predicted)
-    _store(lse_ptr, row, lse, in_range, STORE_LSE)
-    _store(entropy_ptr, row, entropy, in_range, STORE_ENTROPY)
-    _store(mean_ptr, row, weighted_sum / vocab, in_range, STORE_MEAN)
-    _store(squares_ptr, row, square_sum, in_range, STORE_SQUARES)
+    _store(lse_ptr, row, lse, in_range)
+    _store(entropy_ptr, row, entropy, in_range)
+    _store(mean_ptr, row, weighted_sum / vocab, in_range)
+    _store(squares_ptr, row, square_sum, in_range)
 
     if WRITE_GRAD:
-        row_scale = tl.load(row_scale_ptr + row) if SCALE_ROWS else 1.0
+        row_scale = tl.load(row_scale_ptr + row) if row_scale_ptr is not None else 1.0
         softmax_coef = target_coef + 2.0 * z_loss * lse
         if SMOOTHED:
             softmax_coef += class_coef * weight_sum
         softmax_coef *= row_scale
-        if LSE_GRAD:
+        if lse_scale_ptr is not None:
             softmax_coef += tl.load(lse_scale_ptr + row)
         softmax_coef /= row_sum
         target_coef *= row_scale
         class_coef *= row_scale
-        d_entropy = tl.load(entropy_scale_ptr + row) if ENTROPY_GRAD else 0.0
+        d_entropy = tl.load(entropy_scale_ptr + row) if entropy_scale_ptr is not None else 0.0
         whole = vocab // (THREADS * COLUMNS) * (THREADS * COLUMNS)
         for start in range(0, whole, THREADS * COLUMNS):
             _write_gradient(
                 start, row_ptr, bias_ptr, class_weight_ptr, vocab, logit_scale, softcap, temperature,
                 label, row_max, log_sum, softmax_coef, target_coef, class_coef, entropy, d_entropy,
-                False, HAS_BIAS, SCALED, CAPPED, TEMPERED, HAS_CLASS_WEIGHT, SMOOTHED, ENTROPY_GRAD, THREADS, COLUMNS,
+                False, SCALED, CAPPED, TEMPERED, SMOOTHED, entropy_scale_ptr is not None, THREADS, COLUMNS,
             )  # fmt: skip
         if whole < vocab:
             _write_gradient(
                 whole, row_ptr, bias_ptr, class_weight_ptr, vocab, logit_scale, softcap, temperature,
                 label, row_max, log_sum, softmax_coef, target_coef, class_coef, entropy, d_entropy,
-                True, HAS_BIAS, SCALED, CAPPED, TEMPERED, HAS_CLASS_WEIGHT, SMOOTHED, ENTROPY_GRAD, THREADS, COLUMNS,
+                True, SCALED, CAPPED, TEMPERED, SMOOTHED, entropy_scale_ptr is not None, THREADS, COLUMNS,
             )  # fmt: skip
 
 
@@ -292,30 +259,5 @@ def cross_entropy_(
     assert vectors.mean is None or vectors.class_weight is None  # the sum that it is made of is weighted
     assert logits.stride(1) == 1 and all(vector.is_contiguous() for vector in given)
     rows, vocab = logits.shape
-    _cross_entropy_kernel[(rows,)](
-        logits,
-        logits.stride(0),
-        target,
-        losses,
-        *vectors,
-        vocab,
-        *options,
-        HAS_BIAS=vectors.bias is not None,
-        SCALED=options.logit_scale != 1,
-        CAPPED=options.softcap > 0,
-        TEMPERED=options.temperature != 1,
-        HAS_CLASS_WEIGHT=vectors.class_weight is not None,
-        SMOOTHED=options.label_smoothing > 0,
-        STORE_LSE=vectors.lse is not None,
-        STORE_ENTROPY=vectors.entropy is not None,
-        STORE_PREDICTED=vectors.predicted is not None,
-        STORE_MEAN=vectors.mean is not None,
-        STORE_SQUARES=vectors.squares is not None,
-        WRITE_GRAD=write_grad,
-        SCALE_ROWS=vectors.row_scale is not None,
-        LSE_GRAD=vectors.lse_scale is not None,
-        ENTROPY_GRAD=vectors.entropy_scale is not None,
-        THREADS=THREADS,
-        COLUMNS=COLUMNS,
-        num_warps=NUM_WARPS,
-    )
+    numbers = vocab, *options, *options.used, write_grad
+    _cross_entropy_kernel[(rows,)](logits, logits.stride(0), target, losses, *vectors, *numbers, **BLOCK)

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from seqtile.kernels import DivergenceOptions, DivergenceVectors, LossOptions, RowVectors, eager
+from seqtile.kernels import LossOptions, RowVectors, eager
 
 try:
     import triton
@@ -104,10 +104,13 @@ def divergence_(
     student: torch.Tensor,
     teacher: torch.Tensor,
     losses: torch.Tensor,
-    options: DivergenceOptions,
+    beta: float,
+    options: tuple[LossOptions, LossOptions],
     *,
+    biases: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
+    entropy: torch.Tensor | None = None,
+    row_scale: torch.Tensor | None = None,
     write: tuple[bool, bool] = (False, False),
-    **vectors: torch.Tensor | None,
 ) -> None:
     """Computes the divergence of every row of two chunks of products, and writes its gradients over them.
 
@@ -116,13 +119,17 @@ def divergence_(
             biases make logits. **Destroyed** where `write` says so: the chunk holds afterwards the gradient of
             sum(row_scale * losses) with respect to the capped logits' argument, times `temperature`.
         losses: [C] float32, **written**.
+        beta: 0 for KL(teacher, student), 1 for KL(student, teacher), between them their Jensen-Shannon divergence.
+        options: what makes logits of each head's products; of one temperature.
+        biases: [V] of each head, any of the three dtypes.
+        entropy: [C] float32, **written**: the entropy of the student's softmax.
+        row_scale: [C] float32; None for ones.
         write: whether to write the student's gradient, and the teacher's.
-        vectors: the fields of `DivergenceVectors`.
 
-    Reads 6 * C * V elements with gradients, 4 without, and writes what is asked for; allocates nothing (the eager twin:
-    some blocks of rows of 1 MiB).
+    Vectors are contiguous. Reads 6 * C * V elements with gradients, 4 without, and writes what is asked for; allocates
+    nothing (the eager twin: some blocks of rows of 1 MiB).
     """
-    run("divergence_", student, teacher, losses, options, DivergenceVectors(**vectors), write)
+    run("divergence_", student, teacher, losses, beta, options, biases, entropy, row_scale, write)
 
 
 def gated_activation_(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:

@@ -9,8 +9,8 @@ import torch
 import triton
 import triton.language as tl
 
-from seqtile.kernels import DivergenceOptions, DivergenceVectors
-from seqtile.kernels.cross_entropy import COLUMNS, LOG2E, NUM_WARPS, THREADS, _logits, _statistics
+from seqtile.kernels import LossOptions
+from seqtile.kernels.cross_entropy import BLOCK, LOG2E, _logits, _statistics
 
 FORWARD, REVERSE, MIXED = tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
 TINY = tl.constexpr(2.0**-126)  # the smallest that Triton takes for a float32
@@ -19,12 +19,10 @@ TINY = tl.constexpr(2.0**-126)  # the smallest that Triton takes for a float32
 @triton.jit
 def _probabilities(
     columns, vocab, row_ptr, bias_ptr, scale, softcap, temperature, row_max, log_sum,
-    MASKED: tl.constexpr, HAS_BIAS: tl.constexpr, SCALED: tl.constexpr, CAPPED: tl.constexpr, TEMPERED: tl.constexpr,
+    SCALED: tl.constexpr, CAPPED: tl.constexpr, TEMPERED: tl.constexpr,
 ):  # fmt: skip
     """Returns probabilities of `columns`, their logarithms, and the slope of the cap."""
-    x, slope = _logits(
-        row_ptr, bias_ptr, columns, vocab, scale, softcap, temperature, MASKED, HAS_BIAS, SCALED, CAPPED, TEMPERED
-    )
+    x, slope = _logits(row_ptr, bias_ptr, columns, vocab, scale, softcap, temperature, True, SCALED, CAPPED, TEMPERED)
     logp = x - row_max - log_sum
     return tl.exp2(logp * LOG2E), logp, slope
 
@@ -45,21 +43,19 @@ def _divergence_kernel(
     student_bias_ptr, teacher_bias_ptr, loss_ptr, entropy_ptr, row_scale_ptr,
     vocab, beta, temperature, student_scale, student_cap, teacher_scale, teacher_cap,
     KIND: tl.constexpr,
-    STUDENT_BIAS: tl.constexpr, STUDENT_SCALED: tl.constexpr, STUDENT_CAPPED: tl.constexpr,
-    TEACHER_BIAS: tl.constexpr, TEACHER_SCALED: tl.constexpr, TEACHER_CAPPED: tl.constexpr,
-    TEMPERED: tl.constexpr, STORE_ENTROPY: tl.constexpr, SCALE_ROWS: tl.constexpr,
+    STUDENT_SCALED: tl.constexpr, STUDENT_CAPPED: tl.constexpr,
+    TEACHER_SCALED: tl.constexpr, TEACHER_CAPPED: tl.constexpr, TEMPERED: tl.constexpr,
     STUDENT_GRAD: tl.constexpr, TEACHER_GRAD: tl.constexpr, THREADS: tl.constexpr, COLUMNS: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)  # int64: row * stride passes 2**31 within one chunk
     student_row, teacher_row = student_ptr + row * student_stride, teacher_ptr + row * teacher_stride
     s_max, s_sum, entropy, _, _, _, _ = _statistics(
-        student_row, student_bias_ptr, student_bias_ptr, vocab, student_scale, student_cap, temperature,
-        STUDENT_BIAS, STUDENT_SCALED, STUDENT_CAPPED, TEMPERED, False, False, STORE_ENTROPY, False, False,
-        THREADS, COLUMNS,
+        student_row, student_bias_ptr, None, vocab, student_scale, student_cap, temperature,
+        STUDENT_SCALED, STUDENT_CAPPED, TEMPERED, False, entropy_ptr is not None, False, False, THREADS, COLUMNS,
     )  # fmt: skip
     t_max, t_sum, _, _, _, _, _ = _statistics(
-        teacher_row, teacher_bias_ptr, teacher_bias_ptr, vocab, teacher_scale, teacher_cap, temperature,
-        TEACHER_BIAS, TEACHER_SCALED, TEACHER_CAPPED, TEMPERED, False, False, False, False, False, THREADS, COLUMNS,
+        teacher_row, teacher_bias_ptr, None, vocab, teacher_scale, teacher_cap, temperature,
+        TEACHER_SCALED, TEACHER_CAPPED, TEMPERED, False, False, False, False, THREADS, COLUMNS,
     )  # fmt: skip
     s_log, t_log = tl.log(s_sum), tl.log(t_sum)
     of_student, of_teacher = tl.full([THREADS], 0.0, tl.float32), tl.full([THREADS], 0.0, tl.float32)
@@ -67,11 +63,11 @@ def _divergence_kernel(
         columns = start + tl.arange(0, THREADS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
         p, logp, s_slope = _probabilities(
             columns, vocab, student_row, student_bias_ptr, student_scale, student_cap, temperature, s_max, s_log,
-            True, STUDENT_BIAS, STUDENT_SCALED, STUDENT_CAPPED, TEMPERED,
+            STUDENT_SCALED, STUDENT_CAPPED, TEMPERED,
         )  # fmt: skip
         q, logq, t_slope = _probabilities(
             columns, vocab, teacher_row, teacher_bias_ptr, teacher_scale, teacher_cap, temperature, t_max, t_log,
-            True, TEACHER_BIAS, TEACHER_SCALED, TEACHER_CAPPED, TEMPERED,
+            TEACHER_SCALED, TEACHER_CAPPED, TEMPERED,
         )  # fmt: skip
         p_term, q_term = _terms(p, logp, q, logq, beta, KIND)
         of_student += tl.sum(p * p_term, 1)
@@ -84,19 +80,19 @@ def _divergence_kernel(
     else:
         loss = beta * teacher_sum + (1.0 - beta) * student_sum
     tl.store(loss_ptr + row, loss)
-    if STORE_ENTROPY:
+    if entropy_ptr is not None:
         tl.store(entropy_ptr + row, entropy)
     if STUDENT_GRAD or TEACHER_GRAD:
-        row_scale = tl.load(row_scale_ptr + row) if SCALE_ROWS else 1.0
+        row_scale = tl.load(row_scale_ptr + row) if row_scale_ptr is not None else 1.0
         for start in range(0, vocab, THREADS * COLUMNS):
             columns = start + tl.arange(0, THREADS)[:, None] * COLUMNS + tl.arange(0, COLUMNS)[None, :]
             p, logp, s_slope = _probabilities(
                 columns, vocab, student_row, student_bias_ptr, student_scale, student_cap, temperature, s_max, s_log,
-                True, STUDENT_BIAS, STUDENT_SCALED, STUDENT_CAPPED, TEMPERED,
+                STUDENT_SCALED, STUDENT_CAPPED, TEMPERED,
             )  # fmt: skip
             q, logq, t_slope = _probabilities(
                 columns, vocab, teacher_row, teacher_bias_ptr, teacher_scale, teacher_cap, temperature, t_max, t_log,
-                True, TEACHER_BIAS, TEACHER_SCALED, TEACHER_CAPPED, TEMPERED,
+                TEACHER_SCALED, TEACHER_CAPPED, TEMPERED,
             )  # fmt: skip
             p_term, q_term = _terms(p, logp, q, logq, beta, KIND)
             _store_gradients(
@@ -127,43 +123,19 @@ def divergence_(
     student: torch.Tensor,
     teacher: torch.Tensor,
     losses: torch.Tensor,
-    options: DivergenceOptions,
-    vectors: DivergenceVectors,
+    beta: float,
+    options: tuple[LossOptions, LossOptions],
+    biases: tuple[torch.Tensor | None, torch.Tensor | None],
+    entropy: torch.Tensor | None,
+    row_scale: torch.Tensor | None,
     write: tuple[bool, bool],
 ) -> None:
     """Launches the kernel, see `dispatch.divergence_`."""
-    given = [vector for vector in (losses, *vectors) if vector is not None]
+    given = [vector for vector in (losses, *biases, entropy, row_scale) if vector is not None]
     assert student.stride(1) == teacher.stride(1) == 1 and all(vector.is_contiguous() for vector in given)
     rows, vocab = student.shape
-    beta, of_student, of_teacher = options
-    _divergence_kernel[(rows,)](
-        student,
-        student.stride(0),
-        teacher,
-        teacher.stride(0),
-        vectors.student_bias,
-        vectors.teacher_bias,
-        losses,
-        vectors.entropy,
-        vectors.row_scale,
-        vocab,
-        beta,
-        of_student.temperature,
-        *of_student[:2],
-        *of_teacher[:2],
-        KIND={0.0: 0, 1.0: 1}.get(beta, 2),
-        STUDENT_BIAS=vectors.student_bias is not None,
-        STUDENT_SCALED=of_student.logit_scale != 1,
-        STUDENT_CAPPED=of_student.softcap > 0,
-        TEACHER_BIAS=vectors.teacher_bias is not None,
-        TEACHER_SCALED=of_teacher.logit_scale != 1,
-        TEACHER_CAPPED=of_teacher.softcap > 0,
-        TEMPERED=of_student.temperature != 1,
-        STORE_ENTROPY=vectors.entropy is not None,
-        SCALE_ROWS=vectors.row_scale is not None,
-        STUDENT_GRAD=write[0],
-        TEACHER_GRAD=write[1],
-        THREADS=THREADS,
-        COLUMNS=COLUMNS,
-        num_warps=NUM_WARPS,
-    )
+    of_student, of_teacher = options
+    numbers = vocab, beta, of_student.temperature, *of_student[:2], *of_teacher[:2]
+    used = {0.0: 0, 1.0: 1}.get(beta, 2), *of_student.used[:2], *of_teacher.used[:2], of_student.used[2], *write
+    logits = student, student.stride(0), teacher, teacher.stride(0)
+    _divergence_kernel[(rows,)](*logits, *biases, losses, entropy, row_scale, *numbers, *used, **BLOCK)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import torch
 
-from seqtile.kernels import DivergenceOptions, DivergenceVectors, LossOptions, RowVectors
+from seqtile.kernels import LossOptions, RowVectors
 
 BLOCK_BYTES = 2**20  # a float32 copy of some rows, so that its passes stay in a core's cache
 
@@ -30,7 +30,7 @@ def cross_entropy_(
         in_range = (labels >= 0) & (labels < vocab)
         labels = labels.where(in_range, 0)
 
-        x, slope = _logits(logits[rows], bias, options)
+        x, slope = logits_of(logits[rows], bias, options)
         row_lse = x.logsumexp(dim=1, keepdim=True).masked_fill_(~in_range, torch.nan)
         logp = x.log_softmax(dim=1).masked_fill_(~in_range, torch.nan)  # x - row_lse would lose digits
         target_coef = 1.0 - options.label_smoothing
@@ -75,18 +75,20 @@ def divergence_(
     student: torch.Tensor,
     teacher: torch.Tensor,
     losses: torch.Tensor,
-    options: DivergenceOptions,
-    vectors: DivergenceVectors,
+    beta: float,
+    options: tuple[LossOptions, LossOptions],
+    biases: tuple[torch.Tensor | None, torch.Tensor | None],
+    entropy: torch.Tensor | None,
+    row_scale: torch.Tensor | None,
     write: tuple[bool, bool],
 ) -> None:
-    beta = options.beta
-    heads = ((student, vectors.student_bias, options.student), (teacher, vectors.teacher_bias, options.teacher))
+    heads = student, teacher
     for rows in _row_blocks(student):
-        logits, slopes = zip(*(_logits(chunk[rows], bias, own) for chunk, bias, own in heads), strict=True)
-        logp, logq = (x.log_softmax(dim=1) for x in logits)
+        logits = [logits_of(head[rows], *own) for head, *own in zip(heads, biases, options, strict=True)]
+        logp, logq = (x.log_softmax(dim=1) for x, _ in logits)
         p, q = logp.exp(), logq.exp()
-        if vectors.entropy is not None:
-            vectors.entropy[rows] = -(p * logp).masked_fill_(p == 0, 0.0).sum(dim=1)
+        if entropy is not None:
+            entropy[rows] = -(p * logp).masked_fill_(p == 0, 0.0).sum(dim=1)
         log_mixed = None if beta in (0, 1) else ((1 - beta) * p + beta * q).clamp_(min=1e-38).log_()
         p_term = (logp - (logq if log_mixed is None else log_mixed)).masked_fill_(p == 0, 0.0)
         q_term = (logq - (logp if log_mixed is None else log_mixed)).masked_fill_(q == 0, 0.0)
@@ -101,11 +103,11 @@ def divergence_(
             p - q if beta == 0 else of_p * p * (p_term - of_student),
             q - p if beta == 1 else of_q * q * (q_term - of_teacher),
         )
-        for (chunk, *_), gradient, slope, wanted in zip(heads, gradients, slopes, write, strict=True):
+        for head, gradient, (_, slope), wanted in zip(heads, gradients, logits, write, strict=True):
             if wanted:
-                if vectors.row_scale is not None:
-                    gradient = gradient * vectors.row_scale[rows].unsqueeze(1)
-                chunk[rows] = gradient if slope is None else gradient * slope
+                if row_scale is not None:
+                    gradient = gradient * row_scale[rows].unsqueeze(1)
+                head[rows] = gradient if slope is None else gradient * slope
 
 
 def _row_blocks(rows_of: torch.Tensor) -> Iterator[slice]:
@@ -114,10 +116,10 @@ def _row_blocks(rows_of: torch.Tensor) -> Iterator[slice]:
         yield slice(start, start + rows)
 
 
-def _logits(
+def logits_of(
     products: torch.Tensor, bias: torch.Tensor | None, options: LossOptions
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """float32 logits of some rows of products, and the slope of their cap, None without one."""
+    """float32 logits of products, [C, V] or some columns of these, and the slope of their cap, None without one."""
     x = products.float() * options.logit_scale
     if bias is not None:
         x += bias
@@ -129,12 +131,11 @@ def _logits(
     return x / options.temperature, slope
 
 
-def gated_activation_(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+def gated_activation_(gate: torch.Tensor, up: torch.Tensor, activation: str) -> None:
     for rows in _row_blocks(gate):
         g = gate[rows].float()
         sigmoid, _ = _sigmoid(g, activation)
         gate[rows] = sigmoid.mul_(g).mul_(up[rows])
-    return gate
 
 
 def gated_activation_backward_(gate: torch.Tensor, up: torch.Tensor, d_product: torch.Tensor, activation: str) -> None:
@@ -157,11 +158,10 @@ def _sigmoid(gate: torch.Tensor, activation: str) -> tuple[torch.Tensor, torch.T
     return (gate * (root + root * 0.044715 * square)).sigmoid_(), root + 3 * root * 0.044715 * square
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
     for rows in _row_blocks(x):
         part = x[rows].float()
         out[rows] = part * _scale(part, eps) * weight
-    return out
 
 
 def rms_norm_backward(
@@ -172,7 +172,7 @@ def rms_norm_backward(
     out: torch.Tensor,
     add: torch.Tensor | None,
     d_weight: torch.Tensor | None,
-) -> torch.Tensor:
+) -> None:
     for rows in _row_blocks(x):
         part, d = x[rows].float(), d_y[rows].float()
         scale = _scale(part, eps)
@@ -182,14 +182,13 @@ def rms_norm_backward(
         d = d * weight
         d_x = (d - normed * (d * normed).mean(-1, keepdim=True)) * scale
         out[rows] = d_x if add is None else d_x.add_(add[rows])
-    return out
 
 
 def _scale(x: torch.Tensor, eps: float) -> torch.Tensor:
     return x.square().mean(-1, keepdim=True).add_(eps).rsqrt_()
 
 
-def rotary_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, backward: bool) -> torch.Tensor:
+def rotary_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, backward: bool) -> None:
     half = x.shape[2] // 2
     for rows in _row_blocks(x):
         c, s, part = cos[rows].float().unsqueeze(1), sin[rows].float().unsqueeze(1), x[rows].float()
@@ -199,4 +198,3 @@ def rotary_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, backward: boo
         else:
             turned = torch.cat((-part[..., half:], part[..., :half]), -1) * s
         x[rows] = part * c + turned
-    return x

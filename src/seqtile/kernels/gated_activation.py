@@ -26,13 +26,7 @@ def _sigmoid(gate, GELU: tl.constexpr):
 
 @triton.jit
 def _gated_activation_kernel(
-    gate_ptr,
-    up_ptr,
-    gate_row_stride,
-    up_row_stride,
-    width,
-    GELU: tl.constexpr,
-    BLOCK: tl.constexpr,
+    gate_ptr, up_ptr, gate_row_stride, up_row_stride, width, GELU: tl.constexpr, BLOCK: tl.constexpr
 ):
     row = tl.program_id(0).to(tl.int64)  # int64: row * stride passes 2**31 at 150k tokens of Llama-8B's MLP
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -47,16 +41,9 @@ def _gated_activation_kernel(
 
 @triton.jit
 def _gated_activation_backward_kernel(
-    gate_ptr,
-    up_ptr,
-    product_ptr,
-    gate_row_stride,
-    up_row_stride,
-    product_row_stride,
-    width,
-    GELU: tl.constexpr,
-    BLOCK: tl.constexpr,
-):
+    gate_ptr, up_ptr, product_ptr, gate_row_stride, up_row_stride, product_row_stride, width,
+    GELU: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     mask = columns < width
@@ -75,22 +62,13 @@ def _gated_activation_backward_kernel(
     tl.store(product_ptrs, (activated * up).to(dtype), mask=mask)
 
 
-def gated_activation_(gate: torch.Tensor, up: torch.Tensor, activation: str) -> torch.Tensor:
+def gated_activation_(gate: torch.Tensor, up: torch.Tensor, activation: str) -> None:
     """Launches the kernel, see `dispatch.gated_activation_`."""
     rows, width = gate.shape
     (gate_stride, gate_step), (up_stride, up_step) = gate.stride(), up.stride()
     assert gate_step == up_step == 1
-    _gated_activation_kernel[(rows, -(-width // BLOCK))](
-        gate,
-        up,
-        gate_stride,
-        up_stride,
-        width,
-        GELU=activation == "gelu_tanh",
-        BLOCK=BLOCK,
-        num_warps=NUM_WARPS,
-    )
-    return gate
+    grid, gelu = (rows, -(-width // BLOCK)), activation == "gelu_tanh"
+    _gated_activation_kernel[grid](gate, up, gate_stride, up_stride, width, GELU=gelu, BLOCK=BLOCK, num_warps=NUM_WARPS)
 
 
 def gated_activation_backward_(gate: torch.Tensor, up: torch.Tensor, d_product: torch.Tensor, activation: str) -> None:
@@ -99,15 +77,8 @@ def gated_activation_backward_(gate: torch.Tensor, up: torch.Tensor, d_product: 
     (gate_stride, gate_step), (up_stride, up_step) = gate.stride(), up.stride()
     product_stride, product_step = d_product.stride()
     assert gate_step == up_step == product_step == 1
-    _gated_activation_backward_kernel[(rows, -(-width // BLOCK))](
-        gate,
-        up,
-        d_product,
-        gate_stride,
-        up_stride,
-        product_stride,
-        width,
-        GELU=activation == "gelu_tanh",
-        BLOCK=BLOCK,
-        num_warps=NUM_WARPS,
+    grid, gelu = (rows, -(-width // BLOCK)), activation == "gelu_tanh"
+    strides = gate_stride, up_stride, product_stride
+    _gated_activation_backward_kernel[grid](
+        gate, up, d_product, *strides, width, GELU=gelu, BLOCK=BLOCK, num_warps=NUM_WARPS
     )

@@ -31,20 +31,9 @@ def _scale(x, is_row, width, eps):
 
 @triton.jit(do_not_specialize=["rows"])
 def _rms_norm_kernel(
-    x_ptr,
-    weight_ptr,
-    out_ptr,
-    x_stride,
-    x_head_stride,
-    out_stride,
-    out_head_stride,
-    rows,
-    heads,
-    width,
-    eps,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+    x_ptr, weight_ptr, out_ptr, x_stride, x_head_stride, out_stride, out_head_stride,
+    rows, heads, width, eps, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     columns = tl.arange(0, WIDTH)
     mask = (row < rows)[:, None] & (columns < width)[None, :]
@@ -59,28 +48,10 @@ def _rms_norm_kernel(
 
 @triton.jit(do_not_specialize=["rows"])
 def _rms_norm_backward_kernel(
-    x_ptr,
-    weight_ptr,
-    d_y_ptr,
-    add_ptr,
-    out_ptr,
-    d_weight_ptr,
-    x_stride,
-    x_head_stride,
-    d_y_stride,
-    d_y_head_stride,
-    add_stride,
-    out_stride,
-    out_head_stride,
-    rows,
-    heads,
-    width,
-    eps,
-    ADD: tl.constexpr,
-    OF_WEIGHT: tl.constexpr,
-    ROWS: tl.constexpr,
-    WIDTH: tl.constexpr,
-):
+    x_ptr, weight_ptr, d_y_ptr, add_ptr, out_ptr, d_weight_ptr,
+    x_stride, x_head_stride, d_y_stride, d_y_head_stride, add_stride, out_stride, out_head_stride,
+    rows, heads, width, eps, ROWS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
     columns = tl.arange(0, WIDTH)
     inside = columns < width
     d_weight = tl.zeros([ROWS, WIDTH], tl.float32)
@@ -94,29 +65,29 @@ def _rms_norm_backward_kernel(
         d_normed = tl.load(d_y_ptrs, mask=mask, other=0.0).to(tl.float32)
         scale = _scale(x, row < rows, width, eps)
         normed = x * scale
-        if OF_WEIGHT:
+        if d_weight_ptr is not None:
             d_weight += d_normed * normed
         # In every round again, out of the cache: held in registers, it would push those of wide rows out.
         weight = tl.load(weight_ptr + columns, mask=inside, other=0.0).to(tl.float32)
         d_normed *= weight[None, :]
         d_x = scale * (d_normed - normed * (tl.sum(d_normed * normed, 1) / width)[:, None])
-        if ADD:
+        if add_ptr is not None:
             add_ptrs = add_ptr + (token * add_stride)[:, None] + columns[None, :]
             d_x += tl.load(add_ptrs, mask=mask, other=0.0).to(tl.float32)
         out_ptrs = out_ptr + (token * out_stride + head * out_head_stride)[:, None] + columns[None, :]
         tl.store(out_ptrs, d_x.to(out_ptr.dtype.element_ty), mask=mask)
-    if OF_WEIGHT:
+    if d_weight_ptr is not None:
         tl.store(d_weight_ptr + tl.program_id(0) * width + columns, tl.sum(d_weight, 0), mask=inside)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> torch.Tensor:
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float, out: torch.Tensor) -> None:
     """Launches the kernel, see `dispatch.rms_norm`."""
     assert weight.is_contiguous()
-    heads, width = _heads(x)
-    rows, block = x.shape[0] * heads, _block(width)
-    strides = *_strides(x), *_strides(out)
+    (tokens, *heads, width), x_strides, out_strides = x.shape, x.stride(), out.stride()
+    assert x_strides[-1] == out_strides[-1] == 1
+    strides, heads = (*x_strides[:2], *out_strides[:2]), heads[0] if heads else 1  # one head needs no stride
+    rows, block = tokens * heads, _block(width)
     _rms_norm_kernel[(-(-rows // block["ROWS"]),)](x, weight, out, *strides, rows, heads, width, eps, **block)
-    return out
 
 
 def rms_norm_backward(
@@ -127,48 +98,21 @@ def rms_norm_backward(
     out: torch.Tensor,
     add: torch.Tensor | None,
     d_weight: torch.Tensor | None,
-) -> torch.Tensor:
+) -> None:
     """Launches the kernel, see `dispatch.rms_norm_backward`."""
     assert weight.is_contiguous()
-    heads, width = _heads(x)
-    block, rows = _block(width), x.shape[0] * heads
+    (tokens, *heads, width), x_strides, d_strides, out_strides = x.shape, x.stride(), d_y.stride(), out.stride()
+    add_strides = (0, 1) if add is None else add.stride()
+    assert x_strides[-1] == d_strides[-1] == out_strides[-1] == add_strides[-1] == 1
+    heads = heads[0] if heads else 1
+    rows, block = tokens * heads, _block(width)
     # Each at least two blocks: of few rows programs also go on to further ones.
     programs = min(_multiprocessors(x.device) * RESIDENT[block["num_warps"]], -(-rows // (2 * block["ROWS"])))
     sums = None if d_weight is None else x.new_empty(programs, width, dtype=torch.float32)
-    _rms_norm_backward_kernel[(programs,)](
-        x,
-        weight,
-        d_y,
-        add,
-        out,
-        sums,
-        *_strides(x),
-        *_strides(d_y),
-        0 if add is None else _strides(add)[0],
-        *_strides(out),
-        rows,
-        heads,
-        width,
-        eps,
-        ADD=add is not None,
-        OF_WEIGHT=sums is not None,
-        **block,
-    )
+    strides = *x_strides[:2], *d_strides[:2], add_strides[0], *out_strides[:2]
+    _rms_norm_backward_kernel[(programs,)](x, weight, d_y, add, out, sums, *strides, rows, heads, width, eps, **block)
     if sums is not None:
         d_weight.add_(sums.sum(0))
-    return out
-
-
-def _heads(x: torch.Tensor) -> tuple[int, int]:
-    """Returns how many heads a token has, and their width."""
-    return (1, x.shape[1]) if x.ndim == 2 else x.shape[1:]
-
-
-def _strides(x: torch.Tensor) -> tuple[int, int]:
-    """Returns those of tokens and of heads."""
-    *strides, last = x.stride()
-    assert last == 1
-    return (strides[0], 0) if x.ndim == 2 else strides
 
 
 @cache

@@ -19,20 +19,9 @@ NUM_WARPS = 4  # 8 columns a thread: one 16-byte access in half precision
 
 @triton.jit(do_not_specialize=["rows"])
 def _rotary_kernel(
-    x_ptr,
-    cos_ptr,
-    sin_ptr,
-    x_stride,
-    x_head_stride,
-    cos_stride,
-    sin_stride,
-    rows,
-    heads,
-    half,
-    BACKWARD: tl.constexpr,
-    ROWS: tl.constexpr,
-    HALF: tl.constexpr,
-):
+    x_ptr, cos_ptr, sin_ptr, x_stride, x_head_stride, cos_stride, sin_stride, rows, heads, half,
+    BACKWARD: tl.constexpr, ROWS: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, HALF)[None, :]
     mask = (row < rows)[:, None] & (column < half)
@@ -56,27 +45,14 @@ def _rotary_kernel(
     tl.store(second, y2.to(x_ptr.dtype.element_ty), mask=mask)
 
 
-def rotary_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, backward: bool) -> torch.Tensor:
+def rotary_(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, backward: bool) -> None:
     """Launches the kernel, see `dispatch.rotary_`."""
     tokens, heads, width = x.shape
     (*strides, x_step), (cos_stride, cos_step), (sin_stride, sin_step) = x.stride(), cos.stride(), sin.stride()
     assert x_step == cos_step == sin_step == 1
     rows, block = tokens * heads, _block(width)
-    _rotary_kernel[(-(-rows // block["ROWS"]),)](
-        x,
-        cos,
-        sin,
-        *strides,
-        cos_stride,
-        sin_stride,
-        rows,
-        heads,
-        width // 2,
-        BACKWARD=backward,
-        **block,
-        num_warps=NUM_WARPS,
-    )
-    return x
+    sizes = *strides, cos_stride, sin_stride, rows, heads, width // 2
+    _rotary_kernel[(-(-rows // block["ROWS"]),)](x, cos, sin, *sizes, BACKWARD=backward, **block, num_warps=NUM_WARPS)
 
 
 @cache

@@ -7,98 +7,17 @@ code on tensors without data; who wants that imports it.
 """
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 from seqtile.arch import ARCHS
-from seqtile.memory.features import FEATURES, longest_that_fits
+from seqtile.memory.features import FEATURES, Longest, Predictor, with_features
 from seqtile.memory.layer import groups_of
-from seqtile.memory.setup import (
-    GIB,
-    KNOWN,
-    OFFLOAD,
-    OPTIMIZERS,
-    TILES,
-    NoFormula,
-    Setup,
-    Shape,
-    expect,
-    is_count,
-    setup_of,
-    shape_of,
-)
-from seqtile.memory.step import Moment, Parts, Step
+from seqtile.memory.setup import KNOWN, OFFLOAD, OPTIMIZERS, TILES, Setup, Shape, expect, is_count, setup_of, shape_of
+from seqtile.memory.step import Plan, Step
 
 __all__ = ["KNOWN", "OFFLOAD", "OPTIMIZERS", "TILES", "Longest", "Plan", "Setup", "Shape"]
 __all__ += ["ladder", "longest", "plan", "shape_of"]
-
-
-@dataclass(frozen=True)
-class Plan:
-    """A step's memory: on one GPU at every moment at which it may peak, and in the host memory of a node."""
-
-    shape: Shape
-    """The widths of the model."""
-    setup: Setup
-    """The setup that was planned for."""
-    seq_len: int
-    """Tokens of a sequence, over all the GPUs that share it."""
-    batch_size: int
-    """Sequences at a time."""
-    moments: tuple[Moment, ...]
-    """The moments at which it may peak, in the order of a step."""
-    host: Parts
-    """Bytes in the host memory of a node, by what they are for, such as "inputs", "optimizer", "weights"."""
-
-    @property
-    def peak(self) -> Moment:
-        """The moment with most bytes; its `parts` are the breakdown."""
-        return max(self.moments, key=lambda moment: moment.bytes)
-
-    @property
-    def gpu_bytes(self) -> int:
-        """The bytes on a GPU at the peak."""
-        return self.peak.bytes
-
-    @property
-    def host_bytes(self) -> int:
-        """The bytes in the host memory of a node."""
-        return sum(self.host.values())
-
-    @property
-    def bound(self) -> str | None:
-        """The memory that is too small, and for what; None if all fits."""
-        if self.gpu_bytes > self.setup.gpu_memory_gib * GIB:
-            states = sum(self.peak.parts[part] for part in ("weights", "optimizer", "reserved"))
-            too_much = states > self.setup.gpu_memory_gib * GIB
-            return f"GPU memory: {'weights and optimizer' if too_much else self.peak.name.split(', ')[0]}"
-        return "host memory" if self.host_bytes > self.setup.host_memory_gib * GIB else None
-
-    @property
-    def fits(self) -> bool:
-        """True if neither memory is too small."""
-        return self.bound is None
-
-    def __str__(self) -> str:
-        lines = [f"{part:<14}{size / GIB:>9.2f} GiB" for part, size in self.peak.parts.items() if size]
-        verdict = "fits" if self.fits else f"does not fit in {self.bound}"
-        lines.append(f"{'on a GPU':<14}{self.gpu_bytes / GIB:>9.2f} of {self.setup.gpu_memory_gib:g} GiB: {verdict}")
-        lines.append(f"most at: {self.peak.name}")
-        lines += [f"{f'{part}, host':<18}{size / GIB:>9.2f} GiB a node" for part, size in self.host.items()]
-        return "\n".join(lines)
-
-
-@dataclass(frozen=True)
-class Longest:
-    """The longest sequence that fits."""
-
-    tokens: int
-    """0 if not even a token for every GPU of a sequence fits."""
-    bound: str
-    """The memory that a longer one would not fit in."""
-
-    def __str__(self) -> str:
-        return f"{self.tokens:,} tokens, bound by {self.bound}"
 
 
 def plan(config: Any, *, seq_len: int, batch_size: int = 1, **setup: Any) -> Plan:
@@ -117,58 +36,46 @@ def plan(config: Any, *, seq_len: int, batch_size: int = 1, **setup: Any) -> Pla
 
     Raises ValueError for lengths, sizes and names that cannot be; TypeError for a name that is no field of Setup.
     """
-    shape, chosen = shape_of(config), setup_of(setup)
-    if chosen.lora_rank is not None and shape.experts:
-        raise ValueError("lora_rank: adapters of a mixture of experts are not planned; expected None")
-    expect("autocast", not (chosen.autocast and shape.experts), "False for a mixture of experts", True)
-    if "layer" in chosen.tiles and not shape.tiles_whole:
-        kind = shape.model_type if shape.inside is None else f"{shape.model_type} in {shape.inside}"
-        known = ", ".join(name for name, arch in ARCHS.items() if arch.layer)
-        raise ValueError(
-            f"model type {kind}: its layers are not tiled as a whole; expected one of {known}, or tiles without layer"
-        )
-    expect("seq_len", is_count(seq_len), "a positive int", seq_len)
-    expect("batch_size", is_count(batch_size), "a positive int", batch_size)
-    tokens = -(-seq_len // chosen.sequence_parallel) * batch_size
-    step = Step(shape, chosen, tokens)
-    return Plan(shape, chosen, seq_len, batch_size, tuple(step.moments()), step.host())
+    return Formula(shape_of(config)).predict(setup_of(setup), seq_len, batch_size)
 
 
 def longest(config: Any, *, batch_size: int = 1, **setup: Any) -> Longest:
     """Returns the longest sequence that fits, from `plan`'s arguments without `seq_len`; a multiple of the GPUs that
     share it."""
-    shape, size = shape_of(config), setup_of(setup).sequence_parallel
-
-    def bound(tokens: int) -> str | None:
-        return plan(shape, seq_len=tokens * size, batch_size=batch_size, **setup).bound
-
-    tokens = longest_that_fits(lambda tokens: bound(tokens) is None, 2**40 // size)  # of a GPU
-    return Longest(tokens * size, bound(tokens + 1) or "nothing")
+    return Formula(shape_of(config)).longest(setup_of(setup), batch_size)
 
 
-class Formula:
-    """The memory of a model by `plan`. NoFormula for a model type that is not in the table."""
+class Formula(Predictor):
+    """The memory of a model of this shape, by `Step`."""
 
-    def __init__(self, config: Any):
-        self.shape = shape_of(config)
-        if self.shape.assumed:
-            raise NoFormula(f"model type {self.shape.model_type} has no formula in seqtile.memory")
-        self.notes = self.shape.notes
+    def __init__(self, shape: Shape):
+        self.shape, self.notes = shape, shape.notes
 
     def refusal(self, name: str, setup: Setup) -> str | None:
-        """Says why a feature cannot be had besides this setup."""
-        shape = self.shape
-        if name in ("loss, MLP, layer", "groups") and not shape.tiles_whole:
+        shape, changes = self.shape, FEATURES[name].changes
+        if "layer" in changes.get("tiles", ()) and not shape.tiles_whole:
             return f"not planned for {shape.inside or shape.model_type}"
-        if name == "groups" and groups_of(shape, replace(setup, **FEATURES[name].changes)) is None:
+        if "head_groups" in changes and groups_of(shape, replace(setup, **changes)) is None:
             return f"{shape.kv_heads} kv heads over {setup.sequence_parallel} GPUs make no groups"
-        return None
+        return "Liger has no norms for it" if "liger" in changes and not shape.arch.liger else None
 
     def predict(self, setup: Setup, seq_len: int, batch_size: int) -> Plan:
-        return plan(self.shape, seq_len=seq_len, batch_size=batch_size, **vars(setup))
-
-    def longest(self, setup: Setup, batch_size: int) -> int:
-        return longest(self.shape, batch_size=batch_size, **vars(setup)).tokens
+        shape = self.shape
+        if setup.lora_rank is not None and shape.experts:
+            raise ValueError("lora_rank: adapters of a mixture of experts are not planned; expected None")
+        expect("autocast", not (setup.autocast and shape.experts), "False for a mixture of experts", True)
+        if "layer" in setup.tiles and not shape.tiles_whole:
+            kind = shape.model_type if shape.inside is None else f"{shape.model_type} in {shape.inside}"
+            known = ", ".join(name for name, arch in ARCHS.items() if arch.layer)
+            raise ValueError(
+                f"model type {kind}: its layers are not tiled as a whole; expected one of {known}, or tiles without "
+                "layer"
+            )
+        expect("seq_len", is_count(seq_len), "a positive int", seq_len)
+        expect("batch_size", is_count(batch_size), "a positive int", batch_size)
+        tokens = -(-seq_len // setup.sequence_parallel) * batch_size
+        step = Step(shape, setup, tokens)
+        return Plan(shape, setup, seq_len, batch_size, tuple(step.moments()), step.host())
 
 
 def ladder(config: Any, *, batch_size: int = 1, **setup: Any) -> Iterator[tuple[Setup, Longest]]:
@@ -179,20 +86,19 @@ def ladder(config: Any, *, batch_size: int = 1, **setup: Any) -> Iterator[tuple[
     unless the sequence is shared.
 
     `setup` is what all have: neither tiles nor liger nor offloaded activations, for which it raises ValueError; its
-    head_groups are those of the last rung, "auto" by default."""
+    head_groups are those of the last row, "auto" by default."""
     groups = setup.pop("head_groups", None) or "auto"
-    shape, given = shape_of(config), setup_of(setup)
+    formula, given = Formula(shape_of(config)), setup_of(setup)
     if {"tiles", "liger"} & setup.keys() or "activations" in given.offload:
         raise ValueError("tiles, liger and offload of activations: expected neither, since all are tried; use longest")
-    alone, liger = {"sequence_parallel": 1}, {"liger": True}
-    loss, mlp, host = (FEATURES[name].changes for name in ("loss", "loss, MLP", "host"))
-    host = {"offload": (*host["offload"], *given.offload)}
-    rungs = [alone, alone | loss, loss, mlp, mlp | liger, loss | host, mlp | host, mlp | host | liger]
-    steps = [replace(given, **{"tiles": ()} | rung) for rung in rungs if shape.arch.liger or "liger" not in rung]
-    if shape.tiles_whole:
-        steps.append(replace(given, tiles=TILES, **host))
+    nothing, loss, mlp, layer, host, _, liger = FEATURES
+    alone = replace(given, sequence_parallel=1)
+    steps = [with_features(alone, nothing), with_features(alone, loss)]
+    for names in (loss,), (mlp,), (mlp, liger), (loss, host), (mlp, host), (mlp, host, liger), (layer, host):
+        if not any(formula.refusal(name, given) for name in names):
+            steps.append(with_features(given, *names))
+    if "layer" in steps[-1].tiles:
         grouped = replace(steps[-1], head_groups=groups)
-        if groups_of(shape, grouped) is not None:
-            steps.append(grouped)
+        steps += [grouped] if groups_of(formula.shape, grouped) is not None else []
     for step in dict.fromkeys(steps):
-        yield step, longest(shape, batch_size=batch_size, **vars(step))
+        yield step, formula.longest(step, batch_size)

@@ -1,10 +1,10 @@
 """What can be turned on for a step to need less memory, in the order of what it costs; and what predicts the memory."""
 
-from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
 
 from seqtile.memory.setup import TILES, Setup
+from seqtile.memory.step import Plan
 
 
 class Feature(NamedTuple):
@@ -21,14 +21,19 @@ FEATURES = {
     "loss, MLP": Feature({"tiles": ("loss", "mlp")}, "loss and MLPs in chunks", "no more products"),
     "loss, MLP, layer": Feature({"tiles": TILES}, "layers in chunks", "no more products"),
     "host": Feature({"offload": ("activations",)}, "layer inputs in host memory", "copied while layers compute"),
-    "groups": Feature({"head_groups": "auto"}, "attention by groups of heads", "1 % more products at 128K tokens"),
+    "groups": Feature(
+        {"tiles": TILES, "head_groups": "auto"}, "attention by groups of heads", "1 % more products at 128K tokens"
+    ),
+    "Liger": Feature({"liger": True}),
 }
 
 
-def with_feature(setup: Setup, name: str) -> Setup:
-    """Returns the setup with a feature on; what is offloaded already stays so."""
-    changes = FEATURES[name].changes
-    return replace(setup, **changes | {"offload": (*setup.offload, *changes.get("offload", ()))})
+def with_features(setup: Setup, *names: str) -> Setup:
+    """Returns the setup with these features on; what is offloaded already stays so."""
+    for name in names:
+        changes = FEATURES[name].changes
+        setup = replace(setup, **changes | {"offload": (*changes.get("offload", ()), *setup.offload)})
+    return setup
 
 
 def apply_options(setup: Setup) -> dict[str, Any]:
@@ -45,12 +50,25 @@ def simulation_refusal(setup: Setup) -> str | None:
     return None
 
 
-class Predicted(Protocol):
-    """What a step is predicted to need: a `Plan`, or what a simulation says."""
+class Predicted(NamedTuple):
+    """What a simulated step needs; by formula it is a `Plan`, which has these too."""
 
     gpu_bytes: float
     bound: str | None
     """The memory that is too small; None if all fits."""
+
+
+@dataclass(frozen=True)
+class Longest:
+    """The longest sequence that fits."""
+
+    tokens: int
+    """0 if not even a token for every GPU of a sequence fits."""
+    bound: str
+    """The memory that a longer one would not fit in."""
+
+    def __str__(self) -> str:
+        return f"{self.tokens:,} tokens, bound by {self.bound}"
 
 
 class Predictor(Protocol):
@@ -61,17 +79,18 @@ class Predictor(Protocol):
     def refusal(self, name: str, setup: Setup) -> str | None:
         """Says why a feature cannot be had besides this setup."""
 
-    def predict(self, setup: Setup, seq_len: int, batch_size: int) -> Predicted:
+    def predict(self, setup: Setup, seq_len: int, batch_size: int) -> Plan | Predicted:
         """Predicts a step. ValueError for what cannot be."""
 
-    def longest(self, setup: Setup, batch_size: int) -> int:
-        """Returns the tokens of the longest sequence whose step fits, 0 if there is none."""
+    def longest(self, setup: Setup, batch_size: int) -> Longest:
+        """Returns the longest sequence that fits, a multiple of the GPUs that share it."""
+        size = setup.sequence_parallel
 
+        def bound(tokens: int) -> str | None:  # of a GPU
+            return self.predict(setup, tokens * size, batch_size).bound
 
-def longest_that_fits(fits: Callable[[int], bool], limit: int = 2**40) -> int:
-    """Returns the largest number below `limit` (nobody's length) that fits, 0 if none does."""
-    most, too_many = 0, limit
-    while too_many - most > 1:
-        middle = (most + too_many) // 2
-        most, too_many = (middle, too_many) if fits(middle) else (most, middle)
-    return most
+        most, too_many = 0, 2**40 // size  # which is nobody's length
+        while too_many - most > 1:
+            middle = (most + too_many) // 2
+            most, too_many = (middle, too_many) if bound(middle) is None else (most, middle)
+        return Longest(most * size, bound(most + 1) or "nothing")

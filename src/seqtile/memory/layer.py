@@ -18,7 +18,7 @@ from seqtile.memory.setup import FLOAT, Setup, Shape, expect
 from seqtile.rules import default_chunk_tokens, heads_of_rank, number_of_groups
 
 
-class Working(NamedTuple):
+class Alive(NamedTuple):
     """A moment: what is computed then, and the bytes alive for it by what they are for."""
 
     name: str
@@ -32,7 +32,7 @@ class Working(NamedTuple):
     """Gradients besides those of the parameters that are done."""
 
 
-class Part(NamedTuple):
+class ModuleBytes(NamedTuple):
     """The bytes of a norm or an MLP."""
 
     kept: int
@@ -96,7 +96,7 @@ class Layer:
         self.groups = groups_of(shape, setup)
         self.final_norm = self.norm(shape.hidden, stream=True, chunked="layer" in setup.tiles)
 
-    def moments(self) -> Iterator[Working]:
+    def moments(self) -> Iterator[Alive]:
         """Yields the moments in the order of the backward."""
         return self._tiled() if self.tiled else self._untiled()
 
@@ -107,21 +107,21 @@ class Layer:
             return 0
         return self.setup.cast(self.shape.attention_parameters + (0 if self.tiled_mlp else self.shape.mlp_parameters))
 
-    def norm(self, width: int, stream: bool = False, chunked: bool = False) -> Part:
+    def norm(self, width: int, stream: bool = False, chunked: bool = False) -> ModuleBytes:
         """Returns the bytes of a norm over `width` elements a token, of the residual stream or of what a product made;
         computed `chunked` it keeps what Liger's does."""
         arch, elements = self.shape.arch, self.tokens * width
         size = self.setup.weight_bytes if stream else self.setup.bytes
         if chunked or self.setup.liger:
             in_place = not chunked and not arch.norm_after  # Liger's then writes over its gradient
-            return Part(elements * size, elements * size * (2 if in_place else 3))
+            return ModuleBytes(elements * size, elements * size * (2 if in_place else 3))
         centred = arch.norm == "layer"
         weighted = size if arch.norm == "rms" else FLOAT  # an element of what the weight multiplies
         kept = FLOAT * (1 + centred) + weighted * self.setup.full  # the input in float32, centred too
         copied = size < FLOAT or not stream  # its input; besides gradients of it, of its square
-        return Part(elements * kept, elements * FLOAT * (5 + copied + centred))
+        return ModuleBytes(elements * kept, elements * FLOAT * (5 + copied + centred))
 
-    def _untiled(self) -> Iterator[Working]:
+    def _untiled(self) -> Iterator[Alive]:
         """Yields the moments of a layer whose MLP may be tiled. The gradient of what a branch is added to is alive
         throughout."""
         arch, shape, setup, hidden = self.shape.arch, self.shape, self.setup, self.hidden
@@ -150,19 +150,19 @@ class Layer:
             if setup.autocast:  # in half; its input in float32 once, queries and keys, and what they were projected of
                 rotated = 0 if setup.liger else self.q + self.kv
                 added = 4 * self.cast + (self.q + rotated) * FLOAT // setup.bytes + hidden
-            yield Working("adapter after attention", attention=projected + added, norms=hidden)
+            yield Alive("adapter after attention", attention=projected + added, norms=hidden)
         down = 0 if chunked or shape.experts else in_mlp // 3
-        yield Working("MLP", down, attention, mlp.backward, norms)
+        yield Alive("MLP", down, attention, mlp.backward, norms)
         if arch.norm_after:
-            yield Working("norm after the MLP", 0, attention, mlp.kept, norms + norm_after.backward)
-            yield Working("norm after attention", in_mlp, attention - after, norms=hidden + norm_after.backward)
+            yield Alive("norm after the MLP", 0, attention, mlp.kept, norms + norm_after.backward)
+            yield Alive("norm after attention", in_mlp, attention - after, norms=hidden + norm_after.backward)
         if arch.norm_before and not arch.parallel:
-            yield Working("norm before the MLP", in_mlp, attention, norms=hidden + norm.backward)
-        yield Working("attention", in_mlp, inside + self.attention, norms=hidden * (1 + arch.parallel))
+            yield Alive("norm before the MLP", in_mlp, attention, norms=hidden + norm.backward)
+        yield Alive("attention", in_mlp, inside + self.attention, norms=hidden * (1 + arch.parallel))
         if arch.norm_before:
-            yield Working("norm before attention", shape.layer_parameters, norms=hidden + norm.backward)
+            yield Alive("norm before attention", shape.layer_parameters, norms=hidden + norm.backward)
 
-    def _tiled(self) -> Iterator[Working]:
+    def _tiled(self) -> Iterator[Alive]:
         """Yields the moments of a layer that is tiled as a whole: only attention has the length of the sequence.
 
         With groups of heads, queries, keys, values, their gradients and workspace exist for one group at a time;
@@ -177,7 +177,7 @@ class Layer:
         chunks += self.setup.decoded(shape.mlp_parameters + shape.hidden * shape.q)
         sums = self._sums(shape.mlp_parameters)
         waiting = self.output + (self.qkv if self.groups is None else 0)  # groups compute them again
-        yield Working("MLP", 0, kept + waiting, sums + max(chunks, self._rounded(sums)), 2 * hidden)
+        yield Alive("MLP", 0, kept + waiting, sums + max(chunks, self._rounded(sums)), 2 * hidden)
         # Attention. Where GPUs share a sequence, a group is sent and arriving while another is computed.
         after, before = shape.mlp_parameters + shape.hidden * shape.q, shape.hidden * (shape.q + 2 * shape.kv)
         sums = self._sums(before)
@@ -192,21 +192,19 @@ class Layer:
             alive += sent * ((past > 0) + (past < count - 1))
             begun = past > (sent > 0)  # gradients are on their way for one group longer
             name = f"attention, {past + 1} of {count} groups" if count > 1 else "attention"
-            yield Working(name, after, alive + sums * begun, norms=hidden + self.cast * begun)
-        # Projections of a group: their weights side by side, sums of their gradients, chunks.
+            yield Alive(name, after, alive + sums * begun, norms=hidden + self.cast * begun)
         width = (shape.q + 2 * shape.kv) // count
-        weights = shape.hidden * width
-        projecting = weights * size + self._sums(weights) + self.chunk * (shape.hidden + width) * size
+        projecting = self.setup.cast(shape.hidden * width) + self.chunk * (shape.hidden + width) * size
         alive = kept * (count - 1) // count + projected // count + sums + projecting + decoded
-        yield Working("projections", after, alive, norms=hidden + self.cast)
-        yield Working("norm before attention", after, sums + self._rounded(sums) + decoded, norms=hidden + self.cast)
+        yield Alive("projections", after, alive, norms=hidden + self.cast)
+        yield Alive("norm before attention", after, sums + self._rounded(sums) + decoded, norms=hidden + self.cast)
 
     def inputs(self, count: int) -> int:
         """Returns the bytes that `count` projections of the same hidden states keep of them: under autocast a copy
         each, unless they are frozen."""
         return count * self.cast * self.setup.full if self.setup.autocast else self.hidden
 
-    def _mlp(self, chunked: bool) -> Part:
+    def _mlp(self, chunked: bool) -> ModuleBytes:
         """Returns the bytes of the MLP: gate, up, their product, and the activation unless Liger computes it again.
         Chunk by chunk: sums of weight gradients in float32, their roundings, the gradients of input and output."""
         arch, shape, setup = self.shape.arch, self.shape, self.setup
@@ -215,17 +213,17 @@ class Layer:
         sums = self._sums(3 * shape.hidden * shape.mlp * max(shape.experts, 1)) if chunked else 0
         if shape.experts:  # the sums begin when the first chunk is differentiated
             later = sums + self._experts(min(rows, self.tokens - rows) * shape.experts_per_token) if chunked else 0
-            return Part(0, max(self._experts(rows * shape.experts_per_token), later) + self.hidden)
+            return ModuleBytes(0, max(self._experts(rows * shape.experts_per_token), later) + self.hidden)
         if chunked:
             outer = self.cast * (2 if arch.norm_after or setup.autocast else 1)
             outer += setup.decoded(3 * shape.hidden * shape.mlp)
-            return Part(0, 3 * inner + sums + self._rounded(sums) + outer)
+            return ModuleBytes(0, 3 * inner + sums + self._rounded(sums) + outer)
         adapters = (1 if "gate_up" in arch.fused else 2) * self._adapter(shape.hidden) + self._adapter(shape.mlp)
         kept = inner * (3 if setup.liger else 4) + adapters + setup.cast(3 * shape.hidden * shape.mlp)
         more = inner * (1 if setup.liger and setup.full else 2)  # Liger's are written over what was kept
         if setup.autocast and not setup.full:  # the recomputation of down with its adapter is the peak
             more += self.hidden + 3 * self.cast
-        return Part(kept, kept + more)
+        return ModuleBytes(kept, kept + more)
 
     def _experts(self, pairs: int) -> int:
         """Returns the bytes of so many pairs of a token and an expert: the most of three moments of Hugging Face's

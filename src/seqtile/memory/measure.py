@@ -6,30 +6,21 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-_PRODUCTS = ("mm", "addmm", "addmm_", "bmm", "baddbmm", "baddbmm_", "mv", "addmv", "dot")
+PRODUCTS = {"mm": 0, "bmm": 0, "_grouped_mm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1, "baddbmm_": 1}
+"""Of matrices, and which argument is the first of the two."""
 
 
 class FlopCount(TorchDispatchMode):
-    """FLOP of matrix products, in-place and out= forms included, and how many products there were."""
+    """FLOP of matrix products, in-place and out= forms included."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.total = self.calls = 0
-        self.unknown: set[str] = set()
+        self.total = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        name = func.overloadpacket.__name__
-        if name in ("mm", "bmm", "_grouped_mm"):
-            self._add(args[0], args[1])
-        elif name in ("addmm", "addmm_", "baddbmm", "baddbmm_"):
-            self._add(args[1], args[2])
-        elif name in _PRODUCTS or "matmul" in name or name == "linear":
-            self.unknown.add(name)
+        if (first := PRODUCTS.get(func.overloadpacket.__name__)) is not None:
+            self.total += 2 * args[first].numel() * args[first + 1].shape[-1]
         return func(*args, **(kwargs or {}))
-
-    def _add(self, left: torch.Tensor, right: torch.Tensor) -> None:
-        self.total += 2 * left.numel() * right.shape[-1]
-        self.calls += 1
 
 
 class LiveBytes(TorchDispatchMode):
@@ -39,25 +30,25 @@ class LiveBytes(TorchDispatchMode):
         super().__init__()
         self.live = self.peak = 0
         self._seen: dict[int, int] = {}
-        self.largest = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        known = {tensor.untyped_storage()._cdata for tensor in _tensors((args, kwargs))}
+        known = {tensor.untyped_storage()._cdata for tensor in tensors_of((args, kwargs))}
         result = func(*args, **(kwargs or {}))
-        for tensor in _tensors(result):
+        for tensor in tensors_of(result):
             storage = tensor.untyped_storage()
-            key = storage._cdata
-            if key not in known and key not in self._seen and tensor.device.type != "meta":
-                self._seen[key] = storage.nbytes()
-                self.live += storage.nbytes()
-                self.largest = max(self.largest, storage.nbytes())
-                weakref.finalize(storage, self._free, key)
+            if storage._cdata not in known and storage._cdata not in self._seen and tensor.device.type != "meta":
+                self._add(storage)
         self.peak = max(self.peak, self.live)
         return result
+
+    def _add(self, storage: torch.UntypedStorage) -> None:
+        self._seen[storage._cdata] = storage.nbytes()
+        self.live += storage.nbytes()
+        weakref.finalize(storage, self._free, storage._cdata)
 
     def _free(self, key: int) -> None:
         self.live -= self._seen.pop(key)
 
 
-def _tensors(tree: Any) -> list[torch.Tensor]:
+def tensors_of(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]

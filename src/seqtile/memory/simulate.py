@@ -7,9 +7,8 @@ GPU, all parameters trained, every layer checkpointed, FlashAttention-2.
 
 import copy
 import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,8 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AttentionInterface, PreTrainedConfig, PreTrainedModel
 from transformers.utils import logging
 
-from seqtile.memory import features
-from seqtile.memory.features import longest_that_fits
+from seqtile.memory.features import FEATURES, Predicted, Predictor, apply_options, simulation_refusal
 from seqtile.memory.measure import LiveBytes
 from seqtile.memory.setup import GIB, Setup
 from seqtile.models import apply_seqtile
@@ -28,45 +26,16 @@ from seqtile.models.parts import LAYER
 from seqtile.models.small import config_for, with_few_layers
 from seqtile.rules import default_chunk_tokens
 
-FEATURES = {name: feature for name, feature in features.FEATURES.items() if "tiles" in feature.changes}
-"""Those that are simulated."""
 CHUNKS = 24
 """Chunks of the shorter length, of an MLP; 2 at least of experts, which are longer. The other is a third longer."""
 
 
-class Simulation(NamedTuple):
-    """The bytes that a step allocates besides weights and optimizer."""
+class Simulation(Predictor):
+    """The memory of a model by running its own code, once for what is tiled, when first asked for.
 
-    tiled: str
-    """One of `FEATURES`."""
-    fixed: float
-    token: float
-    """Bytes for each token of a batch, of the layers that were run."""
-    others: int
-    """Layers that were not run."""
-    input_token: int
-    """Bytes that each keeps of a token."""
-    gradients: float
-    """Bytes of the gradients of the weights of each."""
-
-    def bytes_of(self, tokens: int) -> float:
-        return self.fixed + tokens * self.token + self.others * max(tokens * self.input_token, self.gradients)
-
-    def longest(self, free: float, batch_size: int) -> int:
-        """Returns the tokens of the longest sequence whose step fits in `free` bytes."""
-        return longest_that_fits(lambda tokens: self.bytes_of(tokens * batch_size) <= free)
-
-
-class SimulatedStep(NamedTuple):
-    """What a step was simulated to need, see `features.Predicted`."""
-
-    gpu_bytes: float
-    bound: str | None
-
-
-class Simulated:
-    """The memory of a model by running its own code, as far as is asked for, see `features.Predictor`. ValueError for a
-    setup that cannot be simulated; when asked, whatever `simulations` raises."""
+    Calls `each` with what is run, before it is. ValueError for a setup that cannot be simulated, for layers without
+    Hugging Face's attention; and whatever the model's own code raises on tensors without data.
+    """
 
     def __init__(
         self,
@@ -75,30 +44,73 @@ class Simulated:
         given: Setup,
         each: Callable[[str], None] = lambda step: None,
     ):
-        if (refusal := features.simulation_refusal(given)) is not None:
+        if (refusal := simulation_refusal(given)) is not None:
             raise ValueError(refusal)
-        self.parameters = parameters_of(model_class, config)
-        self.notes = [f"simulated with its own code, which has {self.parameters / 1e9:,.2f} billion parameters"]
-        self._held = GIB + self.parameters * (given.weight_bytes + given.optimizer_bytes)
-        self._running = iter(simulations(model_class, config, getattr(torch, given.dtype), each))
-        self._simulations: dict[Any, Simulation] = {}
-
-    def _simulation(self, setup: Setup) -> Simulation:
-        """Simulates until what is tiled is what this setup tiles."""
-        while setup.tiles not in self._simulations:
-            found = next(self._running)
-            self._simulations[FEATURES[found.tiled].changes["tiles"]] = found
-        return self._simulations[setup.tiles]
+        self.model_class, self.few_layers, self.each = model_class, with_few_layers(config), each
+        self.dtype = getattr(torch, given.dtype)
+        whole, few = self._model(config), self._model(self.few_layers)
+        if any(LAYER.refusal(layer) for layer in layers_of(few)):
+            raise ValueError(
+                "some of its layers have no attention of Hugging Face's, and their code for GPUs needs one"
+            )
+        parameters, run = (sum(weight.numel() for weight in model.parameters()) for model in (whole, few))
+        self.notes = [f"simulated with its own code, which has {parameters / 1e9:,.2f} billion parameters"]
+        self.held = GIB + parameters * (given.weight_bytes + given.optimizer_bytes)
+        """Bytes of CUDA, weights and optimizer."""
+        self.others = len(layers_of(whole)) - len(layers_of(few))
+        """Layers that are not run, each of which keeps its input and has its weights' gradients."""
+        self.input_token = whole.config.get_text_config().hidden_size * self.dtype.itemsize
+        self.gradients = (parameters - run) * self.dtype.itemsize / max(self.others, 1)
+        self._found: dict[Any, tuple[float, float]] = {}
 
     def refusal(self, name: str, setup: Setup) -> str | None:
-        return None if name in FEATURES else "not simulated"
+        return None if FEATURES[name].changes.keys() == {"tiles"} else "not simulated"
 
-    def predict(self, setup: Setup, seq_len: int, batch_size: int) -> SimulatedStep:
-        held = self._held + self._simulation(setup).bytes_of(seq_len * batch_size)
-        return SimulatedStep(held, None if held <= setup.gpu_memory_gib * GIB else "GPU memory")
+    def predict(self, setup: Setup, seq_len: int, batch_size: int) -> Predicted:
+        tokens = seq_len * batch_size
+        if setup.tiles not in self._found:
+            self._found[setup.tiles] = self.run(setup)
+        fixed, token = self._found[setup.tiles]
+        others = self.others * max(tokens * self.input_token, self.gradients)
+        held = self.held + fixed + tokens * token + others
+        return Predicted(held, None if held <= setup.gpu_memory_gib * GIB else "GPU memory")
 
-    def longest(self, setup: Setup, batch_size: int) -> int:
-        return self._simulation(setup).longest(setup.gpu_memory_gib * GIB - self._held, batch_size)
+    def run(self, setup: Setup) -> tuple[float, float]:
+        """Returns the bytes of a step of the layers that are run, besides weights and optimizer: without a token, and
+        of each token."""
+        model, level = self._model(self.few_layers), logging.get_verbosity()
+        with FakeTensorMode(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            logging.set_verbosity_error()
+            try:
+                materialise(model.train())
+                model.gradient_checkpointing_enable({"use_reentrant": False})
+                if setup.tiles:
+                    apply_seqtile(model, **apply_options(setup), check=False)
+                tokens = _tokens(model)
+                more = tokens + tokens // 3
+                short, long = self._peak(model, tokens, setup), self._peak(model, more, setup)
+            finally:
+                logging.set_verbosity(level)
+        token = (long - short) / (more - tokens)
+        return short - tokens * token, token
+
+    def _model(self, config: PreTrainedConfig) -> PreTrainedModel:
+        config = copy.deepcopy(config_for(self.model_class, config))
+        AttentionInterface.register("seqtile_simulated", _attention)
+        config._attn_implementation = "seqtile_simulated"
+        with torch.device("meta"):
+            return self.model_class(config).to(self.dtype)
+
+    def _peak(self, model: PreTrainedModel, tokens: int, setup: Setup) -> int:
+        self.each(f"tiled: {', '.join(setup.tiles) or 'nothing'}, {tokens:,} tokens")
+        ids = torch.zeros(1, tokens, dtype=torch.long)
+        # Which tokens are labelled is not known without data: all are.
+        labels = {"shift_labels": ids, "ignore_index": None} if setup.tiles else {"labels": ids}
+        with LiveBytes() as memory:
+            model(input_ids=ids, use_cache=False, **labels).loss.backward()
+        model.zero_grad(set_to_none=True)
+        return memory.peak
 
 
 class FlashFunction(torch.autograd.Function):
@@ -122,62 +134,11 @@ class FlashFunction(torch.autograd.Function):
         return tuple(x.transpose(1, 2) for x in gradients)
 
 
-def simulations(
-    model_class: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype, each: Callable[[str], None]
-) -> Iterator[Simulation]:
-    """Yields what a step takes with more and more tiled; calls `each` with the name of every step before it is run.
-    Raises ValueError for layers without Hugging Face's attention, and whatever the model's own code raises on tensors
-    without data."""
-    whole, few = (_meta_model(model_class, one, dtype) for one in (config, with_few_layers(config)))
-    weights = [sum(weight.numel() for weight in model.parameters()) for model in (whole, few)]
-    others = len(layers_of(whole)) - len(layers_of(few))
-    gradients = (weights[0] - weights[1]) * dtype.itemsize / max(others, 1)
-    input_token = whole.config.get_text_config().hidden_size * dtype.itemsize
-    if any(LAYER.refusal(layer) for layer in layers_of(few)):
-        raise ValueError("some of its layers have no attention of Hugging Face's, and their code for GPUs needs one")
-    for name, feature in FEATURES.items():
-        with _run_without_data(_meta_model(model_class, with_few_layers(config), dtype)) as model:
-            if tiles := feature.changes["tiles"]:
-                apply_seqtile(model, **features.apply_options(Setup(tiles=tiles)), check=False)
-            lengths = (tokens := _tokens(model), tokens + tokens // 3)
-            short, long = (_peak(model, length, name, each) for length in lengths)
-        token = (long - short) / (lengths[1] - lengths[0])
-        yield Simulation(name, short - lengths[0] * token, token, others, input_token, gradients)
-
-
-def parameters_of(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> int:
-    """Returns the number of a model's parameters."""
-    return sum(weight.numel() for weight in _meta_model(model_class, config, torch.float32).parameters())
-
-
-def _meta_model(model_class: type[PreTrainedModel], config: PreTrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    config = copy.deepcopy(config_for(model_class, config))
-    AttentionInterface.register("seqtile_simulated", _attention)
-    config._attn_implementation = "seqtile_simulated"
-    with torch.device("meta"):
-        return model_class(config).to(dtype)
-
-
 def _attention(module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *_: Any, **__: Any) -> Any:
     return FlashFunction.apply(q, k, v), None
 
 
-@contextmanager
-def _run_without_data(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """Gives a model of the meta device on tensors without data, in training, its layers checkpointed."""
-    level = logging.get_verbosity()
-    with FakeTensorMode(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        logging.set_verbosity_error()
-        _materialise(model.train())
-        model.gradient_checkpointing_enable({"use_reentrant": False})
-        try:
-            yield model
-        finally:
-            logging.set_verbosity(level)
-
-
-def _materialise(model: nn.Module) -> None:
+def materialise(model: nn.Module) -> None:
     """Puts tensors without data in the place of those of the meta device."""
     made: dict[int, torch.Tensor] = {}
     for module in model.modules():
@@ -196,14 +157,3 @@ def _tokens(model: PreTrainedModel) -> int:
     sparsity = max((sparsity_of(module, config) for module in experts_in(model)), default=1)
     of_mlp, of_experts = (default_chunk_tokens(config.hidden_size, each) for each in (1, sparsity))
     return max(CHUNKS * of_mlp, 2 * of_experts)
-
-
-def _peak(model: PreTrainedModel, tokens: int, name: str, each: Callable[[str], None]) -> int:
-    each(f"{name}: {tokens:,} tokens")
-    ids = torch.zeros(1, tokens, dtype=torch.long)
-    # Which tokens are labelled is not known without data: all are.
-    labels = {"labels": ids} if name == "nothing" else {"shift_labels": ids, "ignore_index": None}
-    with LiveBytes() as memory:
-        model(input_ids=ids, use_cache=False, **labels).loss.backward()
-    model.zero_grad(set_to_none=True)
-    return memory.peak

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from seqtile.memory.layer import Layer, Working
+from seqtile.memory.layer import Alive, Layer
 from seqtile.memory.setup import FLOAT, GIB, Setup, Shape
 
 BUCKET = 500_000_000  # elements that are reduced at a time: DeepSpeed's default
@@ -29,6 +29,61 @@ class Moment:
     def bytes(self) -> int:
         """The sum of the parts."""
         return sum(self.parts.values())
+
+
+@dataclass(frozen=True)
+class Plan:
+    """A step's memory: on one GPU at every moment at which it may peak, and in the host memory of a node."""
+
+    shape: Shape
+    """The widths of the model."""
+    setup: Setup
+    """The setup that was planned for."""
+    seq_len: int
+    """Tokens of a sequence, over all the GPUs that share it."""
+    batch_size: int
+    """Sequences at a time."""
+    moments: tuple[Moment, ...]
+    """The moments at which it may peak, in the order of a step."""
+    host: Parts
+    """Bytes in the host memory of a node, by what they are for, such as "inputs", "optimizer", "weights"."""
+
+    @property
+    def peak(self) -> Moment:
+        """The moment with most bytes; its `parts` are the breakdown."""
+        return max(self.moments, key=lambda moment: moment.bytes)
+
+    @property
+    def gpu_bytes(self) -> int:
+        """The bytes on a GPU at the peak."""
+        return self.peak.bytes
+
+    @property
+    def host_bytes(self) -> int:
+        """The bytes in the host memory of a node."""
+        return sum(self.host.values())
+
+    @property
+    def bound(self) -> str | None:
+        """The memory that is too small, and for what; None if all fits."""
+        if self.gpu_bytes > self.setup.gpu_memory_gib * GIB:
+            states = sum(self.peak.parts[part] for part in ("weights", "optimizer", "reserved"))
+            too_much = states > self.setup.gpu_memory_gib * GIB
+            return f"GPU memory: {'weights and optimizer' if too_much else self.peak.name.split(', ')[0]}"
+        return "host memory" if self.host_bytes > self.setup.host_memory_gib * GIB else None
+
+    @property
+    def fits(self) -> bool:
+        """True if neither memory is too small."""
+        return self.bound is None
+
+    def __str__(self) -> str:
+        lines = [f"{part:<14}{size / GIB:>9.2f} GiB" for part, size in self.peak.parts.items() if size]
+        verdict = "fits" if self.fits else f"does not fit in {self.bound}"
+        lines.append(f"{'on a GPU':<14}{self.gpu_bytes / GIB:>9.2f} of {self.setup.gpu_memory_gib:g} GiB: {verdict}")
+        lines.append(f"most at: {self.peak.name}")
+        lines += [f"{f'{part}, host':<18}{size / GIB:>9.2f} GiB a node" for part, size in self.host.items()]
+        return "\n".join(lines)
 
 
 class Step:
@@ -63,32 +118,32 @@ class Step:
         # A group of weights comes in a buffer, out of which it is copied; the buffer before is freed thereafter.
         twice = shape.outer_parameters > shape.layer_parameters
         gathered, outer = (2, 2) if twice else (3, 1)
-        yield self._moment(Working("forward", norms=hidden), 0, gathered=gathered, outer=outer)
+        yield self._moment(Alive("forward", norms=hidden), 0, gathered=gathered, outer=outer)
         if self.layer.cached:  # of all layers but the last, whose weights arrive
-            last = Working("forward, last layer", mlp=(layers - 1) * self.layer.cached, norms=hidden)
+            last = Alive("forward, last layer", mlp=(layers - 1) * self.layer.cached, norms=hidden)
             yield self._moment(last, layers - 1, gathered=3)
-        for working in self._loss():
-            yield self._moment(working, layers)
+        for alive in self._loss():
+            yield self._moment(alive, layers)
         head = matrix + shape.hidden
-        yield self._moment(Working("final norm", head, norms=norm.backward), layers, matrix)
+        yield self._moment(Alive("final norm", head, norms=norm.backward), layers, matrix)
         for place in sorted({layers, layers - 1, 2, 1} & set(range(1, layers + 1)), reverse=True):
             done = head + (layers - place) * shape.layer_parameters
             gathered = 1 + (place > 1) + (place < layers and full)  # this, the next, gradients of the one before
-            for working in self.layer.moments():
-                here = working._replace(name=f"{working.name}, layer {place} of {layers}", done=done + working.done)
-                yield self._moment(here, place, matrix + working.done, gathered, backward=True)
+            for alive in self.layer.moments():
+                here = alive._replace(name=f"{alive.name}, layer {place} of {layers}", done=done + alive.done)
+                yield self._moment(here, place, matrix + alive.done, gathered, backward=True)
         copies = (3 if shape.tied else 1) if full else 0  # tied: both, and their sum
         embedding = matrix * self.setup.weight_bytes * copies
-        last = Working("embedding", shape.parameters - matrix, norms=hidden, gradients=embedding)
+        last = Alive("embedding", shape.parameters - matrix, norms=hidden, gradients=embedding)
         yield self._moment(last, 0, 0 if shape.tied else matrix)
 
     def _moment(
-        self, working: Working, waiting: int, whole: int = 0, gathered: int = 1, outer: int = 1, backward: bool = False
+        self, alive: Alive, waiting: int, whole: int = 0, gathered: int = 1, outer: int = 1, backward: bool = False
     ) -> Moment:
         """Returns all that is on the GPU.
 
         Args:
-            working: what is computed, with the parameters of the model that have their gradients.
+            alive: what is computed, with the parameters of the model that have their gradients.
             waiting: layers, from the first on, whose inputs wait.
             whole: parameters whose gradients are there and not yet sharded over the GPUs.
             gathered: layers whose weights, or gradients on their way, are whole.
@@ -96,22 +151,22 @@ class Step:
             backward: whether it is the backward of a layer.
         """
         setup, shape = self.setup, self.shape
-        adapters = self.trained * FLOAT * working.done // shape.parameters
-        done = working.done * setup.weight_bytes if setup.full else adapters
+        adapters = self.trained * FLOAT * alive.done // shape.parameters
+        done = alive.done * setup.weight_bytes if setup.full else adapters
         gradients = 0 if "optimizer" in setup.offload else done // setup.ranks(2)
         parts = {
             "weights": 0 if "weights" in setup.offload else self.weights,
-            "gradients": gradients + working.gradients,
+            "gradients": gradients + alive.gradients,
             "optimizer": 0 if "optimizer" in setup.offload else self.optimizer,
             "inputs": self._inputs(waiting, backward),
-            "attention": working.attention,
-            "mlp": working.mlp,
-            "norms": working.norms + 2 * self.tokens * shape.head_dim * setup.weight_bytes,  # and positions
-            "loss": working.loss,
+            "attention": alive.attention,
+            "mlp": alive.mlp,
+            "norms": alive.norms + 2 * self.tokens * shape.head_dim * setup.weight_bytes,  # and positions
+            "loss": alive.loss,
             "communication": self._communication(whole, gathered, outer),
             "reserved": GIB * (2 if setup.gpus > 1 else 1),
         }
-        return Moment(working.name, parts)
+        return Moment(alive.name, parts)
 
     def _communication(self, whole: int, gathered: int, outer: int) -> int:
         """Returns the bytes of communication. FSDP2 keeps what is outside of the layers gathered, and its gradients
@@ -134,7 +189,7 @@ class Step:
         leaf = frozen and self.shape.arch.embedding_scale is not None  # whose product is the first layer's input
         return (waiting + leaf) * self.layer.hidden
 
-    def _loss(self) -> Iterator[Working]:
+    def _loss(self) -> Iterator[Alive]:
         """Yields the moments of the loss. Tiled: hidden states and their gradient; a chunk of logits, then the sum of
         weight gradients rounded, or of a single chunk the rounded gradient alone. Untiled: the size of the logits three
         times in float32. In the forward also what autocast caches, and untiled the logits before they are float32."""
@@ -145,8 +200,8 @@ class Step:
             kept = layer.inputs(1) + head + logits * shape.softcap * setup.bytes
             if setup.autocast:
                 forward = kept + layer.hidden + logits * (2 * FLOAT + setup.bytes)
-                yield Working("logits", mlp=cached, norms=norms, loss=forward)
-            yield Working("loss", norms=norms, loss=kept + logits * 3 * FLOAT)
+                yield Alive("logits", mlp=cached, norms=norms, loss=forward)
+            yield Alive("loss", norms=norms, loss=kept + logits * 3 * FLOAT)
             return
         rows = min(self.tokens, layer.chunk)
         chunk = rows * shape.vocab * setup.bytes
@@ -154,7 +209,7 @@ class Step:
             gradient = 0 if setup.autocast else shape.head_parameters * setup.bytes
             several = rows < self.tokens
             chunk = shape.head_parameters * FLOAT + max(chunk, gradient) if several else chunk + gradient
-        yield Working("loss", mlp=cached, norms=norms, loss=2 * layer.hidden + chunk + head)
+        yield Alive("loss", mlp=cached, norms=norms, loss=2 * layer.hidden + chunk + head)
 
 
 def _layer_weights(shape: Shape, setup: Setup) -> int:

@@ -1,29 +1,25 @@
-"""The public functions: one line that tiles a Hugging Face model, and `status`, which tells what of it is tiled, by
-whom, and what another library took back.
-"""
+"""The public functions: one line that tiles a Hugging Face model, `status`, and `restore`."""
 
 import re
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from inspect import signature
+from typing import Any
 
 from torch import nn
 
-from seqtile.models.base_model import is_checkpointed
-from seqtile.models.first_step import outcome_of
-from seqtile.models.layer import groups_of
-from seqtile.models.loss import has_head
-from seqtile.models.mlp import sparsity_of
+from seqtile.models.model_status import ModelStatus, PartStatus, status
 from seqtile.models.model_types import model_types
-from seqtile.models.parts import EXPERTS, LAYER, LOSS, MLP, Part
-from seqtile.models.patch import apply, model_type_of, parts_applied_to, refused_of, restore, unwrapped
-from seqtile.models.placement import Options, current_forward, package_of, placement_at, wrappers_at
-from seqtile.ops.chunks import resolve_chunk_tokens
+from seqtile.models.patch import apply, restore, unwrapped
+from seqtile.models.placement import Options
 
 __all__ = [
     "ENTRIES",
+    "ModelStatus",
+    "PartStatus",
     "apply_seqtile",
     "restore",
     "status",
+    "unwrapped",
 ]
 
 
@@ -43,29 +39,11 @@ def apply_seqtile(
     For the arguments see `apply_seqtile_to_llama`. Raises ValueError for a model without a head over a vocabulary.
     """
     model = unwrapped(model)
-    apply(model_type_of(model), model, Options(mlp, loss, layer, head_groups, chunk_tokens, check))
+    apply(model.config.model_type, model, Options(mlp, loss, layer, head_groups, chunk_tokens, check))
 
 
-def _entry(model_type: str) -> Callable[..., None]:
-    def apply_to(
-        model: nn.Module | None = None,
-        *,
-        mlp: bool = True,
-        loss: bool = True,
-        layer: bool = False,
-        head_groups: int | str | None = None,
-        chunk_tokens: int | None = None,
-        check: bool | str = True,
-    ) -> None:
-        model = unwrapped(model)
-        if model is not None and model_type_of(model) != model_type:
-            raise ValueError(
-                f"expected a {model_type} model, got {model_type_of(model)!r}; use seqtile.apply_seqtile(model)"
-            )
-        apply(model_type, model, Options(mlp, loss, layer, head_groups, chunk_tokens, check))
-
-    apply_to.__name__ = apply_to.__qualname__ = _entry_name(model_type)
-    apply_to.__doc__ = f"""Tiles {model_type} models: the loss and the MLP in memory that does not grow with length.
+def _apply_to_type(model_type: str, model: nn.Module | None, options: Options) -> None:
+    """Tiles MODEL_TYPE models: the loss and the MLP in memory that does not grow with length.
 
     Args:
         model: the model to tile, alone, also in PEFT's wrapper; None tiles Hugging Face's classes, for every
@@ -74,7 +52,7 @@ def _entry(model_type: str) -> Callable[..., None]:
         loss: tile lm_head and loss: in training, with labels, no logits are computed and none are returned.
         layer: tile whole layers: everything of a layer but attention itself, and the norm behind the last layer. A
             layer then keeps its input, queries, keys, values and what attention returned. Of Liger's norms the weights
-            are read; neither they nor its RoPE are called.
+            are used; neither they nor its RoPE run.
         head_groups: with `layer`, compute attention for so many groups of kv heads one after the other, so that
             queries, keys and values exist for one group at a time, and are not kept; "auto" makes as many groups as
             divide the kv heads, up to 8. An attention that keeps other large tensors is refused, or, given a number,
@@ -88,12 +66,28 @@ def _entry(model_type: str) -> Callable[..., None]:
     Applying twice changes nothing. Apply after Liger, whose RMSNorm and RoPE stay. `seqtile.restore` undoes it,
     `seqtile.status` tells what is tiled.
 
-    Plain nn.Linear layers and plain LoRA over them are read directly. What cannot be (experts, quantised layers, other
-    adapters, dropout, unusual activations, hooks) is called as it is, chunk by chunk, which costs one product more of
-    the loss; `seqtile.status` tells which.
+    Plain nn.Linear layers and plain LoRA over them are fused: computed from their weights. What cannot be (experts,
+    quantised layers, other adapters, dropout, unusual activations, hooks) runs chunk by chunk, which costs one
+    product more of the loss; `seqtile.status` tells which.
 
     Raises ValueError, and changes nothing, for what it cannot honour, such as another loss function.
     """
+    model = None if model is None else unwrapped(model)
+    if model is not None and model.config.model_type != model_type:
+        got = model.config.model_type
+        raise ValueError(f"expected a {model_type} model, got {got!r}; use seqtile.apply_seqtile(model)")
+    apply(model_type, model, options)
+
+
+def _entry(model_type: str) -> Callable[..., None]:
+    def apply_to(model: nn.Module | None = None, **options: Any) -> None:
+        _apply_to_type(model_type, model, Options(**options))
+
+    model, *options = signature(apply_seqtile).parameters.values()
+    model = model.replace(default=None, annotation=nn.Module | None)
+    apply_to.__signature__ = signature(apply_seqtile).replace(parameters=[model, *options])
+    apply_to.__name__ = apply_to.__qualname__ = _entry_name(model_type)
+    apply_to.__doc__ = (_apply_to_type.__doc__ or "").replace("MODEL_TYPE", model_type)
     return apply_to
 
 
@@ -102,152 +96,3 @@ def _entry_name(model_type: str) -> str:
 
 
 ENTRIES = {_entry_name(model_type): _entry(model_type) for model_type in model_types()}
-
-
-_PASS_ON = ("accelerate", "torch")  # whose wrappers call what they wrap whatever they are given
-
-
-@dataclass(frozen=True)
-class PartStatus:
-    """The status of one part of a model: who computes it."""
-
-    name: str
-    """The part, as `apply_seqtile` names it, such as "mlp"."""
-    applied: bool
-    """True if seqtile was applied to this part, of this model or of its classes."""
-    tiled: int
-    """The number of its modules that run seqtile's forward."""
-    total: int
-    """The number of all its modules."""
-    others: tuple[str, ...]
-    """The packages whose forwards run on the rest, such as "transformers" or "liger_kernel"."""
-    chunk_tokens: tuple[int, ...]
-    """Tokens a chunk, of each kind of module; empty if nothing is tiled."""
-    fallback: str | None
-    """Why some are called chunk by chunk (`seqtile.tiled`) instead of having their weights read, if some are."""
-    problem: str | None
-    """Why the tiled forward will refuse to run, if it will."""
-    head_groups: int | None = None
-    """The number of groups of heads that attend one after the other; None if all attend at once."""
-    wrappers: tuple[str, ...] = ()
-    """The packages whose forwards stand around seqtile's and decide at every call whether to call it."""
-
-    def __str__(self) -> str:
-        if self.tiled:
-            text = f"seqtile, {' or '.join(map(str, self.chunk_tokens))} tokens a chunk"
-            if self.total > 1:
-                text += f", {self.tiled} of {self.total} layers"
-            if self.head_groups:
-                text += f", attention by {self.head_groups} groups of heads"
-            if self.wrappers:
-                text += f", where the forward from {', '.join(self.wrappers)} around it calls it"
-        else:
-            text = f"not tiled: {', '.join(self.others)}"
-        if self.applied and self.tiled < self.total:
-            takers = [package for package in self.others if package != "transformers"]
-            reason = "it was not built of the tiled classes"
-            if takers:  # Liger takes a forward back; that of another package is a subclass's own
-                liger = takers == ["liger_kernel"]
-                reason = "liger_kernel took it back" if liger else f"the forward that runs is from {takers[0]}"
-            text += f"; {reason}: apply seqtile to this model, last"
-        if self.fallback and not self.problem:
-            text += f"; called chunk by chunk, because {self.fallback}"
-        if self.problem:
-            text += f"; REFUSES: {self.problem}"
-        return text
-
-
-@dataclass(frozen=True)
-class ModelStatus:
-    """The answer of `seqtile.status`; print it."""
-
-    model: str
-    """The name of the model's class."""
-    loss: PartStatus | None
-    """The loss with the head; None for a model without a language-model head."""
-    mlp: PartStatus
-    """The MLPs, and the experts of a mixture."""
-    layer: PartStatus | None = None
-    """Everything of a layer but attention; None where that was not asked for. Its chunks take the MLP along."""
-    notes: tuple[str, ...] = ()
-    """Where what is tiled does nothing, or is not what one may expect."""
-
-    def __str__(self) -> str:
-        lines = [self.model]
-        parts = (self.loss, self.mlp, self.layer)
-        lines += [f"  {part.name:<5} {part}" for part in parts if part is not None]
-        lines += [f"  note: {note}" for note in self.notes]
-        return "\n".join(lines)
-
-
-def status(model: nn.Module) -> ModelStatus:
-    """Tells what of `model` is tiled, by whom, and what another library took back.
-
-    Raises TypeError for something that is no Hugging Face model.
-    """
-    model = unwrapped(model)
-    model_type_of(model)
-    loss = part_status(model, LOSS) if has_head(model) else None
-    mlp = part_status(model, MLP, EXPERTS)
-    layer = part_status(model, LAYER) if "layer" in parts_applied_to(model) else None
-    return ModelStatus(type(model).__name__, loss, mlp, layer, tuple(notes_on(model, loss, mlp, layer)))
-
-
-def notes_on(model: nn.Module, loss: PartStatus | None, mlp: PartStatus, layer: PartStatus | None) -> Iterator[str]:
-    """Yields what a reader of `status` may not expect."""
-    if (outcome := outcome_of(model)) is not None:
-        yield f"the first training step: {outcome}"
-    for name, reason in refused_of(model).items():
-        yield f"{name} is left untiled: {reason}"
-    if loss is not None and loss.tiled:
-        yield "in training the loss is computed without logits, which are None; skip_logits=False asks for them"
-    if mlp.tiled:
-        tiles = " or ".join(map(str, mlp.chunk_tokens))
-        parts = "MLPs and layers" if layer else "MLPs"
-        yield f"a sequence of at most {tiles} tokens fits in a chunk: its {parts} run untiled"
-    if layer is not None and layer.tiled and getattr(model.config.get_text_config(), "use_cache", False):
-        yield (
-            "the config asks for a cache: in training none is made unless one is given, so packed documents are told "
-            "apart by their positions, as with use_cache=False"
-        )
-    if layer is not None and layer.tiled and not is_checkpointed(model):
-        yield "activation checkpointing is off, so every layer keeps what its attention saves as well as its input"
-
-
-def part_status(model: nn.Module, *parts: Part) -> PartStatus:
-    """Tells who computes the modules of parts that are asked for together."""
-    config = model.config.get_text_config()
-    hidden_size = getattr(config, "hidden_size", None) or getattr(config, "d_model", 0)
-    name, part_of = parts[0].option, {module: part for part in parts for module in part.modules(model)}
-    placements = {module: placement for module in part_of if (placement := placement_at(module)) and placement.part}
-    others = dict.fromkeys(package_of(current_forward(module)) for module in part_of if module not in placements)
-    around = dict.fromkeys(package_of(wrapper) for module in part_of for wrapper in wrappers_at(module))
-    fallback = problem = None
-    for module, placement in placements.items():
-        verdict = part_of[module].verdict(module)
-        fallback = fallback or (verdict.reason if verdict.tileable else None)
-        try:
-            part_of[module].check(module, placement.options)
-        except ValueError as error:
-            problem = problem or str(error)
-    groups = {
-        groups_of(layer.self_attn, placement.options.head_groups)
-        for layer, placement in placements.items()
-        if placement.options.head_groups
-    }
-    chunk_tokens = {
-        resolve_chunk_tokens(placement.options.chunk_tokens, hidden_size, sparsity_of(module, config))
-        for module, placement in placements.items()
-    }
-    return PartStatus(
-        name=name,
-        applied=name in parts_applied_to(model),
-        tiled=len(placements),
-        total=len(part_of),
-        others=tuple(others),
-        chunk_tokens=tuple(sorted(chunk_tokens)),
-        fallback=fallback,
-        problem=problem,
-        head_groups=max(groups, default=None),
-        wrappers=tuple(package for package in around if package not in _PASS_ON),
-    )

@@ -19,9 +19,9 @@ from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from seqtile.models.fallback import Called, call_tiled
 from seqtile.models.forms import source_of
 from seqtile.models.further_outputs import call_with_further_outputs, recording
+from seqtile.models.in_chunks import InChunks, call_in_chunks
 from seqtile.models.layer_arguments import ChunkArguments, LayerArguments
 from seqtile.models.placement import computed_forward
 
@@ -49,7 +49,7 @@ def any_layer_refusal(layer: nn.Module) -> str | None:
 @torch.compiler.disable(reason="seqtile runs a layer's forward in two parts")
 def call_layer_tiled(
     layer: nn.Module,
-    called: Called,
+    modules: InChunks,
     forward: Callable,
     hidden: torch.Tensor,
     given: dict[str, Any],
@@ -62,11 +62,11 @@ def call_layer_tiled(
     rows, length = hidden.shape[axis - 1 : axis + 1]
     call = _LayerCall(layer, forward, axis, LayerArguments(given, rows, length))
     inputs = (hidden.movedim(axis, 1), *call.arguments.tensors)
-    made = call_tiled(call.before_attention, called, *inputs, chunk_tokens=chunk_tokens, dim=1)
+    made = call_in_chunks(call.before_attention, modules, *inputs, chunk_tokens=chunk_tokens, dim=1)
     heads = call.whole_heads(made if isinstance(made, tuple) else (made,))
     attn_output = call.function(call.module, *heads, call.mask, **call.options)[0]
     output, (rest, further) = call_with_further_outputs(
-        call.behind_attention, called, inputs[0], attn_output, *inputs[1:], rows=rows, chunk_tokens=chunk_tokens
+        call.behind_attention, modules, inputs[0], attn_output, *inputs[1:], rows=rows, chunk_tokens=chunk_tokens
     )
     for name, put in call.whole_written(further, heads).items():
         given[name].update(put)

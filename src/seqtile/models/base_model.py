@@ -2,14 +2,13 @@
 
 import inspect
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import nn
 from transformers.utils import logging
 
 from seqtile.models.find import layers_of
-from seqtile.models.placement import Options, stand_in_for
+from seqtile.models.placement import Options
 
 logger = logging.get_logger(__name__)
 
@@ -34,25 +33,18 @@ def uncached_forward(options: Options, original: Callable) -> Callable:
     """
     names = _arguments(original)
 
-    @stand_in_for(original)
     def forward(self, *args, **kwargs):
         given = dict(zip(names, args, strict=False)) | kwargs
         in_training = self.training and torch.is_grad_enabled()
         if not in_training or given.get("past_key_values") is not None:
             return original(self, *args, **kwargs)
-        if _wants_cache(self, given) and not torch.compiler.is_compiling():
+        wanted = given.get("use_cache")
+        if (
+            getattr(self.config, "use_cache", False) if wanted is None else wanted
+        ) and not torch.compiler.is_compiling():
             logger.warning_once(
                 "tiled layers make no cache in training; pass use_cache=False, or a cache that is to be filled"
             )
         return original(self, **given | {"use_cache": False})
 
     return forward
-
-
-def _wants_cache(model: nn.Module, given: dict[str, Any]) -> bool:
-    wanted = given.get("use_cache")
-    return bool(getattr(model.config, "use_cache", False) if wanted is None else wanted)
-
-
-def is_checkpointed(model: nn.Module) -> bool:
-    return any(getattr(layer, "gradient_checkpointing", False) for layer in layers_of(model))

@@ -8,12 +8,11 @@ the text model's modules ── a decoder layer: a layer that Hugging Face can c
 import inspect
 import re
 from collections.abc import Iterator
-from functools import cache
 
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from seqtile.models.mlp import experts_of
+from seqtile.models.mlp import num_experts
 from seqtile.models.weights import own_weights
 
 _OF_A_SEQUENCE = re.compile(
@@ -21,14 +20,23 @@ _OF_A_SEQUENCE = re.compile(
 )  # arguments that tell of other tokens, or more
 
 
+def head_of(model: nn.Module) -> nn.Module | None:
+    """Returns a model's head over a vocabulary; None if it has none."""
+    return getattr(model, "get_output_embeddings", lambda: None)()
+
+
 def layers_of(model: nn.Module) -> list[nn.Module]:
     """Returns the layers of a model's text part, in their order."""
     return [module for module in _walk(text_model_of(model)) if isinstance(module, GradientCheckpointingLayer)]
 
 
+def is_checkpointed(model: nn.Module) -> bool:
+    return any(getattr(layer, "gradient_checkpointing", False) for layer in layers_of(model))
+
+
 def mlps_of(model: nn.Module) -> list[nn.Module]:
     """Returns every module of the text part that is tiled as an MLP, inside PEFT's wrappers; not experts."""
-    head = getattr(model, "get_output_embeddings", lambda: None)()
+    head = head_of(model)
     modules = (module for module in _walk(text_model_of(model)) if _is_mlp(module))
     return [module for module in modules if head is None or head not in module.modules()]
 
@@ -46,7 +54,7 @@ def text_model_of(model: nn.Module) -> nn.Module:
 
 def are_experts(module: nn.Module) -> bool:
     """Says if a module holds the weights of all experts of a mixture, and is told which of them each token goes to."""
-    return len(_arguments(type(module))) == 3 and experts_of(module) > 0
+    return len(_arguments(type(module))) == 3 and num_experts(module) > 0
 
 
 def _is_mlp(module: nn.Module) -> bool:
@@ -57,7 +65,7 @@ def _is_mlp(module: nn.Module) -> bool:
     children = [inside_peft(child) for child in module.children()]
     if isinstance(module, nn.ModuleList | nn.Sequential | nn.ModuleDict):
         return False
-    if any(experts_of(part) for part in (module, *children)):  # a convolution's weight has three dimensions, too
+    if any(num_experts(part) for part in (module, *children)):  # a convolution's weight has three dimensions, too
         return False
     if any(_holds_weights_below(child) for child in children):
         return False
@@ -74,7 +82,6 @@ def _holds_weights_below(module: nn.Module) -> bool:
     return any(id(weight) not in own for child in module.children() for weight in child.parameters())
 
 
-@cache
 def _arguments(cls: type) -> dict[str, bool]:
     """Returns the names of what the forward of a class is given by position, and if it must be given."""
     try:

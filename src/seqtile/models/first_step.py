@@ -4,16 +4,15 @@
                                            ├─ tiled, in chunks of 5 tokens a row ───── the same?
                                            └─ untiled, embeddings changed by one bit ─ how far rounding goes
 
-Where the tiled loss or a gradient is farther from the untiled one than `FACTOR` times what the one bit does to it, or
-to most, nothing is trained: a ValueError names the part and the parameter. Compared are the loss and the gradients of
-the small parameters and of the embeddings' output, with check="full" of every parameter.
+Where the tiled loss or a gradient is farther from the untiled one than rounding explains, see difference.py, nothing is
+trained: a ValueError names the part and the parameter. Compared are the loss and the gradients of the small parameters
+and of the embeddings' output, with check="full" of every parameter.
 """
 
 from collections.abc import Callable
 from functools import partial
 from itertools import chain, repeat
-from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -21,41 +20,22 @@ from torch._guards import detect_fake_mode
 from torch.distributed.fsdp import FullyShardedDataParallel
 from transformers.utils import logging
 
-from seqtile.models.placement import HELD, Options, name_of, stand_in_for
+from seqtile.models.difference import Difference, brief, difference, precision_of
+from seqtile.models.placement import Options, name_of
 from seqtile.models.trial_batch import TrialBatch, trial_batch
-from seqtile.models.trial_pass import Pass, Placed, Vectors, precision_of, tiled_modules
+from seqtile.models.trial_pass import Pass, Placed, tiled_modules
 from seqtile.models.trial_ranks import Ranks, run_together
 from seqtile.ops.chunks import is_trial
 
 logger = logging.get_logger(__name__)
 CHUNKS = (5, 11, 9, 13)  # tokens of a row in a chunk, the first that is no size of the model
-FACTOR = 5  # of 169 small models in float32 and bfloat16 no gradient was beyond 2
-_FEW = 8  # numbers of a parameter: a tiled and an untiled scalar were 5 times one bit apart in float16
-_OF_SUMS = 2.0**-20  # chunks are summed in float32, and in another order
 OUTCOME = "_seqtile_first_step"  # on a model: (what it was made of when it was compared, what came of it)
 _ADAPTERS = ("_active_adapter", "_disable_adapters", "merged_adapters")  # what PEFT says of them, on a module
-_REMEDIES = {"loss": "loss=False", "mlp": "mlp=False", "layer": "layer=False"}
-
-
-class Difference(NamedTuple):
-    """What is farther from the untiled model than rounding explains."""
-
-    what: str
-    """The loss, or the gradient of a parameter."""
-    error: float
-    """The norm of the difference over the norm of the untiled vector."""
-    rounding: float
-    """The same for the untiled model whose embeddings changed by one bit."""
-
-    def __str__(self) -> str:
-        bit = f"one bit of the embeddings changes it by {self.rounding:.1e}"
-        return f"{self.what} differs by {self.error:.1%}, where {bit}"
 
 
 def checked_forward(options: Options, original: Callable) -> Callable:
     """Returns `original`, the forward (a plain function) of a model whose loss is not tiled, after the check."""
 
-    @stand_in_for(original)
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         check_first_step(self, options, original, args, kwargs)
         return original(self, *args, **kwargs)
@@ -107,7 +87,7 @@ class _MadeOf:
 
     def _now(self, model: nn.Module) -> list[Any]:
         owned = [vars(model), *self._owned]
-        attributes = (map(dict.get, owned, repeat(name)) for name in ("forward", HELD, *_ADAPTERS))
+        attributes = (map(dict.get, owned, repeat(name)) for name in ("forward", *_ADAPTERS))
         children = map(dict.values, self._children)
         own = (type(model), *map(type, self._inside), *map(len, self._hooks))
         return [*own, *chain.from_iterable(attributes), *chain.from_iterable(children)]
@@ -125,37 +105,37 @@ def _outcome(model: nn.Module, options: Options, original: Callable, args: tuple
     try:
         with ranks.stop_together():
             batch = trial_batch(model, original, args, kwargs)
-        tokens = batch.shape.numel()
-        run = trial = partial(Pass(model, original, batch.inputs, full, ranks).run, placed)
-        plain = trial(tiled=())
-        eps = max(precision_of(x) for x in (next(model.parameters()), *plain.values()) if x is not None)
-        nudged = trial(tiled=(), nudge=eps)
+        run = Pass(model, original, batch.inputs, placed, _chunk_tokens(model, batch), full, ranks).run
+        untiled = run(tiled=())
+        eps = max(precision_of(x) for x in (next(model.parameters()), *untiled.values()) if x is not None)
+        nudged = run(tiled=(), nudge=eps)
     except Exception as error:  # whatever the model's own code raises for so short a batch
-        return f"not compared: the untiled model fails on a few tokens of it ({_brief(error)})"
-    trial = partial(trial, chunk_tokens=_chunk_tokens(model, batch))
+        return f"not compared: the untiled model fails on a few tokens of it ({brief(error)})"
+    tokens = batch.shape.numel()
     try:
-        tiled = trial(tiled=placed)
+        tiled = run(tiled=placed)
     except Exception:
         logger.error(
             f"seqtile's first step: the tiled model fails on {tokens} tokens of this batch, on which the untiled "
             f"one runs. Nothing was trained. {_remedy(None)}"
         )
         raise
-    found = difference(plain, tiled, nudged, eps)
+    found = difference(untiled, tiled, nudged, eps)
     if ranks.any(found is not None):  # by chance of rounding, or also where the embeddings' bits are others?
-        changed = {"nudge": eps, "seed": 2}
-        trial, nudged, plain = partial(trial, **changed), plain, run(tiled=(), **changed)
-        found = difference(plain, trial(tiled=placed), nudged, eps)
+        run = partial(run, nudge=eps, seed=2)
+        differs = partial(difference, run(tiled=()), nudged=untiled, eps=eps)
+        found = differs(run(tiled=placed))
     if ranks.any(found is not None):
-        differs = partial(difference, plain, nudged=nudged, eps=eps)
-        part = _part_that_differs(ranks, placed, trial, differs)
-        where = "on another rank" if found is None else str(found)
+        part, option = _part_that_differs(ranks, placed, lambda tiled: differs(run(tiled=tiled)))
+        where = "on another rank"
+        if found is not None:
+            bit = f"one bit of the embeddings changes it by {found.rounding:.1e}"
+            where = f"{found.said}, where {bit}"
         raise ValueError(
             f"the tiled model computes something else than the untiled one on {tokens} tokens of this batch: "
-            f"{where}{f'; the part is {part[0]}' if part else ''}. Nothing was trained. "
-            f"{_remedy(part[1] if part else None)}"
+            f"{where}{part}. Nothing was trained. {_remedy(option)}"
         )
-    compared = "every gradient" if full else f"the loss and {len(plain) - 1} gradients"
+    compared = "every gradient" if full else f"the loss and {len(untiled) - 1} gradients"
     left_out = f" (left out: {', '.join(batch.left_out)})" if batch.left_out else ""
     return f"{compared} equal the untiled model's up to rounding, on {tokens} tokens{left_out}"
 
@@ -186,75 +166,30 @@ def _not_comparable(model: nn.Module, tensors: list[torch.Tensor], kwargs: dict)
     return None
 
 
-def difference(plain: Vectors, tiled: Vectors, nudged: Vectors, eps: float) -> Difference | None:
-    """Returns the largest difference between the untiled and the tiled model that rounding does not explain; `eps` is
-    the relative distance of the numbers that the model computes in.
-
-    Rounding goes in any direction, so half as far is too far along the untiled gradient, which is longer or shorter.
-    """
-    whole = max((float(vector.norm()) for vector in plain.values() if vector is not None), default=0.0)
-    bit = {name: _apart(truth, nudged.get(name)) for name, truth in plain.items() if truth is not None}
-    typical = median([share for name, share in bit.items() if name != "loss"] or [0.0])  # some are small by chance
-    found: list[Difference] = []
-    for name, truth in plain.items():
-        what = "the loss" if name == "loss" else f"the gradient of {name}"
-        ours = tiled.get(name)
-        if truth is None or ours is None:
-            if (truth is None) != (ours is None) and (truth is None or float(truth.norm()) > 0):
-                found.append(Difference(f"{what}, which {'none' if truth is None else 'one'} has untiled,", 1.0, 0.0))
-            continue
-        size = float(truth.norm())
-        if not size < float("inf"):  # an overflow of float16
-            continue
-        rounding = bit[name] if name == "loss" else max(bit[name], typical)
-        # What one bit does to a parameter of a few numbers may be small by chance.
-        factor = FACTOR if name == "loss" else FACTOR * max(1.0, _FEW / truth.numel())
-        products = 2 * eps
-        if name == "loss" and truth.dtype != torch.float32:  # PyTorch's of 56 tokens is up to 1.6 eps off in bfloat16
-            products = 6 * eps
-        allowed = (factor * (rounding + _OF_SUMS) + products) * size + _OF_SUMS * whole
-        off = ours.double() - truth.double()
-        error = float(off.norm())
-        along = abs(float((off * truth).sum())) / size if size else 0.0
-        if not max(error, 2 * along) <= allowed:
-            found.append(Difference(what, error / size if size else error, rounding))
-    return max(found, key=lambda each: each.error, default=None)
-
-
-def _apart(truth: torch.Tensor, other: torch.Tensor | None) -> float:
-    """Returns the norm of the difference over that of the truth, 0 where either is missing."""
-    size = float(truth.norm())
-    return 0.0 if other is None or not 0 < size < float("inf") else float((other.double() - truth).norm()) / size
-
-
 def _part_that_differs(
-    ranks: Ranks, placed: Placed, trial: Callable[..., Vectors], difference_of: Callable
-) -> tuple[str, str] | None:
-    """Returns the first part that differs when it alone is tiled, by its modules' class and as it is asked for; None if
-    none does alone."""
+    ranks: Ranks, placed: Placed, difference_of: Callable[[Placed], Difference | None]
+) -> tuple[str, str | None]:
+    """Returns the first part that differs when it alone is tiled, as the error says it, by its modules' class, and as
+    it is asked for; "" and None if none does alone."""
     kinds: dict[tuple[str, str], list] = {}
     for module, placement in placed:
-        owner = name_of(module)
-        kinds.setdefault((placement.part, "" if placement.part == "layer" else owner), []).append((module, placement))
+        owner = "" if placement.part == "layer" else f" ({name_of(module)})"
+        kinds.setdefault((placement.part, owner), []).append((module, placement))
     for (part, owner), alone in kinds.items():
         if not part:
             continue
         try:
-            differs = difference_of(tiled=trial(tiled=alone)) is not None
+            differs = difference_of(alone) is not None
         except Exception:  # a part that does not run alone is not the one that is looked for
             differs = True
         if ranks.any(differs):
-            return (f"{part} ({owner})" if owner else part), part
-    return None
+            return f"; the part is {part}{owner}", part
+    return "", None
 
 
 def _remedy(part: str | None) -> str:
-    without = _REMEDIES.get(part or "", "the part left out (mlp=False, layer=False or loss=False)")
+    without = f"{part}=False" if part else "the part left out (mlp=False, layer=False or loss=False)"
     return (
         f"Apply seqtile with {without}, after seqtile.restore(model), and please report it (docs/troubleshooting.md); "
         "check=False trains all the same"
     )
-
-
-def _brief(error: BaseException) -> str:
-    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

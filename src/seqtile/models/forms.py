@@ -10,14 +10,13 @@ A function is known by the code that runs, so a replaced or decorated one is nev
 import ast
 import copy
 import inspect
+import re
 import textwrap
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from types import CodeType, FunctionType
 from typing import Any
-
-_FUNCTIONAL = {"nn.functional.": "F.", "torch.nn.functional.": "F."}
 
 
 def code_of(function: Any) -> CodeType | None:
@@ -57,8 +56,7 @@ def _body_text(function: ast.FunctionDef) -> str:
     return "\n".join(ast.unparse(statement) for statement in function.body)
 
 
-@cache
-def form_of(code: CodeType) -> ast.expr | None:
+def _form_of(code: CodeType) -> ast.expr | None:
     """Returns what a function of straight-line code returns, as one expression of its arguments, which are called x, y
     and z in their order; None of any other function."""
     function = _parsed(code)
@@ -85,14 +83,29 @@ def form_of(code: CodeType) -> ast.expr | None:
     return None
 
 
-def names_in(code: CodeType | None, pattern: str) -> dict[str, str] | None:
+def names_in(code: CodeType, pattern: str) -> dict[str, str] | None:
     """Returns what a function calls the attributes of self that `pattern` names, such as {"down": "w2"}, if its form is
-    that pattern; None if it is not. Factors may stand in either order."""
-    form = None if code is None else form_of(code)
-    names: dict[str, str] = {}
-    if form is None or not _matches(form, ast.parse(pattern, mode="eval").body, names):
-        return None
-    return names
+    that pattern; None if it is not. The factors of a product may stand in either order."""
+    form = _form_of(code)
+    matches = (each.fullmatch(ast.unparse(form)) for each in _patterns(pattern)) if form is not None else ()
+    return next((match.groupdict() for match in matches if match is not None), None)
+
+
+@cache
+def _patterns(pattern: str) -> list[re.Pattern[str]]:
+    """Returns expressions for the text of a form, as the pattern has it, and with the factors of a product exchanged:
+    self.down(x) as self.(?P<down>\\w+)(x), where it stands again as self.(?P=down)(x)."""
+    tree, found = ast.parse(pattern, mode="eval"), []
+    products = [node for node in ast.walk(tree) if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)]
+    for product in (None, *products):
+        if product is not None:
+            product.left, product.right = product.right, product.left
+        first, *rest = re.split(r"self\\\.(\w+)", re.escape(ast.unparse(tree)))
+        for i, (name, text) in enumerate(zip(rest[::2], rest[1::2], strict=True)):
+            first += rf"self\.(?P={name})" if name in rest[: 2 * i : 2] else rf"self\.(?P<{name}>\w+)"
+            first += text
+        found.append(re.compile(first))
+    return found
 
 
 def _parsed(code: CodeType) -> ast.FunctionDef | None:
@@ -126,9 +139,8 @@ class _Plain(ast.NodeTransformer):
         return node if node.value is None else ast.Assign([node.target], node.value, lineno=node.lineno)
 
     def visit_Attribute(self, node: ast.Attribute) -> ast.expr:
-        for name, short in _FUNCTIONAL.items():
-            if ast.unparse(node) == name + node.attr:
-                return ast.Attribute(ast.Name(short[:-1]), node.attr)
+        if ast.unparse(node.value) in ("nn.functional", "torch.nn.functional"):
+            return ast.Attribute(ast.Name("F"), node.attr)
         self.generic_visit(node)
         return node
 
@@ -141,32 +153,3 @@ class _Inlined(ast.NodeTransformer):
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
         return self.values.get(node.id, node)
-
-
-def _matches(form: ast.AST, pattern: ast.AST, names: dict[str, str]) -> bool:
-    """Says if a form is a pattern, and adds to `names` what it calls the pattern's attributes of self."""
-    match form, pattern:
-        case ast.Attribute(value=ast.Name(id="self")), ast.Attribute(value=ast.Name(id="self")):
-            return names.setdefault(pattern.attr, form.attr) == form.attr
-        case ast.BinOp(op=ast.Mult()), ast.BinOp(op=ast.Mult()):
-            for left, right in ((form.left, form.right), (form.right, form.left)):
-                tried = dict(names)
-                if _matches(left, pattern.left, tried) and _matches(right, pattern.right, tried):
-                    names.update(tried)
-                    return True
-            return False
-    if type(form) is not type(pattern):
-        return False
-    for field in form._fields:
-        if field == "ctx":
-            continue
-        one, other = getattr(form, field, None), getattr(pattern, field, None)
-        if isinstance(one, list):
-            if len(one) != len(other) or not all(_matches(*pair, names) for pair in zip(one, other, strict=True)):
-                return False
-        elif isinstance(one, ast.AST) and isinstance(other, ast.AST):
-            if not _matches(one, other, names):
-                return False
-        elif one != other:
-            return False
-    return True

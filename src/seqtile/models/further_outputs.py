@@ -15,7 +15,7 @@ import torch
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from transformers.utils.output_capturing import _active_collector
 
-from seqtile.models.fallback import Called, call_tiled
+from seqtile.models.in_chunks import InChunks, call_in_chunks
 from seqtile.ops.tiled import Outputs
 
 
@@ -42,7 +42,7 @@ def recording(collected: dict[str, list] | None) -> Iterator[None]:
 
 def call_with_further_outputs(
     function: Callable[..., tuple[Outputs, Any]],
-    called: Called,
+    modules: InChunks,
     *inputs: torch.Tensor,
     rows: int,
     chunk_tokens: int | None,
@@ -53,14 +53,14 @@ def call_with_further_outputs(
         function: called with inputs cut along dimension 1. It returns a tensor or a tuple of them, cut likewise, and a
             tree of None and of tensors with a row for each token, [B, C, ...], [B * C, ...] or [B, H, C, ...].
             ValueError for anything else.
-        called: the modules that function calls.
+        modules: those that function calls.
         inputs: their tokens are along dimension 1.
         rows: B, the sequences in a batch.
         chunk_tokens: tokens of a chunk.
     """
     collected = _active_collector.get()
     names = [name for name in collected or () if not name.lstrip("_").startswith("hidden_states")]
-    form, own = _Form(called.name), []
+    form, own = _Form(modules.name), []
 
     def of_chunk(*pieces: torch.Tensor) -> tuple[torch.Tensor, ...]:
         recorded: dict[str, list] = {name: [] for name in names}
@@ -70,7 +70,7 @@ def call_with_further_outputs(
         own[:] = [len(made)]
         return *made, *form.flat((further, recorded), rows, pieces[0].shape[1])
 
-    outputs = call_tiled(of_chunk, called, *inputs, chunk_tokens=chunk_tokens, dim=1)
+    outputs = call_in_chunks(of_chunk, modules, *inputs, chunk_tokens=chunk_tokens, dim=1)
     outputs = outputs if isinstance(outputs, tuple) else (outputs,)
     made, further = outputs[: own[0]], outputs[own[0] :]
     tree, recorded = form.whole(further)
@@ -88,26 +88,23 @@ class _Form:
     def flat(self, tree: Any, rows: int, length: int) -> tuple[torch.Tensor, ...]:
         """Returns the tensors of a chunk's tree, each [rows, length, ...]."""
         leaves, spec = tree_flatten(tree)
-        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-        if other := next((leaf for leaf in leaves if not isinstance(leaf, torch.Tensor | None)), None):
-            raise self._error(f"a {type(other).__name__}")
-        places = [i for i, leaf in enumerate(leaves) if leaf is not None]
+        if others := [leaf for leaf in leaves if not isinstance(leaf, torch.Tensor | None)]:
+            raise self._error(f"a {type(others[0]).__name__}")
         if self._spec is None:
-            self._axes = [self._axis_of(tensor, rows, length) for tensor in tensors]
-            self._spec, self._places = spec, places
-        elif (spec, places) != (self._spec, self._places):
+            self._spec, self._axes = spec, [x if x is None else self._axis_of(x, rows, length) for x in leaves]
+        elif (spec, [x is None for x in leaves]) != (self._spec, [axis is None for axis in self._axes]):
             raise self._error("other outputs for one chunk than for another")
-        return tuple(
-            tensor.unflatten(0, (rows, length)) if axis == 0 else tensor.movedim(axis, 1)
-            for tensor, axis in zip(tensors, self._axes, strict=True)
-        )
+        made = [(x, axis) for x, axis in zip(leaves, self._axes, strict=True) if axis is not None]
+        return tuple(x.unflatten(0, (rows, length)) if axis == 0 else x.movedim(axis, 1) for x, axis in made)
 
     def whole(self, tensors: tuple[torch.Tensor, ...]) -> Any:
         """Returns the tree of the whole sequence, given its tensors [B, S, ...]."""
-        leaves: list[torch.Tensor | None] = [None] * self._spec.num_leaves
-        for i, tensor, axis in zip(self._places, tensors, self._axes, strict=True):
-            leaves[i] = tensor.flatten(0, 1) if axis == 0 else tensor.movedim(1, axis)
-        return tree_unflatten(leaves, self._spec)
+        left = iter(tensors)
+        whole = [
+            None if axis is None else (next(left).movedim(1, axis) if axis else next(left).flatten(0, 1))
+            for axis in self._axes
+        ]
+        return tree_unflatten(whole, self._spec)
 
     def _axis_of(self, tensor: torch.Tensor, rows: int, length: int) -> int:
         """Returns the dimension of a chunk's tokens, 0 if all rows are one after the other along that."""

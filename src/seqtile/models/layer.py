@@ -1,9 +1,9 @@
 """The tiled forward of a decoder layer.
 
-A layer of Llama's shape is norm, attention, norm, gated MLP, one after the other. Where its weights can be read it is
-`seqtile.ops.decoder_layer`; where they cannot, its modules are called chunk by chunk, which costs the projections to
-queries, keys and values, and down, once more. A layer of any other shape is called chunk by chunk around its attention,
-see any_layer.py.
+A layer of Llama's shape is norm, attention, norm, gated MLP, one after the other. It is fused, that is, computed from
+its weights by `seqtile.ops.decoder_layer`, where calling its modules does what their classes say and no more. Else it
+is chunked: its modules run in chunks, which costs the projections to queries, keys and values, and down,
+once more. A layer of any other shape runs in chunks around its attention, see any_layer.py.
 """
 
 import inspect
@@ -18,30 +18,28 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
 from seqtile.models.any_layer import any_layer_refusal, call_layer_tiled
-from seqtile.models.fallback import Called
 from seqtile.models.find import are_experts
 from seqtile.models.further_outputs import call_with_further_outputs, records_attentions
+from seqtile.models.in_chunks import InChunks
 from seqtile.models.layer_form import LayerForm, is_llamas_rotary, layer_form_of
-from seqtile.models.mlp import activation_of, gated_form, mlp_fallback_reason, read_mlp, sparsity_of
-from seqtile.models.norm import norm_fallback_reason, read_norm
+from seqtile.models.mlp import activation_of, gated_form, mlp_unfused_reason, read_mlp, sparsity_of
+from seqtile.models.norm import norm_unfused_reason, read_norm
 from seqtile.models.placement import (
-    HELD,
     KNOWN_PACKAGES,
     Options,
     computed_forward,
-    forward_in_place_of,
+    original_forward,
     package_of,
-    stand_in_for,
 )
 from seqtile.models.verdict import Verdict, Verdicts
 from seqtile.models.weights import (
-    call_fallback_reason,
+    call_unfused_reason,
     check_untransformed,
     is_sharded,
     module_call_reason,
-    module_fallback_reason,
-    process_fallback_reason,
-    projection_fallback_reason,
+    module_unfused_reason,
+    process_unfused_reason,
+    projection_unfused_reason,
     read_projection,
     zero3_error,
 )
@@ -60,48 +58,49 @@ def tiled_layer_forward(options: Options, original: Callable) -> Callable:
     """Returns a tiled forward in place of `original`, a decoder layer's forward (a plain function).
 
     `original` itself where the sequence fits in a chunk, and where attentions are asked for. With a cache, which holds
-    all keys and values, heads are not computed in groups; where gradients may flow through it, modules are called. None
-    is made in training, see `uncached_forward`.
+    all keys and values, heads are not computed in groups; where gradients may flow through it, modules run in chunks.
+    None is made in training, see `uncached_forward`.
     """
     inner = original.__wrapped__ if _FORWARD_CHECKPOINTS else original
-    parameters = list(inspect.signature(inner).parameters.values())[1:]
-    names = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
-    defaults = {parameter.name: parameter.default for parameter in parameters[1:] if parameter.name in names}
-    defaults = {name: value for name, value in defaults.items() if value is not inspect.Parameter.empty}
+    _, *parameters = inspect.signature(inner).parameters.values()
+    parameters = [each for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
+    names = [each.name for each in parameters]
+    defaults = {each.name: each.default for each in parameters[1:] if each.default is not each.empty}
 
     of_layer = Verdicts(layer_verdict).of
     of_layer_apart = torch.compiler.disable(of_layer, reason="seqtile looks at what the modules of a layer are")
 
-    def tiled(self, *args, **kwargs):
-        hidden = args[0] if args else kwargs[names[0]]
-        fits = hidden.shape[:-1].numel() <= resolve_chunk_tokens(options.chunk_tokens, hidden.shape[-1])
+    def fits(layer: nn.Module, hidden: torch.Tensor) -> bool:
+        if hidden.shape[:-1].numel() > resolve_chunk_tokens(options.chunk_tokens, hidden.shape[-1]):
+            return False
         if torch.compiler.is_compiling():
-            if fits and not is_sharded(self):
-                return inner(self, *args, **kwargs)
-            verdict = of_layer_apart(self, autocast_dtype(hidden) or hidden.dtype)
-        else:
-            verdict = of_layer(self, autocast_dtype(hidden) or hidden.dtype)
-            if fits and not verdict.sharded:
-                return inner(self, *args, **kwargs)
+            return not is_sharded(layer)
+        return not of_layer(layer, autocast_dtype(hidden) or hidden.dtype).sharded
+
+    def tiled(records_attentions: bool, self, *args, **kwargs):
         given = defaults | dict(zip(names, args, strict=False)) | kwargs
-        del given[names[0]]
-        if records_attentions() or _asks_for_attentions(self, given):
-            if not fits and records_attentions() and not _FORWARD_CHECKPOINTS:
+        hidden = given.pop(names[0])
+        of = of_layer_apart if torch.compiler.is_compiling() else of_layer
+        verdict = of(self, autocast_dtype(hidden) or hidden.dtype)
+        if records_attentions or _asks_for_attentions(self, given):
+            if records_attentions and not _FORWARD_CHECKPOINTS:
                 _check_not_checkpointed(self)
+            if verdict.sharded and verdict.how == "fused":
+                _params_of(verdict.form, self)  # as tiled: from its first forward ZeRO-3 knows what a layer reads
             return inner(self, hidden, **given)
         return _compute(verdict, inner, options, self, hidden, given)
 
-    @stand_in_for(original)
     def forward(self, *args, **kwargs):
-        outermost = HELD in type(self).__dict__ or type(self).forward is forward
+        # Decided here: nothing is recorded when a checkpoint recomputes the layer.
+        whole = fits(self, args[0] if args else kwargs[names[0]])
+        function = inner if whole else partial(tiled, records_attentions())
+        outermost = type(self).forward is forward
         if _FORWARD_CHECKPOINTS and outermost and self.gradient_checkpointing and self.training:
             if kwargs.get("use_cache") or kwargs.get("past_key_values") is not None:
                 logger.warning_once("checkpointed layers have no cache, which recomputation would fill once more")
                 kwargs |= {"use_cache": False, "past_key_values": None}
-            # Nothing is recorded when the layer is recomputed: what it runs is decided now.
-            function = inner if records_attentions() else tiled
             return self._gradient_checkpointing_func(partial(function, self, **kwargs), *args)
-        return tiled(self, *args, **kwargs)
+        return function(self, *args, **kwargs)
 
     return forward
 
@@ -135,7 +134,8 @@ def _compute(
     if verdict.form is not None:
         given.pop("past_key_values", None)
         return _llama_layer(verdict, options, layer, hidden, cache, **given)
-    return call_layer_tiled(layer, verdict.called[0], inner, hidden, given, _chunk_tokens(verdict, options, hidden))
+    chunk_tokens = resolve_chunk_tokens(options.chunk_tokens, hidden.shape[-1], verdict.sparsity)
+    return call_layer_tiled(layer, verdict.in_chunks[0], inner, hidden, given, chunk_tokens)
 
 
 def _note_that_all_is_kept(layer: nn.Module, verdict: Verdict, options: Options, hidden: torch.Tensor) -> None:
@@ -152,11 +152,6 @@ def _note_that_all_is_kept(layer: nn.Module, verdict: Verdict, options: Options,
             "whole layers are tiled, but activation checkpointing is off: at this length every layer keeps more for "
             "its backward than its weights take; model.gradient_checkpointing_enable() has it keep its input alone"
         )
-
-
-def _chunk_tokens(verdict: Verdict, options: Options, hidden: torch.Tensor) -> int:
-    """Returns the tokens of a chunk of a layer that is called; of one with experts that of its experts."""
-    return resolve_chunk_tokens(options.chunk_tokens, hidden.shape[-1], verdict.sparsity)
 
 
 def _asks_for_attentions(layer: nn.Module, given: dict[str, Any]) -> bool:
@@ -185,7 +180,7 @@ def _llama_layer(
     rotary = position_embeddings if switch is None or getattr(attention, switch) else None
     scale = getattr(layer, form.residual_scale) if form.residual_scale else 1.0
     if not is_fused:
-        return _fallback_layer(verdict, layer, hidden, rotary, attend, scale, _chunk_tokens(verdict, options, hidden))
+        return _chunked_layer(verdict, layer, hidden, rotary, attend, scale, options.chunk_tokens)
     grouped = None if cache is not None else options.head_groups
     groups = groups_of(attention, grouped, 1 if sp_attention is None else sp_attention.ranks)
     return decoder_layer(
@@ -244,7 +239,8 @@ def _attention(
         kv_heads = attention.config.num_key_value_heads
         heads = (kv_heads * attention.num_key_value_groups, kv_heads)
         sp_attention = function.steps(attention, mask, heads, **options, **kwargs)
-    extra_tensors = [tensor for tensor in (mask, *kwargs.values()) if isinstance(tensor, torch.Tensor)]
+    others = (mask, *kwargs.values(), *attention._parameters.values())  # the last: such as sinks
+    extra_tensors = [tensor for tensor in others if isinstance(tensor, torch.Tensor)]
     return attend, sp_attention, extra_tensors
 
 
@@ -267,12 +263,12 @@ def _verdict(layer: nn.Module, dtype: torch.dtype | None) -> Verdict:
             error = None if _is_untouched(layer) else f"this layer cannot be tiled: {reason}; apply with layer=False"
             return Verdict("untiled", reason, error, tileable=False)
         return _chunked(layer, form, None)
-    if (changed := module_fallback_reason(layer.self_attn, recording=False)) is not None:
+    if (changed := module_unfused_reason(layer.self_attn, recording=False)) is not None:
         error = f"a tiled layer skips its attention's forward, which {changed}; apply with layer=False"
         return Verdict("untiled", changed, error, form)
-    if (reason := layer_fallback_reason(form, layer, dtype)) is not None:
+    if (reason := next((each for each in _reasons(form, layer, dtype) if each is not None), None)) is not None:
         return _chunked(layer, reason, form)
-    return Verdict("fused", form=form._replace(mlp=gated_form(forward_in_place_of(layer.mlp))))
+    return Verdict("fused", form=form._replace(mlp=gated_form(original_forward(layer.mlp))))
 
 
 def _chunked(layer: nn.Module, reason: str, form: LayerForm | None) -> Verdict:
@@ -280,16 +276,16 @@ def _chunked(layer: nn.Module, reason: str, form: LayerForm | None) -> Verdict:
     sparsity = max((sparsity_of(module, config) for module in layer.modules() if are_experts(module)), default=1)
     # Where every call matters, that of the attention does, too, which no chunk can make.
     how = "untiled" if form is not None and module_call_reason() else "chunked"
-    called = (Called(layer=layer),) if form is None else _called_parts(layer)
+    in_chunks = (InChunks(layer=layer),) if form is None else _called_parts(layer)
     error = zero3_error(reason) if is_sharded(layer) else None
-    return Verdict(how, reason, error, form, sparsity=sparsity, called=called)
+    return Verdict(how, reason, error, form, sparsity=sparsity, in_chunks=in_chunks)
 
 
-def _called_parts(layer: nn.Module) -> tuple[Called, Called]:
+def _called_parts(layer: nn.Module) -> tuple[InChunks, InChunks]:
     """Returns the modules that a layer of Llama's shape calls before attention, and behind it."""
     before = dict(layer.self_attn.named_children())
     behind = {"o_proj": before.pop("o_proj"), "norm": layer.post_attention_layernorm, "mlp": layer.mlp}
-    return Called(input_layernorm=layer.input_layernorm, **before), Called(**behind)
+    return InChunks(input_layernorm=layer.input_layernorm, **before), InChunks(**behind)
 
 
 def _is_untouched(layer: nn.Module) -> bool:
@@ -306,36 +302,31 @@ def check_head_groups(layer: nn.Module, verdict: Verdict, options: Options) -> N
     groups_of(layer.self_attn, options.head_groups)
 
 
-def layer_fallback_reason(form: LayerForm, layer: nn.Module, dtype: torch.dtype | None = None) -> str | None:
-    """Says why the modules of a layer of Llama's shape are called rather than read."""
-    found = (reason for reason in _reasons(form, layer, dtype) if reason is not None)
-    return process_fallback_reason() or next(found, None)
-
-
 def _reasons(form: LayerForm, layer: nn.Module, dtype: torch.dtype | None) -> Iterator[str | None]:
+    """Yields why a layer of Llama's shape is not fused, None where a part of it could be."""
     attention, mlp = layer.self_attn, layer.mlp
+    yield process_unfused_reason()
     for name in ("input_layernorm", "post_attention_layernorm"):
-        yield norm_fallback_reason(name, getattr(layer, name))
-    for name in ("q_norm", "k_norm"):
-        if form.attention.head_norms:
-            yield norm_fallback_reason(name, getattr(attention, name))
+        yield norm_unfused_reason(name, getattr(layer, name))
+    for name in ("q_norm", "k_norm") if form.attention.head_norms else ():
+        yield norm_unfused_reason(name, getattr(attention, name))
     for name in ("q_proj", "k_proj", "v_proj", "o_proj"):
-        yield projection_fallback_reason(name, getattr(attention, name), dtype)
+        yield projection_unfused_reason(name, getattr(attention, name), dtype)
     if gated_form(computed_forward(mlp)) is None:
         yield "its MLP has a forward of its own"
-    if (reason := call_fallback_reason(mlp)) is not None:
+    if (reason := call_unfused_reason(mlp)) is not None:
         yield f"its MLP {reason}"
     if not is_llamas_rotary(_rotary_of(attention)):
         yield "its rotary embedding is not Llama's"
-    forward = forward_in_place_of(mlp)
-    yield mlp_fallback_reason(mlp, gated_form(forward) or forward, dtype)
+    forward = original_forward(mlp)
+    yield mlp_unfused_reason(mlp, gated_form(forward) or forward, dtype)
 
 
 def _rotary_of(attention: nn.Module) -> Callable:
     return computed_forward(attention).__globals__["apply_rotary_pos_emb"]
 
 
-def _fallback_layer(
+def _chunked_layer(
     verdict: Verdict,
     layer: nn.Module,
     x: torch.Tensor,
@@ -345,9 +336,13 @@ def _fallback_layer(
     chunk_tokens: int | None,
 ) -> torch.Tensor:
     """Computes the output [B, S, D] of an input [B, S, D] by calling the layer's modules. `rotary` are cos and sin
-    [B or 1, S, K]; `scale` multiplies what attention and MLP add."""
+    [B or 1, S, K]; `scale` multiplies what attention and MLP add.
+
+    The layer's own forward, as any_layer.py runs it, would compute queries, keys and values once more: with LoRA and
+    dropout 7 % more FLOP in a checkpointed step, counted at Llama-8B's proportions.
+    """
     attention, form = layer.self_attn, verdict.form
-    before, behind = verdict.called or _called_parts(layer)
+    before, behind = verdict.in_chunks or _called_parts(layer)
 
     def heads_of(x: torch.Tensor, name: str) -> torch.Tensor:
         heads = getattr(attention, f"{name}_proj")(x).unflatten(-1, (-1, attention.head_dim))
@@ -365,7 +360,7 @@ def _fallback_layer(
         h = x + attention.o_proj(attn_output) * scale
         return h + layer.mlp(layer.post_attention_layernorm(h)) * scale, None
 
-    chunks = {"rows": x.shape[0], "chunk_tokens": chunk_tokens}
+    chunks = {"rows": x.shape[0], "chunk_tokens": resolve_chunk_tokens(chunk_tokens, x.shape[-1], verdict.sparsity)}
     (q, k, v), _ = call_with_further_outputs(pre_attention, before, x, *(rotary or ()), **chunks)
     attn_output = attend(*(heads.transpose(1, 2) for heads in (q, k, v))).flatten(2)
     return call_with_further_outputs(post_attention, behind, x, attn_output, **chunks)[0]

@@ -11,7 +11,7 @@ from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from seqtile.models.forms import source_in_file, source_of
-from seqtile.models.placement import computed_forward, forward_in_place_of
+from seqtile.models.placement import computed_forward, original_forward
 from seqtile.models.weights import defining_path, named
 
 
@@ -52,7 +52,7 @@ _LAYERS = {
 def layer_form_of(layer: nn.Module) -> LayerForm | str:
     """Returns the form of a layer of Llama's shape; of any other layer what is not Llama's."""
     layers, attentions = _known()
-    source = source_of(_unwrapped(forward_in_place_of(layer)))
+    source = source_of(_unwrapped(original_forward(layer)))
     if source not in layers:
         return "its forward is not that of Llama's layers"
     attention = layer.self_attn

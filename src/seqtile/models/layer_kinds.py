@@ -44,8 +44,8 @@ class LayerKinds:
                 self._lists[name] = list(value)
             elif _LIST_OF_LAYERS.fullmatch(name) and all(_is_count(i) and i < number for i in value):
                 self._sets[name] = list(value)
-        self._first = {name: said[name] for name in _FIRST if _is_count(said.get(name))}
-        self._last = {name: said[name] for name in _LAST if _is_count(said.get(name))}
+        self._ends = {name: range(said[name]) for name in _FIRST if _is_count(said.get(name))}
+        self._ends |= {name: range(number - said[name], number) for name in _LAST if _is_count(said.get(name))}
         is_mixed = getattr(config, "is_heterogeneous", False)  # not of an older transformers
         self._others = {int(i): said for i, said in config.to_dict()["per_layer_config"].items()} if is_mixed else {}
 
@@ -67,10 +67,8 @@ class LayerKinds:
             set_field(self._config, name, [sizes(name, value[i]) for i in layers])
         for name, value in self._sets.items():
             set_field(self._config, name, [new for new, i in enumerate(layers) if i in value])
-        for name, value in self._first.items():
-            set_field(self._config, name, sum(i < value for i in layers))
-        for name, value in self._last.items():
-            set_field(self._config, name, sum(i >= self.count - value for i in layers))
+        for name, value in self._ends.items():
+            set_field(self._config, name, sum(i in value for i in layers))
         for name in _NEXT_TOKEN:
             if _is_count(vars(self._config).get(name)):
                 set_field(self._config, name, min(vars(self._config)[name], 1))
@@ -91,10 +89,8 @@ class LayerKinds:
         """Returns what the config says of a layer, sizes left out."""
         others = {name: meaning_of(value) for name, value in sorted(self._others.get(i, {}).items())}
         of_lists = [meaning_of(value[i]) for value in self._lists.values()]
-        inside = [i in value for value in self._sets.values()]
-        ends = [i < value for value in self._first.values()]
-        ends += [i >= (self.count or 0) - value for value in self._last.values()]
-        return [of_lists, inside, ends, others]
+        inside = [i in value for value in (*self._sets.values(), *self._ends.values())]
+        return [of_lists, inside, others]
 
 
 def count_of(config: PreTrainedConfig) -> int | None:

@@ -19,11 +19,12 @@ from torch import nn
 from transformers.loss import loss_utils
 from transformers.utils import ModelOutput
 
-from seqtile.models.fallback import Called, call_tiled
+from seqtile.models.find import head_of
 from seqtile.models.first_step import check_first_step
 from seqtile.models.forms import code_of
+from seqtile.models.in_chunks import InChunks, call_in_chunks
 from seqtile.models.lazy_logits import LazyLogits
-from seqtile.models.placement import Options, stand_in_for
+from seqtile.models.placement import Options
 from seqtile.models.quantised import is_quantised
 from seqtile.models.verdict import Verdict
 from seqtile.models.weights import (
@@ -32,8 +33,8 @@ from seqtile.models.weights import (
     defining_path,
     is_sharded,
     named,
-    process_fallback_reason,
-    projection_fallback_reason,
+    process_unfused_reason,
+    projection_unfused_reason,
     read_projection,
     zero3_error,
 )
@@ -61,7 +62,6 @@ def tiled_loss_forward(options: Options, original: Callable) -> Callable:
     takes_skip_logits = "skip_logits" in names
     calls_torch = "loss_function" not in getattr(code_of(inspect.unwrap(original)), "co_names", ())
 
-    @stand_in_for(original)
     def forward(self, *args, skip_logits=None, **kwargs):
         passed_on = args if variadic else ()  # to whoever knows their names
         inputs = kwargs if variadic else dict(zip(names, args, strict=False)) | kwargs
@@ -94,8 +94,8 @@ def tiled_loss_forward(options: Options, original: Callable) -> Callable:
 class LazyHead:
     """Stands in for a head while a forward runs; called with hidden states [..., D] it returns LazyLogits."""
 
-    def __init__(self, model: nn.Module, head: nn.Module, cross_entropy: Callable):
-        self._model, self._head, self._cross_entropy = model, head, cross_entropy
+    def __init__(self, head: nn.Module, cross_entropy: Callable):
+        self._head, self._cross_entropy = head, cross_entropy
 
     def __call__(self, hidden: torch.Tensor) -> LazyLogits:
         return LazyLogits(hidden, self._head, (), self._cross_entropy)
@@ -106,7 +106,7 @@ class LazyHead:
 
 def place_of_head(model: nn.Module) -> tuple[nn.Module, str]:
     """Returns the module that holds a model's head, and the head's name there. ValueError if it has none."""
-    head = model.get_output_embeddings() if has_head(model) else None
+    head = head_of(model)
     for owner in () if head is None else model.modules():
         for name, child in owner._modules.items():
             if child is head:
@@ -115,10 +115,6 @@ def place_of_head(model: nn.Module) -> tuple[nn.Module, str]:
         f"{type(model).__name__}: expected a model with a head over a vocabulary, got none; pass the causal LM itself, "
         "or apply with loss=False"
     )
-
-
-def has_head(model: nn.Module) -> bool:
-    return getattr(model, "get_output_embeddings", lambda: None)() is not None
 
 
 @contextmanager
@@ -130,10 +126,10 @@ def _lazy_head(model: nn.Module, options: Options) -> Iterator[None]:
         raise ValueError(verdict.error)
     owner, name = place_of_head(model)
     head = getattr(owner, name)
-    compute = partial(_cross_entropy, fallback=verdict.how == "chunked", chunk_tokens=options.chunk_tokens)
+    compute = partial(_cross_entropy, chunked=verdict.how == "chunked", chunk_tokens=options.chunk_tokens)
     loss = partial(_loss, untiled=untiled, compute=compute)
     own = vars(model).get("_loss_function")
-    object.__setattr__(owner, name, LazyHead(model, head, compute))
+    object.__setattr__(owner, name, LazyHead(head, compute))
     object.__setattr__(model, "_loss_function", loss)
     try:
         yield
@@ -155,8 +151,11 @@ def _without_logits(output: Any) -> Any:
 
 def loss_verdict(model: nn.Module) -> Verdict:
     """Finds how lm_head and the loss are computed."""
-    head = getattr(*place_of_head(model))
-    reason, error = head_fallback_reason(head), None
+    try:
+        head = getattr(*place_of_head(model))
+    except ValueError as error:
+        return Verdict("untiled", "it has no head over a vocabulary", str(error))
+    reason, error = head_unfused_reason(head), None
     if reason is not None and is_sharded(head):
         error = zero3_error(reason)
     elif (unknown := _unknown_loss_reason(model.loss_function)) is not None:
@@ -165,9 +164,9 @@ def loss_verdict(model: nn.Module) -> Verdict:
     return Verdict("fused" if reason is None else "chunked", reason, error)
 
 
-def head_fallback_reason(head: nn.Module) -> str | None:
-    """Says why lm_head is called rather than read."""
-    reason = process_fallback_reason() or projection_fallback_reason("lm_head", head)
+def head_unfused_reason(head: nn.Module) -> str | None:
+    """Says why lm_head is not fused."""
+    reason = process_unfused_reason() or projection_unfused_reason("lm_head", head)
     if reason is None and is_quantised(head):
         return "lm_head is quantised"
     return "lm_head has an adapter" if reason is None and hasattr(head, "lora_A") else reason
@@ -221,7 +220,7 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
     *,
     num_items: torch.Tensor | int | None = None,
-    fallback: bool,
+    chunked: bool,
     chunk_tokens: int | None,
 ) -> torch.Tensor:
     """Computes what torch's cross_entropy computes from logits [..., V] and targets [...], divided by `num_items` where
@@ -230,14 +229,13 @@ def _cross_entropy(
     if not same_shape or size_average is not None or reduce is not None or reduction not in ("mean", "sum"):
         return NotImplemented
     head, affine = logits.head, logits.affine
-    plain = weight is None and label_smoothing == 0
-    if (fallback or affine is None) and plain:
-        total = _fallback_losses(logits, target, ignore_index, chunk_tokens).sum()
+    if chunked or affine is None:
+        if weight is not None or label_smoothing:
+            return NotImplemented
+        total = _chunked_losses(logits, target, ignore_index, chunk_tokens).sum()
         if reduction == "sum":
             return total
         return total / ((target != ignore_index).sum() if num_items is None else num_items)
-    if fallback or affine is None:
-        return NotImplemented
 
     def of_weight(hidden: torch.Tensor) -> torch.Tensor:
         matrix, bias, *_ = read_projection("lm_head", head)
@@ -248,13 +246,13 @@ def _cross_entropy(
         options |= {"class_weight": weight, "label_smoothing": label_smoothing}
         return linear_cross_entropy(hidden, matrix, target, bias=sum(biases) if biases else None, **options)
 
-    return call_inside(head, of_weight, logits.hidden)  # a head that is called has its weight gathered by its own call
+    return call_inside(head, of_weight, logits.hidden)  # a head in chunks has its weight gathered by its own call
 
 
-def _fallback_losses(
+def _chunked_losses(
     logits: LazyLogits, targets: torch.Tensor, ignore_index: int, chunk_tokens: int | None
 ) -> torch.Tensor:
-    """Computes the loss of every token under a head that is called, ignored ones too: its logits once more in the
+    """Computes the loss of every token under a head that runs in chunks, ignored ones too: its logits once more in the
     backward. 4 u of all tokens."""
 
     def losses_of(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -264,4 +262,6 @@ def _fallback_losses(
 
     # torch's cross-entropy keeps four chunks of logits where ours keeps one
     quarter = max(1, resolve_chunk_tokens(chunk_tokens, logits.hidden.shape[-1]) // 4)
-    return call_tiled(losses_of, Called(head=logits.head), logits.hidden, targets.unsqueeze(-1), chunk_tokens=quarter)
+    return call_in_chunks(
+        losses_of, InChunks(head=logits.head), logits.hidden, targets.unsqueeze(-1), chunk_tokens=quarter
+    )

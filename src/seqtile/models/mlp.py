@@ -1,13 +1,13 @@
 """The tiled forwards of MLPs: of a gated MLP module, and of a mixture's experts.
 
 A gated MLP is known by its forward's source, see forms.py. Any other module that makes something of each token by
-itself is called chunk by chunk. A mixture's experts are given the tokens together with their routes; the router stays
+itself runs in chunks. A mixture's experts are given the tokens together with their routes; the router stays
 as it is, over the whole sequence: its logits are small, and so every token goes where it would go untiled, and what is
 recorded of them for the balancing loss is what Hugging Face records.
 """
 
 from collections.abc import Callable
-from functools import cache
+from functools import cache, partial
 from itertools import repeat
 from types import CodeType
 from typing import Any, NamedTuple
@@ -18,23 +18,23 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 from transformers.utils import logging
 
-from seqtile.models.fallback import Called, call_tiled, inside_chunk
 from seqtile.models.forms import code_of, names_in
-from seqtile.models.placement import Options, forward_in_place_of, stand_in_for
+from seqtile.models.in_chunks import InChunks, call_in_chunks, inside_chunk
+from seqtile.models.placement import Options, original_forward
 from seqtile.models.verdict import Verdict, Verdicts
 from seqtile.models.weights import (
-    activation_fallback_reason,
     activation_name,
+    activation_unfused_reason,
     check_untransformed,
     defining_path,
     is_sharded,
     leaves_of,
     named,
     own_weights,
-    process_fallback_reason,
-    projection_fallback_reason,
+    process_unfused_reason,
+    projection_unfused_reason,
     read_projection,
-    silu_fallback_reason,
+    silu_unfused_reason,
     zero3_error,
 )
 from seqtile.ops.checks import autocast_dtype
@@ -103,30 +103,21 @@ def tiled_mlp_forward(options: Options, original: Callable) -> Callable:
     them: reading one is a collective, in the same order on ranks whose sequences are of different lengths.
     """
     form = gated_form(original)
+    of_mlp, said = Verdicts(partial(_verdict, form or original)).of, []
 
-    def inspect(mlp: nn.Module, dtype: torch.dtype | None) -> Verdict:
-        return _verdict(mlp, form or original, dtype)
-
-    of_mlp, said = Verdicts(inspect).of, []
-
-    @stand_in_for(original)
     def forward(self, x: torch.Tensor, *others: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         if kwargs or (others and not all(isinstance(other, torch.Tensor) for other in others)):
             return original(self, x, *others, **kwargs)
-        dtype = autocast_dtype(x) or x.dtype
-        compiling = torch.compiler.is_compiling()
-        verdict = (inspect if compiling else of_mlp)(self, dtype)
+        verdict = of_mlp(self, autocast_dtype(x) or x.dtype)
         if verdict.error is not None:
             raise ValueError(verdict.error)
         chunk = resolve_chunk_tokens(options.chunk_tokens, x.shape[-1])
         if x.shape[:-1].numel() > chunk:
             check_untransformed()
-        else:
-            if not said and not compiling and self.training and torch.is_grad_enabled() and not inside_chunk():
-                said.append(chunk)
-                _note_that_it_fits(chunk)
-            if not verdict.sharded and not any(map(hasattr, verdict.parameters, repeat("main_grad"))):
-                return original(self, x, *others)
+        elif not verdict.sharded and not any(map(hasattr, verdict.parameters, repeat("main_grad"))):
+            if not said:
+                _note_that_it_fits(self, chunk, said)
+            return original(self, x, *others)
         if verdict.how == "fused":
             params = tuple(projection for projection in read_mlp(self, form) if projection is not None)
             return gated_mlp_of(x, params, activation_of(self, form), chunk_tokens=options.chunk_tokens)
@@ -134,16 +125,19 @@ def tiled_mlp_forward(options: Options, original: Callable) -> Callable:
         def of_chunk(*pieces: torch.Tensor) -> torch.Tensor:
             return original(self, *(piece.contiguous() for piece in pieces))  # some call view
 
-        return call_tiled(of_chunk, verdict.called[0], x, *others, chunk_tokens=options.chunk_tokens)
+        return call_in_chunks(of_chunk, verdict.in_chunks[0], x, *others, chunk_tokens=options.chunk_tokens)
 
     return forward
 
 
-def _note_that_it_fits(chunk: int) -> None:
-    logger.warning_once(
-        f"a sequence fits in one chunk of {chunk} tokens: its MLPs, and its layers with layer=True, run untiled and "
-        "keep what they keep untiled; for less memory train on longer sequences, or pass a smaller chunk_tokens"
-    )
+def _note_that_it_fits(mlp: nn.Module, chunk: int, said: list[int]) -> None:
+    """Says so in training, once, and adds to what was `said`."""
+    if mlp.training and torch.is_grad_enabled() and not torch.compiler.is_compiling() and not inside_chunk():
+        said.append(chunk)
+        logger.warning_once(
+            f"a sequence fits in one chunk of {chunk} tokens: its MLPs, and its layers with layer=True, run untiled "
+            "and keep what they keep untiled; for less memory train on longer sequences, or pass a smaller chunk_tokens"
+        )
 
 
 def read_mlp(mlp: nn.Module, form: Gated) -> tuple[Projection, Projection | None, Projection]:
@@ -159,31 +153,31 @@ def activation_of(mlp: nn.Module, form: Gated) -> str:
 
 def mlp_verdict(mlp: nn.Module) -> Verdict:
     """Finds how an MLP is computed."""
-    forward = forward_in_place_of(mlp)
-    return _verdict(mlp, gated_form(forward) or forward, None)
+    forward = original_forward(mlp)
+    return _verdict(gated_form(forward) or forward, mlp, None)
 
 
-def _verdict(mlp: nn.Module, form: Gated | Callable, dtype: torch.dtype | None) -> Verdict:
-    reason, sharded = mlp_fallback_reason(mlp, form, dtype), is_sharded(mlp)
+def _verdict(form: Gated | Callable, mlp: nn.Module, dtype: torch.dtype | None) -> Verdict:
+    reason, sharded = mlp_unfused_reason(mlp, form, dtype), is_sharded(mlp)
     error = zero3_error(reason) if reason is not None and sharded else None
     how = "fused" if reason is None else "chunked"
-    called = () if reason is None else (Called(mlp=mlp),)
-    return Verdict(how, reason, error, sharded=sharded, parameters=tuple(mlp.parameters()), called=called)
+    in_chunks = () if reason is None else (InChunks(mlp=mlp),)
+    return Verdict(how, reason, error, sharded=sharded, parameters=tuple(mlp.parameters()), in_chunks=in_chunks)
 
 
-def mlp_fallback_reason(mlp: nn.Module, form: Gated | Callable, dtype: torch.dtype | None = None) -> str | None:
-    """Says why an MLP is called rather than read; given the form of its forward, or a forward that has none, and the
+def mlp_unfused_reason(mlp: nn.Module, form: Gated | Callable, dtype: torch.dtype | None = None) -> str | None:
+    """Says why an MLP is not fused; given the form of its forward, or a forward that has none, and the
     dtype of its products where that is known."""
     if not isinstance(form, Gated):
         return f"its forward is {named(form)}"
-    if (reason := process_fallback_reason()) is not None:
+    if (reason := process_unfused_reason()) is not None:
         return reason
     for name in _projections(form):
-        if (reason := projection_fallback_reason(name, getattr(mlp, name, None), dtype)) is not None:
+        if (reason := projection_unfused_reason(name, getattr(mlp, name, None), dtype)) is not None:
             return reason
     if form.module is not None:
-        return activation_fallback_reason(getattr(mlp, form.module))
-    return None if form.ligers else silu_fallback_reason()
+        return activation_unfused_reason(getattr(mlp, form.module))
+    return None if form.ligers else silu_unfused_reason()
 
 
 def _projections(form: Gated) -> tuple[str, ...]:
@@ -197,14 +191,12 @@ def tiled_experts_forward(options: Options, original: Callable) -> Callable:
     `resolve_chunk_tokens`. Weights that are computed anew for every forward, as PEFT's adapters of experts do, are
     computed once for all chunks.
     """
-
     of_experts = Verdicts(experts_verdict).of
 
-    @stand_in_for(original)
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor):
         if not top_k_index.shape[:-1] == hidden_states.shape[:-1] == top_k_weights.shape[:-1]:
             return original(self, hidden_states, top_k_index, top_k_weights)
-        verdict = (experts_verdict if torch.compiler.is_compiling() else of_experts)(self)
+        verdict = of_experts(self)
         if verdict.error is not None:
             raise ValueError(verdict.error)
         own = dict(self.named_parameters(recurse=False))
@@ -214,13 +206,13 @@ def tiled_experts_forward(options: Options, original: Callable) -> Callable:
         names = tuple(given)  # of_chunk lives until the backward, and must keep no tensor alive
 
         def of_chunk(hidden: torch.Tensor, index: torch.Tensor, weights: torch.Tensor, *shared: torch.Tensor):
-            seen = _Instead(self, dict(zip(names, shared, strict=True))) if names else self
+            seen = _WeightOverride(self, dict(zip(names, shared, strict=True))) if names else self
             return original(seen, hidden, index, weights)
 
-        sparsity = experts_of(self) / top_k_index.shape[-1]
-        return call_tiled(
+        sparsity = num_experts(self) / top_k_index.shape[-1]
+        return call_in_chunks(
             of_chunk,
-            verdict.called[0],
+            verdict.in_chunks[0],
             hidden_states,
             top_k_index,
             top_k_weights,
@@ -235,7 +227,7 @@ def tiled_experts_forward(options: Options, original: Callable) -> Callable:
     return forward
 
 
-class _Instead:
+class _WeightOverride:
     """A module seen with tensors in place of some that it would compute."""
 
     def __init__(self, module: nn.Module, tensors: dict[str, torch.Tensor]):
@@ -250,10 +242,10 @@ def experts_verdict(experts: nn.Module, dtype: torch.dtype | None = None) -> Ver
     """Finds how a mixture's experts are computed."""
     reason = "tokens are routed to experts"
     error = zero3_error(reason) if is_sharded(experts) else None
-    return Verdict("chunked", reason, error, called=(Called(),))  # PEFT exchanges the class of experts meanwhile
+    return Verdict("chunked", reason, error, in_chunks=(InChunks(),))  # PEFT exchanges the class of experts meanwhile
 
 
-def experts_of(module: nn.Module) -> int:
+def num_experts(module: nn.Module) -> int:
     """Returns how many experts a module holds the weights of: itself, in no layer of its own; 0 of none."""
     shapes = [getattr(weight, "ds_shape", weight.shape) for weight in own_weights(module)]  # ZeRO-3's shards differ
     return max((shape[0] for shape in shapes if len(shape) == 3), default=0)
@@ -265,4 +257,4 @@ _EXPERTS_A_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", 
 def sparsity_of(module: nn.Module, config: Any) -> float:
     """Returns experts / experts a token; 1 without experts, or where the config does not say."""
     a_token = next((getattr(config, name) for name in _EXPERTS_A_TOKEN if getattr(config, name, None)), None)
-    return (experts_of(module) / a_token if a_token else 1) or 1
+    return (num_experts(module) / a_token if a_token else 1) or 1

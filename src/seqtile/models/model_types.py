@@ -3,11 +3,8 @@
 from functools import cache
 from typing import Any
 
-import torch
 from transformers import CONFIG_MAPPING, PreTrainedModel
 from transformers.models.auto import modeling_auto
-
-from seqtile.models.small import config_for
 
 _MAPPINGS = ("MODEL_FOR_CAUSAL_LM_MAPPING", "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING")
 
@@ -33,9 +30,3 @@ def model_classes(model_type: str) -> list[type[PreTrainedModel]]:
         classes: Any = getattr(modeling_auto, mapping).get(config, ())
         found |= dict.fromkeys(classes if isinstance(classes, tuple) else (classes,))
     return list(found)
-
-
-def unfilled_model(cls: type[PreTrainedModel], model_type: str) -> PreTrainedModel:
-    """Returns a model of a class whose weights have shapes and no values, by the default config of its type."""
-    with torch.device("meta"):
-        return cls(config_for(cls, CONFIG_MAPPING[model_type]()))

@@ -7,9 +7,9 @@ from torch import nn
 
 from seqtile.models.find import text_model_of
 from seqtile.models.layer_form import is_llamas_norm
-from seqtile.models.placement import Options, computed_forward, stand_in_for
+from seqtile.models.placement import Options, computed_forward
 from seqtile.models.verdict import Verdict
-from seqtile.models.weights import call_fallback_reason, defining_path, named, process_fallback_reason
+from seqtile.models.weights import call_unfused_reason, defining_path, named, process_unfused_reason
 from seqtile.ops.chunks import resolve_chunk_tokens
 from seqtile.ops.decoder_layer.params import Norm
 from seqtile.ops.rms_norm import rms_norm
@@ -23,10 +23,9 @@ def tiled_norm_forward(options: Options, original: Callable) -> Callable:
     `original` itself in evaluation, where a sequence fits in a chunk, and for heads [B, S, H, K].
     """
 
-    @stand_in_for(original)
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         fits = hidden_states.shape[:-1].numel() <= resolve_chunk_tokens(options.chunk_tokens, hidden_states.shape[-1])
-        if fits or not self.training or hidden_states.dim() != 3 or process_fallback_reason() is not None:
+        if fits or not self.training or hidden_states.dim() != 3 or process_unfused_reason() is not None:
             return original(self, hidden_states)
         return rms_norm(hidden_states, *read_norm(self))
 
@@ -50,18 +49,18 @@ def _is_norm(module: nn.Module) -> bool:
 
 def norm_verdict(norm: nn.Module) -> Verdict:
     """Finds how a norm is computed."""
-    reason = norm_fallback_reason("norm", norm)
+    reason = norm_unfused_reason("norm", norm)
     error = f"a tiled norm reads its weight, and {reason}; apply with layer=False"
     return Verdict("fused", reason, None if reason is None else error)
 
 
-def norm_fallback_reason(name: str, norm: nn.Module) -> str | None:
-    """Says why a norm must be called rather than read; see `process_fallback_reason`, too."""
+def norm_unfused_reason(name: str, norm: nn.Module) -> str | None:
+    """Says why a norm cannot be fused; see `process_unfused_reason`, too."""
     cls = type(norm)
     if not _is_norm(norm):
         own = "forward" in vars(norm)
         return f"{name} has a forward of its own" if own else f"{name} is a {named(cls)}"
     if getattr(norm, "offset", 0) or getattr(norm, "casting_mode", "llama") != "llama":
         return f"{name} is another kind of RMSNorm than Llama's"
-    reason = call_fallback_reason(norm)
+    reason = call_unfused_reason(norm)
     return None if reason is None else f"{name} {reason}"

@@ -52,5 +52,5 @@ EXPERTS = Part("mlp", experts_in, tiled_experts_forward, experts_verdict, swappe
 LAYER = Part("layer", layers_of, tiled_layer_forward, layer_verdict)
 NORM = Part("layer", norms_of, tiled_norm_forward, norm_verdict, swapped=True)
 BASE = Part("layer", base_models_of, uncached_forward)
-CHECK = Part("check", lambda model: [model], checked_forward)  # where the loss is not tiled, whose forward checks, too
+CHECK = Part("", lambda model: [model], checked_forward)  # where the loss is not tiled, whose forward checks, too
 PARTS = (LOSS, MLP, EXPERTS, LAYER, NORM, BASE)

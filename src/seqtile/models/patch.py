@@ -8,20 +8,22 @@ same name.
 import sys
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from contextlib import suppress
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import CONFIG_MAPPING, PreTrainedModel
 
 from seqtile.models.first_step import OUTCOME
 from seqtile.models.loss import place_of_head
 from seqtile.models.mlp import gated_form
-from seqtile.models.model_types import model_classes, unfilled_model
+from seqtile.models.model_types import model_classes
 from seqtile.models.parts import CHECK, LAYER, LOSS, MLP, PARTS, Part
 from seqtile.models.placement import Options, check_place, check_unplace, place, placement_at, unplace
 from seqtile.models.proof import unproven
+from seqtile.models.small import config_for, unfilled
 
 
 @dataclass
@@ -29,17 +31,14 @@ class ClassPatch:
     """A record of what was applied to the classes of one architecture."""
 
     parts: set[str] = field(default_factory=set)
-    owners: dict[type, None] = field(default_factory=dict)
-    """The classes that have a tiled forward."""
-    subclasses: dict[type, tuple[str, str]] = field(default_factory=dict)
-    """Those of them that stand in for others, and where, a module and a name: more than one in a place if another
-    library replaced the first."""
+    classes: dict[type, tuple[str, str] | None] = field(default_factory=dict)
+    """Those that have a tiled forward, and where those stand that replace another, a module and a name: more than one
+    in a place if another library replaced the first."""
 
 
 _CLASSES: dict[str, ClassPatch] = {}  # the one registry: model_type -> what was applied to its classes
 _ASKED = "_seqtile_parts"  # on a model: the parts that were applied to it
 _REFUSED = "_seqtile_refused"  # on a model: why modules, by the names of their classes, are left untiled
-Found = tuple[nn.Module, Part, Options]
 Proof = Callable[[Any], Callable[[Part, nn.Module], str | None]]
 
 
@@ -48,84 +47,68 @@ def apply(model_type: str, model: nn.Module | None, options: Options, proof: Pro
 
     `proof` is given the model, and returns what says why a module of it is not to be tiled as a part."""
     options.validate()
-    parts = [(part, _options_of(part, options)) for part in PARTS if part.option in options.parts]
     if model is None:
-        _apply_to_classes(model_type, parts, options)
-        _CLASSES[model_type].parts |= options.parts
-    else:
-        _apply_to_model(model, parts, options, proof)
-        setattr(model, _ASKED, getattr(model, _ASKED, frozenset()) | options.parts)
+        _apply_to_classes(model_type, options)
+        return
+    if options.loss:
+        place_of_head(model)
+    found, refused = _found(model, options, proof)
+    for module, part in found:
+        part.check(module, options)
+    classes: dict[tuple, type] = {}
+    for module, part in found:
+        place(module, partial(part.tiled_forward, options), options, classes, part.option)
+    setattr(model, _ASKED, getattr(model, _ASKED, frozenset()) | options.parts)
+    setattr(model, _REFUSED, refused)
 
 
-def _options_of(part: Part, options: Options) -> Options:
-    options = options if part in (LOSS, CHECK) else replace(options, check=True)
-    return options if part is LAYER else replace(options, head_groups=None)
-
-
-def _tiles(part: Part) -> str:
-    return "" if part is CHECK else part.option
-
-
-def _check_part(owner: Any, options: Options) -> list[tuple[Part, Options]]:
-    """Returns the part that compares the first step where no tiled loss of this model, or class, does."""
-    options = _options_of(CHECK, options)
-    if not options.check or placement_at(owner) is not None:
-        return []
-    try:
-        check_place(owner, options)
-    except ValueError:  # a forward that another library has put there
-        return []
-    return [(CHECK, options)]
-
-
-def _found(
-    model: nn.Module, parts: list[tuple[Part, Options]], proof: Proof = unproven
-) -> tuple[list[Found], dict[str, str]]:
+def _found(model: nn.Module, options: Options, proof: Proof) -> tuple[list[tuple[nn.Module, Part]], dict[str, str]]:
     """Returns the modules of a model that can be tiled, and why others, by the names of their classes, are not.
     ValueError if no layer can, and they are asked for."""
     found, refused = [], {}
     differing = proof(model)
-    for part, options in parts:
+    for part in PARTS:
+        if part.option not in options.parts:
+            continue
         modules = {module: part.refusal(module) for module in part.modules(model)}
         for module in [module for module, refusal in modules.items() if refusal is None]:
             check_place(module, options)
             modules[module] = differing(part, module)
-        found += [(module, part, options) for module, refusal in modules.items() if refusal is None]
+        found += [(module, part) for module, refusal in modules.items() if refusal is None]
         refused |= {type(module).__name__: refusal for module, refusal in modules.items() if refusal is not None}
         if part is LAYER and (not modules or None not in modules.values()):
             reason = next(iter(modules.values()), "it has none that Hugging Face can checkpoint")
             raise ValueError(
                 f"layer=True: the layers of {type(model).__name__} cannot be tiled: {reason}; apply with layer=False"
             )
+    if options.check and (model, LOSS) not in found and placement_at(model) is None:
+        with suppress(ValueError):  # a forward that another library has put there
+            check_place(model, options)
+            found.append((model, CHECK))
     return found, refused
 
 
-def _apply_to_classes(model_type: str, parts: list[tuple[Part, Options]], options: Options) -> None:
-    found: dict[tuple[str, str], tuple[Part, Options]] = {}  # where a class is to be found -> how it is tiled
+def _apply_to_classes(model_type: str, options: Options) -> None:
+    found: dict[tuple[str, str], Part] = {}  # where a class is to be found -> how it is tiled
     for cls in model_classes(model_type):
-        model = unfilled_model(cls, model_type)
-        if mlp := [(part, options) for part, options in parts if part is MLP]:  # also such as its default config lacks
-            for name, value in vars(sys.modules[cls.__module__]).items():
-                if isinstance(value, type) and issubclass(value, nn.Module) and gated_form(value.forward):
-                    found[cls.__module__, name] = mlp[0]
-        parts_of_cls = _found(model, parts)[0]
-        if all(part is not LOSS for _, part, _ in parts_of_cls):
-            parts_of_cls += [(model, *check) for check in _check_part(cls, options)]
-        for module, part, own in parts_of_cls:
-            found |= dict.fromkeys(_names_of(type(module), cls), (part, own))
-    for (module_name, name), (_, own) in found.items():
-        check_place(getattr(sys.modules[module_name], name), own)
+        for name, value in vars(sys.modules[cls.__module__]).items() if options.mlp else ():
+            if isinstance(value, type) and issubclass(value, nn.Module) and gated_form(value.forward):
+                found[cls.__module__, name] = MLP  # also such as its default config lacks
+        for module, part in _found(unfilled(cls, config_for(cls, CONFIG_MAPPING[model_type]())), options, unproven)[0]:
+            found |= dict.fromkeys(_names_of(type(module), cls), part)
+    for module_name, name in found:
+        check_place(getattr(sys.modules[module_name], name), options)
     patch = _CLASSES.setdefault(model_type, ClassPatch())
-    for (module_name, name), (part, own) in found.items():
+    patch.parts |= options.parts
+    for (module_name, name), part in found.items():
         module = sys.modules[module_name]
         owner = getattr(module, name)
-        if part.swapped and owner not in patch.subclasses:
+        if part.swapped and patch.classes.get(owner) is None:
             # To be found, by pickle too, where its base was, under `name`.
             owner = type(owner.__name__, (owner,), {"__module__": module_name, "__qualname__": name})
-            patch.subclasses[owner] = module_name, name
             setattr(module, name, owner)
-        patch.owners[owner] = None
-        place(owner, partial(part.tiled_forward, own), own, {}, _tiles(part))
+        patch.classes.setdefault(owner, (module_name, name) if part.swapped else None)
+        place(owner, partial(part.tiled_forward, options), options, {}, part.option)
 
 
 def _names_of(cls: type, model_class: type) -> list[tuple[str, str]]:
@@ -135,20 +118,6 @@ def _names_of(cls: type, model_class: type) -> list[tuple[str, str]]:
         if names:
             return [(module_name, names[0])]
     return []
-
-
-def _apply_to_model(model: nn.Module, parts: list[tuple[Part, Options]], options: Options, proof: Proof) -> None:
-    if LOSS in (part for part, _ in parts):
-        place_of_head(model)
-    found, refused = _found(model, parts, proof)
-    for module, part, own in found:
-        part.check(module, own)
-    if all(part is not LOSS for _, part, _ in found):
-        found += [(model, *check) for check in _check_part(model, options)]
-    classes: dict[type, type] = {}
-    for module, part, own in found:
-        place(module, partial(part.tiled_forward, own), own, classes, _tiles(part))
-    setattr(model, _REFUSED, refused)
 
 
 def restore(target: nn.Module | str | None = None) -> None:
@@ -168,19 +137,17 @@ def restore(target: nn.Module | str | None = None) -> None:
         model_classes(target)
         if (patch := _CLASSES.get(target)) is None:
             return
-        _unplace_all(list(patch.owners))
-        for subclass, (module_name, name) in patch.subclasses.items():
-            if getattr(sys.modules[module_name], name) is subclass:
-                setattr(sys.modules[module_name], name, subclass.__base__)
+        _unplace_all(list(patch.classes))
+        for cls, (module_name, name) in ((cls, at) for cls, at in patch.classes.items() if at is not None):
+            if getattr(sys.modules[module_name], name) is cls:
+                setattr(sys.modules[module_name], name, cls.__base__)
         del _CLASSES[target]
     else:
         model = unwrapped(target)
-        model_type_of(model)
         modules = list(dict.fromkeys(module for part in PARTS for module in part.modules(model)))
         _unplace_all(modules)
-        vars(model).pop(_ASKED, None)
-        vars(model).pop(_REFUSED, None)
-        vars(model).pop(OUTCOME, None)
+        for name in (_ASKED, _REFUSED, OUTCOME):
+            vars(model).pop(name, None)
         if any(placement.part for module in modules if (placement := placement_at(module))):
             warnings.warn(
                 "this model stays tiled by its classes: "
@@ -196,9 +163,15 @@ def _unplace_all(owners: list[Any]) -> None:
         unplace(owner)
 
 
-def unwrapped(model: Any) -> Any:
-    """Returns the model in PEFT's wrapper; anything else itself."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+def unwrapped(model: Any) -> PreTrainedModel:
+    """Returns a Hugging Face model itself, without PEFT's wrapper; a TypeError if it is none."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if not isinstance(inner, PreTrainedModel):
+        raise TypeError(
+            f"expected a Hugging Face model, got a {type(inner).__name__}; pass the model itself, not a wrapper around "
+            "it (.module of DDP and DeepSpeed)"
+        )
+    return inner
 
 
 def parts_applied_to(model: nn.Module) -> frozenset[str]:
@@ -210,13 +183,3 @@ def parts_applied_to(model: nn.Module) -> frozenset[str]:
 def refused_of(model: nn.Module) -> dict[str, str]:
     """Returns why modules of this model, by the names of their classes, were left untiled."""
     return vars(model).get(_REFUSED, {})
-
-
-def model_type_of(model: Any) -> str:
-    """Returns the model's `config.model_type`; a TypeError if it is no Hugging Face model."""
-    if not isinstance(model, PreTrainedModel):
-        raise TypeError(
-            f"expected a Hugging Face model, got a {type(model).__name__}; pass the model itself, not a wrapper around "
-            "it (.module of DDP and DeepSpeed)"
-        )
-    return model.config.model_type

@@ -1,16 +1,13 @@
-"""Installs a tiled forward on a class or a module, and removes it.
+"""Puts a tiled forward on a class, and takes it off.
 
-On a class the forward is assigned. A module gets a class of its own, derived from the one it had, whose forward runs
-what the module holds:
+A tiled forward always stands on a class, of which it is the forward. A module that is tiled alone is given a class of
+its own for it, derived from the one that it had, in which all modules of that class share:
 
-    class    Llama.forward = tiled            tiled.seqtile_placement: what it stands in for
-    module   type(mlp) = own class of LlamaMLP
-             mlp._seqtile_placement.forward = tiled
+    a class    Llama.forward = tiled                               tiled.seqtile_placement: what it stands in for
+    a module   mlp.__class__ = a class derived from type(mlp), whose forward is tiled
 
-A forward is looked up through the type and given the module that is called, so a copy's forward runs on the copy, also
-on a shallow one, as torch's DataParallel makes them; a forward bound on a module would go on to run on that module.
-Every tiled forward carries a `Placement`, so that a copy of a model can be restored as well as the model, and no list
-of models is kept.
+A copy of a module is of the same class, so it is tiled, computes with what is its own, and can be restored by itself;
+no list of models is kept.
 """
 
 import copy
@@ -18,21 +15,19 @@ import copyreg
 import inspect
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial, update_wrapper
+from functools import cache, partial, update_wrapper
 from itertools import takewhile
 from types import CellType, FunctionType, MethodType
 from typing import Any
 
 from torch import nn
 
-from seqtile.models.weights import defining_path
 from seqtile.ops.chunks import resolve_chunk_tokens
 
 Owner = type | nn.Module
-Wrap = Callable[[Callable], Callable]
-"""A forward (a plain function) to the tiled one that stands in for it."""
 KNOWN_PACKAGES = ("transformers", "liger_kernel")  # whose forwards a tiled forward may stand in for
-HELD = "_seqtile_placement"  # what a module holds, None on its own class
+_DECIDING = {"mlp": ("chunk_tokens",), "layer": ("chunk_tokens", "head_groups")}  # the options, by part
+_OWN = "_seqtile_placement"  # of a class made for modules that are tiled alone: its Placement, None if it undoes one
 
 
 @dataclass(frozen=True)
@@ -72,23 +67,6 @@ class Options:
             raise ValueError("mlp=False: expected True, since layer=True tiles the MLP with the layer that it is in")
 
 
-def stand_in_for(original: Callable) -> Callable[[Callable], Callable]:
-    """Returns a decorator much like functools.wraps, but without the `__wrapped__` that it leaves.
-
-    The signature is kept because Trainer reads from it which inputs and loss arguments a model takes. `__wrapped__` is
-    not, because Accelerate's unwrap_model(keep_fp32_wrapper=False) follows it to the end: it would take seqtile off
-    together with its own wrapper.
-    """
-
-    def decorate(forward: Callable) -> Callable:
-        update_wrapper(forward, original)
-        del forward.__wrapped__
-        forward.__signature__ = inspect.signature(original)
-        return forward
-
-    return decorate
-
-
 @dataclass
 class Placement:
     """A tiled forward, and the place where it stands."""
@@ -102,56 +80,52 @@ class Placement:
     part: str = ""
     """What it tiles, as `apply_seqtile` names it; "" for what stands there for its check alone."""
 
-    def __deepcopy__(self, memo: dict) -> "Placement":
-        return self  # a copied module holds the same
-
-    def __reduce__(self) -> tuple:
-        return type(None), ()  # a module comes out of a pickle untiled
-
     def is_of(self, options: Options) -> bool:
         """Says if the same options would make the same forward."""
-        mine = self.options
-        same_chunks = (mine.chunk_tokens, mine.head_groups) == (options.chunk_tokens, options.head_groups)
-        return same_chunks and mine.check == options.check
+        names = _DECIDING.get(self.part, ("chunk_tokens", "check"))
+        return all(getattr(self.options, name) == getattr(options, name) for name in names)
 
 
-class _PatchedSubclass(type):
-    """The metaclass, by which pickle knows such a class. It is pickled as the one beneath: a module comes back untiled,
-    and seqtile need not be there to load it."""
+def _type_of(owner: Owner) -> type:
+    return owner if isinstance(owner, type) else type(owner)
+
+
+def is_own_class(cls: type) -> bool:
+    """Says if a class was made here for modules that are tiled alone."""
+    return _OWN in vars(cls)
 
 
 def _pickled(cls: type) -> Any:
-    return (copy.copy, (cls.__base__,)) if is_patched_subclass(cls) else cls.__qualname__  # copying a class returns it
+    """A module comes out of a pickle untiled, and seqtile need not be there to load it."""
+    return (copy.copy, (cls.__base__,)) if is_own_class(cls) else cls.__qualname__  # copying a class returns it
 
 
-copyreg.pickle(_PatchedSubclass, _pickled)
+@cache
+def _pickled_as_its_base(metaclass: type) -> type:
+    """Returns a metaclass, by which pickle knows the classes that are made here."""
+    derived = type(metaclass.__name__, (metaclass,), {})
+    copyreg.pickle(derived, _pickled)
+    return derived
 
 
-def is_patched_subclass(cls: type) -> bool:
-    return HELD in vars(cls)
+def _like(original: Callable, forward: Callable) -> Callable:
+    """Returns `forward` with the name, the documentation and the signature of the original one, much as functools.wraps
+    does, but without the `__wrapped__` that it leaves.
+
+    The signature is kept because Trainer reads from it which inputs and loss arguments a model takes. `__wrapped__` is
+    not, because Accelerate's unwrap_model(keep_fp32_wrapper=False) follows it to the end: it would take seqtile off
+    together with its own wrapper.
+    """
+    update_wrapper(forward, original)
+    del forward.__wrapped__
+    forward.__signature__ = inspect.signature(original)
+    return forward
 
 
-def patched_subclass_of(module: nn.Module) -> type | None:
-    """Returns the class that a module got here, which another library may have derived one more from, as FSDP2 does;
-    None if it got none."""
-    return next((cls for cls in type(module).__mro__ if is_patched_subclass(cls)), None)
-
-
-def patched_subclass(base: type) -> type:
-    """Returns a subclass of `base`, to be found where that was."""
-    metaclass = _PatchedSubclass
-    if type(base) is not type:
-        metaclass = type("_PatchedSubclass", (_PatchedSubclass, type(base)), {})
-        copyreg.pickle(metaclass, _pickled)
-
-    @stand_in_for(base.forward)
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        held = self._seqtile_placement
-        return (base.forward if held is None else held.forward)(self, *args, **kwargs)
-
-    vars(forward).pop("seqtile_placement", None)  # that of a tiled `base`
-    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__, HELD: None}
-    cls = metaclass(base.__name__, (base,), names)
+def _own_class(base: type, forward: Callable, placement: Placement | None) -> type:
+    """Returns a subclass of `base`, to be found where that was, with another forward."""
+    names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__, _OWN: placement}
+    cls = _pickled_as_its_base(type(base))(base.__name__, (base,), names)
     cls.forward = forward  # now, since a decoder layer's class wraps the forward that it finds when it is made
     return cls
 
@@ -164,10 +138,11 @@ def placement_at(owner: Owner, forward: Callable | None = None) -> Placement | N
 
 def placement_of(function: Callable | None) -> Placement | None:
     """Returns the Placement of a tiled forward; None of any other function."""
-    return vars(function).get("seqtile_placement") if hasattr(function, "__dict__") else None
+    placement = getattr(function, "seqtile_placement", None)
+    return placement if placement is not None and placement.forward is function else None  # wrappers copy attributes
 
 
-def forward_in_place_of(owner: Owner) -> Callable:
+def original_forward(owner: Owner) -> Callable:
     """Returns what the tiled forward at `owner` stands in for, also behind other libraries' wrappers; else what
     runs."""
     placement = placement_at(owner)
@@ -196,7 +171,6 @@ def inwards(owner: Owner, forward: Callable | None = None) -> Iterator[Callable]
     while waiting:
         function = waiting.pop(0)
         function = function.__func__ if isinstance(function, MethodType) else function
-        function = _held_in(owner, function)
         if function is None or id(function) in seen:
             continue
         seen.add(id(function))
@@ -211,45 +185,32 @@ def own_forward(owner: Owner) -> Any:
     """Returns what another library has put under `forward` in the owner's own namespace, unbound if it is a method of
     it; None if nothing. On a class that may be a tiled forward."""
     forward = vars(owner).get("forward")
-    forward = forward.__func__ if isinstance(forward, MethodType) and forward.__self__ is owner else forward
-    return None if forward is not _held_in(owner, forward) else forward
-
-
-def _held_in(owner: Owner, function: Any) -> Any:
-    """Returns what `function` runs if it is that of a module's own class; else itself."""
-    cls = None if isinstance(owner, type) else patched_subclass_of(owner)
-    if cls is None or function is not vars(cls)["forward"]:
-        return function
-    held = vars(owner).get(HELD)
-    return cls.__base__.forward if held is None else held.forward
-
-
-def _class_forward(module: nn.Module) -> Any:
-    """Returns what the forward of a module's class runs; on a class derived from a module's own, such as FSDP2's, that
-    is found in what Hugging Face puts around every decoder layer's forward, to checkpoint it."""
-    forward = inner = type(module).forward
-    while _held_in(module, inner) is inner and defining_path(inner).startswith("transformers.modeling_layers."):
-        inner = inner.__wrapped__
-    held = _held_in(module, inner)
-    return forward if held is inner else held
+    if isinstance(owner, type) or not isinstance(forward, MethodType) or forward.__self__ is not owner:
+        return forward
+    placement = _placed_at(owner)
+    return None if placement is not None and placement.forward is forward.__func__ else forward.__func__
 
 
 def current_forward(owner: Owner) -> Any:
-    """Returns the function that runs as the owner's forward."""
-    if isinstance(owner, type):
-        return owner.forward
-    return own_forward(owner) or _class_forward(owner)
+    """Returns the function that runs as the owner's forward. A tiled one is found in what Hugging Face puts around the
+    forward of a class that is derived from a decoder layer's, such as FSDP2's, to checkpoint it."""
+    forward = own_forward(owner) or _type_of(owner).forward
+    tiled = decorated(forward)
+    return tiled if placement_of(tiled) is not None else forward
 
 
 def check_place(owner: Owner, options: Options) -> None:
     """Raises ValueError if a tiled forward at `owner` would skip what stands there, or could not be put back."""
     forward, placement = current_forward(owner), placement_at(owner)
+    # Known, or of its class and what that is derived from, such as the module that comes with a model on the hub.
+    homes = {base.__module__.split(".")[0] for base in _type_of(owner).__mro__} - {"torch", "builtins"}
+    homes |= set(KNOWN_PACKAGES)
     if placement is None and isinstance(owner, nn.Module) and isinstance(vars(owner).get("forward"), FunctionType):
         raise ValueError(
             f"the forward of {name_of(owner)} is a function from {package_of(forward)} that stands on the module, such "
             "as expert parallelism puts there; apply seqtile before it, or to the classes"
         )
-    if placement is None and (not isinstance(forward, FunctionType) or package_of(forward) not in packages_of(owner)):
+    if placement is None and (not isinstance(forward, FunctionType) or package_of(forward) not in homes):
         kind = f"from {package_of(forward)}" if isinstance(forward, FunctionType) else f"a {type(forward).__name__}"
         raise ValueError(
             f"the forward of {name_of(owner)} is {kind}, expected Hugging Face's or Liger's: a tiled forward would "
@@ -262,29 +223,33 @@ def check_place(owner: Owner, options: Options) -> None:
         )
 
 
-def place(owner: Owner, wrap: Wrap, options: Options, classes: dict[type, type], part: str = "") -> None:
-    """Makes `wrap`'s tiled forward the forward of `owner`, unless the same one is there already. Modules of one class
-    get the same own class of the `classes`, which is extended. `part` is what the forward tiles.
+def place(
+    owner: Owner, wrap: Callable[[Callable], Callable], options: Options, classes: dict[tuple, type], part: str = ""
+) -> None:
+    """Makes the tiled forward that `wrap` makes of a forward, a plain function, that of `owner`, unless the same one is
+    there already. `part` is what it tiles. Modules of one class get the same own class of the `classes`, which is
+    extended.
 
     The same one of its class does not count: what was applied to a model stays when the classes are restored.
     """
-    there, before = placement_at(owner), own_forward(owner)
-    mine = _placed_at(owner)
+    there, before, mine = placement_at(owner), own_forward(owner), _placed_at(owner)
     if there is not None and there.is_of(options) and there.part == part and (there is mine or before is not None):
         return
     original = current_forward(owner) if there is None else there.original
     if there is not None and there is mine:
         before = there.previous  # a tiled forward with other options gives way to this one
-    forward = wrap(original)
-    forward.seqtile_placement = Placement(forward, original, before, options, part)
-    if isinstance(owner, type):
-        owner.forward = forward
-        return
-    if patched_subclass_of(owner) is None:
-        base = type(owner)
-        owner.__class__ = classes.get(base) or classes.setdefault(base, patched_subclass(base))
-    vars(owner).pop("forward", None)
-    vars(owner)[HELD] = forward.seqtile_placement
+    base = _type_of(owner)
+    if base is not owner and vars(base).get(_OWN) is not None:
+        base = base.__base__
+    if (key := (base, original, before, part)) not in classes:
+        forward = _like(original, wrap(original))
+        forward.seqtile_placement = Placement(forward, original, before, options, part)
+        if owner is base:
+            owner.forward = forward
+        classes[key] = owner if owner is base else _own_class(base, forward, forward.seqtile_placement)
+    if owner is not base:
+        vars(owner).pop("forward", None)
+        owner.__class__ = classes[key]
 
 
 def check_unplace(owner: Owner) -> None:
@@ -302,30 +267,28 @@ def check_unplace(owner: Owner) -> None:
 def unplace(owner: Owner) -> None:
     """Puts back what `place` found. What another library has put there since stays."""
     placement = _placed_at(owner)
+    if placement is None:
+        return
     if isinstance(owner, type):
-        if placement is None:
-            return
-        if placement.previous is None:
-            del owner.forward
-        else:
+        del owner.forward
+        if placement.previous is not None:
             owner.forward = placement.previous
         return
-    taken = own_forward(owner) is not None
-    vars(owner).pop(HELD, None)
-    if placement is not None and not taken:
+    if own_forward(owner) is None:
         vars(owner).pop("forward", None)
         if placement.previous is not None:
             owner.forward = MethodType(placement.previous, owner)
-    if is_patched_subclass(type(owner)):
-        owner.__class__ = type(owner).__base__
+    while _placed_at(owner) is not None:
+        own, cls = next(filter(is_own_class, type(owner).__mro__)), type(owner)
+        # Another library may have derived one more class, as FSDP2 does: then one above that undoes it.
+        owner.__class__ = own.__base__ if own is cls else _own_class(cls, own.__base__.forward, None)
 
 
 def _placed_at(owner: Owner) -> Placement | None:
-    """Returns the Placement at the owner itself, not that of its class."""
-    if not isinstance(owner, type):
-        return vars(owner).get(HELD)
-    own = own_forward(owner)
-    return None if own is None else placement_at(owner, own)
+    """Returns the Placement at the owner itself, not that of a module's class."""
+    if isinstance(owner, type):
+        return placement_at(owner, vars(owner)["forward"]) if "forward" in vars(owner) else None
+    return next((vars(cls)[_OWN] for cls in type(owner).__mro__ if is_own_class(cls)), None)
 
 
 def package_of(forward: Callable) -> str:
@@ -351,12 +314,5 @@ def home_of(function: Callable) -> str:
     return namespace["__name__"]
 
 
-def packages_of(owner: Owner) -> set[str]:
-    """Returns the packages whose code a forward of `owner` may be: those that are known, and those of its class and
-    what this is derived from, such as the module that comes with a model on the hub."""
-    cls = owner if isinstance(owner, type) else type(owner)
-    return {*KNOWN_PACKAGES, *(base.__module__.split(".")[0] for base in cls.__mro__)} - {"torch", "builtins"}
-
-
 def name_of(owner: Owner) -> str:
-    return owner.__name__ if isinstance(owner, type) else type(owner).__name__
+    return _type_of(owner).__name__

@@ -1,8 +1,8 @@
 """The proof that a tiled part computes what it computes untiled: on a small model of the same class, part by part.
 
-    small model, float64, untiled  ─> loss, gradients: the truth
-    small model, float32, untiled  ─> how far from it one may be
-    small model, float32, one part tiled by 7 tokens  ─> no farther, or that part is refused
+    small model, float32, untiled  ─> loss, gradients
+    the same, embeddings changed by one bit  ─> how far rounding goes
+    the same, one part tiled by 7 tokens  ─> no farther than difference.py allows, or that part is refused
 
 What was proven before a release is remembered by the file that holds the classes and by what the config says besides
 sizes; where neither has changed, nothing is run. What somebody put into the model is in no small model, see
@@ -15,6 +15,7 @@ import json
 import math
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,8 +25,9 @@ from torch import nn
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from seqtile.models.difference import Vectors, brief, difference, distance, loss_and_gradients
 from seqtile.models.parts import BASE, EXPERTS, LAYER, LOSS, MLP, NORM, Part
-from seqtile.models.placement import Options, forward_in_place_of, place
+from seqtile.models.placement import Options, original_forward, place
 from seqtile.models.replaced import (
     Made,
     class_of,
@@ -39,13 +41,13 @@ from seqtile.models.replaced import (
 from seqtile.models.small import WORDS, config_of_all_kinds, meaning_of_config, small_model, unfilled
 from seqtile.models.way_taken import WayTaken
 
-CHUNK = 7
+CHUNK, EPS = 7, torch.finfo(torch.float32).eps
 _UNPROVABLE = "it could not be proven on a small model of its class"
 PROVEN = Path(__file__).with_name("proven.json")
-_ALONE = (LOSS, MLP, EXPERTS, LAYER)
-_WITH_LAYERS = (NORM, BASE)
-Gradients = dict[str, torch.Tensor]
-"""By the names of the parameters; "loss" is the loss itself."""
+Inputs = dict[str, Any]
+Untiled = Callable[[float], Vectors]
+"""Returns the loss and gradients of an untiled model whose embeddings change by so much."""
+PROVEN_ALONE = (LOSS, MLP, EXPERTS, LAYER)  # the other parts are tiled with layers
 
 
 def unproven(model: PreTrainedModel) -> Callable[[Part, nn.Module], str | None]:
@@ -54,10 +56,10 @@ def unproven(model: PreTrainedModel) -> Callable[[Part, nn.Module], str | None]:
     origin = _origin_of(model)
     places = {module: place for place, module in modules_by_place(model)}
     sizes = {size for size in vars(model.config.get_text_config()).values() if type(size) is int and 1 < size < 2**20}
-    tried: dict[Callable, str | None] = {}
+    mixes = cache(lambda function: mixing_reason(function, sizes))
 
     def reason_of(part: Part, module: nn.Module) -> str | None:
-        if part not in _ALONE:
+        if part not in PROVEN_ALONE:
             return None
         if isinstance(origin, str):
             return f"{_UNPROVABLE}: {origin}"
@@ -65,13 +67,11 @@ def unproven(model: PreTrainedModel) -> Callable[[Part, nn.Module], str | None]:
         if part is LOSS:  # the model's own forward runs, as it is, and gives a chunk to its head
             homes, module = homes_of(model), model.get_output_embeddings()
         root = inside_wrappers(module)
-        for at, function, is_replaced in origin.made.inside(places.get(root, "?"), root, origin.other_homes):
+        older = (origin.model_class.__module__,) if origin.meaning is None else ()  # than Liger's classes in its file
+        for at, function, is_replaced in origin.made.inside(places.get(root, "?"), root, older):
             if not is_replaced:
                 homes |= homes_of(function)
-                continue
-            if function not in tried:
-                tried[function] = mixing_reason(function, sizes)
-            if (reason := tried[function]) is not None:
+            elif (reason := mixes(function)) is not None:
                 itself = function is root and part is not LOSS
                 return f"{'it' if itself else 'its ' + at.rpartition('.')[2]} {reason}"
         if all(map(origin.is_known, homes)):
@@ -95,11 +95,6 @@ class _Origin(NamedTuple):
     """Of the config; None where the class calls Liger's kernels, which run on no CPU: what is remembered of its file
     holds for any."""
 
-    @property
-    def other_homes(self) -> tuple[str, ...]:
-        """The Python modules whose classes are expected, too: a model may be older than Liger's classes in its file."""
-        return (self.model_class.__module__,) if self.meaning is None else ()
-
     def is_known(self, home: str, of_any_config: bool = False) -> bool:
         """Says if what a Python module holds was proven, or is of a library of layers that treat every token alike."""
         if home.split(".")[0] == "torch" or is_of_library(home):
@@ -122,13 +117,13 @@ def _origin_of(model: PreTrainedModel) -> _Origin | str:
                 made = Made(unfilled(cls, small))
             return _Origin(cls, made, None if _calls_liger(cls) else digest(small))
         except Exception as error:  # of a model's own code, which may raise anything
-            found = f"{type(error).__name__}: {str(error)[:200]}"
+            found = brief(error)
     return found
 
 
 def _calls_liger(model_class: type) -> bool:
     """Says if Liger has exchanged a class's forward, or what stands beside it."""
-    things = [forward_in_place_of(model_class), *vars(sys.modules[model_class.__module__]).values()]
+    things = [original_forward(model_class), *vars(sys.modules[model_class.__module__]).values()]
     things += [base for thing in things if isinstance(thing, type) for base in thing.__mro__]
     return any(str(getattr(thing, "__module__", None)).startswith("liger_kernel.") for thing in things)
 
@@ -140,8 +135,8 @@ class Finding(NamedTuple):
     cls: type
     modules: int
     """How many of them the model has."""
-    called: str | None
-    """Why they are called chunk by chunk; None if their weights are read."""
+    chunked: str | None
+    """Why they run in chunks; None if they are fused, computed from their weights."""
     groups: bool
     """True if they are layers whose attention can be computed by groups of heads, and computes the same."""
     refusal: str | None
@@ -156,83 +151,77 @@ class Finding(NamedTuple):
 def findings(model: PreTrainedModel) -> Iterator[Finding]:
     """Tiles each part of a small float32 model that can be tiled, one class after the other, and yields what comes of
     it."""
-    plain = gradients_of(copy.deepcopy(model))  # some code leaves tensors of a graph on its modules, not to be copied
-    try:
+    # Of a copy: some code leaves tensors of a graph on its modules, which cannot be copied.
+    untiled = cache(lambda nudge: gradients_of(copy.deepcopy(model), nudge=nudge))
+    plain = truth = untiled(0.0)
+    with suppress(RuntimeError, ValueError, TypeError):  # some code computes in float32 whatever it is given
         truth = gradients_of(copy.deepcopy(model).double())
-    except (RuntimeError, ValueError, TypeError):  # some code computes in float32 whatever it is given
-        truth = plain
-    for part in _ALONE:
-        tileable = [module for module in part.modules(model) if part.refusal(module) is None]
-        for cls, modules in _by_class(tileable).items():
-            refusal, error = _difference(model, part, cls, Options(chunk_tokens=CHUNK, check=False), plain, truth)
-            called, groups = None, False
-            if refusal is None:
-                called = part.verdict(modules[0]).reason
-            if part is LAYER and refusal is None and called is None:
+    for part in PROVEN_ALONE:
+        for cls in dict.fromkeys(class_of(module) for module in _tileable(model, part)):
+            modules = _tileable(model, part, cls)
+            found, refusal = _compare_part(model, part, cls, Options(chunk_tokens=CHUNK, check=False), untiled)
+            chunked = part.verdict(modules[0]).reason if refusal is None else None
+            groups = False
+            if part is LAYER and refusal is None and chunked is None:
                 grouped = Options(layer=True, head_groups=2, chunk_tokens=CHUNK, check=False)
-                groups = _difference(model, part, cls, grouped, plain, truth)[0] is None
-            yield Finding(part, cls, len(modules), called, groups, refusal, error, worst(plain, plain, truth)[1])
+                groups = _compare_part(model, part, cls, grouped, untiled)[1] is None
+            errors = _error(found, truth), _error(plain, truth)
+            yield Finding(part, cls, len(modules), chunked, groups, refusal, *errors)
 
 
-def _by_class(modules: list[nn.Module]) -> dict[type, list[nn.Module]]:
-    found: dict[type, list[nn.Module]] = {}
-    for module in modules:
-        found.setdefault(class_of(module), []).append(module)
-    return found
+def _tileable(model: nn.Module, part: Part, cls: type | None = None) -> list[nn.Module]:
+    """Returns the modules, of a class if it is given, that can be tiled as a part."""
+    modules = [module for module in part.modules(model) if cls is None or class_of(module) is cls]
+    return [module for module in modules if part.refusal(module) is None]
 
 
-def _difference(
-    model: nn.Module, part: Part, cls: type, options: Options, plain: Gradients, truth: Gradients
-) -> tuple[str | None, float]:
-    """Says what differs when the modules of a class are tiled as a part, None if nothing does; and by how much."""
+def _compare_part(
+    model: PreTrainedModel, part: Part, cls: type, options: Options, untiled: Untiled
+) -> tuple[Vectors | None, str | None]:
+    """Returns what a model computes when the modules of a class are tiled as a part, None if it fails; and what of that
+    differs, None if nothing does."""
     try:
         tiled = tiled_copy(model, part, cls, options)
-        with WayTaken(_modules_of(tiled, part, cls), CHUNK) as way:
-            found = gradients_of(tiled)
+        return compare(tiled, some_words(), WayTaken(_tileable(tiled, part, cls), CHUNK), untiled)
     except Exception as error:  # whatever it is that this model's code does not bear
-        return f"it fails when it is tiled: {type(error).__name__}: {str(error)[:200]}", math.nan
-    refusal, error = worst(found, plain, truth)
-    return refusal or way.refusal, error
+        return None, f"it fails when it is tiled: {brief(error)}"
 
 
-def _modules_of(model: nn.Module, part: Part, cls: type) -> list[nn.Module]:
-    """Returns the modules of a class that can be tiled as a part."""
-    modules = [module for module in part.modules(model) if class_of(module) is cls]
-    return [module for module in modules if part.refusal(module) is None]
+def compare(tiled: PreTrainedModel, inputs: Inputs, way: WayTaken, untiled: Untiled) -> tuple[Vectors, str | None]:
+    """Returns the loss and gradients of a tiled model; and what of them differs from the untiled model's, or why
+    nothing follows, since modules went another `way`; None if all is the same."""
+    with way:
+        found = gradients_of(tiled, inputs)
+    plain = untiled(0.0)
+    if not all(bool(vector.isfinite().all()) for vector in plain.values() if vector is not None):
+        return found, "the loss or a gradient of a small model of its class is not finite"
+    differs = difference(plain, found, plain, EPS)
+    if differs is not None:  # more than without rounding
+        differs = difference(plain, found, untiled(EPS), EPS)
+    return found, f"{differs.said} when it is tiled" if differs else way.refusal
+
+
+def _error(found: Vectors | None, truth: Vectors) -> float:
+    """Returns the largest relative error, of what is more than rounding of the whole."""
+    if found is None:
+        return math.nan
+    sizes = {name: float(true.norm()) for name, true in truth.items() if true is not None}
+    large = [name for name, size in sizes.items() if size > 1e-6 * max(sizes.values())]
+    return max((distance(truth[name], found[name]) for name in large), default=math.nan)
 
 
 def tiled_copy(model: PreTrainedModel, part: Part, cls: type, options: Options) -> PreTrainedModel:
     """Returns a copy of a model, the modules of a class tiled as a part."""
     tiled, classes = copy.deepcopy(model), {}
-    with_it = _WITH_LAYERS if part is LAYER else ()
-    found = [(part, module) for module in _modules_of(tiled, part, cls)]
-    found += [(other, module) for other in with_it for module in other.modules(tiled)]
+    found = [(part, module) for module in _tileable(tiled, part, cls)]
+    found += [(other, module) for other in (NORM, BASE) if part is LAYER for module in other.modules(tiled)]
     for one, module in found:
         one.check(module, options)
         place(module, partial(one.tiled_forward, options), options, classes)
     return tiled
 
 
-def worst(tiled: Gradients, plain: Gradients, truth: Gradients) -> tuple[str | None, float]:
-    """Says which gradient is wrong, and by how much, None if none is; and returns the largest relative error."""
-    if missing := plain.keys() - tiled.keys():
-        return f"{min(missing)} gets no gradient when it is tiled", math.nan
-    whole = max(float(tensor.double().norm()) for tensor in truth.values())
-    errors, wrong = {}, []
-    for name, true in truth.items():
-        error, allowed = (float((found[name].double() - true.double()).norm()) for found in (tiled, plain))
-        size = float(true.double().norm())
-        if not error <= 4 * allowed + 1e-4 * size + 1e-7 * whole:
-            wrong.append(name)
-        errors[name] = error / size if size > 1e-6 * whole else 0.0
-    if not wrong:
-        return None, max(errors.values())
-    name = max(wrong, key=errors.__getitem__)
-    what = "the loss" if name == "loss" else f"the gradient of {name}"
-    return f"{what} differs by {errors[name]:.1%} when it is tiled", errors[name]
-
-
-def some_words() -> dict[str, Any]:
+def some_words() -> Inputs:
     """Returns what a model is called with: a few random words, some of them not to be predicted."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
@@ -241,32 +230,25 @@ def some_words() -> dict[str, Any]:
     return {"input_ids": ids, "labels": labels, "use_cache": False}
 
 
-def gradients_of(model: PreTrainedModel, inputs: dict[str, Any] | None = None) -> Gradients:
-    """Returns the loss of what a model is called with, and the gradients of its parameters and of inputs that require
-    one."""
+def gradients_of(model: PreTrainedModel, inputs: Inputs | None = None, nudge: float = 0.0) -> Vectors:
+    """Returns the loss of what a model is called with, and the gradients of its parameters and its embeddings' output,
+    which is changed by `nudge`."""
+    leaves = {name: leaf for name, leaf in model.named_parameters() if leaf.requires_grad and leaf.numel()}
+    inputs = some_words() if inputs is None else inputs
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
         torch.manual_seed(1)
-        inputs = some_words() if inputs is None else inputs
-        loss = model.train()(**inputs).loss
-        named = dict(model.named_parameters()) | inputs
-        named = {name: leaf for name, leaf in named.items() if isinstance(leaf, torch.Tensor) and leaf.requires_grad}
-        found = torch.autograd.grad(loss, list(named.values()), allow_unused=True)
-    gradients = {name: gradient for name, gradient in zip(named, found, strict=True) if gradient is not None}
-    return {"loss": loss.detach()} | gradients
+        return loss_and_gradients(model.train(), type(model).__call__, inputs, leaves, nudge)
 
 
-class _Key:
-    """A config as a key of a cache."""
+class _Key(str):
+    """A config as a key of a cache: its text, which holds it."""
 
-    def __init__(self, config: PreTrainedConfig):
-        self.config = config
-        self._text = json.dumps(config.to_dict(), sort_keys=True, default=str)
+    config: PreTrainedConfig
 
-    def __hash__(self) -> int:
-        return hash(self._text)
-
-    def __eq__(self, other: Any) -> bool:
-        return isinstance(other, _Key) and self._text == other._text
+    def __new__(cls, config: PreTrainedConfig) -> "_Key":
+        key = super().__new__(cls, json.dumps(config.to_dict(), sort_keys=True, default=str))
+        key.config = config
+        return key
 
 
 @cache
@@ -286,7 +268,7 @@ def _proof_of(model_class: type[PreTrainedModel], key: _Key) -> dict[tuple[str, 
             model = small_model(model_class, key.config)
             return {(found.part.option, found.cls): found.refusal for found in findings(model)}
     except Exception as error:  # of a model's own code, which may raise anything
-        return f"{type(error).__name__}: {str(error)[:200]}"
+        return brief(error)
     finally:
         torch.set_num_threads(threads)
 
@@ -307,7 +289,7 @@ def digest(small: PreTrainedConfig) -> str:
 def _proven() -> dict[str, set[str]]:
     """Returns the files that were proven, of all releases of transformers, and of which configs."""
     known: dict[str, set[str]] = {}
-    for files in (json.loads(PROVEN.read_text()) if PROVEN.exists() else {}).values():
+    for files in (json.loads(PROVEN.read_text())).values():
         for file, digests in files.items():
             known.setdefault(file, set()).update(digests.split())
     return known

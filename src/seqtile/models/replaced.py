@@ -7,17 +7,19 @@
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
+from itertools import pairwise
 from types import CodeType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._python_dispatch import _disable_current_modes
 
+from seqtile.models.difference import brief
 from seqtile.models.find import inside_peft
 from seqtile.models.forms import code_of
-from seqtile.models.placement import computed_forward, decorated, home_of, is_patched_subclass
+from seqtile.models.placement import computed_forward, decorated, home_of, is_own_class
 
 TOKENS, FEW = (2, 9), 4  # of a trial: rows of tokens, and how many at a time
 Kind = tuple[type, CodeType | None]
@@ -48,29 +50,30 @@ class Made:
     def inside(self, place: str, module: nn.Module, also: tuple[str, ...] = ()) -> Iterator[Inside]:
         """Yields a module that stands at a place and what is in it, but not what is in what was replaced. `also`:
         Python modules whose classes are no replacement."""
-        waiting = [(place, module)]
-        while waiting:
-            place, module = waiting.pop()
-            module = inside_wrappers(module)
-            if _kind_of(module) in self._kinds.get(place, ()):
-                yield Inside(place, module, False)
-                children = dict(_children(module))
-                waiting += _placed(place, module)
-                for name in sorted(self._names[place] - children.keys()):
-                    if callable(function := getattr(module, name, None)):
-                        yield Inside(f"{place}.{name}", function, True)
-            else:
-                yield Inside(place, module, not all(home in also or is_of_library(home) for home in homes_of(module)))
+        for at, one in modules_by_place(module, place, self._has):
+            if not self._has(at, one):
+                yield Inside(at, one, not all(home in also or is_of_library(home) for home in homes_of(one)))
+                continue
+            yield Inside(at, one, False)
+            for name in sorted(self._names[at] - dict(_children(one)).keys()):
+                if callable(function := getattr(one, name, None)):
+                    yield Inside(f"{at}.{name}", function, True)
+
+    def _has(self, place: str, module: nn.Module) -> bool:
+        return _kind_of(module) in self._kinds.get(place, ())
 
 
-def modules_by_place(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yields a model and all modules in it, of a wrapper what is in it."""
-    waiting = [("", model)]
+def modules_by_place(
+    module: nn.Module, place: str = "", entered: Callable[[str, nn.Module], bool] = lambda *_: True
+) -> Iterator[tuple[str, nn.Module]]:
+    """Yields a module and all in it, of a wrapper what is in it; not what is in those that are not `entered`."""
+    waiting = [(place, module)]
     while waiting:
         place, module = waiting.pop()
         module = inside_wrappers(module)
         yield place, module
-        waiting += _placed(place, module)
+        if entered(place, module):
+            waiting += [(f"{place}.{'#' if name.isdigit() else name}", child) for name, child in _children(module)]
 
 
 def _kind_of(module: nn.Module) -> Kind:
@@ -84,22 +87,18 @@ def homes_of(module: nn.Module) -> set[str]:
 
 def class_of(module: nn.Module) -> type:
     """Returns the class of a module as it was made: without what seqtile and torch derive from it."""
-    cls, *bases = classes_of(module)
-    while bases and (cls.__module__.startswith(("torch.distributed.", "torch.nn.utils.")) or _is_same(cls, bases[0])):
-        cls, *bases = bases
-    return cls
+    for cls, base in pairwise(classes_of(module)):
+        stands_in = (cls.__module__, cls.__qualname__) == (base.__module__, base.__qualname__)
+        if not stands_in and not cls.__module__.startswith(("torch.distributed.", "torch.nn.utils.")):
+            return cls
+    return object
 
 
 def classes_of(module: nn.Module) -> list[type]:
     """Returns a module's class and what it is derived from, beneath what a tiled module is given."""
     classes = list(type(module).__mro__)
-    tiled = [i for i, cls in enumerate(classes) if is_patched_subclass(cls)]
+    tiled = [i for i, cls in enumerate(classes) if is_own_class(cls)]
     return classes[max(tiled, default=-1) + 1 :]
-
-
-def _is_same(cls: type, base: type) -> bool:
-    """Says if a class stands in for its base, where that was."""
-    return (cls.__module__, cls.__qualname__) == (base.__module__, base.__qualname__)
 
 
 def is_of_library(home: str) -> bool:
@@ -113,25 +112,18 @@ def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
     return [(name, child) for name, child in module._modules.items() if child is not None and name != of_weights]
 
 
-def _placed(place: str, module: nn.Module) -> list[tuple[str, nn.Module]]:
-    return [(f"{place}.{'#' if name.isdigit() else name}", child) for name, child in _children(module)]
-
-
 def inside_wrappers(module: nn.Module) -> nn.Module:
     """Returns what runs within PEFT's and torch's wrappers around a module."""
-    while True:
-        package, inner = type(module).__module__.split(".")[0], module
-        if package == "peft":
-            inner = inside_peft(module)
-        elif package == "torch":
-            inner = next((module._modules[name] for name in _WRAPPED if name in module._modules), module)
-        if inner is module:
-            return module
-        module = inner
+    package, inner = type(module).__module__.split(".")[0], module
+    if package == "peft":
+        inner = inside_peft(module)
+    elif package == "torch":
+        inner = next((module._modules[name] for name in _WRAPPED if name in module._modules), module)
+    return module if inner is module else inside_wrappers(inner)
 
 
 def mixing_reason(function: Callable, sizes: Iterable[int]) -> str | None:
-    """Says why a module, or a function, is not to be called chunk by chunk: a token's output depends on other tokens,
+    """Says why a module, or a function, is not to run in chunks: a token's output depends on other tokens,
     or nothing shows that it does not. A copy of it is tried out; `sizes` are those that its input may have."""
     name = f"a {type(function).__name__}" if isinstance(function, nn.Module) else "a function"
     try:
@@ -141,22 +133,19 @@ def mixing_reason(function: Callable, sizes: Iterable[int]) -> str | None:
         own = [size for weight in weights if weight.dim() <= 2 for size in reversed(weight.shape)]
         widths = dict.fromkeys([getattr(copied, "in_features", 1), *own, *sorted(sizes)])
     except Exception as error:  # of anyone's code
-        return f"is {name}, which cannot be copied to be tried out: {type(error).__name__}: {str(error)[:100]}"
+        return f"is {name}, which cannot be copied to be tried out: {brief(error)}"
+    devices = [like.device] if like.is_cuda else []
     for width in widths:
         try:
-            with _disable_current_modes(), torch.enable_grad(), torch.random.fork_rng(_devices(like)):
-                difference = _difference(copied, torch.randn(*TOKENS, width).to(like.device, like.dtype))
+            with _disable_current_modes(), torch.enable_grad(), torch.random.fork_rng(devices):
+                difference = _mixing(copied, torch.randn(*TOKENS, width).to(like.device, like.dtype))
         except Exception:  # of anyone's code, which expects something else
             continue
         return None if difference is None else f"is {name}, {difference}"
     return f"is {name}, and nothing shows that it treats every token by itself: it does not run on some"
 
 
-def _devices(tensor: torch.Tensor) -> list[torch.device]:
-    return [tensor.device] if tensor.is_cuda else []
-
-
-def _difference(function: Callable, x: torch.Tensor) -> str | None:
+def _mixing(function: Callable, x: torch.Tensor) -> str | None:
     """Says how what comes of x [B, S, D] differs when it is given a few tokens at a time, in evaluation and in
     training; where training changes from run to run, by noise or by what is kept, that tells nothing."""
     allowed = max(1e-4, 4 * torch.finfo(x.dtype).eps)
@@ -177,19 +166,14 @@ def _results(function: Callable, x: torch.Tensor, few: int | None) -> list[torch
     few at a time."""
     x = x.detach().requires_grad_()
     pieces = [x] if few is None else x.reshape(1, -1, x.shape[-1]).split(few, 1)
-    made = []
-    for piece in pieces:
-        y = function(piece.clone())  # which it may write over
-        if y.shape[:2] != piece.shape[:2]:
-            raise ValueError(f"expected an output for each token, got {list(y.shape)}")
-        made.append(y.flatten(0, 1))
-    y = torch.cat(made)
-    weights: list[torch.Tensor] = list(function.parameters()) if isinstance(function, nn.Module) else []
-    weights = [weight for weight in weights if weight.requires_grad]
+    made = [function(piece.clone()) for piece in pieces]  # which it may write over
+    if any(y.shape[:2] != piece.shape[:2] for y, piece in zip(made, pieces, strict=True)):
+        raise ValueError(f"expected an output for each token, got {list(made[0].shape)}")
+    y = torch.cat([piece.flatten(0, 1) for piece in made])
+    weights = function.parameters() if isinstance(function, nn.Module) else []
+    leaves = [x, *(weight for weight in weights if weight.requires_grad)]
     upstream = torch.rand(y.shape, generator=torch.Generator().manual_seed(0)).to(y)
-    gradients: Iterable[Any] = ()
-    if y.requires_grad:
-        gradients = torch.autograd.grad(y, [x, *weights], upstream, allow_unused=True)
+    gradients = torch.autograd.grad(y, leaves, upstream, allow_unused=True) if y.requires_grad else []
     return [y.detach(), *(x.new_zeros(()) if gradient is None else gradient for gradient in gradients)]
 
 

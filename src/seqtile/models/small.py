@@ -67,7 +67,7 @@ _OF_NO_CODE = (  # what a config says besides what its model runs
     *("*dtype", "quantization_config", "initializer_*", "_name_or_path", "*attn_implementation*"),
     *("transformers_version", "id2label", "label2id", "task_specific_params", "tokenizer_class"),
 )
-_RATES = re.compile(r".*(drop|jitter|noise).*")  # what makes two runs of one model differ
+DROPOUT_FIELDS = re.compile(r".*(drop|jitter|noise).*")  # what makes two runs of one model differ
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "attention_heads")
 
 
@@ -166,13 +166,15 @@ def config_of_all_kinds(model_class: type[PreTrainedModel], config: PreTrainedCo
         kinds = kinds_of(small_config(config, list(range(count_of(config.get_text_config()) or 0))))
     except Exception:  # of the model's own code, which may not bear so many layers so small
         return small
+
+    def number_of_kinds(config: PreTrainedConfig) -> int:
+        return len(set(kinds_of(config)) & set(kinds))
+
     first_of_kind = sorted(kinds.index(kind) for kind in set(kinds))[:MOST_LAYERS]
-    best, most = small, len(set(kinds_of(small)) & set(kinds))
-    for layers in (first_of_kind, list(range(min(first_of_kind[-1] + 1, MOST_LAYERS)))) if kinds else ():
-        tried = small_config(config, layers)
-        if most < len(set(kinds)) and len(layers) > 1 and (found := len(set(kinds_of(tried)) & set(kinds))) > most:
-            best, most = tried, found
-    return best
+    if len(first_of_kind) < 2 or number_of_kinds(small) == len(set(kinds)):
+        return small
+    tried = first_of_kind, list(range(min(first_of_kind[-1] + 1, MOST_LAYERS)))
+    return max(small, *(small_config(config, layers) for layers in tried), key=number_of_kinds)
 
 
 def structure_of(module: nn.Module) -> Structure:
@@ -202,7 +204,7 @@ def _shrink(config: PreTrainedConfig) -> None:
         if isinstance(value, int) and not isinstance(value, bool):
             same = value == heads_before and re.search("heads", name)  # as many keys and values as queries
             set_field(config, name, _at_most(HEADS)(value) if same else _shrunk(name, value))
-        elif isinstance(value, float) and _RATES.fullmatch(name):
+        elif isinstance(value, float) and DROPOUT_FIELDS.fullmatch(name):
             set_field(config, name, 0.0)
         elif name == "use_cache":
             set_field(config, name, False)

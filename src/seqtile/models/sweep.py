@@ -7,18 +7,20 @@ the same, all parts tiled by 11 tokens as by apply_seqtile ─> no farther from 
 import copy
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from functools import cache, partial
 from typing import NamedTuple
 
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from seqtile.models.parts import EXPERTS, LAYER, LOSS, MLP, Part
+from seqtile.models.difference import Vectors, brief
+from seqtile.models.find import head_of
+from seqtile.models.parts import Part
 from seqtile.models.patch import Proof, apply, refused_of
 from seqtile.models.placement import Options, placement_at
-from seqtile.models.proof import Gradients, gradients_of, some_words, unproven, worst
+from seqtile.models.proof import PROVEN_ALONE, Inputs, compare, gradients_of, some_words, unproven
 from seqtile.models.small import small_model
-from seqtile.models.variants import Inputs, Variant, changed, variants_of
+from seqtile.models.variants import Variant, changed, variants_of
 from seqtile.models.way_taken import WayTaken
 
 RIGHT, REFUSED, DIFFERS, FAILS = "right", "refused", "different", "failing untiled too"
@@ -54,15 +56,17 @@ def _tried(
     refusals: dict[str, str] = {}
     try:
         model = small_model(model_class, changed(config, variant.changes))
-        plain = gradients_of(*_called(model, variant, {}))
+        untiled = cache(partial(_untiled, model, variant))
+        untiled(0.0)
     except Exception as error:  # of the model's own code, which may raise anything
-        return Row(variant.name, FAILS, f"{type(error).__name__}: {str(error)[:200]}"), refusals
+        return Row(variant.name, FAILS, brief(error)), refusals
+    has_loss = head_of(model) is not None
     for asked in ({"layer": True, "head_groups": 2}, {"layer": True}, {}):
-        options = Options(**asked, chunk_tokens=CHUNK_TOKENS, check=False)
+        options = Options(**asked, loss=has_loss, chunk_tokens=CHUNK_TOKENS, check=False)
         found: str | Exception | None = None
         for proof in (_trusting, unproven):  # that is slow, and not needed for what is right without
             try:
-                found = _difference(model, variant, options, proof, plain, refusals)
+                found = _difference(model, variant, options, proof, untiled, refusals)
             except Exception as error:  # of whatever tiled code does not bear
                 found = error
             if found is None or (options.head_groups and _is_refusal(found)):
@@ -70,7 +74,7 @@ def _tried(
         if found is None:
             break
         if not _is_refusal(found) or not asked:
-            how = f"{type(found).__name__}: {str(found)[:200]}" if isinstance(found, Exception) else found
+            how = brief(found) if isinstance(found, Exception) else found
             return Row(variant.name, DIFFERS, f"{how} (apply_seqtile with {asked})"), refusals
         if not options.head_groups:
             refusals["layers"] = str(found)
@@ -78,10 +82,15 @@ def _tried(
     return Row(variant.name, REFUSED if news else RIGHT, "; ".join(news) or None), refusals
 
 
-def _called(model: PreTrainedModel, variant: Variant, instead: Inputs) -> tuple[PreTrainedModel, Inputs]:
+def _called(model: PreTrainedModel, variant: Variant) -> tuple[PreTrainedModel, Inputs]:
     """Returns a copy of a model as a variant sets it, and what it is called with."""
     model = copy.deepcopy(model)
-    return model, variant.batch(model, some_words()) | instead
+    return model, variant.batch(model, some_words())
+
+
+def _untiled(model: PreTrainedModel, variant: Variant, nudge: float, **instead: bool) -> Vectors:
+    model, inputs = _called(model, variant)
+    return gradients_of(model, inputs | instead, nudge)
 
 
 def _difference(
@@ -89,35 +98,22 @@ def _difference(
     variant: Variant,
     options: Options,
     proof: Proof,
-    plain: Gradients,
+    untiled: Callable[..., Vectors],
     refusals: dict[str, str],
 ) -> str | None:
     """Says what differs when the model is tiled, None if nothing does, and adds to `refusals` what is left untiled.
     Raises ValueError where that is refused."""
-    tiled, inputs = _called(model, variant, {})
+    tiled, inputs = _called(model, variant)
     apply(model.config.model_type, tiled, options, proof)
-    with WayTaken(_outermost(tiled), CHUNK_TOKENS) as way:
-        found = gradients_of(tiled, inputs)
+    placed = [module for part in PROVEN_ALONE for module in part.modules(tiled) if placement_at(module)]
+    if not placed:  # not even a loss
+        refusals["all"] = "it has no part that can be tiled"
+        return None
+    if options.layer and "use_cache" not in inputs:  # tiled layers make no cache in training
+        untiled = partial(untiled, use_cache=False)
+    differs = compare(tiled, inputs, WayTaken(placed, CHUNK_TOKENS), untiled)[1]
     refusals |= refused_of(tiled)
-    instead = {"use_cache": False} if options.layer else {}  # tiled layers make no cache in training
-    if "use_cache" not in inputs and options.layer:
-        plain = gradients_of(*_called(model, variant, instead))
-    difference = worst(found, plain, plain)[0]
-    if difference is not None:  # more than without rounding
-        with suppress(RuntimeError, ValueError, TypeError):  # some code computes in float32 whatever it is given
-            truth = gradients_of(*_called(copy.deepcopy(model).double(), variant, instead))
-            difference = worst(found, plain, truth)[0]
-    if more := found.keys() - plain.keys():
-        difference = difference or f"{min(more)} gets a gradient, which it does not untiled"
-    return difference or way.refusal
-
-
-def _outermost(model: PreTrainedModel) -> list[nn.Module]:
-    """Returns the modules that are tiled, but for those in tiled layers: with hooks of ours these would be called."""
-    placed = [module for part in (LOSS, MLP, EXPERTS, LAYER) for module in part.modules(model) if placement_at(module)]
-    layers = [module for module in LAYER.modules(model) if module in placed]
-    inside = {part for layer in layers for part in layer.modules() if part is not layer}
-    return [module for module in placed if module not in inside]
+    return differs
 
 
 def _trusting(model: PreTrainedModel) -> Callable[[Part, nn.Module], str | None]:

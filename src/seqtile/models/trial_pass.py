@@ -9,11 +9,10 @@ dropout, checkpointing            off
 
 import inspect
 import random
-import re
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass
 from types import MethodType
 from typing import Any
 
@@ -24,23 +23,21 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from seqtile.models.difference import Vectors, loss_and_gradients
 from seqtile.models.find import experts_in
-from seqtile.models.placement import HELD, Placement, package_of, placement_at
+from seqtile.models.placement import Placement, package_of, placement_at
 from seqtile.models.same_choices import SameChoices
+from seqtile.models.small import DROPOUT_FIELDS
 from seqtile.models.trial_ranks import Ranks
 from seqtile.models.weights import innermost, is_harmless
 from seqtile.ops.chunks import chunk_tokens_everywhere
-from seqtile.ops.leaf_gradients import without_hooks
 from seqtile.protocols import SHARDED
 
 SMALL = 2**22  # numbers of a parameter whose gradient is compared, and of a buffer that is put back
 _ALMOST_NONE = 1e-30  # a rate that drops nothing, and still is a rate: what is computed how does not change
-_RATES = re.compile(r".*(drop|jitter|noise).*|p")
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_LIBRARIES = ("torch", "transformers", "peft", "accelerate", "seqtile", "bitsandbytes", "torchao")  # whose hooks stay
+_KEEP_HOOKS_OF = ("torch", "transformers", "peft", "accelerate", "seqtile", "bitsandbytes", "torchao")
 Placed = Sequence[tuple[nn.Module, Placement]]
-Vectors = dict[str, torch.Tensor | None]
-"""The loss, by the name "loss", and gradients by their parameters' names; None of a parameter that got none."""
 
 
 def tiled_modules(model: nn.Module) -> Placed:
@@ -49,25 +46,34 @@ def tiled_modules(model: nn.Module) -> Placed:
     return [(module, placement) for module, placement in found if placement is not None]
 
 
+@dataclass
 class Pass:
     """Runs a model on a short batch, untiled or with some of its modules tiled, and returns loss and gradients."""
 
-    def __init__(self, model: nn.Module, original: Callable, inputs: dict[str, Any], full: bool, ranks: Ranks):
-        self.model, self.original, self.inputs, self.full, self.ranks = model, original, inputs, full, ranks
-        self.choices = SameChoices() if experts_in(model) else nullcontext()
-        self.with_main_grad = [name for name, parameter in model.named_parameters() if "main_grad" in vars(parameter)]
+    model: nn.Module
+    original: Callable
+    """Its untiled forward, a plain function."""
+    inputs: dict[str, Any]
+    placed: Placed
+    """All of its modules that have a tiled forward."""
+    chunk_tokens: int
+    full: bool
+    """Every parameter's gradient is wanted, also of large ones."""
+    ranks: Ranks
+
+    def __post_init__(self) -> None:
+        self.choices = SameChoices() if experts_in(self.model) else nullcontext()
+        self.with_main_grad = [name for name, each in self.model.named_parameters() if "main_grad" in vars(each)]
         self.main_grads: dict[str, torch.Tensor] = {}
         """What these hold before a pass in the place of users' own: the gradients of the first."""
 
-    def run(
-        self, placed: Placed, *, tiled: Placed, chunk_tokens: int | None = None, nudge: float = 0.0, seed: int = 1
-    ) -> Vectors:
-        """Returns the loss and the gradients; of all `placed` modules those `tiled` are. `nudge` is the relative change
-        of what the embeddings return, up or down as `seed` says."""
-        tiles = {id(module) for module, _ in tiled}
-        untiled = [(module, placement) for module, placement in placed if id(module) not in tiles]
+    def run(self, *, tiled: Placed, nudge: float = 0.0, seed: int = 1) -> Vectors:
+        """Returns the loss and the gradients; of all `placed` modules those `tiled` are. For `nudge` and `seed` see
+        `loss_and_gradients`."""
+        tiled_ids = {id(module) for module, _ in tiled}
+        untiled = [(module, placement) for module, placement in self.placed if id(module) not in tiled_ids]
         inputs, forward = dict(self.inputs), self.original
-        if id(self.model) in tiles:
+        if id(self.model) in tiled_ids:
             forward = placement_at(self.model).forward
         elif "skip_logits" in inspect.signature(forward).parameters:  # Liger's, whose own loss is not asked for
             inputs["skip_logits"] = False
@@ -80,16 +86,15 @@ class Pass:
             if (sharded := vars(self.model).get(SHARDED)) is not None:
                 stack.enter_context(sharded.other_batch())
             for module, placement in untiled:
-                _run_untiled(module, placement)
+                if module is not self.model:  # whose forward is called below
+                    _run_untiled(module, placement)
             stack.enter_context(self.choices)
-            if chunk_tokens is not None:
-                stack.enter_context(chunk_tokens_everywhere(chunk_tokens))
+            stack.enter_context(chunk_tokens_everywhere(self.chunk_tokens))
             stack.enter_context(self.ranks.gathering())
-            leaves, seen = self._leaves(), self._watch_embeddings(inputs, nudge, seed)
+            leaves = self._leaves()
             for name, before in self.main_grads.items():
                 leaves[name].main_grad = before.clone()
-            loss = forward(self.model, **inputs).loss
-            found = self._gradients(loss, leaves, seen)
+            found = loss_and_gradients(self.model, forward, inputs, leaves, nudge, seed)
             for name, before in self.main_grads.items():
                 added = 2 * (leaves[name].main_grad - before)  # which no hook doubled
                 found[name] = added if found[name] is None else found[name] + added
@@ -115,71 +120,15 @@ class Pass:
                 module.register_forward_pre_hook(lambda module, args, prefix=prefix: add(prefix, module))
         return leaves
 
-    def _watch_embeddings(self, inputs: dict[str, Any], nudge: float, seed: int) -> list[torch.Tensor]:
-        """Returns a list that will hold what the embeddings return, in which the forward goes on."""
-        seen: list[torch.Tensor] = []
-
-        def nudged(embedded: torch.Tensor) -> torch.Tensor:
-            if nudge:
-                with torch.random.fork_rng(devices=[]):
-                    signs = torch.randint(0, 2, embedded.shape, generator=torch.Generator().manual_seed(seed)) * 2 - 1
-                embedded = embedded * (1 + nudge * signs.to(embedded.device)).to(embedded.dtype)
-            seen.append(embedded)
-            return embedded
-
-        if inputs.get("inputs_embeds") is not None:
-            leaf = inputs["inputs_embeds"].detach().requires_grad_()
-            inputs["inputs_embeds"] = nudged(leaf)
-        else:
-            self.model.get_input_embeddings().register_forward_hook(lambda module, args, output: nudged(output))
-        return seen
-
-    def _gradients(self, loss: torch.Tensor, leaves: dict[str, torch.Tensor], seen: list[torch.Tensor]) -> Vectors:
-        """Returns the loss and the gradients. Every leaf doubles its gradient by a hook, so that one which is called
-        once a chunk shows."""
-        wanted = dict(leaves)
-        wanted |= {f"the embeddings' output {i}".removesuffix(" 0"): x for i, x in enumerate(seen) if x.requires_grad}
-        found: Sequence[torch.Tensor | None] = []
-        if loss.requires_grad and wanted:
-            with without_hooks(leaves.values()):
-                hooks = [leaf.register_hook(_doubled) for leaf in leaves.values()]
-                try:
-                    scale = 2.0**10 if _computes_in_half(next(iter(seen), loss)) else 1.0  # of small gradients
-                    found = torch.autograd.grad(loss * scale, list(wanted.values()), allow_unused=True)
-                finally:
-                    for hook in hooks:
-                        hook.remove()
-        vectors = {name: None if g is None else g.detach() for name, g in zip(wanted, found, strict=False)}
-        return {"loss": loss.detach().reshape(1)} | vectors
-
-
-def _doubled(gradient: torch.Tensor | None) -> torch.Tensor | None:
-    return None if gradient is None else gradient + gradient  # none comes of a leaf that has a main_grad
-
-
-def precision_of(tensor: torch.Tensor) -> float:
-    """Returns the distance from 1 to the next number in which products of this tensor are computed."""
-    kind = tensor.device.type
-    if torch.is_autocast_enabled(kind):
-        return torch.finfo(torch.get_autocast_dtype(kind)).eps
-    if kind == "cuda" and tensor.dtype == torch.float32 and torch.backends.cuda.matmul.allow_tf32:
-        return 2.0**-10
-    return torch.finfo(tensor.dtype).eps
-
-
-def _computes_in_half(tensor: torch.Tensor) -> bool:
-    return precision_of(tensor) == torch.finfo(torch.float16).eps
-
 
 def _run_untiled(module: nn.Module, placement: Placement) -> None:
     """Has a module run the forward that its tiled one stands in for, until its attributes are put back."""
     own = vars(module)
-    if own.get(HELD) is not None:
-        own[HELD] = replace(placement, forward=placement.original)
-    elif "forward" not in own:  # tiled by its class
-        own["forward"] = MethodType(placement.original, module)
-    else:
+    kept = [name for name, value in own.items() if getattr(value, "__func__", None) is placement.forward]
+    if "forward" in own and not kept:
         raise ValueError(f"another library's forward stands around the tiled one of {type(module).__name__}")
+    for name in kept or ["forward"]:  # another library's forward calls the one that it keeps
+        own[name] = MethodType(placement.original, module)
 
 
 @contextmanager
@@ -190,7 +139,7 @@ def without_a_trace(model: nn.Module) -> Iterator[None]:
     kind = next(iter(devices)).type if devices else "cuda"
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(list(devices), device_type=kind))
-        stack.enter_context(_numbers_of_python())
+        stack.callback(random.setstate, random.getstate())
         stack.enter_context(_disable_current_modes())
         stack.enter_context(saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor))
         stack.enter_context(_attributes_put_back(model))
@@ -200,22 +149,12 @@ def without_a_trace(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def _numbers_of_python() -> Iterator[None]:
-    state = random.getstate()
-    try:
-        yield
-    finally:
-        random.setstate(state)
-
-
-@contextmanager
 def _attributes_put_back(model: nn.Module) -> Iterator[None]:
     modules = list(model.modules())
-    attributes = [dict(vars(module)) for module in modules]
-    buffers = [dict(module._buffers) for module in modules]
-    values = {buffer: buffer.clone() for buffer in model.buffers() if buffer.numel() <= SMALL and not buffer.is_meta}
     configs = {id(module.config): vars(module.config) for module in modules if hasattr(module, "config")}
-    settings = [(config, dict(config)) for config in configs.values()]
+    changing = [*map(vars, modules), *(module._buffers for module in modules), *configs.values()]
+    before = [(attributes, dict(attributes)) for attributes in changing]
+    values = {buffer: buffer.clone() for buffer in model.buffers() if buffer.numel() <= SMALL and not buffer.is_meta}
     main_grads = [(p, vars(p).pop("main_grad")) for p in model.parameters() if "main_grad" in vars(p)]
     try:
         for module in modules:
@@ -224,13 +163,9 @@ def _attributes_put_back(model: nn.Module) -> Iterator[None]:
             _drop_nothing(config)
         yield
     finally:
-        for module, before, held in zip(modules, attributes, buffers, strict=True):
-            vars(module).clear()
-            vars(module).update(before)
-            module._buffers.clear()
-            module._buffers.update(held)
-        for config, before in settings:
-            config.update(before)
+        for attributes, held in before:
+            attributes.clear()
+            attributes.update(held)
         for parameter, main_grad in main_grads:
             parameter.main_grad = main_grad
         with torch.no_grad():
@@ -251,7 +186,7 @@ def _prepare(module: nn.Module) -> None:
 def _without_users(hooks: dict[int, Callable]) -> Iterator[tuple[int, Callable]]:
     """Yields hooks, in place of users' one that does nothing, so that modules are computed as those with hooks are."""
     for key, hook in hooks.items():
-        if package_of(innermost(hook)) in _LIBRARIES:
+        if package_of(innermost(hook)) in _KEEP_HOOKS_OF:
             yield key, hook
         elif not is_harmless(hook, recording=True):
             yield key, _no_hook
@@ -264,5 +199,5 @@ def _no_hook(*args: Any, **kwargs: Any) -> None:
 def _drop_nothing(attributes: dict[str, Any]) -> None:
     """Sets rates of dropout and noise to almost nothing: a rate of 0 would let other code run."""
     for name, value in attributes.items():
-        if isinstance(value, float) and value > 0 and _RATES.fullmatch(name):
+        if isinstance(value, float) and value > 0 and (name == "p" or DROPOUT_FIELDS.fullmatch(name)):
             attributes[name] = _ALMOST_NONE

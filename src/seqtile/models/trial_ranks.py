@@ -42,7 +42,8 @@ class Ranks:
     def __init__(self, model: nn.Module, tensors: Iterable[torch.Tensor]):
         self.model = model
         self.fsdp = [module for module in model.modules() if isinstance(module, FSDPModule)]
-        self._running = [each for state in self._states() if _is_running(state) for each in state._modules]
+        running = (state for state in self._states() if state._training_state.name == "FORWARD")
+        self._running = [module for state in running for module in state._modules]
         self.together = run_together(model)
         devices = [tensor.device for tensor in (*tensors, *model.parameters())]
         self._device = max(devices, key=lambda device: device.type != "cpu")  # the first that is none
@@ -61,10 +62,9 @@ class Ranks:
         """Raises OtherRankFailed where what is done inside fails on another rank."""
         try:
             yield
-        except OtherRankFailed:
-            raise
-        except Exception:
-            self.any(True)
+        except Exception as error:
+            if not isinstance(error, OtherRankFailed):
+                self.any(True)
             raise
         self._check()
 
@@ -113,10 +113,6 @@ class Ranks:
         for tensor in tree_leaves(output):
             if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
                 tensor.register_hook(lambda gradient: self._before(module))
-
-
-def _is_running(state: Any) -> bool:
-    return state._training_state.name == "FORWARD"
 
 
 def _blocks(module: nn.Module) -> Iterator[nn.Module]:

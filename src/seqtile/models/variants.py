@@ -9,10 +9,9 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from seqtile.models.layer_kinds import count_of, set_field
-from seqtile.models.proof import CHUNK
+from seqtile.models.proof import CHUNK, Inputs
 from seqtile.models.small import HEADS
 
-Inputs = dict[str, Any]
 Batch = Callable[[PreTrainedModel, Inputs], Inputs]
 """Changes how a model is called, and what it is set to."""
 _UNSAID = ("output_hidden_states", "return_dict", "use_cache", "is_encoder_decoder", "add_cross_attention")
@@ -65,14 +64,11 @@ def _packed(model: PreTrainedModel, inputs: Inputs) -> Inputs:
     return {name: value for name, value in inputs.items() if name != "use_cache"} | {"position_ids": torch.stack(rows)}
 
 
-def _padded(left: bool) -> Batch:
-    def batch(model: PreTrainedModel, inputs: Inputs) -> Inputs:
-        mask = torch.ones_like(inputs["labels"])
-        padding = slice(None, CHUNK + 1) if left else slice(-CHUNK - 1, None)
-        mask[1, padding] = 0
-        return inputs | {"attention_mask": mask, "labels": inputs["labels"].masked_fill(mask == 0, -100)}
-
-    return batch
+def _padded(padding: slice, model: PreTrainedModel, inputs: Inputs) -> Inputs:
+    """The second row padded."""
+    mask = torch.ones_like(inputs["labels"])
+    mask[1, padding] = 0
+    return inputs | {"attention_mask": mask, "labels": inputs["labels"].masked_fill(mask == 0, -100)}
 
 
 def _without_labels_in_a_row(model: PreTrainedModel, inputs: Inputs) -> Inputs:
@@ -98,8 +94,8 @@ def _as_it_is(model: PreTrainedModel, inputs: Inputs) -> Inputs:
 _BATCHES: dict[str, Batch] = {
     "as it is": _as_it_is,
     "packed documents": _packed,
-    "padded on the left": _padded(left=True),
-    "padded on the right": _padded(left=False),
+    "padded on the left": partial(_padded, slice(None, CHUNK + 1)),
+    "padded on the right": partial(_padded, slice(-CHUNK - 1, None)),
     "a row without labels": _without_labels_in_a_row,
     "inputs_embeds": _embedded,
     "checkpointed": _checkpointed,

@@ -22,7 +22,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules import linear as linear_module
 from torch.nn.modules import module as module_module
 
-from seqtile.models.placement import Placement, placement_of
+from seqtile.models.placement import placement_of
 
 _END = object()
 _DTYPE = attrgetter("dtype")
@@ -45,7 +45,7 @@ class Verdict(NamedTuple):
     """How a module that has a tiled forward is computed."""
 
     how: Literal["fused", "chunked", "untiled"]
-    """From its weights; by calling it chunk by chunk; by its original forward."""
+    """From its weights; by running it once a chunk; by its original forward."""
     reason: str | None = None
     """Why it is not fused."""
     error: str | None = None
@@ -60,16 +60,15 @@ class Verdict(NamedTuple):
     """Those of an MLP."""
     weights: int = 0
     """The numbers in a layer's parameters."""
-    called: tuple[Any, ...] = ()
-    """What of it is called chunk by chunk, see `Called`."""
+    in_chunks: tuple[Any, ...] = ()
+    """What of it runs in chunks, see `InChunks`."""
     sparsity: float = 1
     """Experts / experts a token of what is inside."""
 
 
 class Verdicts:
-    """The verdicts of the modules that run one tiled forward; a copy of a module gets one of its own.
-
-    Not for a compiler, whose guards see what changes.
+    """The verdicts of the modules that run one tiled forward; a copy of a module gets one of its own. For a compiler,
+    whose guards see what changes, none is kept.
     """
 
     def __init__(self, inspect: Callable[[nn.Module, torch.dtype | None], Verdict]):
@@ -78,6 +77,8 @@ class Verdicts:
 
     def of(self, module: nn.Module, dtype: torch.dtype | None = None) -> Verdict:
         """Returns the verdict on a module whose products are in `dtype`, where that is known."""
+        if torch.compiler.is_compiling():
+            return self._inspect(module, dtype)
         kept = self._kept.get(module)
         if kept is None or not all(map(is_, kept.now(module, dtype), kept.seen)):
             with saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):  # a checkpoint counts what is saved
@@ -134,12 +135,10 @@ def _named_by(things: Iterable[Any]) -> Iterator[tuple[dict[str, Any], str]]:
     while waiting:
         thing = waiting.pop()
         function = getattr(thing, "__func__", thing)
-        if isinstance(thing, Placement):
-            waiting.append(thing.original)
         if type(function) is not FunctionType or function in seen:
             continue
         seen.add(function)
-        waiting += [vars(function).get("__wrapped__"), placement_of(function)]
+        waiting += [vars(function).get("__wrapped__"), getattr(placement_of(function), "original", None)]
         names = function.__globals__
         for name in function.__code__.co_names:
             if name in names:

@@ -4,12 +4,13 @@ A Function whose node stands between a module's inputs and its outputs has compu
 backward.
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 from torch.autograd.graph import Node
+from torch.utils._pytree import tree_leaves
 
 from seqtile.ops.state import nodes_behind
 
@@ -42,7 +43,7 @@ class WayTaken:
         return None
 
     def _called(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        given = list(_tensors_in((args, kwargs)))
+        given = _tensors_in((args, kwargs))
         states = [tensor for tensor in given if tensor.is_floating_point() and tensor.dim() > 1]
         is_short = bool(states) and states[0].shape[:-1].numel() <= self._chunk_tokens
         ends = {tensor.grad_fn for tensor in given}
@@ -65,15 +66,6 @@ def _is_ours(node: Node) -> bool:
     return function is not None and function.__module__.startswith("seqtile.")
 
 
-def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Yields the tensors in what a forward is given or returns."""
-    if isinstance(value, torch.Tensor):
-        yield value
-        return
-    inner: Iterable[Any] = ()
-    if isinstance(value, dict):
-        inner = value.values()
-    elif isinstance(value, list | tuple):
-        inner = value
-    for each in inner:
-        yield from _tensors_in(each)
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    """Returns the tensors in what a forward is given or returns."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]

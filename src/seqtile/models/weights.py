@@ -2,8 +2,8 @@
 
 A module is read if calling it does what its class says and nothing else: a plain nn.Linear, a plain LoRA of PEFT's over
 one, a plain activation. Everything is known by the object itself: a function by the module in which it was written, a
-class by identity, never by a name alone, which anything can take. Whatever is not known is called as it is, chunk by
-chunk, see `fallback.py`. The functions here that end in `_reason` say why, or return None; `seqtile.status` shows it.
+class by identity, never by a name alone, which anything can take. Whatever is not known runs as it is, chunk by
+chunk, see `in_chunks.py`. The functions here that end in `_reason` say why, or return None; `seqtile.status` shows it.
 
 A TorchDispatchMode is no reason to call: it sees what is computed here as well, operation by operation.
 """
@@ -36,6 +36,8 @@ _HARMLESS = (  # where hooks are written that only watch, or gather what a modul
     "torch.distributed.tensor.debug._comm_mode.",
     "torch.distributed.fsdp.",
     "deepspeed.runtime.zero.",
+    "seqtile.models.difference.",
+    "seqtile.models.way_taken.",
     "seqtile.models.trial_pass.Pass.",
     "seqtile.models.trial_ranks.",
 )
@@ -73,14 +75,11 @@ def module_call_reason() -> str | None:
     for function, name in ((nn.Module.__call__, "_wrapped_call_impl"), (nn.Module._call_impl, "_call_impl")):
         if defining_path(function) != f"torch.nn.modules.module.Module.{name}":
             return f"the __call__ of torch.nn.Module was replaced by {named(function)}"
-    for hooks in hooks_of(None):
-        for hook in hooks.values():
-            if not is_harmless(hook, recording=True):
-                return f"there is a global module hook, {named(hook)}"
-    return None
+    hook = _hook_that_matters(None, recording=True)
+    return None if hook is None else f"there is a global module hook, {named(hook)}"
 
 
-def process_fallback_reason() -> str | None:
+def process_unfused_reason() -> str | None:
     """Says why no module at all may be read just now. Asked once, before any module is looked at."""
     if (reason := module_call_reason()) is not None:
         return reason
@@ -91,14 +90,14 @@ def process_fallback_reason() -> str | None:
     return None
 
 
-def module_fallback_reason(module: nn.Module, *, recording: bool = True) -> str | None:
-    """Says why calling `module` is not calling its class's forward. For `recording` see `call_fallback_reason`."""
+def module_unfused_reason(module: nn.Module, *, recording: bool = True) -> str | None:
+    """Says why calling `module` is not calling its class's forward. For `recording` see `call_unfused_reason`."""
     if "forward" in vars(module):
         return "has a forward of its own, such as Accelerate's device_map gives it"
-    return call_fallback_reason(module, recording=recording)
+    return call_unfused_reason(module, recording=recording)
 
 
-def call_fallback_reason(module: nn.Module, *, recording: bool = True) -> str | None:
+def call_unfused_reason(module: nn.Module, *, recording: bool = True) -> str | None:
     """Says why calling `module` is not calling its forward, whosever that is.
 
     Hooks by which FSDP2 and ZeRO gather weights do not count; nor, unless `recording`, those by which Hugging Face
@@ -108,10 +107,15 @@ def call_fallback_reason(module: nn.Module, *, recording: bool = True) -> str | 
     changed = cls.__call__ is not nn.Module.__call__ or cls._call_impl is not nn.Module._call_impl
     if changed or "_call_impl" in vars(module):
         return f"is a {named(cls)}, which has a __call__ of its own"
+    return "has hooks" if _hook_that_matters(module, recording) is not None else None
+
+
+def _hook_that_matters(module: nn.Module | None, recording: bool) -> Callable | None:
+    """Returns a hook of a module's, or a global one, that is not harmless."""
     for hooks in hooks_of(module):
         for hook in hooks.values():
             if not is_harmless(hook, recording):
-                return "has hooks"
+                return hook
     return None
 
 
@@ -123,7 +127,7 @@ def hooks_of(module: nn.Module | None) -> tuple[dict[int, Callable], ...]:
     return *forward, module_module._global_backward_hooks, module_module._global_backward_pre_hooks
 
 
-def linear_fallback_reason(module: Any) -> str | None:
+def linear_unfused_reason(module: Any) -> str | None:
     """Says why calling `module` is not F.linear(x, module.weight, module.bias)."""
     if not isinstance(module, nn.Linear) or type(module).forward is not nn.Linear.forward:
         return f"is a {named(type(module))}"
@@ -131,13 +135,7 @@ def linear_fallback_reason(module: Any) -> str | None:
         return "is a torch.nn.Linear, whose forward was replaced"
     if linear_module.F is not F or not _is_linear(F.linear):
         return f"calls torch.nn.functional.linear, which was replaced by {named(F.linear)}"
-    return module_fallback_reason(module)
-
-
-def quantised_fallback_reason(module: Any) -> str | None:
-    """Says why calling a quantised layer is not F.linear(x, its decoded weight, module.bias)."""
-    calls_linear = type(module).forward is nn.Linear.forward  # torchao's, whose weight does the rest
-    return decoding_reason(module) or (linear_fallback_reason if calls_linear else module_fallback_reason)(module)
+    return module_unfused_reason(module)
 
 
 def activation_name(activation: Any) -> str | None:
@@ -145,7 +143,7 @@ def activation_name(activation: Any) -> str | None:
     return _ACTIVATIONS.get(type(activation), (None,))[0]
 
 
-def activation_fallback_reason(activation: Any) -> str | None:
+def activation_unfused_reason(activation: Any) -> str | None:
     """Says why calling `activation` is not what its class says, or that this class is not known."""
     cls = type(activation)
     if cls not in _ACTIVATIONS:
@@ -153,10 +151,10 @@ def activation_fallback_reason(activation: Any) -> str | None:
         return f"its activation is {cls.__name__ if known else named(activation)}"
     if defining_path(cls.forward) != _ACTIVATIONS[cls][1]:
         return f"the forward of {named(cls)}, its activation, was replaced"
-    if (reason := module_fallback_reason(activation)) is not None:
+    if (reason := module_unfused_reason(activation)) is not None:
         return f"its activation {reason}"
     if cls is not GELUTanh:
-        return silu_fallback_reason()
+        return silu_unfused_reason()
     function = activation.act
     if type(function) is not partial or function.keywords != {"approximate": "tanh"} or function.args:
         return f"its activation calls {named(function)}"
@@ -165,7 +163,7 @@ def activation_fallback_reason(activation: Any) -> str | None:
     return f"torch.nn.functional.gelu was replaced by {named(function.func)}"
 
 
-def silu_fallback_reason() -> str | None:
+def silu_unfused_reason() -> str | None:
     """Says why calling torch.nn.functional.silu is not computing it."""
     if F.silu is _SILU or defining_path(F.silu) == "torch.nn.functional.silu":
         return None
@@ -239,22 +237,22 @@ def read_projection(name: str, module: nn.Module) -> Projection:
     return Projection(weight, base.bias, _whole(name, a.weight), _whole(name, b.weight), scale, quantized)
 
 
-def projection_fallback_reason(name: str, module: nn.Module | None, dtype: torch.dtype | None = None) -> str | None:
-    """Says why a projection must be called rather than read, given the dtype of its products where that is known; see
-    `process_fallback_reason`, too."""
+def projection_unfused_reason(name: str, module: nn.Module | None, dtype: torch.dtype | None = None) -> str | None:
+    """Says why a projection cannot be fused, given the dtype of its products where that is known; see
+    `process_unfused_reason`, too."""
     layers = split_lora(module)
     if isinstance(layers, str):
         return f"{name} {layers}"
     computes_in = computing_dtype(layers.base) if is_quantised(layers.base) else None
     if computes_in is not None and dtype not in (None, computes_in):
         return f"{name} computes in {computes_in}, where its input is in {dtype}"
-    for layer in layers[is_quantised(layers.base) : 3]:
-        weight = None if layer is None else seen_weight(layer)
-        if weight is not None and type(weight) not in _PLAIN and not isinstance(weight, DTensor):
+    plain = layers[is_quantised(layers.base) : 3]
+    for weight in (seen_weight(layer) for layer in plain if layer is not None):
+        if type(weight) not in _PLAIN and not isinstance(weight, DTensor):
             return f"{name}.weight is a {named(type(weight))}"
-        if weight is not None and weight.dtype not in DTYPES:
+        if weight.dtype not in DTYPES:
             return f"{name}.weight is {weight.dtype}"
-        if weight is not None and 0 in getattr(weight, "ds_shape", weight.shape):  # such as that of no shared expert
+        if 0 in getattr(weight, "ds_shape", weight.shape):  # such as that of no shared expert
             return f"{name}.weight has no elements"
     return None
 
@@ -279,9 +277,11 @@ def split_lora(module: Any) -> LoraLinear | str:
     """Returns the layers of a plain linear layer or of a plain LoRA over one; of anything else what it is instead."""
     if _is_lora(module):
         return _lora_layers(module)
-    if is_quantised(module):
-        return quantised_fallback_reason(module) or LoraLinear(module)
-    return linear_fallback_reason(module) or LoraLinear(module)
+    if not is_quantised(module):
+        return linear_unfused_reason(module) or LoraLinear(module)
+    calls_linear = type(module).forward is nn.Linear.forward  # torchao's, whose weight does the rest
+    reason = decoding_reason(module) or (linear_unfused_reason if calls_linear else module_unfused_reason)(module)
+    return reason or LoraLinear(module)
 
 
 def _is_lora(module: Any) -> bool:
@@ -301,7 +301,7 @@ def _lora_layers(module: Any) -> LoraLinear | str:
         "peft.tuners.lora.bnb.Linear4bit.forward",
     ):
         return f"is a {named(type(module))}, whose forward was replaced"
-    if (reason := module_fallback_reason(module)) is not None:
+    if (reason := module_unfused_reason(module)) is not None:
         return reason
     base = split_lora(module.base_layer)
     if isinstance(base, str):
@@ -324,7 +324,7 @@ def _adapted(base: LoraLinear, module: Any, name: str) -> LoraLinear | str:
     if name in module.lora_variant:
         return f"has a LoRA adapter of another kind, {type(module.lora_variant[name]).__name__}"
     for half, part in (("lora_A", a), ("lora_B", b)):
-        if (reason := linear_fallback_reason(part)) is not None:
+        if (reason := linear_unfused_reason(part)) is not None:
             return f"has a LoRA adapter whose {half} {reason}"
     if a.bias is not None or b.bias is not None:
         return "has a LoRA adapter with a bias"
@@ -334,7 +334,7 @@ def _adapted(base: LoraLinear, module: Any, name: str) -> LoraLinear | str:
         return f"has a LoRA adapter with dropout {dropout.p}"
     if type(dropout) not in (nn.Identity, nn.Dropout):
         return f"has a LoRA adapter whose dropout is a {named(type(dropout))}"
-    if (reason := module_fallback_reason(dropout)) is not None:
+    if (reason := module_unfused_reason(dropout)) is not None:
         return f"has a LoRA adapter whose dropout {reason}"
     return LoraLinear(base.base, a, b, scale)
 
@@ -381,7 +381,7 @@ def is_sharded(module: nn.Module) -> bool:
 
 
 def zero3_error(reason: str) -> str:
-    """Returns what to say of a module that would be called once per chunk under ZeRO-3."""
+    """Returns what to say of a module that would run in chunks under ZeRO-3."""
     return (
         f"{reason}, so it is called once per chunk; under ZeRO-3 each call gathers its parameters, and ranks with "
         "different numbers of chunks would wait for each other for ever: leave this part untiled (mlp=False or "

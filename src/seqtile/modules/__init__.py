@@ -5,6 +5,7 @@ that something else shards.
 """
 
 from collections.abc import Collection
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,7 +14,18 @@ from seqtile.ops.linear_cross_entropy import LossMetrics, linear_cross_entropy
 from seqtile.ops.linear_log_probs import linear_log_probs
 
 
-class LinearCrossEntropyLoss(nn.Module):
+class _WithOptions(nn.Module):
+    """A module that keeps the arguments of its constructor as options."""
+
+    def __init__(self, given: dict[str, Any]) -> None:
+        super().__init__()
+        self.options = {name: value for name, value in given.items() if name not in ("self", "__class__")}
+
+    def extra_repr(self) -> str:
+        return ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+
+
+class LinearCrossEntropyLoss(_WithOptions):
     """Computes nn.CrossEntropyLoss()(hidden @ weight.T + bias, target) without the logits; for the options see
     `seqtile.linear_cross_entropy`.
 
@@ -38,10 +50,8 @@ class LinearCrossEntropyLoss(nn.Module):
         chunk_tokens: int | None = None,
         return_metrics: bool = False,
     ) -> None:
-        options = dict(locals())
-        super().__init__()
-        self.register_buffer("class_weight", options.pop("class_weight"))
-        self.options = {name: value for name, value in options.items() if name not in ("self", "__class__")}
+        super().__init__(locals())
+        self.register_buffer("class_weight", self.options.pop("class_weight"))
 
     def forward(
         self,
@@ -58,11 +68,8 @@ class LinearCrossEntropyLoss(nn.Module):
             hidden, weight, target, bias=bias, num_items=num_items, class_weight=self.class_weight, **self.options
         )
 
-    def extra_repr(self) -> str:
-        return _options_repr(self.options)
 
-
-class LinearLogProbs(nn.Module):
+class LinearLogProbs(_WithOptions):
     """Computes log softmax((hidden @ weight.T + bias) / temperature)[target] without the logits; for the options see
     `seqtile.linear_log_probs`."""
 
@@ -78,9 +85,7 @@ class LinearLogProbs(nn.Module):
         accumulate_dtype: torch.dtype | None = torch.float32,
         chunk_tokens: int | None = None,
     ) -> None:
-        options = dict(locals())
-        super().__init__()
-        self.options = {name: value for name, value in options.items() if name not in ("self", "__class__")}
+        super().__init__(locals())
 
     def forward(
         self, hidden: torch.Tensor, weight: torch.Tensor, target: torch.Tensor, *, bias: torch.Tensor | None = None
@@ -88,10 +93,3 @@ class LinearLogProbs(nn.Module):
         """Computes the log-probabilities of target [...] from hidden [..., D] under weight [V, D] and bias [V]; for
         dtypes, memory and errors see `seqtile.linear_log_probs`."""
         return linear_log_probs(hidden, weight, target, bias=bias, **self.options)
-
-    def extra_repr(self) -> str:
-        return _options_repr(self.options)
-
-
-def _options_repr(options: dict[str, object]) -> str:
-    return ", ".join(f"{name}={value!r}" for name, value in options.items())

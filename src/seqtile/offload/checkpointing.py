@@ -52,9 +52,9 @@ class Checkpoints:
         self.store.pool.close()
 
     def _put(self, tensor: torch.Tensor) -> Saved:
-        small = tensor.numel() * tensor.element_size() < max(self.small, 1) or not tensor.is_floating_point()
         elsewhere = tensor.device != self.store.copies.device
-        if small or elsewhere or isinstance(tensor, nn.Parameter) or is_traceable_wrapper_subclass(tensor):
+        other_kind = isinstance(tensor, nn.Parameter) or is_traceable_wrapper_subclass(tensor)
+        if tensor.nbytes < max(self.small, 1) or not tensor.is_floating_point() or elsewhere or other_kind:
             return self._keep(tensor)
         try:
             return self.store.put(tensor)
@@ -67,7 +67,7 @@ class Checkpoints:
             return self._keep(tensor)
 
     def _keep(self, tensor: torch.Tensor) -> Saved:
-        return self.store.keep(tensor, prefetches=tensor.numel() * tensor.element_size() >= self.small)
+        return self.store.keep(tensor, prefetches=tensor.nbytes >= self.small)
 
 
 def _by_position(function: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Callable[..., Any], tuple[Any, ...]]:
@@ -124,23 +124,21 @@ def enable(
             raise ValueError(f"{name} is {value}, expected {smallest} or more")
     weight = next(model.parameters())
     device = torch.device(weight.device if device is None else device)
-    gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if device.type == "cuda" and (device.index or 0) >= gpus:
+    if device.type == "cuda" and (device.index or 0) >= (gpus := torch.cuda.device_count()):
         raise ValueError(
             f"device is {device}, but torch finds {gpus} GPUs here; leave device out to take where the weights are"
         )
     disable(model)
+    enable_checkpointing(model)
     if device.type != "cuda":
         warnings.warn(f"the model is on {device}: what its checkpoints save stays there", stacklevel=2)
-        enable_checkpointing(model)
         setattr(model, _ENABLED, None)
         return
     checkpoints = _on_gpu(torch.empty(0, device=device).device, host_memory_limit, strict)  # with its number
     if tokens is not None:
         size = tokens * model.config.get_text_config().hidden_size * weight.element_size()
-        checkpoints.store.pool.reserve(max(0, len(layers) - keep_last), size)
-    enable_checkpointing(model)
-    hand_out(checkpoints, model, keep_last)
+        checkpoints.store.pool.reserve(len(layers) - keep_last, size)
+    install(checkpoints, model, keep_last)
 
 
 def layers_of(model: nn.Module) -> list[GradientCheckpointingLayer]:
@@ -153,20 +151,20 @@ def enable_checkpointing(model: nn.Module) -> None:
     switch({"use_reentrant": False})
 
 
-def hand_out(checkpoints: Checkpoints, model: PreTrainedModel, keep_last: int) -> None:
-    """Gives `checkpoints` to every layer of a model, as the function that checkpoints it."""
+def install(checkpoints: Checkpoints, model: PreTrainedModel, keep_last: int) -> None:
+    """Puts `checkpoints` on every layer of a model, as the function that checkpoints it."""
     layers = layers_of(model)
     for i, layer in enumerate(layers):
         layer._gradient_checkpointing_func = partial(checkpoints, kept=i >= len(layers) - keep_last)
     setattr(model, _ENABLED, checkpoints)
-    checkpoints.watch = model.register_forward_pre_hook(_look)
+    checkpoints.watch = model.register_forward_pre_hook(_warn_if_replaced)
 
 
-def _look(model: nn.Module, args: object) -> None:
+def _warn_if_replaced(model: nn.Module, args: object) -> None:
     """Warns where checkpointing was switched on once more, or off, since `enable`: Trainers do."""
     layer = next(module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
     function = getattr(layer, "_gradient_checkpointing_func", None)
-    if not isinstance(getattr(function, "func", None), Checkpoints) and getattr(model, _ENABLED, None) is not None:
+    if not isinstance(getattr(function, "func", None), Checkpoints):
         warnings.warn(
             "the layers' inputs stay on the GPU: checkpointing was switched again after offload.enable; call enable "
             "last, and pass gradient_checkpointing=False to a Trainer",
@@ -183,8 +181,7 @@ def disable(model: PreTrainedModel | None = None) -> None:
     elif _ENABLED in vars(model):
         switch = getattr(model, "activation_checkpointing_disable", None) or model.gradient_checkpointing_disable
         switch()
-        checkpoints = vars(model).pop(_ENABLED)
-        if checkpoints is not None:
+        if (checkpoints := vars(model).pop(_ENABLED)) is not None:
             checkpoints.close()
 
 

@@ -8,8 +8,9 @@ a backward takes in the reverse order of the forward. With three layers, the las
     copies back    |           |           |           |  input 2   |  input 1   |            |
 
 They wait in blocks of a `Pool`, of exactly the sizes asked for, kept for reuse. torch's own pinned allocator rounds a
-block up to a power of two: the input of a layer of 655,360 tokens of Llama-8B, 5.4 GB, would take 8.6. Here a block is
-a mapping of its own, whole pages, registered with the driver once.
+block up to a power of two: the input of a layer of 655,360 tokens of Llama-8B, 5.4 GB, would take 8.6; told not to, by
+`pinned_max_round_threshold_mb`, torch 2.13 may hand out a freed block that is too small. Here a block is a mapping of
+its own, whole pages, registered with the driver once.
 """
 
 import mmap
@@ -17,21 +18,20 @@ import os
 import sys
 import tempfile
 import weakref
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from itertools import accumulate
 from pathlib import Path
 from threading import RLock
 from typing import Any
 
 import torch
-
-try:
-    import fcntl
-except ModuleNotFoundError:  # Windows
-    fcntl = None
+from filelock import FileLock
 
 KEPT_FREE = 2**30  # bytes of the machine's memory that are never taken
+_CONTROL_GROUPS = {  # by controller, version 2 names none: folder, limit, usage, what of the usage can be reclaimed
+    "": ("", "memory.max", "memory.current", "inactive_file"),
+    "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+}
 
 
 class HostMemoryFull(RuntimeError):
@@ -61,10 +61,9 @@ class Pool:
         sequences that grow do not leave a trail of blocks. Where that is not room enough, in the place of more.
         """
         with self._lock:
-            block = min((block for block in self._free if len(block) >= size), key=len, default=None)
-            if block is not None:
-                self._free = [other for other in self._free if other is not block]
-                return block
+            large = [i for i, block in enumerate(self._free) if len(block) >= size]
+            if large:
+                return self._free.pop(min(large, key=lambda i: len(self._free[i])))
             enough = self._room() + sum(map(len, self._free)) >= size
             while enough and self._free:
                 self._return(self._free.pop())
@@ -81,10 +80,9 @@ class Pool:
 
     def reserve(self, count: int, size: int) -> None:
         """Makes so many blocks ready, or as many as there is room for."""
-        with self._lock:
+        with self._lock, suppress(HostMemoryFull):
             for _ in range(count):
-                if self._room() >= size:
-                    self._free.append(self._new(size))
+                self._free.append(self._new(size))
 
     def close(self) -> None:
         """Returns what is free, and what is handed out as soon as it is given back."""
@@ -104,7 +102,7 @@ class Pool:
 
     def _new(self, size: int) -> torch.Tensor:
         mebibytes = f"{size / 2**20:,.0f} MiB more"
-        with one_at_a_time():  # of the processes of this machine: they would all find the same memory available
+        with host_memory_lock():
             if self._room() < size:
                 what = "the machine's memory" if self.limit is None else f"the limit of {self.limit / 2**20:,.0f} MiB"
                 raise HostMemoryFull(f"{mebibytes} would exceed {what}")
@@ -144,15 +142,10 @@ class Pool:
                 torch.cuda.check_error(int(torch.cuda.cudart().cudaHostUnregister(address)))
 
 
-@contextmanager
-def one_at_a_time() -> Iterator[None]:
-    """Lets only one process of a user on this machine be inside."""
-    if fcntl is None:
-        yield
-        return
-    with (Path(tempfile.gettempdir()) / f"seqtile-host-memory-{os.getuid()}.lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        yield  # closing the file lets the next one in
+def host_memory_lock() -> FileLock:
+    """Returns a lock that one process of a user on this machine has at a time: they would all find the same memory
+    available."""
+    return FileLock(Path(tempfile.gettempdir()) / f"seqtile-host-memory-{getattr(os, 'getuid', int)()}.lock")
 
 
 def available(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup")) -> int:
@@ -160,19 +153,14 @@ def available(proc: Path = Path("/proc"), groups: Path = Path("/sys/fs/cgroup"))
     and v1), its own and those that this is in."""
     rooms = [int(line.split()[1]) * 1024 for line in _lines(proc / "meminfo") if line.startswith("MemAvailable:")]
     for line in _lines(proc / "self" / "cgroup") or ["0::/", "0:memory:/"]:
-        _, controllers, path = line.split(":", 2)  # version 2 names no controllers
-        if not controllers:
-            root, limit, used, reclaimable = groups, "memory.max", "memory.current", "inactive_file"
-        elif "memory" in controllers.split(","):
-            root, limit, used = groups / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"
-            reclaimable = "total_inactive_file"
-        else:
-            continue
-        for group in accumulate(Path(path).parts[1:], Path.joinpath, initial=root):  # from the root to our own
-            with suppress(OSError, ValueError):  # no such file, or no limit
-                left = int((group / limit).read_text()) - int((group / used).read_text())
-                statistics = dict(line.split(maxsplit=1) for line in _lines(group / "memory.stat"))
-                rooms.append(left + int(statistics.get(reclaimable, 0)))
+        _, controllers, path = line.split(":", 2)
+        for controller in _CONTROL_GROUPS.keys() & set(controllers.split(",")):
+            folder, limit, used, reclaimable = _CONTROL_GROUPS[controller]
+            for group in accumulate(Path(path).parts[1:], Path.joinpath, initial=groups / folder):  # down to our own
+                with suppress(OSError, ValueError):  # no such file, or no limit
+                    left = int((group / limit).read_text()) - int((group / used).read_text())
+                    statistics = dict(line.split(maxsplit=1) for line in _lines(group / "memory.stat"))
+                    rooms.append(left + int(statistics.get(reclaimable, 0)))
     return max(0, min(rooms) - KEPT_FREE) if rooms else 2**62
 
 
@@ -225,8 +213,14 @@ class Saved:
     exception.
     """
 
+    storage: weakref.ref[torch.UntypedStorage]
+    """That of the tensor that was put."""
     memory: torch.Tensor | None = None
-    """Its block of the pool."""
+    """Its block of the pool, uint8."""
+    block: torch.Tensor
+    """The same in the tensor's shape and dtype."""
+    out: Any
+    """The copy into it, as `Copies.wait` takes it."""
     arriving: tuple[torch.Tensor, Any] | None = None
     """Its copy back on the device and what to wait for, until it is taken."""
     here: weakref.ref[torch.Tensor] | None = None
@@ -294,7 +288,7 @@ class Store:
         return Saved(tensor, self, self.count if prefetches else 0)
 
     def settle(self) -> None:
-        """Lets go of the tensor that was put last, once what is computed from now on comes after its copy."""
+        """Makes the computing stream wait for the last copy out, and lets go of the tensor that was copied."""
         last = self._saved.get(self.count)
         if last is not None and last.source is not None:
             last.changed = last.source._version != last.version

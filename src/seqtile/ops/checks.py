@@ -2,6 +2,7 @@
 
 import math
 from numbers import Real
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -65,8 +66,9 @@ def check_device(op: str, name: str, tensor: torch.Tensor, reference: str, first
     raise ValueError(f"{op}: {name} is on {tensor.device}, {reference} on {first.device}; {remedy}")
 
 
-def check_shape(op: str, name: str, tensor: torch.Tensor, expected: tuple[int, ...], meaning: str) -> None:
-    """Raises ValueError unless `tensor` has the shape `expected`; `meaning` says it in letters."""
+def check_shape(op: str, name: str, tensor: Any, expected: tuple[int, ...], meaning: str) -> None:
+    """Raises ValueError unless what has a shape, such as a tensor, has that which is `expected`; `meaning` says it in
+    letters."""
     if tuple(tensor.shape) != expected:
         raise ValueError(f"{op}: {name} has shape {list(tensor.shape)}, expected {meaning} = {list(expected)}")
 
@@ -86,14 +88,23 @@ def check_no_transform(op: str) -> None:
         )
 
 
-def check_logit_options(
-    op: str, logit_scale: float, softcap: float | None, temperature: float, prefix: str = ""
+def check_loss_options(
+    op: str,
+    logit_scale: float,
+    softcap: float | None,
+    temperature: float = 1.0,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    prefix: str = "",
 ) -> LossOptions:
-    """Returns what makes logits of products, if the numbers are in range; `prefix` begins the arguments' names."""
+    """Returns what makes logits of products, and a loss of them, if all are in range; `prefix` begins the names of
+    logits' arguments."""
     return LossOptions(
         check_number(op, f"{prefix or 'logit_'}scale", logit_scale, -math.inf),
         0.0 if softcap is None else check_number(op, f"{prefix}softcap", softcap, 0, above=True),
         check_number(op, "temperature", temperature, 0, above=True),
+        check_number(op, "label_smoothing", label_smoothing, 0, 1),
+        check_number(op, "z_loss", z_loss, 0),
     )
 
 

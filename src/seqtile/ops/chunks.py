@@ -15,6 +15,7 @@ At Llama-8B's shape (D 4096, M 14336, V 128256) a chunk is 4096 tokens: 112 MiB 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from itertools import pairwise
 from numbers import Integral
 
 import torch
@@ -58,7 +59,6 @@ def resolve_chunk_tokens(chunk_tokens: int | None, hidden_size: int, sparsity: f
     return int(chunk_tokens)
 
 
-def chunks(tokens: int, chunk_tokens: int) -> Iterator[slice]:
-    """Yields slices of at most `chunk_tokens` rows that cover `tokens` rows in order."""
-    for start in range(0, tokens, chunk_tokens):
-        yield slice(start, min(start + chunk_tokens, tokens))
+def chunks(tokens: int, chunk_tokens: int) -> list[slice]:
+    """Returns slices of at most `chunk_tokens` rows that cover `tokens` rows in order."""
+    return [slice(start, stop) for start, stop in pairwise([*range(0, tokens, chunk_tokens), tokens])]

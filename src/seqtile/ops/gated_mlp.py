@@ -195,8 +195,8 @@ class MLPChunk:
         Gate and up once more, then 6 u: 8 u."""
         gate, up, both = self._gate_and_up(x)
         if self._product is None:
-            self._product = self._both.new_empty(len(self._both), self._both.shape[1] // 2)
-        product = self._product[: len(x)]  # [C, M], first its gradient
+            self._product = self._both.new_empty(self._both.shape[0], self._both.shape[1] // 2)
+        product = self._product[: x.shape[0]]  # [C, M], first its gradient
         self._down.backward(d_y, out=product)
         gated_activation_backward_(gate, up, product, self._activation)
         self._down.add_gradients(sums[-1], d_y, product)
@@ -208,7 +208,7 @@ class MLPChunk:
 
     def _gate_and_up(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Computes gate and up, which lie side by side in the third tensor returned, [C, 2M]."""
-        both = self._both[: len(x)]
+        both = self._both[: x.shape[0]]
         gate, up = both.chunk(2, dim=1)
         for projection, out in zip(self._first, (both,) if len(self._first) == 1 else (gate, up), strict=True):
             projection.forward(x, out=out)
@@ -234,11 +234,10 @@ def _check(x: torch.Tensor, params: Projections, activation: str) -> None:
         raise ValueError(f"{_OP}: gate_weight has shape {list(gate)}, expected {expected} with D = {x.shape[-1]}")
     rows, hidden = gate
     for name, projection in named.items():
-        shape = (hidden, rows // 2 if fused else rows) if name == "down" else (rows, hidden)
-        if tuple(projection.shape) != shape:
-            meaning = "[D, M]" if name == "down" else "gate_weight's [M, D]"
-            found = list(projection.shape)
-            raise ValueError(f"{_OP}: {name}_weight has shape {found}, expected {meaning} = {list(shape)}")
+        shape, meaning = (rows, hidden), "gate_weight's [M, D]"
+        if name == "down":
+            shape, meaning = (hidden, rows // 2 if fused else rows), "[D, M]"
+        check_shape(_OP, f"{name}_weight", projection, shape, meaning)
         if projection.bias is not None:
             check_shape(_OP, f"{name}_bias", projection.bias, shape[:1], f"one number a row of {name}_weight")
         if projection.a is not None or projection.b is not None:

@@ -14,7 +14,7 @@ place of a tensor.
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate, islice, pairwise, repeat
+from itertools import islice, repeat
 from typing import Any, NamedTuple
 
 import torch
@@ -55,6 +55,11 @@ class WeightGrad:
         """True if nothing was added, and there is no `main_grad`."""
         return self._empty
 
+    def rows(self, rows: slice) -> "WeightGrad":
+        """Returns the sum of some rows of the parameter, in the same buffer."""
+        total = self.total()[rows]
+        return WeightGrad(total, main_grad=total)
+
     def total(self) -> torch.Tensor:
         """Returns the sum so far, zeros if there is none, to be added to in place."""
         if self._empty:
@@ -64,25 +69,25 @@ class WeightGrad:
 
     def add(self, left: torch.Tensor, right: torch.Tensor | None = None) -> None:
         """Adds left' right, or for a bias left' ones; left [C, out], right [C, in], both of one dtype."""
-        on_gpu = _on_gpu(left)
-        if right is None and on_gpu:
+        if right is None and _on_gpu(left):
             return self.add_gradient(left.sum(0, dtype=torch.float32))
-        right = left.new_ones(left.shape[0], 1) if right is None else right
-        total = self.buffer.view(left.shape[1], -1)  # a bias as a column
+        total = self.buffer
+        if right is None:
+            total, right = total[:, None], left.new_ones(left.shape[0], 1)
         beta = 0 if self._empty else 1  # beta 0 ignores what the empty buffer holds, NaN included
         self._empty = False
         if left.dtype == total.dtype:
-            total.addmm_(left.t(), right, beta=beta)
-        elif not on_gpu or torch.version.hip is not None:
+            total.addmm_(left.T, right, beta=beta)
+        elif not _on_gpu(left) or torch.version.hip is not None:
             _add_in_float32(total, left, right, beta)
         elif not left.is_cuda:  # a simulation: the same product and sum; torch 2.11 cannot simulate addmm's out_dtype
-            total.addmm_(left.t(), right, beta=beta)
+            total.addmm_(left.T, right, beta=beta)
         elif _ADDMM_TAKES_FLOAT32 and not torch.compiler.is_compiling():  # Inductor cannot lower it (pytorch #163880)
-            torch.addmm(total, left.t(), right, beta=beta, out_dtype=torch.float32, out=total)
+            torch.addmm(total, left.T, right, beta=beta, out_dtype=torch.float32, out=total)
         elif beta == 0:
-            total.copy_(torch.mm(left.t(), right, out_dtype=torch.float32))
+            total.copy_(torch.mm(left.T, right, out_dtype=torch.float32))
         else:
-            total.add_(torch.mm(left.t(), right, out_dtype=torch.float32))
+            total.add_(torch.mm(left.T, right, out_dtype=torch.float32))
 
     def add_gradient(self, gradient: torch.Tensor) -> None:
         """Adds a chunk's gradient that is computed already, of the parameter's shape; it may be sparse."""
@@ -91,9 +96,9 @@ class WeightGrad:
         self._empty = False
 
     def result(self) -> torch.Tensor | None:
-        """Returns the sum, rounded once to the parameter's dtype; zeros if nothing was added; None for a `main_grad`,
-        which holds it already."""
-        total = self.total()
+        """Returns the sum, rounded once to the parameter's dtype, and lets go of the buffer. Zeros if nothing was
+        added; None for a `main_grad`, which holds it already."""
+        total, self._buffer = self.total(), None
         return None if self._main_grad is not None else total.to(self._dtype)
 
     def scaled(self, factor: torch.Tensor, main_grad: torch.Tensor | None) -> torch.Tensor | None:
@@ -114,7 +119,7 @@ def _add_in_float32(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor
         operand = right[rows].float()
         for column in range(0, left.shape[1], block_columns):
             columns = slice(column, column + block_columns)
-            total[columns].addmm_(left[rows, columns].t().float(), operand, beta=beta)
+            total[columns].addmm_(left[rows, columns].T.float(), operand, beta=beta)
         beta = 1
 
 
@@ -202,12 +207,17 @@ class Projection(NamedTuple):
     def slice_out(self, rows: slice) -> "Projection":
         """Returns the projection to some of the outputs."""
         bias, b = (None if tensor is None else tensor[rows] for tensor in (self.bias, self.b))
-        return Projection(self.dequantized().weight[rows], bias, self.a, b, self.scale)
+        return Projection(self.weight[rows], bias, self.a, b, self.scale)
+
+    def sums_of(self, rows: slice) -> "Projection":
+        """Returns sums of gradients, see `begin_weight_grads`, as those of some of the outputs, in the same buffers."""
+        weight, bias, b = (None if total is None else total.rows(rows) for total in (self.weight, self.bias, self.b))
+        return Projection(weight, bias, self.a, b)
 
     def slice_in(self, columns: slice) -> "Projection":
         """Returns the projection of some of the inputs, without the bias."""
         a = None if self.a is None else self.a[:, columns]
-        return Projection(self.dequantized().weight[:, columns], None, a, self.b, self.scale)
+        return Projection(self.weight[:, columns], None, a, self.b, self.scale)
 
     def to(self, dtype: torch.dtype) -> "Projection":
         """Returns the operands of the products in `dtype`: copies where that changes something."""
@@ -224,11 +234,11 @@ class Projection(NamedTuple):
     def forward(self, x: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
         """Writes y [C, out] of x [C, in] to `out`. 2 C in out FLOP, with an adapter 2 C r (in + out) more."""
         if self.bias is None:
-            torch.mm(x, self.weight.t(), out=out)
+            torch.mm(x, self.weight.T, out=out)
         else:
-            torch.addmm(self.bias, x, self.weight.t(), out=out)
+            torch.addmm(self.bias, x, self.weight.T, out=out)
         if self.a is not None:
-            out.addmm_(torch.mm(x, self.a.t()), self.b.t(), alpha=self.scale)
+            out.addmm_(torch.mm(x, self.a.T), self.b.T, alpha=self.scale)
         return out
 
     def backward(self, d_y: torch.Tensor, out: torch.Tensor, *, add: bool = False) -> torch.Tensor:
@@ -250,56 +260,7 @@ class Projection(NamedTuple):
         if sums.a is not None:
             sums.a.add(torch.mm(d_y, self.b).mul_(self.scale), x)
         if sums.b is not None:
-            sums.b.add(d_y, torch.mm(x, self.a.t()).mul_(self.scale))
-
-
-class FusedProjection:
-    """Some rows of several projections of one input as one projection, so that one product serves all: a copy.
-
-    weight          a         b
-    [q rows of D]   [q's a]   [q's b   0      0   ]
-    [k rows of D]   [k's a]   [  0   k's b    0   ]
-    [v rows of D]   [v's a]   [  0     0    v's b ]   times each one's scale
-    """
-
-    def __init__(self, parts: Sequence[Projection], rows: Sequence[slice], dtype: torch.dtype):
-        self._rows = rows
-        self._parts = parts = [part.slice_out(of_part).to(dtype) for part, of_part in zip(parts, rows, strict=True)]
-        ranks = [0 if part.a is None else len(part.a) for part in parts]
-        self._blocks = list(zip(_adjacent(len(part.weight) for part in parts), _adjacent(ranks), strict=True))
-        weight, bias, a, b = torch.cat([part.weight for part in parts]), None, None, None
-        if any(part.bias is not None for part in parts):
-            bias = torch.cat([weight.new_zeros(len(part.weight)) if part.bias is None else part.bias for part in parts])
-        if any(ranks):
-            a = torch.cat([part.a for part in parts if part.a is not None])
-            b = weight.new_zeros(len(weight), len(a))
-            for part, (outputs, of_rank) in zip(parts, self._blocks, strict=True):
-                if part.b is not None:
-                    b[outputs, of_rank] = part.b * part.scale
-        self.projection = Projection(weight, bias, a, b)
-
-    def begin_weight_grads(self, sums: Sequence[Projection]) -> Projection:
-        """Returns the sums of the stack's gradients, of those tensors of which a part has a sum in `sums`."""
-        needs = [any(part[i] is not None for part in sums) for i in range(4)]
-        return begin_weight_grads((self.projection,), needs, [None] * 4)[0]
-
-    def add_to_parts(self, stacked: Projection, sums: Sequence[Projection]) -> None:
-        """Adds the sums of the stack's gradients to those of the whole parts."""
-        d_weight, d_bias, d_a, d_b = (None if total is None else total.total() for total in stacked[:4])
-        for part, rows, of_part, (outputs, ranks) in zip(self._parts, self._rows, sums, self._blocks, strict=True):
-            if of_part.weight is not None:
-                of_part.weight.total()[rows].add_(d_weight[outputs])
-            if of_part.bias is not None:
-                of_part.bias.total()[rows].add_(d_bias[outputs])
-            if of_part.a is not None:
-                of_part.a.add_gradient(d_a[ranks])
-            if of_part.b is not None:
-                of_part.b.total()[rows].add_(d_b[outputs, ranks] * part.scale)
-
-
-def _adjacent(lengths: Iterable[int]) -> list[slice]:
-    """Returns slices of these lengths, one behind the other."""
-    return [slice(start, stop) for start, stop in pairwise(accumulate(lengths, initial=0))]
+            sums.b.add(d_y, torch.mm(x, self.a.T).mul_(self.scale))
 
 
 def tensors_of(parts: Iterable[Any]) -> list[Any]:

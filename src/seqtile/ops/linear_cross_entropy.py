@@ -5,8 +5,7 @@
 `prepare_head`, `run_head` and `scatter_to_tokens` serve `linear_log_probs` as well.
 """
 
-from collections.abc import Callable, Collection
-from functools import partial
+from collections.abc import Callable, Collection, Sequence
 from numbers import Integral
 from typing import Any, NamedTuple
 
@@ -17,9 +16,8 @@ from seqtile.kernels.dispatch import cross_entropy_
 from seqtile.ops.checks import (
     check_dense,
     check_device,
-    check_logit_options,
+    check_loss_options,
     check_no_transform,
-    check_number,
     check_reduction,
     check_shape,
     values_known,
@@ -139,24 +137,12 @@ def linear_cross_entropy(
         RuntimeError: in a backward with `create_graph=True`.
     """
     check_reduction(_OP, reduction, num_items)
+    options = check_loss_options(_OP, logit_scale, softcap, label_smoothing=label_smoothing, z_loss=z_loss)
+    head, wanted = Head(hidden, weight, bias), ("lse", "entropy", "predicted") if return_metrics else ()
     chunked = prepare_head(
-        _OP,
-        hidden,
-        weight,
-        target,
-        ("lse", "entropy", "predicted") if return_metrics else (),
-        bias=bias,
-        ignore_index=ignore_index,
-        class_weight=class_weight,
-        accumulate_dtype=accumulate_dtype,
-        chunk_tokens=chunk_tokens,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        label_smoothing=label_smoothing,
-        z_loss=z_loss,
+        _OP, head, target, ignore_index, options, wanted, accumulate_dtype, chunk_tokens, class_weight
     )
-    loss, metrics = run_head(_loss, chunked, ignore_index, target.shape, reduction, num_items, return_metrics)
-    return (loss, metrics) if return_metrics else loss
+    return run_head(_loss, chunked, ignore_index, target.shape, reduction, num_items, return_metrics)
 
 
 def _loss(
@@ -165,7 +151,7 @@ def _loss(
     reduction: str,
     num_items: int | float | torch.Tensor | None,
     return_metrics: bool,
-) -> tuple[torch.Tensor, LossMetrics | None]:
+) -> torch.Tensor | tuple[torch.Tensor, LossMetrics]:
     total, values = chunked.compute(reduction != "none")
     values = Values(*values)
     if reduction == "mean" and num_items is None and chunked.class_weight is not None and chunked.labelled > 0:
@@ -173,7 +159,7 @@ def _loss(
         num_items = chunked.class_weight[labels].sum()
     loss = reduced(chunked, total, values.losses, shape, reduction, num_items)
     if not return_metrics:
-        return loss, None
+        return loss
     return loss, LossMetrics(
         token_accuracy=(values.predicted == labels_of(chunked)).float().mean(),
         predicted_tokens=scatter_to_tokens(values.predicted, chunked.rows, shape, fill=-1),
@@ -189,29 +175,22 @@ def labels_of(chunked: ChunkedHeads) -> torch.Tensor:
 
 def prepare_head(
     op: str,
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
+    head: Head,
     target: torch.Tensor,
-    wanted: Collection[str],
-    *,
-    bias: torch.Tensor | None,
     ignore_index: int | None,
-    class_weight: torch.Tensor | None = None,
+    options: LossOptions,
+    wanted: Collection[str],
     accumulate_dtype: torch.dtype | None,
     chunk_tokens: int | None,
-    softcap: float | None,
-    logit_scale: float,
-    temperature: float = 1.0,
-    label_smoothing: float = 0.0,
-    z_loss: float = 0.0,
+    class_weight: torch.Tensor | None = None,
 ) -> ChunkedHeads:
-    """Checks every argument, for TypeError or ValueError, and makes them what the loop over chunks takes; `wanted` are
+    """Checks the tensors, for TypeError or ValueError, and makes them what the loop over chunks takes; `wanted` are
     fields of `Values`.
 
     They are made flat, and searched for labelled tokens, by `run_head`.
     """
-    head = Head(hidden, weight, bias)
     head.check(op)
+    hidden, weight, _ = head
     check_target(op, head, target, ignore_index)
     if accumulate_dtype not in (None, torch.float32, weight.dtype):
         raise ValueError(
@@ -219,19 +198,14 @@ def prepare_head(
         )
     if class_weight is not None:
         check_class_weight(op, class_weight, hidden, weight.shape[0])
-    options = check_logit_options(op, logit_scale, softcap, temperature)._replace(
-        label_smoothing=check_number(op, "label_smoothing", label_smoothing, 0, 1),
-        z_loss=check_number(op, "z_loss", z_loss, 0),
-    )
     own_dtype = head.dtype if head.dtype == weight.dtype else torch.float32  # autocast's weights are usually float32
     dtypes = {name: torch.int64 if name == "predicted" else torch.float32 for name in wanted}
     spec = RowLossSpec(
         op,
-        partial(cross_entropies, options),
-        dtypes=(head.dtype,),
-        logit_scales=(options.logit_scale,),
-        temperature=options.temperature,
-        chunk_tokens=resolve_chunk_tokens(chunk_tokens, hidden.shape[-1]),
+        cross_entropies,
+        (options,),
+        (head.dtype,),
+        resolve_chunk_tokens(chunk_tokens, hidden.shape[-1]),
         values=tuple(dtypes.get(name) for name in Values._fields[1:]),
         differentiable=3,
         accumulate_dtype=accumulate_dtype or own_dtype,
@@ -239,12 +213,12 @@ def prepare_head(
     return ChunkedHeads(spec, (head,), (target,), class_weight=class_weight)
 
 
-def cross_entropies(options: LossOptions, chunk: LogitChunk) -> None:
+def cross_entropies(options: Sequence[LossOptions], chunk: LogitChunk) -> None:
     """The row function of one head: computes `Values`."""
     losses, *values = chunk.values
     vectors = RowVectors(chunk.biases[0], chunk.class_weight, *values, *chunk.scales)
     labels, write_grad = chunk.inputs[0], chunk.write_grads[0]
-    cross_entropy_(chunk.logits[0], labels, losses, options, write_grad=write_grad, **vectors._asdict())
+    cross_entropy_(chunk.logits[0], labels, losses, options[0], write_grad=write_grad, **vectors._asdict())
 
 
 def run_head(run: Callable, chunked: ChunkedHeads, ignore_index: int | None, *args: Any) -> Any:
@@ -268,9 +242,9 @@ def _run_flat(run: Callable, chunked: ChunkedHeads, ignore_index: int | None, *a
     return run(ChunkedHeads(chunked.spec, (head.flat(),), (target,), rows, class_weight), *args)
 
 
-@torch.compiler.disable(reason="seqtile counts the labelled tokens; with ignore_index=None it need not")
-def _run_labelled(*args: Any) -> Any:
-    return _run_flat(*args)
+_run_labelled = torch.compiler.disable(
+    _run_flat, reason="seqtile counts the labelled tokens; with ignore_index=None it need not"
+)
 
 
 def check_target(op: str, head: Head, target: torch.Tensor, ignore_index: int | None) -> None:

@@ -5,9 +5,9 @@ from functools import partial
 
 import torch
 
-from seqtile.kernels import DivergenceOptions, DivergenceVectors
+from seqtile.kernels import LossOptions
 from seqtile.kernels.dispatch import divergence_
-from seqtile.ops.checks import check_device, check_logit_options, check_mask, check_number, check_reduction
+from seqtile.ops.checks import check_device, check_loss_options, check_mask, check_number, check_reduction
 from seqtile.ops.chunks import resolve_chunk_tokens
 from seqtile.ops.logit_chunks import ChunkedHeads, Head, LogitChunk, RowLossSpec
 from seqtile.ops.reduction import masked_loss
@@ -74,33 +74,31 @@ def linear_divergence(
         RuntimeError: in a backward with `create_graph=True`.
     """
     check_reduction(_OP, reduction, num_items)
-    options = DivergenceOptions(
-        check_number(_OP, "beta", beta, 0, 1),
-        check_logit_options(_OP, student_scale, student_softcap, temperature, "student_"),
-        check_logit_options(_OP, teacher_scale, teacher_softcap, temperature, "teacher_"),
+    beta = check_number(_OP, "beta", beta, 0, 1)
+    options = (
+        check_loss_options(_OP, student_scale, student_softcap, temperature, prefix="student_"),
+        check_loss_options(_OP, teacher_scale, teacher_softcap, temperature, prefix="teacher_"),
     )
     student = Head(student_hidden, student_weight, student_bias)
     teacher = Head(teacher_hidden, teacher_weight, teacher_bias)
     _check(student, teacher, mask)
     spec = RowLossSpec(
         _OP,
-        partial(_divergences, options),
-        dtypes=(student.dtype, teacher.dtype),
-        logit_scales=(options.student.logit_scale, options.teacher.logit_scale),
-        temperature=options.student.temperature,
-        chunk_tokens=resolve_chunk_tokens(chunk_tokens, max(student_hidden.shape[-1], teacher_hidden.shape[-1])),
+        partial(_divergences, beta),
+        options,
+        (student.dtype, teacher.dtype),
+        resolve_chunk_tokens(chunk_tokens, max(student_hidden.shape[-1], teacher_hidden.shape[-1])),
         values=(torch.float32 if return_entropy else None,),
     )
     found, (entropies,) = masked_loss(ChunkedHeads(spec, (student, teacher)), mask, reduction, num_items)
     return (found, entropies) if return_entropy else found
 
 
-def _divergences(options: DivergenceOptions, chunk: LogitChunk) -> None:
+def _divergences(beta: float, options: tuple[LossOptions, LossOptions], chunk: LogitChunk) -> None:
     """The row function: computes the divergences, and the student's entropies."""
-    losses, entropies = chunk.values
-    student_bias, teacher_bias = chunk.biases
-    vectors = DivergenceVectors(student_bias, teacher_bias, entropies, *chunk.scales)
-    divergence_(*chunk.logits, losses, options, write=chunk.write_grads, **vectors._asdict())
+    (losses, entropy), (row_scale,), write = chunk.values, chunk.scales, chunk.write_grads
+    vectors = {"biases": chunk.biases, "entropy": entropy, "row_scale": row_scale}
+    divergence_(*chunk.logits, losses, beta, options, write=write, **vectors)
 
 
 def _check(student: Head, teacher: Head, mask: torch.Tensor | None) -> None:

@@ -5,8 +5,9 @@ from typing import NamedTuple
 
 import torch
 
+from seqtile.ops.checks import check_loss_options
 from seqtile.ops.linear_cross_entropy import Values, labels_of, prepare_head, run_head
-from seqtile.ops.logit_chunks import ChunkedHeads
+from seqtile.ops.logit_chunks import ChunkedHeads, Head
 from seqtile.ops.reduction import scatter_to_tokens
 
 _OP = "linear_log_probs"
@@ -75,30 +76,19 @@ def linear_log_probs(
     if isinstance(outputs, str) or not set(outputs) <= set(_VALUES):
         raise ValueError(f"{_OP}: outputs is {outputs!r}, expected some of {', '.join(_VALUES)}")
     outputs = tuple(outputs)
-    chunked = prepare_head(
-        _OP,
-        hidden,
-        weight,
-        target,
-        [_VALUES[name] for name in outputs],
-        bias=bias,
-        ignore_index=ignore_index,
-        accumulate_dtype=accumulate_dtype,
-        chunk_tokens=chunk_tokens,
-        softcap=softcap,
-        logit_scale=logit_scale,
-        temperature=temperature,
-    )
-    log_probs, values = run_head(_log_probs, chunked, ignore_index, target.shape, outputs, to_be_summed)
-    return (log_probs, values) if outputs else log_probs
+    options, wanted = check_loss_options(_OP, logit_scale, softcap, temperature), [_VALUES[name] for name in outputs]
+    head = Head(hidden, weight, bias)
+    chunked = prepare_head(_OP, head, target, ignore_index, options, wanted, accumulate_dtype, chunk_tokens)
+    return run_head(_log_probs, chunked, ignore_index, target.shape, outputs, to_be_summed)
 
 
 def _log_probs(
     chunked: ChunkedHeads, shape: torch.Size, outputs: tuple[str, ...], to_be_summed: bool
-) -> tuple[torch.Tensor, TokenValues]:
+) -> torch.Tensor | tuple[torch.Tensor, TokenValues]:
     _, values = chunked.compute(to_be_summed and not torch.compiler.is_compiling())
     values = Values(*values)
     if values.predicted is not None:
         values = values._replace(predicted=values.predicted == labels_of(chunked))
     found = {name: scatter_to_tokens(getattr(values, _VALUES[name]), chunked.rows, shape) for name in outputs}
-    return scatter_to_tokens(-values.losses, chunked.rows, shape), TokenValues(**found)
+    log_probs = scatter_to_tokens(-values.losses, chunked.rows, shape)
+    return (log_probs, TokenValues(**found)) if outputs else log_probs

@@ -7,13 +7,15 @@ is exact, however small it is beside theirs.
 """
 
 import math
+from collections.abc import Sequence
 from functools import partial
 
 import torch
 
 from seqtile.kernels import LossOptions
 from seqtile.kernels.dispatch import cross_entropy_
-from seqtile.ops.checks import check_dense, check_device, check_logit_options, check_mask, check_reduction, values_known
+from seqtile.kernels.eager import logits_of
+from seqtile.ops.checks import check_dense, check_device, check_loss_options, check_mask, check_reduction, values_known
 from seqtile.ops.chunks import resolve_chunk_tokens
 from seqtile.ops.logit_chunks import ChunkedHeads, Head, LogitChunk, RowLossSpec
 from seqtile.ops.reduction import masked_loss
@@ -66,21 +68,15 @@ def linear_topk_divergence(
         RuntimeError: in a backward with `create_graph=True`.
     """
     check_reduction(_OP, reduction, num_items)
-    options = check_logit_options(_OP, logit_scale, softcap, temperature)
+    options = check_loss_options(_OP, logit_scale, softcap, temperature)
     if options.logit_scale == 0:
         raise ValueError(f"{_OP}: logit_scale is 0, expected another number: all logits would be the same")
     head = Head(hidden, weight, bias)
     head.check(_OP)
     check_mask(_OP, mask, hidden)
     _check_teacher(hidden, weight.shape[0], ids, log_probs)
-    spec = RowLossSpec(
-        _OP,
-        partial(_divergences, options, tail),
-        dtypes=(head.dtype,),
-        logit_scales=(options.logit_scale,),
-        temperature=options.temperature,
-        chunk_tokens=resolve_chunk_tokens(chunk_tokens, hidden.shape[-1]),
-    )
+    chunk_tokens = resolve_chunk_tokens(chunk_tokens, hidden.shape[-1])
+    spec = RowLossSpec(_OP, partial(_divergences, tail), (options,), (head.dtype,), chunk_tokens)
     return masked_loss(ChunkedHeads(spec, (head,), (ids, log_probs)), mask, reduction, num_items)[0]
 
 
@@ -96,12 +92,13 @@ def _teacher(
     return ids.clamp(0, vocab - 1), logq.masked_fill(bad, torch.nan), rest
 
 
-def _divergences(options: LossOptions, tail: bool, chunk: LogitChunk) -> None:
+def _divergences(tail: bool, of_head: Sequence[LossOptions], chunk: LogitChunk) -> None:
     """The row function: computes the divergences."""
-    (products,), (bias,), (losses,), (scale,) = chunk.logits, chunk.biases, chunk.values, chunk.scales
+    (options,), (products,), (bias,) = of_head, chunk.logits, chunk.biases
+    (losses,), (scale,) = chunk.values, chunk.scales
     _check_values(*chunk.inputs, products.shape[1])
     ids, logq, rest = _teacher(*chunk.inputs, tail, products.shape[1])
-    x, slope = _transformed(products.gather(1, ids), None if bias is None else bias[ids], options)  # [C, k]
+    x, slope = logits_of(products.gather(1, ids), None if bias is None else bias[ids], options)  # [C, k]
     products.scatter_(1, ids, -math.copysign(math.inf, options.logit_scale))
     lse = torch.empty_like(losses)
     unused, target = torch.empty_like(losses), torch.zeros_like(losses, dtype=torch.int64)
@@ -125,20 +122,7 @@ def _divergences(options: LossOptions, tail: bool, chunk: LogitChunk) -> None:
     of_tail = torch.where(log_tail == -math.inf, 0.0, of_tail).squeeze(1).contiguous()
     none = torch.zeros_like(losses)
     cross_entropy_(products, target, unused, options, write_grad=True, bias=bias, row_scale=none, lse_scale=of_tail)
-    products.scatter_(1, ids, (of_row * slope * (total * logp.exp() - q)).to(products.dtype))
-
-
-def _transformed(
-    products: torch.Tensor, bias: torch.Tensor | None, options: LossOptions
-) -> tuple[torch.Tensor, torch.Tensor | float]:
-    """Returns float32 logits of these products, and the slope of their cap."""
-    x = products.float() * options.logit_scale
-    if bias is not None:
-        x = x + bias
-    if options.softcap == 0:
-        return x / options.temperature, 1.0
-    capped = (x / options.softcap).tanh()
-    return capped * options.softcap / options.temperature, 1 - capped.square()
+    products.scatter_(1, ids, (of_row * (1 if slope is None else slope) * (total * logp.exp() - q)).to(products.dtype))
 
 
 def _check_teacher(hidden: torch.Tensor, vocab: int, ids: torch.Tensor, log_probs: torch.Tensor) -> None:

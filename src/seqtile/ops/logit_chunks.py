@@ -23,6 +23,7 @@ from typing import NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from seqtile.kernels import LossOptions
 from seqtile.ops.checks import autocast_dtype, check_first_derivative, check_operands, check_shape
 from seqtile.ops.chunks import chunks
 from seqtile.ops.linear import WeightGrad, main_grad_of, scale_
@@ -72,7 +73,7 @@ class LogitChunk(NamedTuple):
 
     logits: list[torch.Tensor]
     """[C, V]: products hidden W'. **Destroyed** where `write_grads` says so: they then hold the gradient of the sum of
-    scales * values with respect to the capped logits' argument, times `RowLossSpec.temperature`."""
+    scales * values with respect to the capped logits' argument, times the temperature."""
     biases: list[torch.Tensor | None]
     inputs: list[torch.Tensor]
     """`ChunkedHeads.inputs` of these tokens."""
@@ -88,13 +89,11 @@ class RowLossSpec(NamedTuple):
     """What is computed of a row of logits of each head, and of how many rows at once."""
 
     op: str
-    row_function: Callable[[LogitChunk], None]
+    row_function: Callable[[Sequence[LossOptions], LogitChunk], None]
+    options: tuple[LossOptions, ...]
+    """Of each head; of one temperature."""
     dtypes: tuple[torch.dtype, ...]
     """Of each head, see `Head.dtype`."""
-    logit_scales: tuple[float, ...]
-    """Of each head, what the products are multiplied by."""
-    temperature: float
-    """What the logits are divided by."""
     chunk_tokens: int
     values: tuple[torch.dtype | None, ...] = ()
     """The dtypes of the values besides the losses; None where one is not wanted."""
@@ -192,8 +191,9 @@ class ChunkedHeads(NamedTuple):
         per_head = list(zip(heads, spec.dtypes, strict=True))
         matrices = [head.weight.to(dtype) for head, dtype in per_head]  # copies only under autocast
         buffers = [head.logits_buffer(min(self.labelled, spec.chunk_tokens), dtype) for head, dtype in per_head]
-        gradients = [self._no_gradients(i, needs[3 * i : 3 * i + 3], main_grads[2 * i]) for i in range(len(heads))]
-        write_grads = tuple(any(needs[3 * i : 3 * i + 3]) for i in range(len(heads)))
+        needs_by_head = [needs[i : i + 3] for i in range(0, len(needs), 3)]
+        gradients = [self._no_gradients(i, needs, main_grads[2 * i]) for i, needs in enumerate(needs_by_head)]
+        write_grads = tuple(map(any, needs_by_head))
 
         def add(chunk: slice) -> None:  # a function, so that what it allocates is free again before the next chunk
             places = chunk if rows is None else rows[chunk]
@@ -209,7 +209,7 @@ class ChunkedHeads(NamedTuple):
                 [None if vector is None else vector[chunk] for vector in scales],
                 write_grads,
             )
-            spec.row_function(row_chunk)
+            spec.row_function(spec.options, row_chunk)
             for of_head, d_logits, x, matrix in zip(gradients, logits, hidden, matrices, strict=True):
                 of_head.add(d_logits, x, matrix, places)
 
@@ -325,9 +325,9 @@ def _scaled(ctx, gradients: Sequence[HeadGradients], factor: torch.Tensor) -> li
     """
     spec, found = ctx.spec, []
     factor = factor if ctx.labelled else torch.ones_like(factor)
-    factor = factor.reshape(1) / spec.temperature  # one dimension: a scalar would first be rounded
+    factor = factor.reshape(1) / spec.options[0].temperature  # one dimension: a scalar would first be rounded
     for i, of_head in enumerate(gradients):
-        of_products, weight = factor * spec.logit_scales[i], of_head.weight
+        of_products, weight = factor * spec.options[i].logit_scale, of_head.weight
         if of_head.hidden is not None:
             scale_(of_head.hidden, of_products)
         if (d_logits := of_head.d_logits) is not None:

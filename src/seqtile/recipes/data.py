@@ -144,6 +144,8 @@ def sequences(paths: list[Path], tokenizer: PreTrainedTokenizerBase, seq_len: in
     ids = array("q")
     files, skipped = 0, {}
     for file in files_of(paths):
+        if len(ids) >= count * seq_len:
+            break
         before = len(ids)
         try:
             for more in file_tokens(file, tokenizer):
@@ -151,7 +153,7 @@ def sequences(paths: list[Path], tokenizer: PreTrainedTokenizerBase, seq_len: in
                 if len(ids) >= count * seq_len:
                     break
             why = None if len(ids) > before else "empty"
-        except (UnicodeDecodeError, NotText):
+        except UnicodeError:
             why = "not UTF-8 text"
         except OSError as error:
             why = f"unreadable: {os.strerror(error.errno or 0)}"
@@ -160,8 +162,6 @@ def sequences(paths: list[Path], tokenizer: PreTrainedTokenizerBase, seq_len: in
         else:
             del ids[before:]
             skipped[file] = why
-        if len(ids) >= count * seq_len:
-            break
     if skipped and not files:
         first = "{} ({})".format(*next(iter(skipped.items())))
         raise ValueError(
@@ -183,18 +183,14 @@ def files_of(paths: list[Path]) -> Iterator[Path]:
         yield from sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
 
 
-class NotText(ValueError):
-    """A file holds zero bytes: it is binary, though it may be UTF-8."""
-
-
 def file_tokens(file: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
     """Yields the token ids of a text file, some at a time, then the end-of-text token if there were any; the file is
-    read no further than they need. Raises UnicodeDecodeError or NotText once it turns out to be no text."""
+    read no further than they need. Raises UnicodeError once it turns out to be no text."""
 
     def read(characters: int) -> str:
         text = opened.read(characters)
         if "\0" in text:
-            raise NotText
+            raise UnicodeError("zero bytes: it is binary, though it may be UTF-8")
         return text
 
     found = False

@@ -15,17 +15,16 @@ from threading import Thread
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 import seqtile
 from seqtile.fitting import cheapest, gpu_memory_at_hand, host_memory_at_hand
 from seqtile.recipes import Job, check_output, checkpoint_in, number_or_name
-from seqtile.recipes.checkpoint import check_same, rank
 from seqtile.recipes.data import is_out_of_memory, load_config, load_tokenizer, sequences, standard_library
 from seqtile.recipes.output import RunResult, print_table, remove_incomplete, report_of, write_report
-from seqtile.recipes.train import Run, sequence_group, train
+from seqtile.recipes.state import Run, check_same, rank, ranks
+from seqtile.recipes.train import sequence_group, train
 
 
 def finetune(job: Job, console: Console) -> dict[str, Any]:
@@ -49,19 +48,19 @@ def finetune(job: Job, console: Console) -> dict[str, Any]:
         job = fitted(job, console) if job.fit else job
         run = prepared(job, console, 1 if alone else ctx.data_parallel_size, Path(files) / "tokenizer")
         baseline = untiled_run(run, console) if job.compare else None
-        with memory_errors("the tiled run" if alone else f"rank {dist.get_rank()}"):
+        with memory_errors("the tiled run" if alone else f"rank {rank()}"):
             tiled = train(run, ctx)
         if baseline is not None:
             done = len(tiled.losses)
             baseline = replace(baseline, losses=baseline.losses[:done], step_seconds=baseline.step_seconds[:done])
-        report = report_of(job, baseline, tiled, ranks=1 if alone else dist.get_world_size())
+        report = report_of(job, baseline, tiled, ranks())
         if tiled.saved is not None:  # in the main process
             place = Path(tiled.saved).parent
             print_table(report, console)
             if tiled.note is not None:
-                console.print(f"note: {tiled.note}", soft_wrap=True)
+                console.print(f"note: {tiled.note}")
             write_report(report, place)
-            console.print(f"model, report.json and report.png are in {place}", soft_wrap=True)
+            console.print(f"model, report.json and report.png are in {place}")
     if tiled.saved is not None and place != job.output:
         raise OSError(f"the model could not be saved in {job.output}; it is in {place}")
     if (done := len(tiled.losses)) < job.steps:
@@ -72,20 +71,19 @@ def finetune(job: Job, console: Console) -> dict[str, Any]:
 
 def fitted(job: Job, console: Console) -> Job:
     """Returns the job with the cheapest features that fit, see `seqtile.fit`. ValueError if none do."""
-    memory = host_memory_at_hand()
-    gpu_memory = gpu_memory_at_hand() if job.device == "cuda" else memory
+    on_gpu, memory = job.device == "cuda", host_memory_at_hand()
     found = cheapest(
         load_config(job.model),
         seq_len=job.seq_len,
-        host=job.device == "cuda",
+        host=on_gpu,
         dtype=job.dtype,
         autocast=job.dtype == "bfloat16",
-        gpus=1 if job.local_rank is None else dist.get_world_size(),
+        gpus=ranks(),
         sequence_parallel=job.sequence_parallel,
-        gpu_memory_gib=gpu_memory,
+        gpu_memory_gib=gpu_memory_at_hand() if on_gpu else memory,
         host_memory_gib=memory,
     )
-    console.print(str(found), highlight=False, soft_wrap=True)
+    console.print(str(found))
     groups = found.setup.head_groups
     chosen = {"layer": found.options["layer"], "head_groups": groups and str(groups), "offload": found.offload}
     return replace(job, fit=False, **chosen)
@@ -116,10 +114,10 @@ def prepared(job: Job, console: Console, groups: int, tokenizer_files: Path) -> 
     check_output(job.output, {"model": in_float32, "checkpoint": 0 if job.save_every is None else with_model})
     for name in ("model", "checkpoint") if rank() == 0 else ():  # what a process that was killed left there
         remove_incomplete(job.output / name)
-    console.print(str(data), soft_wrap=True, highlight=False)
+    console.print(str(data))
     if job.seq_len > config.max_position_embeddings:
         most = f"{config.max_position_embeddings:,} positions at most"
-        console.print(f"note: {job.model} is configured for {most}", soft_wrap=True)
+        console.print(f"note: {job.model} is configured for {most}")
     rows = data.rows.view(job.steps, groups, job.seq_len)
     run = Run(job, config, rows, tiled=True, save_to=job.output / "model", tokenizer=tokenizer_files)
     if job.resume:

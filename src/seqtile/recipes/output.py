@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -63,10 +63,8 @@ def remove_incomplete(path: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    if path.is_dir():
-        shutil.rmtree(path)
-    else:
-        path.unlink(missing_ok=True)
+    shutil.rmtree(path, ignore_errors=True)
+    path.unlink(missing_ok=True)
 
 
 def save_model(
@@ -94,15 +92,15 @@ def save_model(
     )
 
 
-@dataclass(frozen=True)
+@dataclass
 class RunResult:
-    """The measurements of a training run; lists have one entry a step."""
+    """The measurements of a training run, of the steps done so far; lists have one entry a step."""
 
-    losses: list[float]
-    step_seconds: list[float]
-    tokens_per_second: float
-    peak_mib: float
-    status: str
+    losses: list[float] = field(default_factory=list)
+    step_seconds: list[float] = field(default_factory=list)
+    tokens_per_second: float = 0.0
+    peak_mib: float = 0.0
+    status: str = ""
     again: float | None = None
     """The first step's loss once more at the end, where runs are compared; one number, of the same sequences."""
     saved: str | None = None
@@ -153,7 +151,7 @@ def title_of(report: dict[str, Any]) -> str:
 def print_table(report: dict[str, Any], console: Console) -> None:
     """Prints the figures of report.json as a table; of many losses some, the first and the last among them."""
     runs = runs_of(report)
-    console.print(title_of(report), soft_wrap=True, highlight=False)
+    console.print(title_of(report))
     table = Table("")
     for name in runs:
         table.add_column(name, justify="right")
@@ -165,7 +163,7 @@ def print_table(report: dict[str, Any], console: Console) -> None:
     table.add_row("peak memory, MiB", *(f"{run['peak_mib']:,.0f}" for run in runs.values()))
     table.add_row("time, s", *(f"{sum(run['step_seconds']):.1f}" for run in runs.values()))
     table.add_row("tokens/s", *(f"{run['tokens_per_second']:,.0f}" for run in runs.values()))
-    console.print(table)
+    console.print(table, soft_wrap=False)
     if "untiled" in runs:
         console.print(
             f"largest loss difference {report['max_loss_difference']:.1e}; "

@@ -1,56 +1,44 @@
 """The forecast of `seqtile plan`: the longest sequence with each feature on, what to turn on, and what a step holds."""
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, fields, replace
-from typing import Annotated, Any
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
 
 from rich.console import Console
 from rich.table import Column, Table
-from typer import Argument, Option
 
 from seqtile.memory import KNOWN, OFFLOAD, TILES, Longest, Plan, Setup, ladder, longest, plan, shape_of
-from seqtile.memory.features import apply_options, simulation_refusal
+from seqtile.memory.features import FEATURES, apply_options, simulation_refusal, with_features
 from seqtile.memory.setup import NoFormula, setup_of
-from seqtile.recipes import Trial, number_or_name
+from seqtile.recipes import argument, number_or_name, option
 
 GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Question:
-    """A question to `seqtile plan`. Each field is an option of that command; those of a name that `memory.Setup` has
-    are its fields."""
+class PlanOptions:
+    """What `seqtile plan` is asked; the options of a name that `memory.Setup` has are its fields."""
 
-    model: Annotated[str, Argument(help=f"A config.json, its directory, or {', '.join(KNOWN)}.")]
-    seq_len: Annotated[int | None, Option(help="Tokens a sequence (default: the longest that fits).")] = None
-    batch_size: Annotated[int, Option(help="Sequences at a time.")] = 1
-    gpus: Annotated[int, Option(help="GPUs in all.")] = 1
-    sequence_parallel: Annotated[int | None, Option(help="GPUs that share a sequence (default: all).")] = None
-    gpu_memory_gib: Annotated[float, Option("--gpu-memory", help="GiB of a GPU.")] = 80
-    host_memory_gib: Annotated[float, Option("--host-memory", help="GiB of a node.")] = 1900
-    gpus_per_node: Annotated[int, Option(help="GPUs of a node.")] = 8
-    zero_stage: Annotated[int, Option(help="Spread over all GPUs: 1 optimizer, 2 gradients, 3 weights too.")] = 3
-    optimizer: Annotated[
-        str, Option(help="adamw (16 bytes a parameter, with a float32 copy of the weights), adamw_8bit, sgd.")
-    ] = "adamw"
-    dtype: Annotated[str, Option(help="Of weights and activations: bfloat16, float16 or float32.")] = "bfloat16"
-    autocast: Annotated[
-        bool, Option("--autocast", help="Float32 weights and residual stream, under torch.autocast to --dtype.")
-    ] = False
-    lora_rank: Annotated[int | None, Option(help="Of adapters over every projection; all else is frozen.")] = None
-    load_in_4bit: Annotated[
-        bool, Option("--load-in-4bit", help="The projections in bitsandbytes' 4 bits, under adapters: QLoRA.")
-    ] = False
-    offload: Annotated[
-        list[str] | None, Option(help="To host memory in any case: optimizer, weights; repeat it for more.")
-    ] = None
-    layer: Annotated[bool, Option("--layer", help="Plan with layers tiled as a whole, also where less is needed.")] = (
-        False
+    model: str = argument(f"A config.json, its directory, or {', '.join(KNOWN)}.")
+    seq_len: int | None = option(None, "Tokens a sequence (default: the longest that fits).")
+    batch_size: int = option(1, "Sequences at a time.")
+    gpus: int = option(1, "GPUs in all.")
+    sequence_parallel: int | None = option(None, "GPUs that share a sequence (default: all).")
+    gpu_memory_gib: float = option(80, "GiB of a GPU.", "--gpu-memory")
+    host_memory_gib: float = option(1900, "GiB of a node.", "--host-memory")
+    gpus_per_node: int = option(8, "GPUs of a node.")
+    zero_stage: int = option(3, "Spread over all GPUs: 1 optimizer, 2 gradients, 3 weights too.")
+    optimizer: str = option(
+        "adamw", "adamw (16 bytes a parameter, with a float32 copy of the weights), adamw_8bit, sgd."
     )
-    head_groups: Annotated[
-        str | None, Option(help="Plan with so many groups of kv heads in such layers: a number, or auto.")
-    ] = None
-    as_json: Annotated[bool, Option("--json", help="The same as JSON.")] = False
+    dtype: str = option("bfloat16", "Of weights and activations: bfloat16, float16 or float32.")
+    autocast: bool = option(False, "Float32 weights and residual stream, under torch.autocast to --dtype.")
+    lora_rank: int | None = option(None, "Of adapters over every projection; all else is frozen.")
+    load_in_4bit: bool = option(False, "The projections in bitsandbytes' 4 bits, under adapters: QLoRA.")
+    offload: list[str] | None = option(None, "To host memory in any case: optimizer, weights; repeat it for more.")
+    layer: bool = option(False, "Plan with layers tiled as a whole, also where less is needed.")
+    head_groups: str | None = option(None, "Plan with so many groups of kv heads in such layers: a number, or auto.")
+    as_json: bool = option(False, "The same as JSON.", "--json")
 
     def setup(self) -> dict[str, Any]:
         """Returns the fields of `memory.Setup` that the options give. Raises ValueError for parts that are not
@@ -65,29 +53,28 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Forecast:
+class PlanResult:
     """The answer: what fits on the machines that were asked for."""
 
     model: str
-    rungs: list[tuple[Setup, Longest]]
-    """With more and more turned on."""
-    plan: Plan | None
-    """A step of the length that was asked for, with the least that it needs, or of the longest that fits; None of a
-    model that no formula tells of."""
-    turn_on: list[str]
-    """The lines of Python that set up what the plan needs, in their order; none if it does not fit."""
-    remedies: dict[str, int]
-    """Where the plan does not fit: options, and the longest sequence with them."""
     notes: list[str]
     simulated: dict[str, int]
     """For a model type without a formula: what is tiled, and the longest sequence on one GPU with it, simulated."""
+    lengths: list[tuple[Setup, Longest]] = field(default_factory=list)
+    """With more and more turned on."""
+    plan: Plan | None = None
+    """None for a model type that is simulated alone."""
+    turn_on: list[str] = field(default_factory=list)
+    """Lines of Python, where the plan fits."""
+    remedies: dict[str, int] = field(default_factory=dict)
+    """Where the plan does not fit: options, and the longest sequence with them."""
 
     def fits(self, seq_len: int) -> bool:
         """Says if a sequence of the length that was asked for fits."""
         return self.plan.fits if self.plan else max(self.simulated.values(), default=0) >= seq_len
 
 
-def forecast(asked: Question, each: Callable[[str], None] = lambda step: None) -> Forecast:
+def forecast(asked: PlanOptions, each: Callable[[str], None] = lambda step: None) -> PlanResult:
     """Answers a question, and calls `each` with the name of every step of a simulation before it is run; with `layer`
     or `head_groups` the plan has them, even where less would do. Raises ValueError as `seqtile.memory` does, with the
     names of options in the place of its own."""
@@ -100,7 +87,7 @@ def forecast(asked: Question, each: Callable[[str], None] = lambda step: None) -
         raise ValueError(f"--{name.removesuffix('_gib').replace('_', '-')}: {rest}") from error
 
 
-def _forecast(asked: Question, each: Callable[[str], None]) -> Forecast:
+def _forecast(asked: PlanOptions, each: Callable[[str], None]) -> PlanResult:
     setup, sizes = asked.setup(), {"batch_size": asked.batch_size}
     try:
         shape = shape_of(asked.model)
@@ -108,86 +95,83 @@ def _forecast(asked: Question, each: Callable[[str], None]) -> Forecast:
         simulated, notes = _simulated(asked, each)
         if not simulated:
             raise ValueError(f"{error}; and {notes[-1]}") from error
-        return Forecast(asked.model, [], None, [], {}, [f"{error}, and so it is simulated alone", *notes], simulated)
+        return PlanResult(asked.model, [f"{error}, and so it is simulated alone", *notes], simulated)
     in_groups = setup["head_groups"] is not None
     if asked.layer or in_groups:  # what cannot be is said, rather than left out
         plan(shape, seq_len=1, tiles=TILES, **sizes, **setup)
-    rungs = list(ladder(shape, **sizes, **setup))
-    wanted = [rung for rung in rungs if "layer" in rung[0].tiles or not asked.layer]
-    wanted = [rung for rung in wanted if rung[0].head_groups is not None or not in_groups]
+    lengths = list(ladder(shape, **sizes, **setup))
+    wanted = [row for row in lengths if "layer" in row[0].tiles or not asked.layer]
+    wanted = [row for row in wanted if row[0].head_groups is not None or not in_groups]
     if (seq_len := asked.seq_len) is None:
-        chosen, found = max(wanted, key=lambda rung: rung[1].tokens)
+        chosen, found = max(wanted, key=lambda row: row[1].tokens)
         seq_len = max(found.tokens, chosen.sequence_parallel)
     else:
-        chosen = next((rung for rung, found in wanted if found.tokens >= seq_len), wanted[-1][0])
+        chosen = next((tried for tried, found in wanted if found.tokens >= seq_len), wanted[-1][0])
     step = plan(shape, seq_len=seq_len, **sizes, **asdict(chosen))
     notes = list(shape.notes)
     if shape.positions is not None and seq_len > shape.positions:
         notes.append(f"it is configured for {shape.positions:,} positions at most")
-    fitting = (to_turn_on(step), {}) if step.fits else ([], remedies(rungs, step))
     simulated, more = _simulated(asked, each) if shape.assumed else ({}, [])
-    return Forecast(asked.model, rungs, step, *fitting, notes + more, simulated)
+    fitting = (to_turn_on(step), {}) if step.fits else ([], remedies(lengths, step))
+    return PlanResult(asked.model, notes + more, simulated, lengths, step, *fitting)
 
 
-def _simulated(asked: Question, each: Callable[[str], None]) -> tuple[dict[str, int], list[str]]:
+def _simulated(asked: PlanOptions, each: Callable[[str], None]) -> tuple[dict[str, int], list[str]]:
     """Returns the longest sequences of a model without a formula, by running its code without data, and notes."""
     setup = setup_of(asked.setup())
     if (refusal := simulation_refusal(setup)) is not None:
         return {}, [refusal]
-    from seqtile.memory.simulate import FEATURES, Simulated  # slow: torch
+    from seqtile.memory.simulate import Simulation  # slow: torch
     from seqtile.recipes.check import class_of, config_of
 
     found: dict[str, int] = {}
     try:
-        config = config_of(Trial(asked.model))
-        predictor = Simulated(class_of(Trial(asked.model), config), config, setup, each)
-        for name, feature in FEATURES.items():
-            found[name] = predictor.longest(replace(setup, **feature.changes), asked.batch_size)
+        config = config_of(asked.model)
+        predictor = Simulation(class_of(asked.model, config), config, setup, each)
+        for name in FEATURES:
+            if predictor.refusal(name, setup) is None:
+                found[name] = predictor.longest(with_features(setup, name), asked.batch_size).tokens
     except Exception as error:  # of the model's own code, which may raise anything on tensors without data
         return found, [f"it cannot be simulated: {' '.join(str(error).split())[:200]}"]
     return found, predictor.notes
 
 
-def remedies(rungs: list[tuple[Setup, Longest]], plan: Plan) -> dict[str, int]:
+def remedies(lengths: list[tuple[Setup, Longest]], plan: Plan) -> dict[str, int]:
     """Returns the longest sequence with more on the host, and with so many GPUs that `plan` fits, as far as each is
     longer."""
-    setup, best = rungs[-1][0], max(found.tokens for _, found in rungs)
-    tried = []
-    for more in (("optimizer",), ("optimizer", "weights")):
-        offload = tuple(dict.fromkeys((*setup.offload, *more)))
-        said = " ".join(f"--offload {part}" for part in offload if part != "activations")
-        tried.append((said, {"offload": offload}))
+    setup, best = lengths[-1][0], max(found.tokens for _, found in lengths)
+    more = (("optimizer",), ("optimizer", "weights"))
+    tried: list[dict[str, Any]] = [{"offload": tuple(dict.fromkeys((*setup.offload, *parts)))} for parts in more]
     for times in (2, 4, 8, 16, 32, 64, 128):
-        changes = {"gpus": setup.gpus * times, "sequence_parallel": setup.sequence_parallel * times}
-        tried.append((f"--gpus {changes['gpus']}", changes))
+        tried.append({"gpus": setup.gpus * times, "sequence_parallel": setup.sequence_parallel * times})
     found = {}
-    for option, changes in tried:
+    for changes in tried:
         try:
             tokens = longest(plan.shape, batch_size=plan.batch_size, **asdict(setup) | changes).tokens
         except ValueError:  # which this setup cannot have
             continue
-        if tokens > best and ("gpus" not in changes or tokens >= plan.seq_len):
-            best = found[option] = tokens
-        if "gpus" in changes and best >= plan.seq_len:
+        moved = [f"--offload {part}" for part in changes.get("offload", ()) if part != "activations"]
+        if tokens > best and (moved or tokens >= plan.seq_len):
+            best = found[" ".join(moved) or f"--gpus {changes['gpus']}"] = tokens
+        if best >= plan.seq_len and not moved:
             break
     return found
 
 
 def to_turn_on(plan: Plan) -> list[str]:
     """Returns lines of Python in their order."""
-    setup, shape, lines = plan.setup, plan.shape, []
+    setup, lines, quantised = plan.setup, [], ""
     moved = [part for part in setup.offload if part != "activations"]
     if setup.liger:
         before = "of liger_kernel.transformers, before the model is built"
-        lines.append(f"apply_liger_kernel_to_{shape.model_type}()  # {before}")
-    quantised = ""
+        lines.append(f"apply_liger_kernel_to_{plan.shape.model_type}()  # {before}")
     if setup.load_in_4bit:
         options = f'load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.{setup.dtype}'
         lines.append(f"four_bits = BitsAndBytesConfig({options}, bnb_4bit_use_double_quant=True)")
         quantised = ", quantization_config=four_bits"
     attention = 'attn_implementation="flash_attention_2"'
     lines.append(f"model = AutoModelForCausalLM.from_pretrained(..., {attention}{quantised})")
-    if setup.lora_rank is not None:
+    if not setup.full:
         lines.append(f'model = get_peft_model(model, LoraConfig(r={setup.lora_rank}, target_modules="all-linear"))')
     if setup.tiles:
         options = ((name, '"auto"' if value == "auto" else value) for name, value in apply_options(setup).items())
@@ -210,31 +194,17 @@ def to_turn_on(plan: Plan) -> list[str]:
     return lines
 
 
-def figures(forecast: Forecast) -> dict[str, Any]:
+def figures(forecast: PlanResult) -> dict[str, Any]:
     """Returns all of it, for `--json`; sizes in GiB."""
-    plan = forecast.plan
-    if plan is None:
-        return {"model": forecast.model, "notes": forecast.notes, "simulated": forecast.simulated}
-    return {
-        "model": forecast.model,
-        "parameters": plan.shape.parameters,
-        "notes": forecast.notes,
-        "longest": [features(setup) | asdict(found) for setup, found in forecast.rungs],
-        "plan": {
-            "seq_len": plan.seq_len,
-            "batch_size": plan.batch_size,
-            "setup": asdict(plan.setup),
-            "fits": plan.fits,
-            "bound": plan.bound,
-            "gpu_gib": in_gib(plan.peak.parts),
-            "peak": plan.peak.name,
-            "host_gib": in_gib(plan.host),
-            "moments_gib": in_gib({moment.name: moment.bytes for moment in plan.moments}),
-        },
-        "turn_on": forecast.turn_on,
-        "remedies": forecast.remedies,
-        "simulated": forecast.simulated,
-    }
+    found = {name: getattr(forecast, name) for name in ("model", "notes", "turn_on", "remedies", "simulated")}
+    if (plan := forecast.plan) is not None:
+        found["parameters"] = plan.shape.parameters
+        found["longest"] = [features(setup) | asdict(longest) for setup, longest in forecast.lengths]
+        found["plan"] = {name: getattr(plan, name) for name in ("seq_len", "batch_size", "fits", "bound")}
+        found["plan"] |= {"setup": asdict(plan.setup), "peak": plan.peak.name}
+        found["plan"] |= {"gpu_gib": in_gib(plan.peak.parts), "host_gib": in_gib(plan.host)}
+        found["plan"]["moments_gib"] = in_gib({moment.name: moment.bytes for moment in plan.moments})
+    return found
 
 
 def features(setup: Setup) -> dict[str, Any]:
@@ -254,22 +224,24 @@ def in_gib(parts: dict[str, int]) -> dict[str, float]:
     return {part: round(size / GIB, 3) for part, size in parts.items()}
 
 
-def print_forecast(forecast: Forecast, console: Console) -> None:
+def print_forecast(forecast: PlanResult, console: Console) -> None:
     """Prints it as tables, and what to turn on, or what does not fit."""
-    if forecast.plan is None:
-        console.print("\n".join([forecast.model, *(f"note: {note}" for note in forecast.notes)]), highlight=False)
-        console.print(simulated_table(forecast.simulated))
-        return
-    plan, shape, setup = forecast.plan, forecast.plan.shape, forecast.plan.setup
-    gpus = f"{setup.gpus} GPUs, ZeRO-{setup.zero_stage}, each" if setup.gpus > 1 else "1 GPU"
-    count = shape.parameters
-    size = f"{count / 1e9:,.2f} billion" if count >= 1e9 else f"{count / 1e6:.0f} million"
-    lines = [f"{forecast.model}: {size} parameters, {shape.layers} layers; {gpus} of {setup.gpu_memory_gib:g} GiB"]
-    lines += [f"note: {note}" for note in forecast.notes]
-    console.print("\n".join(lines), highlight=False)
+    title, plan = forecast.model, forecast.plan
+    if plan is not None:
+        setup, count = plan.setup, plan.shape.parameters
+        gpus = f"{setup.gpus} GPUs, ZeRO-{setup.zero_stage}, each" if setup.gpus > 1 else "1 GPU"
+        size = f"{count / 1e9:,.2f} billion" if count >= 1e9 else f"{count / 1e6:.0f} million"
+        title += f": {size} parameters, {plan.shape.layers} layers; {gpus} of {setup.gpu_memory_gib:g} GiB"
+    console.print("\n".join([title, *(f"note: {note}" for note in forecast.notes)]), highlight=False)
     if forecast.simulated:
-        console.print(simulated_table(forecast.simulated))
-    console.print(rungs_table(forecast.rungs))
+        caption = "On one GPU, every layer checkpointed."
+        table = Table("tiled", Column("tokens", justify="right"), title="Longest sequence, simulated", caption=caption)
+        for tiled, tokens in forecast.simulated.items():
+            table.add_row(tiled, f"{tokens:,}")
+        console.print(table)
+    if plan is None:
+        return
+    console.print(lengths_table(forecast.lengths))
     console.print(parts_table(plan))
     if plan.fits:
         lines = ["Turn on:", *(f"  {line}" for line in forecast.turn_on)]
@@ -279,30 +251,22 @@ def print_forecast(forecast: Forecast, console: Console) -> None:
     console.print("\n".join(lines), highlight=False)
 
 
-def simulated_table(simulated: dict[str, int]) -> Table:
-    columns = Column("tiled"), Column("tokens", justify="right")
-    table = Table(*columns, title="Longest sequence, simulated", caption="On one GPU, every layer checkpointed.")
-    for tiled, tokens in simulated.items():
-        table.add_row(tiled, f"{tokens:,}")
-    return table
-
-
-def rungs_table(rungs: list[tuple[Setup, Longest]]) -> Table:
+def lengths_table(lengths: list[tuple[Setup, Longest]]) -> Table:
     columns = [Column(name, justify="center") for name in ("loss", "share", "MLP", "host", "Liger", "layer", "groups")]
     columns += [Column("tokens", justify="right"), Column("bound by")]
     table = Table(*columns, title="Longest sequence, every layer checkpointed")
     table.caption = "loss, MLP, layer: tiled; groups: of heads. share: GPUs that share it. host: layer inputs there."
     table.caption += " Liger: its norms."
-    for setup, found in rungs:
+    for setup, found in lengths:
         cells = ["x" if value is True else f"{value or ''}" for value in features(setup).values()]
         table.add_row(*cells, f"{found.tokens:,}", found.bound.removeprefix("GPU memory: "))
     return table
 
 
 def parts_table(plan: Plan) -> Table:
-    table = Table("", title=f"A step of {plan.batch_size} x {plan.seq_len:,} tokens at its peak: {plan.peak.name}")
-    table.add_column("GiB a GPU", justify="right")
-    table.add_column("GiB a node, on the host", justify="right")
+    columns = (Column(name, justify="right") for name in ("GiB a GPU", "GiB a node, on the host"))
+    title = f"A step of {plan.batch_size} x {plan.seq_len:,} tokens at its peak: {plan.peak.name}"
+    table = Table("", *columns, title=title)
     for part, size in plan.peak.parts.items():
         held = plan.host.get(part, 0)
         if size + held >= GIB / 200:

@@ -10,7 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, redirect_stderr
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -18,33 +18,17 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn
-from rich.table import Column
+from rich.progress import BarColumn, Progress
 from transformers import PreTrainedConfig, PreTrainedModel
 
 import seqtile
-from seqtile import offload, sp
-from seqtile.recipes import Job, number_or_name
-from seqtile.recipes.checkpoint import REMEDY, Done, load_checkpoint, of_every_rank, rank, save_checkpoint
+from seqtile import sp
+from seqtile.recipes import Job
 from seqtile.recipes.output import RunResult, save_model
-from seqtile.recipes.sharding import Training, Zero3, model_of
+from seqtile.recipes.state import REMEDY, Run, Training, load_checkpoint, loaded, of_every_rank, rank, save_checkpoint
 
 MIB = 2**20
 RECENT = 10  # steps, by which the time that is left is told
-
-
-@dataclass(frozen=True)
-class Run:
-    """A training run, as it is handed to the process that does it."""
-
-    job: Job
-    config: PreTrainedConfig
-    sequences: torch.Tensor
-    """[steps, groups, seq_len] token ids."""
-    tiled: bool
-    save_to: Path | None = None
-    tokenizer: Path | None = None
-    """A directory whose files are saved with the model."""
 
 
 def train(run: Run, ctx: sp.SequenceParallel | None = None) -> RunResult:
@@ -68,7 +52,7 @@ def train(run: Run, ctx: sp.SequenceParallel | None = None) -> RunResult:
     else:  # tensors of other sizes a layer, a chunk and a step do not leave the memory in pieces
         torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
     by_blocks = run.tiled and ctx is None and has_square_mask(run.config, run.job.seq_len)
-    console = Console(quiet=rank() != 0, soft_wrap=True)
+    console = Console(quiet=rank() != 0, soft_wrap=True, highlight=False)
     with sequence_group(run.job) if by_blocks else nullcontext(ctx) as group:
         with console.status(f"{'seqtile' if run.tiled else 'untiled'}: loading"):
             training = loaded(run, group)
@@ -133,67 +117,48 @@ def sequence_group(job: Job) -> Iterator[sp.SequenceParallel]:
     dist.destroy_process_group()
 
 
-def loaded(run: Run, ctx: sp.SequenceParallel | None) -> Training:
-    """Returns the model and its optimizer, ready to be trained."""
-    job = run.job
-    with redirect_stderr(io.StringIO()):
-        model = model_of(job.model, run.config).train()
-    if run.tiled:
-        seqtile.apply_seqtile(model, layer=job.layer, head_groups=number_or_name(job.head_groups))
-    if ctx is not None:
-        sp.apply_ulysses(model, ctx)
-    sharded = ctx is not None and dist.get_world_size() > 1
-    training = Zero3(model, job) if sharded and job.shard == "zero3" else Training(model, job, sharded)
-    if job.offload:
-        offload.enable(model, tokens=math.ceil(job.seq_len / (1 if ctx is None else ctx.size)))
-    else:  # by the name that the installed transformers has for it
-        enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
-        enable({"use_reentrant": False})
-    return training
-
-
 def take_steps(
     training: Training, run: Run, ctx: sp.SequenceParallel | None, interrupts: list[int], console: Console
 ) -> RunResult:
     """Trains on a sequence after the other until none is left or a rank was interrupted; prints a line a step, or a bar
     where `console` is a terminal. Goes on from a checkpoint and saves some, as the job says."""
     job, name = run.job, "seqtile" if run.tiled else "untiled"
-    done = load_checkpoint(training, run) if job.resume else Done()
+    done = load_checkpoint(training, run) if job.resume else RunResult()
     if job.resume:
-        console.print(f"{name}: goes on after step {len(done.losses)} of {job.steps}", highlight=False)
-    texts = ("{task.description} {task.completed}/{task.total}", "{task.fields[figures]}")
-    step, figures = (TextColumn(text, table_column=Column(no_wrap=True)) for text in texts)  # the bar gives way to them
+        console.print(f"{name}: goes on after step {len(done.losses)} of {job.steps}")
+    step, figures = "{task.description} {task.completed}/{task.total}", "{task.fields[figures]}"  # the bar gives way
     with Progress(step, BarColumn(bar_width=12), figures, console=console, disable=not console.is_terminal) as progress:
         bar = progress.add_task(name, total=job.steps, completed=len(done.losses), figures="")
         for batch in run.sequences[len(done.losses) :]:
             start = time.perf_counter()
             loss = loss_of(training.model, batch, job, ctx)
             training.update(loss)
-            ranks = of_every_rank([loss.item(), bool(interrupts), peak_mib(job.device)], job.device)
+            ranks = of_every_rank(loss.item(), bool(interrupts), peak_mib(job.device))
             done.losses.append(ranks[:, 0].mean().item())  # alike on every rank of a group
             done.step_seconds.append(time.perf_counter() - start)
             done.peak_mib = max(done.peak_mib, ranks[:, 2].max().item())
             said = step_figures(done, batch.numel(), job.steps)
             progress.update(bar, advance=1, figures=said)
             if not console.is_terminal:
-                console.print(f"{name}: step {len(done.losses)}/{job.steps}  {said}", highlight=False, soft_wrap=True)
+                console.print(f"{name}: step {len(done.losses)}/{job.steps}  {said}")
             check_last_loss(done.losses)
-            interrupted = ranks[:, 1].any().item()
-            if run.save_to is not None and is_to_be_saved(job, len(done.losses), interrupted):
+            interrupted, count, every = ranks[:, 1].any().item(), len(done.losses), job.save_every
+            due = interrupted and count < job.steps
+            due = due or (every is not None and (count % every == 0 or count == job.steps))
+            if run.save_to is not None and due:
                 save_checkpoint(training, run, done, console)
             if interrupted:
                 break
-        again = None
         if run.tiled and job.compare:
             with torch.no_grad():
-                again = loss_of(training.model, run.sequences[0], job, ctx).item()
-    rate = len(done.losses) * run.sequences[0].numel() / sum(done.step_seconds)
-    note = no_layer_tiled(training.unwrapped, job, ctx) if run.tiled else None
-    status = note or str(seqtile.status(training.unwrapped) if run.tiled else "untiled")
-    return RunResult(done.losses, done.step_seconds, rate, done.peak_mib, status, again, note=note)
+                done.again = loss_of(training.model, run.sequences[0], job, ctx).item()
+    done.tokens_per_second = len(done.losses) * run.sequences[0].numel() / sum(done.step_seconds)
+    done.note = no_layer_tiled(training.unwrapped, job, ctx) if run.tiled else None
+    done.status = done.note or str(seqtile.status(training.unwrapped) if run.tiled else "untiled")
+    return done
 
 
-def step_figures(done: Done, tokens: int, steps: int) -> str:
+def step_figures(done: RunResult, tokens: int, steps: int) -> str:
     """Returns the loss of the last step of `tokens`, and how long the others will take."""
     seconds, left = done.step_seconds, steps - len(done.losses)
     said = f"loss {done.losses[-1]:.4f}  {tokens / seconds[-1]:,.0f} tokens/s  peak {done.peak_mib:,.0f} MiB"
@@ -213,13 +178,6 @@ def check_last_loss(losses: list[float]) -> None:
         first = "before any update, so --model's weights or --dtype are to blame; pass others"
         why = f"after {losses[-2]:.4f}; {REMEDY}" if len(losses) > 1 else first
         raise ValueError(f"the loss of step {len(losses)} is {losses[-1]}, {why}; nothing was saved")
-
-
-def is_to_be_saved(job: Job, done: int, interrupted: bool) -> bool:
-    """Returns whether a checkpoint is due after so many steps."""
-    if job.save_every is not None and (done % job.save_every == 0 or done == job.steps):
-        return True
-    return interrupted and done < job.steps
 
 
 def loss_of(model: torch.nn.Module, batch: torch.Tensor, job: Job, ctx: sp.SequenceParallel | None) -> torch.Tensor:

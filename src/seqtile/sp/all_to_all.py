@@ -58,10 +58,6 @@ class RankHeads(NamedTuple):
         ends = [0, *accumulate(read)]
         return [(slice(ends[kv], ends[kv + 1]), slice(kv, kv + 1)) for kv in range(len(read))]
 
-    def place(self, token: int) -> int:
-        """Returns how many of the queries come before that of `token`, which is among them."""
-        return count(within(self.rows, 0, token))
-
 
 def rank_heads(rank: int, size: int, q_heads: int, kv_heads: int, length: int) -> RankHeads:
     """Returns what `rank` of `size` computes of a sequence of `length` tokens. `kv_heads` divides `q_heads`."""

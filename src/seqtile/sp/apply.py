@@ -18,12 +18,10 @@ Source: Arctic Long Sequence Training, 3.2.
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.hooks import RemovableHandle
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -32,7 +30,7 @@ from seqtile.sp.attention import NAME, ulysses_attention
 from seqtile.sp.balance import Balance
 from seqtile.sp.compressed import CompressedKeys, is_latent
 from seqtile.sp.groups import SequenceParallel
-from seqtile.sp.layout import BATCH_HASH, CUTTERS, WHOLE_LENGTH, Layout, check_same_batch, layout_of
+from seqtile.sp.layout import BATCH_HASH, CUTTERS, LAYOUT, WHOLE_LENGTH, Layout, check_same_batch, layout_of
 from seqtile.sp.loss import PartialLossFunction
 from seqtile.sp.recurrence import BY_TOKEN, Recurrence, is_known, is_recurrence, mixers
 
@@ -57,14 +55,12 @@ def apply_ulysses(model: PreTrainedModel, ctx: SequenceParallel) -> None:
         if applied.sp_group is not ctx:
             raise ValueError("this model is sharded over other ranks already: sp.restore(model) first")
         return
-    implementation = model.config._attn_implementation
-    _check(model, implementation)
+    recurrent = mixers(model) if is_recurrent(model) else []
+    _check(model, recurrent)
     AttentionInterface.register(NAME, ulysses_attention)
+    layers = len(recurrent) or model.config.get_text_config().num_hidden_layers
+    setattr(model, SHARDED, ShardingHooks(model, ctx, layers))
     model.set_attn_implementation(NAME)
-    layers = len(mixers(model)) if is_recurrent(model) else model.config.get_text_config().num_hidden_layers
-    applied = Applied(model, ctx, implementation, layers)
-    applied.hook()
-    setattr(model, SHARDED, applied)
 
 
 def restore(model: PreTrainedModel) -> None:
@@ -100,17 +96,16 @@ def is_recurrent(model: PreTrainedModel) -> bool:
     return stateful or any(map(is_recurrence, model.modules()))
 
 
-def _check(model: PreTrainedModel, implementation: str) -> None:
-    """Raises ValueError for a model that cannot be sharded over ranks."""
-    name, config = type(model).__name__, model.config.get_text_config()
+def _check(model: PreTrainedModel, recurrent: list[nn.Module]) -> None:
+    """Raises ValueError for a model that cannot be sharded over ranks; `recurrent` are the modules in which the tokens
+    of one with recurrences meet."""
+    name, config, modules = type(model).__name__, model.config.get_text_config(), list(model.modules())
     known = ("eager", *(name for name in ALL_ATTENTION_FUNCTIONS if not name.startswith("paged|")))
-    if implementation not in known:
+    if (implementation := model.config._attn_implementation) not in known:
         expected = f"expected one of {', '.join(known)}; model.set_attn_implementation(...) first"
         raise ValueError(f"the model's attention is {implementation!r}, {expected}")
-    modules = list(model.modules())
-    kinds = set(getattr(config, "layer_types", None) or ())
-    unknown = sorted({type(x).__name__ for x in mixers(model) if not is_known(x)}) if is_recurrent(model) else []
-    others = sorted(kinds - _ATTENTIONS - _RECURRENCES - BY_TOKEN)
+    unknown = sorted({type(module).__name__ for module in recurrent if not is_known(module)})
+    others = sorted(set(getattr(config, "layer_types", None) or ()) - _ATTENTIONS - _RECURRENCES - BY_TOKEN)
     others += ["an encoder"] if config.is_encoder_decoder else []
     others += [f"{', '.join(unknown)}, whose recurrence is not known"] if unknown else []
     refused = {
@@ -124,36 +119,32 @@ def _check(model: PreTrainedModel, implementation: str) -> None:
         raise ValueError(f"{found[0]}, {expected}")
 
 
-@dataclass
-class Applied:
-    """The hooks that were applied to a model."""
+class ShardingHooks:
+    """The hooks that are put on a model, its base model and their rotary embeddings."""
 
-    model: PreTrainedModel
-    sp_group: SequenceParallel
-    implementation: str
-    """The attention that was there."""
-    layers: int
-    """How many modules tokens meet in."""
-    handles: list[RemovableHandle] = field(default_factory=list)
-    layout: Layout | None = None
-    """Of the forward that runs; None between two, also after one that failed."""
-
-    def hook(self) -> None:
-        """Registers the hooks on the model, its base model and their rotary embeddings."""
-        model, base = self.model, self.model.base_model
-        for module in [module for module in model.modules() if is_recurrence(module)]:
-            module.forward = Recurrence(module)
-        for module in [module for module in model.modules() if is_latent(module)]:
-            module.expand_kv = CompressedKeys(module, self.sp_group)
-        self.handles += [
+    def __init__(self, model: PreTrainedModel, sp_group: SequenceParallel, layers: int):
+        self.model, self.sp_group = model, sp_group
+        self.layers = layers
+        """How many modules tokens meet in."""
+        self.implementation = model.config._attn_implementation
+        """The attention that was there."""
+        self.layout: Layout | None = None
+        """Of the model's forward that runs; None between two, also after one that failed."""
+        self.last_position = 0
+        """Of whole sequences, in the base model's forward that runs."""
+        base = model.base_model
+        self.handles = [
             model.register_forward_pre_hook(self.check_batch, with_kwargs=True),
             model.register_forward_hook(self.guard_loss, with_kwargs=True),
             model.register_forward_hook(self.forget_layout, always_call=True),
             base.register_forward_pre_hook(self.add_layout, with_kwargs=True),
             base.register_forward_hook(self.check_layers, with_kwargs=True),
-            base.register_forward_hook(self.forget_layout, always_call=True),
         ]
-        for module in base.modules():
+        for module in model.modules():
+            if is_recurrence(module):
+                module.forward = Recurrence(module)
+            if is_latent(module):
+                module.expand_kv = CompressedKeys(module, sp_group)
             kinds = str(getattr(module, "rope_type", ""))  # a name, or one for each kind of layers
             if "dynamic" in kinds or "longrope" in kinds:
                 self.handles.append(module.register_forward_pre_hook(self.add_last_position, with_kwargs=True))
@@ -174,10 +165,10 @@ class Applied:
         if missing and self.sp_group.size > 1 and _labelled(kwargs):
             names = " and ".join(missing)
             raise ValueError(f"labels came without {names}, which a shard's loss needs; cut batches by {CUTTERS}")
-        self.layout = self._layout(module, args, kwargs)
+        self.layout = self._layout(args, kwargs)
         return args, kwargs
 
-    def _layout(self, owner: nn.Module, args: tuple, kwargs: dict[str, Any]) -> Layout:
+    def _layout(self, args: tuple, kwargs: dict[str, Any]) -> Layout:
         """Returns the layout of the batch that a forward is called with, and takes what it tells of the shards out of
         the keyword arguments. Raises ValueError, on every rank, for what is no shard, or of another batch."""
         batch_hash, whole_length = (kwargs.pop(name, None) for name in (BATCH_HASH, WHOLE_LENGTH))
@@ -185,26 +176,26 @@ class Applied:
         tokens = ids if ids is not None else kwargs.get("inputs_embeds")
         if tokens is None or len(args) > 1:
             raise ValueError("over ranks pass input_ids or inputs_embeds, and the rest by keyword")
-        batch, local = tokens.shape[:2]
         positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
         if positions is None and self.sp_group.size == 1:
-            positions = torch.arange(local, device=tokens.device)[None]
-        _check_shard(kwargs, batch, local)
+            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        _check_shard(kwargs, *tokens.shape[:2])
         last_position = check_same_batch(tokens, kwargs | {"position_ids": positions}, batch_hash, self.sp_group)
-        layout = layout_of(local, positions, mask, self.sp_group, self.implementation)
+        layout = layout_of(tokens.shape[1], positions, mask, self.sp_group, self.implementation)
+        layout.position_ids, layout.mask = positions, mask
+        layout.whole_length, layout.last_position = whole_length, last_position
         if (lengths := kwargs.get("cu_seq_lens_q")) is not None:
             lengths = lengths.tolist()  # what follows pads to a multiple of ranks
             if lengths != [0, *(stop for start, stop in layout.documents[0] if start < lengths[-1])]:
                 raise ValueError("cu_seq_lens_q tells other documents than position_ids, which have to tell them here")
-        layout.owner, layout.position_ids, layout.mask = owner, positions, mask
-        layout.whole_length, layout.last_position = whole_length, last_position
         return layout
 
     def add_layout(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Gives the base model the whole sequences' layout, and global position_ids."""
-        if self.layout is None or self.layout.attended:  # called by itself, or once more
-            self.layout = self._layout(module if self.layout is None else self.layout.owner, args, kwargs)
         layout = self.layout
+        if layout is None or layout.attended:  # called by itself, or once more
+            layout = self._layout(args, kwargs)
+        self.last_position = layout.last_position
         layout.balance = Balance.of(self.model) if kwargs.get("output_router_logits") else None
         if kwargs.get("output_router_logits") and layout.balance is None:
             raise ValueError(
@@ -214,12 +205,12 @@ class Applied:
             kwargs["position_ids"] = layout.position_ids
         for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"):  # of whole sequences
             kwargs.pop(name, None)
-        return args, kwargs | {"attention_mask": None, "use_cache": False, "ulysses_layout": layout}
+        return args, kwargs | {"attention_mask": None, "use_cache": False, LAYOUT: layout}
 
     def add_last_position(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Gives a rotary embedding the last position of the whole sequence besides this rank's."""
         positions = kwargs.get("position_ids", args[1] if len(args) > 1 else None)
-        last = positions.new_full((*positions.shape[:-1], 1), self.layout.last_position)
+        last = positions.new_full((*positions.shape[:-1], 1), self.last_position)
         return args[:1], kwargs | {"position_ids": torch.cat([positions, last], -1)}
 
     def drop_last_position(self, module: nn.Module, args: tuple, output: tuple) -> tuple:
@@ -228,20 +219,22 @@ class Applied:
 
     def check_layers(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
         """Raises ValueError if a layer mixed tokens in another way."""
-        if (found := len(kwargs["ulysses_layout"].attended)) < self.layers:
+        if (found := len(kwargs[LAYOUT].attended)) < self.layers:
             raise ValueError(f"{found} of {self.layers} layers attended over the whole sequence; leave it whole")
 
     def guard_loss(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
         """Returns the output, a dict or a tuple, with a loss that has to be reduced before its backward."""
         size, balance, is_tuple = self.sp_group.size, self.layout.balance, isinstance(output, tuple)
-        if size > 1 and balance is not None and is_tuple:
+        if size == 1:
+            return output
+        if balance is not None and is_tuple:
             raise ValueError(
                 "the loss that balances experts is not found in a tuple; expected return_dict=True over ranks"
             )
-        if size > 1 and balance is not None and output.get("aux_loss") is not None:
+        if balance is not None and output.get("aux_loss") is not None:
             balance.over_ranks(output, self.layout.counted(output["router_logits"][0]), self.sp_group)
         loss = output[0] if is_tuple else output.get("loss")
-        if size == 1 or not _labelled(kwargs) or loss is None or not loss.requires_grad:
+        if not _labelled(kwargs) or loss is None or not loss.requires_grad:
             return output
         partial = PartialLossFunction.apply(loss, size)
         if is_tuple:
@@ -250,9 +243,8 @@ class Applied:
         return output
 
     def forget_layout(self, module: nn.Module, args: tuple, output: Any) -> None:
-        """Lets go of the layout that was found for this module's forward."""
-        if self.layout is not None and self.layout.owner is module:
-            self.layout = None
+        """Lets go of the layout that was found for the model's forward."""
+        self.layout = None
 
 
 def _labelled(kwargs: dict[str, Any]) -> bool:

@@ -17,7 +17,7 @@ from seqtile.sp.all_to_all import AllToAll, AllToAllFunction
 from seqtile.sp.backends import SINKS, LocalAttention, attend, check
 from seqtile.sp.compressed import CompressedKeys
 from seqtile.sp.groups import device_of
-from seqtile.sp.layout import Layout
+from seqtile.sp.layout import Layout, layout_in
 
 NAME = "seqtile_ulysses"
 # Tensors that come along and change no score; any other is refused.
@@ -66,7 +66,6 @@ class UlyssesAttention(SequenceParallelAttention):
         return self.qkv.start(d_qkv, to_heads=False)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self.layout.attended.add(id(self.module))
         return attend(self.local, q, k, v)
 
     def to_tokens(self, out: Tensor) -> Tensor:
@@ -118,12 +117,7 @@ class UlyssesFunction(SequenceParallelFunction):
     def steps(self, module: nn.Module, attention_mask: Any, heads: tuple[int, int], **options: Any) -> UlyssesAttention:
         """Returns the steps of what Hugging Face's code asks of attention. ValueError for what is not causal attention
         within documents."""
-        layout, window, causal = (options.get(name) for name in ("ulysses_layout", "sliding_window", "is_causal"))
-        if layout is None:
-            raise ValueError(
-                "no layout came with the tokens: call the model that sp.apply_ulysses was given, as a whole; leave one "
-                "whole that does not pass keyword arguments on to its attention, or has an encoder of images"
-            )
+        layout, window, causal = layout_in(options, module), options.get("sliding_window"), options.get("is_causal")
         wrong = []
         if attention_mask is not None:
             wrong.append("with a mask of its layer's own")

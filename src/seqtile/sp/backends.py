@@ -29,8 +29,8 @@ from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
 from transformers import masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers.models.gemma2 import modeling_gemma2
 
-from seqtile.arch import ARCHS
 from seqtile.sp.all_to_all import RankHeads, Rows, count
 from seqtile.sp.layout import Layout
 
@@ -49,6 +49,11 @@ class LocalAttention(NamedTuple):
     options: dict[str, Any]
     """scaling, dropout and, if there are, softcap and sinks, as Hugging Face passes them."""
 
+    @property
+    def reach(self) -> int:
+        """How many keys a query sees at most, its own and those before it."""
+        return self.layout.length if self.window is None else self.window
+
     def of_heads(self, heads: slice) -> "LocalAttention":
         """Returns the same with the sinks of some heads."""
         if SINKS not in self.options:
@@ -58,23 +63,21 @@ class LocalAttention(NamedTuple):
     def compute(self, q: Tensor, k: Tensor, v: Tensor, mask: Any = None, **others: Any) -> Tensor:
         """Calls it as Hugging Face does. q [B, h, n, K], k and v [B, kv, m, K] to [B, n, h, K]."""
         name = self.layout.implementation
-        eager = name == "eager"  # in no registry; Gemma 2's has all options
-        function = _eager_of(self) if eager else ALL_ATTENTION_FUNCTIONS[name]
-        config = _Overridden(self.module.config, _attn_implementation=name)
+        function = self.eager if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
+        config = Overridden(self.module.config, _attn_implementation=name)
         groups = q.shape[1] // k.shape[1]
         own = {"sinks": self.options[SINKS]} if SINKS in self.options else {}
-        module = _Overridden(self.module, config=config, num_key_value_groups=groups, head_dim=q.shape[3], **own)
+        module = Overridden(self.module, config=config, num_key_value_groups=groups, head_dim=q.shape[3], **own)
         return function(module, q, k, v, mask, sliding_window=self.window, is_causal=True, **self.options, **others)[0]
 
+    @property
+    def eager(self) -> Callable[..., Any]:
+        """The eager attention, which is in no registry: Gemma 2's has all options but sinks; with sinks the model's."""
+        modeling = sys.modules[type(self.module).__module__] if SINKS in self.options else modeling_gemma2
+        return modeling.eager_attention_forward
 
-def _eager_of(attention: LocalAttention) -> Callable[..., Any]:
-    """Returns the eager attention: Gemma 2's, which has all options but sinks; with sinks the model's own."""
-    if SINKS not in attention.options:
-        return ARCHS["gemma2"].modeling.eager_attention_forward
-    return sys.modules[type(attention.module).__module__].eager_attention_forward
 
-
-class _Overridden:
+class Overridden:
     """An object with some of its attributes replaced."""
 
     def __init__(self, original: object, **attributes: object):
@@ -92,50 +95,49 @@ class Block(NamedTuple):
     k0: int
     k1: int
 
-    def is_square(self, window: int | None) -> bool:
+    def is_square(self, reach: int) -> bool:
         """Returns whether it is a causal square, for which no mask is needed."""
-        return self.q0 == self.k0 and self.q1 == self.k1 and (window is None or self.k1 - self.k0 <= window)
+        return self.q0 == self.k0 and self.q1 == self.k1 and self.k1 - self.k0 <= reach
 
-    def mask(self, window: int | None, device: torch.device) -> Tensor:
+    def mask(self, reach: int, device: torch.device) -> Tensor:
         """Returns [q1 - q0, k1 - k0], True where a query sees a key."""
         queries, keys = (torch.arange(*ends, device=device) for ends in (self[:2], self[2:]))
         distance = queries[:, None] - keys
-        return (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+        return (distance >= 0) & (distance < reach)
 
 
-def segments(layout: Layout, rows: Rows, window: int | None = None) -> list[list[Block]]:
+def segments(layout: Layout, rows: Rows, reach: int) -> list[list[Block]]:
     """Returns for each entry of the layout's documents all queries in `rows`, document by document, with the keys that
     they see."""
-    key = ("segments", rows, window)
-    return layout.once(key, lambda: [list(segments_of(rows, documents, window)) for documents in layout.documents])
+    key = ("segments", rows, reach)
+    return layout.once(key, lambda: [list(segments_of(rows, documents, reach)) for documents in layout.documents])
 
 
-def segments_of(rows: Rows, documents: Rows, window: int | None) -> Iterator[Block]:
+def segments_of(rows: Rows, documents: Rows, reach: int) -> Iterator[Block]:
     for first, last in rows:
         for start, stop in documents:
             q0, q1 = max(first, start), min(last, stop)
             if q0 < q1:
                 if first < q0:
                     yield Block(first, q0, q0, q0)
-                yield Block(q0, q1, start if window is None else max(start, q0 - window + 1), q1)
+                yield Block(q0, q1, max(start, q0 - reach + 1), q1)
                 first = q1
         if first < last:
             yield Block(first, last, last, last)
 
 
-def blocks(found: Iterable[Block], window: int | None, squares: bool = True) -> Iterator[Block]:
-    """Yields segments cut so that a mask is small: of a window's worth of queries at most, if there is one.
+def blocks(found: Iterable[Block], reach: int, squares: bool = True) -> Iterator[Block]:
+    """Yields segments cut so that a mask is small: of as many queries at most as a query sees keys.
     `squares`: a causal square needs no mask, however large it is."""
     for segment in found:
         q0, q1, start, stop = segment
-        if start == stop or (squares and segment.is_square(window)):
+        if start == stop or (squares and segment.is_square(reach)):
             yield segment
             continue
-        size = max(1, MASK_ELEMENTS // (q1 - start if window is None else 2 * window))
-        size = size if window is None else min(size, window)
+        size = min(reach, max(1, MASK_ELEMENTS // min(q1 - start, 2 * reach)))
         while q0 < q1:
             end = min(q1, q0 + size)
-            yield Block(q0, end, start if window is None else max(start, q0 - window + 1), end)
+            yield Block(q0, end, max(start, q0 - reach + 1), end)
             q0 = end
 
 
@@ -157,9 +159,9 @@ def joined(parts: list[Tensor], dim: int) -> Tensor:
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
-def by_row(tensors: Sequence[Tensor], rows: int) -> list[Sequence[Tensor]]:
-    """Returns the tensors of each of so many rows of the batch; one alone is not split, whose gradient is copied."""
-    return [tensors] if rows == 1 else list(zip(*(x.split(len(x) // rows) for x in tensors), strict=True))
+def in_parts(tensors: Sequence[Tensor], sizes: list[int], dim: int) -> list[Sequence[Tensor]]:
+    """Returns the parts of all tensors; one alone is not split, whose gradient would be copied."""
+    return [tensors] if len(sizes) == 1 else list(zip(*(x.split(sizes, dim) for x in tensors), strict=True))
 
 
 def _zeros(q: Tensor, v: Tensor) -> Tensor:
@@ -170,29 +172,29 @@ def _zeros(q: Tensor, v: Tensor) -> Tensor:
 def by_masks(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor, additive: bool = False) -> Tensor:
     """Asks for block after block, with booleans or addends; rows of the batch together if they have the same
     documents."""
-    found, layout, window = [], attention.layout, attention.window
-    parted = segments(layout, attention.heads.rows, window)
-    key = ("blocks", attention.heads.rows, window, additive)
-    cut = layout.once(key, lambda: [list(blocks(of_row, window, squares=not additive)) for of_row in parted])
+    found, rows, reach = [], attention.heads.rows, attention.reach
+    parted = segments(attention.layout, rows, reach)
+    key = ("blocks", rows, reach, additive)
+    cut = attention.layout.once(key, lambda: [list(blocks(row, reach, squares=not additive)) for row in parted])
 
     def of_block(block: Block, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if block.k0 == block.k1:
             return _zeros(q, v)
         operands = (q, k[:, :, block.k0 : block.k1], v[:, :, block.k0 : block.k1])
-        if not additive and block.is_square(window):
+        if not additive and block.is_square(reach):
             return attention.compute(*operands)
         # A mask kept for the backward, block after block, would grow with the square of the length.
         return checkpoint(with_mask, block, *operands, use_reentrant=False)
 
     def with_mask(block: Block, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        mask = block.mask(window, q.device)
+        mask = block.mask(reach, q.device)
         if additive:
             mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, torch.finfo(q.dtype).min)
         return attention.compute(q, k, v, mask[None, None])
 
-    for of_row, (q_row, k_row, v_row) in zip(cut, by_row((q, k, v), len(cut)), strict=True):
-        queries = q_row.split([block.q1 - block.q0 for block in of_row], 2)
-        parts = [of_block(block, part, k_row, v_row) for block, part in zip(of_row, queries, strict=True)]
+    for of_row, (q_row, k_row, v_row) in zip(cut, in_parts((q, k, v), [len(q) // len(cut)] * len(cut), 0), strict=True):
+        queries = in_parts((q_row,), [block.q1 - block.q0 for block in of_row], 2)
+        parts = [of_block(block, part, k_row, v_row) for block, (part,) in zip(of_row, queries, strict=True)]
         found.append(joined(parts or [_zeros(q_row, v_row)], 1))
     return joined(found, 0)
 
@@ -200,18 +202,20 @@ def by_masks(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor, additiv
 def _visible(attention: LocalAttention, batch: int) -> Iterator[tuple[int, int, Block]]:
     """Yields every segment of every row of the batch but padding's: the row, the place of its first query among this
     rank's, and the segment."""
-    found = segments(attention.layout, attention.heads.rows, attention.window)
+    found = segments(attention.layout, attention.heads.rows, attention.reach)
     for row in range(batch):
+        at = 0
         for segment in found[row if len(found) > 1 else 0]:
             if segment.k0 < segment.k1:
-                yield row, attention.heads.place(segment.q0), segment
+                yield row, at, segment
+            at += segment.q1 - segment.q0
 
 
 def by_lengths(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Asks flash attention for all segments of all rows in one call, as sequences of their own, causal from their ends:
     documents one behind the other, told apart by their cumulative lengths."""
     batch, heads, rows, _ = q.shape
-    key = ("lengths", attention.window, attention.heads.rows)
+    key = ("lengths", attention.reach, attention.heads.rows)
     queries, keys, lengths = attention.layout.once(key, lambda: _lengths(attention, batch, q.device))
     if lengths["max_length_q"] == 0:
         return _zeros(q, v)
@@ -242,18 +246,18 @@ def _lengths(attention: LocalAttention, batch: int, device: torch.device) -> tup
 
 def by_block_mask(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Asks flex attention, with an interval of keys for each query."""
-    key = ("block mask", attention.window, attention.heads.rows)
+    key = ("block mask", attention.reach, attention.heads.rows)
     return attention.compute(q, k, v, attention.layout.once(key, lambda: block_mask(attention, len(q), q.device)))
 
 
 def block_mask(attention: LocalAttention, batch: int, device: torch.device) -> BlockMask:
     """Returns the BlockMask of this rank's queries, from no tensor larger than queries x keys / 128^2."""
-    queries, length, window = count(attention.heads.rows), attention.layout.length, attention.window
+    queries, length = count(attention.heads.rows), attention.layout.length
     shape = (batch, -(-queries // SIDE) * SIDE)
     first, last = torch.full(shape, length), torch.full(shape, -1)  # keys [first, last]; as of one that sees nothing
     for row, at, (q0, q1, k0, _) in _visible(attention, batch):
         tokens, here = torch.arange(q0, q1), slice(at, at + q1 - q0)
-        first[row, here] = k0 if window is None else (tokens - window + 1).clamp(k0)
+        first[row, here] = (tokens - attention.reach + 1).clamp(k0)
         last[row, here] = tokens
     first, last = first.to(device), last.to(device)
     begin, end = (x.view(batch, -1, 1, SIDE) for x in (first, last))
@@ -290,11 +294,10 @@ def check(attention: LocalAttention, ranks: int, q_heads: int) -> None:
     """Raises ValueError, alike on every rank, for what the wrapped attention cannot express."""
     name, window = attention.layout.implementation, attention.window
     longest = max((stop - start for row in attention.layout.documents for start, stop in row), default=0)
-    if "softcap" in attention.options and name == "sdpa":
-        raise ValueError('sdpa has no soft cap of scores, which this model has; model.set_attn_implementation("eager")')
-    if SINKS in attention.options and name == "sdpa":
-        raise ValueError('sdpa has no sinks, which this model has; model.set_attn_implementation("eager")')
-    if SINKS in attention.options and name == "eager" and "sinks" not in _eager_of(attention).__code__.co_names:
+    for option, what in (("softcap", "soft cap of scores"), (SINKS, "sinks")):
+        if option in attention.options and name == "sdpa":
+            raise ValueError(f'sdpa has no {what}, which this model has; model.set_attn_implementation("eager")')
+    if SINKS in attention.options and name == "eager" and "sinks" not in attention.eager.__code__.co_names:
         raise ValueError(
             f"the eager attention of {type(attention.module).__name__} has no sinks; leave this model whole"
         )

@@ -7,12 +7,12 @@ once, and each expands them for its own heads. Source: DeepSeek-V2 (arXiv:2405.0
 
 import copy
 import inspect
-from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from seqtile.sp.backends import Overridden
 from seqtile.sp.groups import SequenceParallel
 
 _PARTS = ("kv_b_proj", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "v_head_dim", "num_heads")
@@ -62,15 +62,5 @@ class CompressedKeys:
         width = self.module.qk_nope_head_dim + self.module.v_head_dim
         rows = slice(heads.start * width, heads.stop * width)
         bias = None if projection.bias is None else projection.bias[rows]
-        part = _OfHeads(self.module, lambda latent: F.linear(latent, projection.weight[rows], bias))
+        part = Overridden(self.module, kv_b_proj=lambda latent: F.linear(latent, projection.weight[rows], bias))
         return type(self.module).expand_kv(part, kv_nope, k_rot)
-
-
-class _OfHeads:
-    """An attention with another projection."""
-
-    def __init__(self, module: nn.Module, kv_b_proj: Any):
-        self._module, self.kv_b_proj = module, kv_b_proj
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._module, name)

@@ -64,31 +64,26 @@ def count_items(batches: list[dict[str, Tensor]], ctx: SequenceParallel) -> Tens
     return (total / ctx.data_parallel_size).to(counts.device)
 
 
-def completed(batch: dict[str, Any]) -> dict[str, Any]:
-    """Returns the whole batch with what every shard of it needs."""
+def parts_of(batch: dict[str, Any], ranks: Sequence[int], size: int) -> list[dict[str, Any]]:
+    """Returns what each of these ranks of `size` keeps of a whole batch, with what every shard of it needs."""
     if not isinstance(batch, Mapping):
         raise TypeError(f"expected a dict of tensors as batch, got a {type(batch).__name__}")
-    batch = dict(batch)
     if BATCH_HASH in batch:
         raise ValueError(f"this batch is a shard already, expected a whole one: cut it once, by one of {CUTTERS}")
-    rows, length = _tokens_of(batch).shape[:2]
+    tokens = batch.get("inputs_embeds") if batch.get("input_ids") is None else batch["input_ids"]
+    if tokens is None:
+        raise ValueError(f"the batch has {', '.join(batch) or 'nothing'}, expected input_ids or inputs_embeds in it")
+    batch, (rows, length) = dict(batch), tokens.shape[:2]
+    local = -(-length // size)
     if "labels" in batch and "shift_labels" not in batch:
         batch["shift_labels"] = F.pad(batch["labels"], (0, 1), value=IGNORED)[..., 1:]
     if "shift_labels" in batch and "num_items_in_batch" not in batch:
         batch["num_items_in_batch"] = (batch["shift_labels"] != IGNORED).sum()
     if "position_ids" not in batch:
-        batch["position_ids"] = torch.arange(length, device=_tokens_of(batch).device).expand(rows, -1)
-    sequences = {name: x for name, x in batch.items() if _sequence_dim(name, x, rows, length) is not None}
-    integers = {name: x for name, x in sequences.items() if not x.is_floating_point()}  # the same on any GPU
-    return batch | {BATCH_HASH: hash_of(integers)}
-
-
-def parts_of(batch: dict[str, Any], ranks: Sequence[int], size: int) -> list[dict[str, Any]]:
-    """Returns what each of these ranks of `size` keeps of a whole batch."""
-    batch = completed(batch)
-    rows, length = _tokens_of(batch).shape[:2]
-    local = -(-length // size)
+        batch["position_ids"] = torch.arange(length, device=tokens.device).expand(rows, -1)
     dims = {name: dim for name, x in batch.items() if (dim := _sequence_dim(name, x, rows, length)) is not None}
+    integers = {name: batch[name] for name in dims if not batch[name].is_floating_point()}  # the same on any GPU
+    batch[BATCH_HASH] = hash_of(integers)
     batch |= {name: _padded(name, batch[name], local * size - length) for name in dims}
     if local * size > length:
         batch[WHOLE_LENGTH] = torch.tensor(length)
@@ -98,14 +93,6 @@ def parts_of(batch: dict[str, Any], ranks: Sequence[int], size: int) -> list[dic
         return batch | {name: view.clone(memory_format=torch.contiguous_format) for name, view in views.items()}
 
     return [part(rank) for rank in ranks]  # of its own each, not views of the whole
-
-
-def _tokens_of(batch: dict[str, Any]) -> Tensor:
-    """Returns input_ids [B, S] or inputs_embeds [B, S, D]."""
-    tokens = batch.get("inputs_embeds") if batch.get("input_ids") is None else batch["input_ids"]
-    if tokens is None:
-        raise ValueError(f"the batch has {', '.join(batch) or 'nothing'}, expected input_ids or inputs_embeds in it")
-    return tokens
 
 
 def _sequence_dim(name: str, value: Any, batch: int, length: int) -> int | None:
@@ -154,7 +141,11 @@ class ShardedDataLoader:
         self._generator: torch.Generator | None = getattr(dataloader, "generator", None)
         self._start: dict[str, Any] | None = None
         self._resume = False
-        self._lengths, self._no_length = _lengths(dataloader, ctx)
+        try:
+            length, self._no_length = len(dataloader), None
+        except Exception as error:  # raised where the length is asked for; the other ranks would wait for this one
+            length, self._no_length = _NO_LENGTH, error
+        self._lengths = torch.stack(gather(torch.tensor(length, device=device_of(ctx)), ctx)).tolist()
 
     def __len__(self) -> int:
         """Returns the steps of an epoch, of dataloaders as long as they were when this was made."""
@@ -204,16 +195,6 @@ class ShardedDataLoader:
             batches = iter(self.dataloader)
             first = list(islice(batches, 1))  # samplers draw their order when they are asked for the first batch
         yield from chain(first, batches)
-
-
-def _lengths(dataloader: Iterable[Any], sp_group: SequenceParallel) -> tuple[list[int], Exception | None]:
-    """Returns how many batches the loader of each rank of the group has, and why this rank's has no length. A
-    collective."""
-    try:
-        length, why = len(dataloader), None
-    except Exception as error:  # raised where the length is asked for; the other ranks would wait for this one
-        length, why = _NO_LENGTH, error
-    return torch.stack(gather(torch.tensor(length, device=device_of(sp_group)), sp_group)).tolist(), why
 
 
 def rounds(

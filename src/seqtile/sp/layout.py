@@ -16,6 +16,7 @@ from seqtile.sp.all_to_all import AllToAll, Rows
 from seqtile.sp.balance import Balance
 from seqtile.sp.groups import SequenceParallel, gather
 
+LAYOUT = "ulysses_layout"  # the keyword argument with which it goes to every layer
 WHOLE_LENGTH = "whole_length"  # in a shard of sequences that were padded to be cut, their tokens before that
 BATCH_HASH = "batch_hash"  # in a shard, the hash of the batch that it was cut from
 CUTTERS = "sp.shard, sp.DataShardingCollator or sp.ShardedDataLoader"
@@ -43,8 +44,6 @@ class Layout:
         """The modules that have attended, by id."""
         self.convolution: Any = None
         """What a recurrent layer's convolution was called with, until its rule is."""
-        self.owner: nn.Module | None = None
-        """The module whose forward this is made for; this and what follows is for the hooks of apply.py."""
         self.position_ids: Tensor | None = None
         """This rank's, which a model without attention does not hand on to its base model."""
         self.mask: Tensor | None = None
@@ -80,6 +79,18 @@ class Layout:
         inside = places < (self.length if self.whole_length is None else self.whole_length.to(places.device))
         rows = inside.expand(len(router_logits) // self.local, -1) if self.mask is None else inside & self.mask.bool()
         return rows.flatten()
+
+
+def layout_in(kwargs: dict[str, Any], module: nn.Module) -> Layout:
+    """Takes the layout out of a module's keyword arguments; the module has attended then. Raises ValueError if there is
+    none."""
+    if (layout := kwargs.pop(LAYOUT, None)) is None:
+        raise ValueError(
+            f"no layout came with the tokens of {type(module).__name__}: call the model that sp.apply_ulysses was "
+            "given, as a whole; leave one whole that does not pass keyword arguments on, or has an encoder of images"
+        )
+    layout.attended.add(id(module))
+    return layout
 
 
 def layout_of(

@@ -51,21 +51,6 @@ def allow_backward(loss: Tensor, sp_group: SequenceParallel) -> Tensor:
     return loss
 
 
-class ReduceLossFunction(torch.autograd.Function):
-    """The sum of the ranks' losses; its gradient is multiplied by the size of the group."""
-
-    @staticmethod
-    def forward(node, loss: Tensor, group: dist.ProcessGroup, size: int) -> Tensor:
-        node.size = size
-        total = loss.detach().clone()
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    def backward(node, d_total: Tensor) -> tuple[Tensor, None, None]:
-        return d_total * node.size, None, None
-
-
 def reduce_loss(loss: Tensor, ctx: SequenceParallel) -> Tensor:
     """Returns the group's loss, on every rank, from the ranks' partial losses. One all-reduce.
 
@@ -79,4 +64,7 @@ def reduce_loss(loss: Tensor, ctx: SequenceParallel) -> Tensor:
     """
     if loss is None:
         raise ValueError("the model returned no loss: the batch has no labels")
-    return allow_backward(ReduceLossFunction.apply(loss, ctx.group, ctx.size), ctx)
+    reduced = loss * ctx.size  # for its gradient; the value is the sum of the ranks'
+    with torch.no_grad():
+        dist.all_reduce(reduced.copy_(loss), group=ctx.group)
+    return allow_backward(reduced, ctx)

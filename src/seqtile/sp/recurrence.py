@@ -18,7 +18,7 @@ import copy
 import inspect
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from types import FunctionType
 from typing import Any, NamedTuple
 
@@ -26,8 +26,8 @@ import torch
 from torch import Tensor, nn
 
 from seqtile.sp.all_to_all import AllToAllFunction, RankHeads
-from seqtile.sp.backends import by_row, joined, segments
-from seqtile.sp.layout import Layout
+from seqtile.sp.backends import in_parts, joined, segments
+from seqtile.sp.layout import Layout, layout_in
 
 _CONVOLUTION = "causal_conv1d_fn"
 _FUSED = "mamba2_split_conv1d_scan_combined"  # a kernel of all of it, for whole sequences; None: there is no kernel
@@ -119,20 +119,11 @@ class Recurrence:
     def __deepcopy__(self, memo: dict) -> "Recurrence":
         return Recurrence(copy.deepcopy(self.module, memo))  # in whose copy it is just being put
 
-    def _layout(self, kwargs: dict[str, Any]) -> Layout:
-        if (layout := kwargs.pop("ulysses_layout", None)) is None:
-            raise ValueError(
-                f"no layout came with the tokens of {type(self.module).__name__}: call the model that sp.apply_ulysses "
-                "was given, as a whole"
-            )
-        layout.attended.add(id(self.module))
-        return layout
-
     def _convolution(
         self, hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Any = None, **kwargs: Any
     ) -> Tensor:
         """In the place of the convolution of [B, C, S]."""
-        layout = self._layout(kwargs)
+        layout = layout_in(kwargs, self.module)
         layout.convolution = Convolution(self.convolve, hidden_states, weight, bias, activation)
         if self.name is not None:
             return hidden_states
@@ -140,14 +131,26 @@ class Recurrence:
         return self._spread(layout, _ALONE, operands, lambda own, found: found["x"], False)[..., 0].transpose(1, 2)
 
     def _rule(self, *args: Any, **kwargs: Any) -> Any:
-        """In the place of the rule."""
-        layout, rule, call = self._layout(kwargs), RULES[self.name], Call.of(self.rule, args, kwargs)
-        if wrong := [name for name in _EMPTY if call.options.get(name) is not None]:
+        """In the place of the rule. What came by place goes on by place: kernels name their parameters otherwise."""
+        layout, rule, signature = layout_in(kwargs, self.module), RULES[self.name], inspect.signature(self.rule)
+        options = signature.bind(*args, **kwargs).arguments
+        options |= options.pop("kwargs", {})
+        if wrong := [name for name in _EMPTY if options.get(name) is not None]:
             raise ValueError(f"{self.name} with {', '.join(wrong)} is not spread over ranks; leave this model whole")
-        operands = {name: call.options.pop(name) for name in dict.fromkeys((*rule.own, *rule.shared))}
-        layout.convolution.check_channels([operands[name] for name in rule.convolved], type(self.module).__name__)
-        in_one_call = call.takes_cu_seqlens and layout.documents != (((0, layout.length),),)
-        out = self._spread(layout, rule, operands, partial(call.of_heads, rule), in_one_call)
+        operands = {name: options.pop(name) for name in dict.fromkeys((*rule.own, *rule.shared))}
+        vectors = {name: options.pop(name) for name in rule.of_heads if options.get(name) is not None}
+
+        def compute(own: RankHeads, operands: Operands, **more: Any) -> Tensor:
+            found = []
+            for heads, groups in own.groups:  # where they read unequally many, one by one
+                chosen = {name: x[:, :, groups if name in rule.shared else heads] for name, x in operands.items()}
+                values = options | more | chosen | {name: x[own.q][heads] for name, x in vectors.items()}
+                out = self.rule(*[values.pop(name) for name in list(signature.parameters)[: len(args)]], **values)
+                found.append(out[0] if isinstance(out, tuple) else out)
+            return joined(found, 2)
+
+        in_one_call = _takes_cu_seqlens(self.rule) and layout.documents != (((0, layout.length),),)
+        out = self._spread(layout, rule, operands, compute, in_one_call)
         return (out, None) if rule is _DELTA else out
 
     def _spread(self, layout: Layout, rule: Rule, operands: Operands, compute: Compute, in_one_call: bool) -> Tensor:
@@ -161,7 +164,14 @@ class Recurrence:
                 "fewer ranks to a sequence"
             )
         all_to_all = layout.all_to_all(heads, groups, tuple(name in rule.shared for name in operands))
-        channels = _channels(rule, operands, all_to_all.heads)
+        own = all_to_all.heads
+        here = {name: own.kv if name in rule.shared else own.q for name in rule.convolved}
+        channels = convolution.channels_of([(operands[name], here[name]) for name in rule.convolved])
+        if channels is None:
+            raise ValueError(
+                f"{type(self.module).__name__} changes what it convolves before its recurrence, which is not spread "
+                "over ranks; leave this model whole"
+            )
 
         def convolved(*parts: Tensor) -> Operands:
             found = {name: part.transpose(1, 2) for name, part in zip(operands, parts, strict=True)}
@@ -169,54 +179,18 @@ class Recurrence:
             found |= dict(zip(rule.convolved, made, strict=True))
             return {name: x if operands[name].dim() == 4 else x[..., 0] for name, x in found.items()}
 
-        arrived = AllToAllFunction.apply(all_to_all, True, *map(_by_heads, operands.values()))
-        out = by_documents(layout, convolved, partial(compute, all_to_all.heads), in_one_call, *arrived)
+        sent = ((x if x.dim() == 4 else x[..., None]).transpose(1, 2) for x in operands.values())
+        arrived = AllToAllFunction.apply(all_to_all, True, *sent)
+        out = by_documents(layout, convolved, partial(compute, own), in_one_call, arrived)
         (back,) = AllToAllFunction.apply(layout.all_to_all(heads, groups, (False,)), False, out.transpose(1, 2))
         return back.transpose(1, 2)
 
 
-def _channels(rule: Rule, operands: Operands, own: RankHeads) -> list[slice]:
-    """Returns the channels of the convolution that are a rank's heads of each convolved operand."""
-    start, found = 0, []
-    for name in rule.convolved:
-        heads, size = operands[name].shape[2:]
-        mine = own.kv if name in rule.shared else own.q
-        found.append(slice(start + mine.start * size, start + mine.stop * size))
-        start += heads * size
-    return found
-
-
-class Call(NamedTuple):
-    """A call of a rule: kernels in its place name their parameters otherwise, so what came by place goes by place."""
-
-    function: Callable[..., Any]
-    positional: tuple[str, ...]
-    options: dict[str, Any]
-    """All arguments by the names of the rule's own parameters."""
-
-    @classmethod
-    def of(cls, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> "Call":
-        signature = inspect.signature(function)
-        given = signature.bind(*args, **kwargs).arguments
-        return cls(function, tuple(signature.parameters)[: len(args)], given | given.pop("kwargs", {}))
-
-    @property
-    def takes_cu_seqlens(self) -> bool:
-        """True if a kernel of flash-linear-attention's stands in the place of Hugging Face's code, which can be told
-        where documents begin."""
-        known = inspect.getclosurevars(self.function).nonlocals
-        return bool(known.get("is_new_implementation")) and "cu_seqlens" in known.get("applicable_params", ())
-
-    def of_heads(self, rule: Rule, own: RankHeads, operands: Operands, **more: Any) -> Tensor:
-        """Calls it for a rank's heads, group by group where they read unequally many."""
-        found = []
-        for heads, groups in own.groups:
-            chosen = {name: x[:, :, groups if name in rule.shared else heads] for name, x in operands.items()}
-            vectors = {name: self.options[name] for name in rule.of_heads if self.options.get(name) is not None}
-            values = self.options | more | chosen | {name: x[own.q][heads] for name, x in vectors.items()}
-            out = self.function(*[values.pop(name) for name in self.positional], **values)
-            found.append(out[0] if isinstance(out, tuple) else out)
-        return joined(found, 2)
+def _takes_cu_seqlens(rule: Callable[..., Any]) -> bool:
+    """Says if a kernel of flash-linear-attention's stands in the place of Hugging Face's code, which can be told where
+    documents begin."""
+    known = inspect.getclosurevars(rule).nonlocals
+    return bool(known.get("is_new_implementation")) and "cu_seqlens" in known.get("applicable_params", ())
 
 
 class Convolution(NamedTuple):
@@ -240,18 +214,19 @@ class Convolution(NamedTuple):
         parts = out.split([operand.shape[2] * operand.shape[3] for operand in operands], 2)
         return [part.unflatten(2, operand.shape[2:]) for part, operand in zip(parts, operands, strict=True)]
 
-    def check_channels(self, operands: Sequence[Tensor], layer: str) -> None:
-        """Raises ValueError unless the operands [B, S, h, K] are views of the input's channels, in their order."""
-        x = self.hidden_states
-        starts = [0, *accumulate(operand.shape[2] * operand.shape[3] for operand in operands)]
-        same = starts[-1] == x.shape[1]
-        for operand, (start, stop) in zip(operands, pairwise(starts), strict=True):
-            same = same and _is_same_view(operand, x[:, start:stop].transpose(1, 2).unflatten(2, operand.shape[2:]))
-        if not same:
-            raise ValueError(
-                f"{layer} changes what it convolves before its recurrence, which is not spread over ranks; leave this "
-                "model whole"
-            )
+    def channels_of(self, operands: Sequence[tuple[Tensor, slice]]) -> list[slice] | None:
+        """Returns the channels that are some heads of each of these operands [B, S, H, K]; None unless these are views
+        of all channels, in their order."""
+        found, x, start = [], self.hidden_states, 0
+        if sum(operand.shape[2:].numel() for operand, _ in operands) != x.shape[1]:
+            return None
+        for operand, heads in operands:
+            stop, width = start + operand.shape[2:].numel(), operand.shape[3]
+            if not _is_same_view(operand, x[:, start:stop].transpose(1, 2).unflatten(2, operand.shape[2:])):
+                return None
+            found.append(slice(start + heads.start * width, start + heads.stop * width))
+            start = stop
+        return found
 
 
 def _is_same_view(one: Tensor, other: Tensor) -> bool:
@@ -259,37 +234,28 @@ def _is_same_view(one: Tensor, other: Tensor) -> bool:
     return one.data_ptr() == other.data_ptr() and all(here == there for here, there in strides)
 
 
-def _by_heads(operand: Tensor) -> Tensor:
-    """Returns [B, H, S, K] of [B, S, H, K] or [B, S, H]."""
-    return (operand if operand.dim() == 4 else operand[..., None]).transpose(1, 2)
-
-
 def by_documents(
-    layout: Layout, convolve: Callable[..., Operands], compute: Compute, in_one_call: bool, *arrived: Tensor
+    layout: Layout, convolve: Callable[..., Operands], compute: Compute, in_one_call: bool, arrived: Sequence[Tensor]
 ) -> Tensor:
     """Returns [B, S, h, K] of tensors [B, h, S, K] of whole sequences, computed document by document; zeros where there
     is padding. Rows that have the same documents are computed together; `in_one_call` the documents of all rows behind
     each other, `compute` being told where each begins."""
-    spans = segments(layout, ((0, layout.length),))
+    spans = segments(layout, ((0, layout.length),), layout.length)
     spans = spans * (len(arrived[0]) // len(spans)) if in_one_call else spans
-    rows = by_row(arrived, len(spans))
-    documents = [
-        [x[:, :, span.q0 : span.q1] for x in row]
-        for row, of_row in zip(rows, spans, strict=True)
-        for span in of_row
-        if span.k0 < span.k1
+    rows = in_parts(arrived, [len(arrived[0]) // len(spans)] * len(spans), 0)
+    parts = [
+        (span, tensors)
+        for of_row, row in zip(spans, rows, strict=True)
+        for span, tensors in zip(of_row, in_parts(row, [s.q1 - s.q0 for s in of_row], 2), strict=True)
     ]
-    outs = (compute(convolve(*document)) for document in documents)
-    if in_one_call and documents:
-        sizes = [document[0].shape[2] for document in documents]
+    operands = (convolve(*tensors) for span, tensors in parts if span.k0 < span.k1)
+    if in_one_call and (found := list(operands)):
+        sizes = [span.q1 - span.q0 for span, _ in parts if span.k0 < span.k1]
         device = arrived[0].device
-        starts = layout.once(("starts", len(rows)), lambda: torch.tensor([0, *accumulate(sizes)], device=device))
-        found = [convolve(*document) for document in documents]
-        together = {name: torch.cat([operands[name] for operands in found], 1) for name in found[0]}
+        starts = layout.once(("starts", len(spans)), lambda: torch.tensor([0, *accumulate(sizes)], device=device))
+        together = {name: torch.cat([document[name] for document in found], 1) for name in found[0]}
         outs = iter(compute(together, cu_seqlens=starts).split(sizes, 1))
-    placed = []
-    for row, of_row in zip(rows, spans, strict=True):
-        like = row[0].transpose(1, 2)
-        parts = [next(outs) if s.k0 < s.k1 else torch.zeros_like(like[:, s.q0 : s.q1]) for s in of_row]
-        placed.append(joined(parts, 1))
-    return joined(placed, 0)
+    else:
+        outs = map(compute, operands)
+    done = (next(outs) if span.k0 < span.k1 else torch.zeros_like(x[0].transpose(1, 2)) for span, x in parts)
+    return joined([joined([next(done) for _ in of_row], 1) for of_row in spans], 0)

@@ -53,7 +53,8 @@ def decoder_layer(
         params: of x's dtype (any under autocast); of one device; adapters in any dtype.
         rotary: cos and sin, [B or 1, S, K]; None for a layer without positions.
         attend: the attention, of all heads or of a group of them: [B, h, S, K] and twice [B, kv, S, K] to [B, S, h, K].
-            Leaves that require a gradient and that it uses get theirs; it runs twice in a forward then.
+            Leaves that require a gradient and that it uses get theirs; for those that are not among `extra_tensors`
+            it runs twice in a forward.
         head_groups: how many groups of kv heads attend one after the other; None: all at once, and attention keeps what
             it saves. It divides the number of kv heads. The attention must treat every head alike: it is not told which
             heads it is given.
@@ -89,7 +90,7 @@ def decoder_layer(
         scale=scale,
         dtype=autocast_dtype(x) or x.dtype,
     )
-    cos, sin = (None, None) if rotary is None else (_angles_by_token(angles, sizes) for angles in rotary)
+    cos, sin = (None, None) if rotary is None else (angles.flatten(0, 1).contiguous() for angles in rotary)
     call = AttentionCall(
         sizes, attend, sp_attention, head_groups is not None, allow_recompute, extra_tensors, torch.is_grad_enabled()
     )
@@ -116,8 +117,3 @@ def _check(
         raise ValueError("decoder_layer: expected fixed angles, got some that require a gradient; leave it untiled")
     if head_groups is not None and any(tensor.dim() == 4 and tensor.shape[1] > 1 for tensor in extra_tensors):
         raise ValueError("decoder_layer: a mask for each head cannot be cut into groups; expected head_groups=None")
-
-
-def _angles_by_token(angles: torch.Tensor, sizes: LayerSizes) -> torch.Tensor:
-    """Returns [B or 1, S, K] as [T, K]: a copy if a batch shares them."""
-    return angles.expand(sizes.batch, -1, -1).reshape(sizes.tokens, -1).contiguous()

@@ -12,7 +12,7 @@ so that queries, keys and values, and their gradients, exist for one group at a 
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
@@ -85,18 +85,18 @@ def attend_by_groups(
 ) -> tuple[torch.Tensor, ...]:
     """Returns x [T, D] handed through, and what attention returned for each group, [T, h K]."""
     views, leaves = views_of(params), []
+    if call.sp_attention is None:
+        leaves += [tensor for tensor in call.extra_tensors if tensor.is_leaf and tensor.requires_grad]
     while True:
         try:
             return AttentionFunction.apply(call, params, cos, sin, tuple(leaves), x, *views, *leaves)
         except UntrackedLeaves as found:  # as inputs of the node they get their gradients
-            if (
-                call.sp_attention is not None
-            ):  # a rank of padding alone would not find them, and others would wait for it
+            if call.sp_attention is not None:  # ranks of padding alone would not find them: others would wait for them
                 raise ValueError(
-                    f"decoder_layer: attention over ranks uses a tensor {list(found.leaves[0].shape)} that requires a "
+                    f"decoder_layer: attention over ranks uses a tensor {list(found.args[0][0].shape)} that requires a "
                     "gradient, expected none; leave this layer untiled (layer=False)"
                 ) from found
-            leaves += found.leaves
+            leaves += found.args[0]
 
 
 class AttentionFunction(torch.autograd.Function):
@@ -123,13 +123,14 @@ class AttentionFunction(torch.autograd.Function):
             outs.append(out)
             runs.append(run)
             saved += kept
-        ctx.sizes, ctx.grouped, ctx.sp_attention, ctx.runs = call.sizes, call.grouped, call.sp_attention, runs
-        ctx.call = None if runs[-1].state is None else call  # which holds extra tensors, such as masks
+        # What the attention holds, such as masks, is kept where it runs again.
+        ctx.call = replace(call, attend=None, extra_tensors=()) if runs[-1].state is None else call
+        ctx.runs = runs
         own = tensors_of(params)
-        ctx.params, ctx.leaves = without_tensors(params), len(leaves)
+        ctx.params, ctx.leaves = without_tensors(params), leaves  # not saved: what is unpacked may lack a leaf's hooks
         if call.differentiate:
             ctx.main_grads = [*main_grads_of(params), *map(main_grad_of, leaves)]
-            ctx.save_for_backward(x, cos, sin, *own, *leaves, *outs, *saved)
+            ctx.save_for_backward(x, cos, sin, *own, *outs, *saved)
         return x.view_as(x), *outs
 
     @staticmethod
@@ -142,13 +143,11 @@ def _attend(
     call: AttentionCall, qkv: QKV, leaves: Sequence[torch.Tensor], *, repeats: bool, first: bool
 ) -> tuple[torch.Tensor, GroupAttention, list[torch.Tensor]]:
     """Returns what attention returned for a group, how its backward goes, and what is to be saved for that."""
-    if not call.differentiate:
-        return call.own_tokens(call.attend_heads(*qkv.views)), GroupAttention(), []
-    state = ForwardState.now(qkv.views[0].device) if call.grouped and call.allow_recompute else None
-    if repeats:
+    repeatable = call.differentiate and call.grouped and call.allow_recompute
+    state = ForwardState.now(qkv.views[0].device) if repeatable else None
+    if repeats or not call.differentiate:
         return call.own_tokens(call.attend_heads(*qkv.views)), GroupAttention(state=state), []
-    keeps = {"keep_qkv": not call.grouped, "known": leaves}
-    run = run_and_record(call.attend_heads, call.own_tokens, qkv.views, qkv.bases, **keeps)
+    run = run_and_record(call.attend_heads, call.own_tokens, qkv, keep_qkv=not call.grouped, known=leaves)
     size = excess_saved_bytes(run.raw_output, run.saved, call.extra_tensors) if call.grouped and first else 0
     if call.grouped and first and call.sp_attention is not None:
         size = call.sp_attention.agree_on_max(size)
@@ -167,12 +166,11 @@ class _Backward:
     """One backward of the node. Holds each large tensor no longer than it is needed."""
 
     def __init__(self, ctx, d_h: torch.Tensor):
-        self.sizes, self.runs, self.sp_attention, self.call = ctx.sizes, ctx.runs, ctx.sp_attention, ctx.call
-        self.grouped, self.needs_x, self.d_h = ctx.grouped, ctx.needs_input_grad[5], d_h
+        self.call, self.sizes, self.sp_attention = ctx.call, ctx.call.sizes, ctx.call.sp_attention
+        self.runs, self.leaves, self.needs_x, self.d_h = ctx.runs, ctx.leaves, ctx.needs_input_grad[5], d_h
         x, cos, sin, *saved = ctx.saved_tensors
         count = len(tensors_of(ctx.params))
         params, saved = AttentionParams(*with_tensors(ctx.params, saved[:count])), saved[count:]
-        self.leaves, saved = saved[: ctx.leaves], saved[ctx.leaves :]
         self.outs, self.saved = saved[: self.sizes.groups], saved[self.sizes.groups :]
         sums = weight_grads((*tensors_of(params), *self.leaves), ctx.needs_input_grad[6:], ctx.main_grads)
         self.sums, self.leaf_sums = AttentionParams(*with_tensors(params, sums)), sums[count:]
@@ -185,7 +183,7 @@ class _Backward:
         self.sums = self.sums._replace(o=None)  # its sum is rounded; of the others, none has begun
         qkv = QKVGradients(self.inputs, self.sums, self.needs_x)
         order = range(self.sizes.groups - 1, -1, -1)
-        again = QKVByGroup(self.inputs, order, self.sp_attention, keep_pre_norm_qk=True) if self.grouped else None
+        again = QKVByGroup(self.inputs, order, self.sp_attention, keep_pre_norm_qk=True) if self.call.grouped else None
         arriving = None
         for group in order:
             d_qkv, pre_norm_qk = self._through_attention(group, again)
@@ -200,7 +198,7 @@ class _Backward:
             qkv.add(arriving[0], arriving[1](), arriving[2])
         qkv.add_to_x(self.d_h)  # in place: it comes from a node of ours
         d_x = self.d_h if self.needs_x else None
-        d_leaves = [None if total is None else total.result() for total in self.leaf_sums]
+        d_leaves = [None if total is None or total.is_empty else total.result() for total in self.leaf_sums]
         return [d_x, *finish_weight_grads(self.sums), *d_o, *d_leaves]
 
     def _grad_o_proj(self) -> list[torch.Tensor | None]:
@@ -222,9 +220,8 @@ class _Backward:
         bases = () if qkv is None else qkv.bases
         if graph is None:
             with state.forward_autocast(), state.forward_random():
-                run = run_and_record(
-                    self.call.attend_heads, self.call.own_tokens, qkv.views, qkv.bases, keep_qkv=True, known=self.leaves
-                )
+                attend, finish = self.call.attend_heads, self.call.own_tokens
+                run = run_and_record(attend, finish, qkv, keep_qkv=True, known=self.leaves)
             graph, saved, bases = run.graph, run.saved, ()
             del run
         found = graph.backward([self._grad_attn_output(group)], bases, saved, self.leaves)
@@ -238,7 +235,7 @@ class _Backward:
         checkpointing its memory is free then, else when the node's backward ends."""
         sizes, out = self.sizes, self.outs[group]
         self.outs[group] = None
-        projection = self.params.o.slice_in(sizes.group_columns(group)[0]).to(sizes.dtype)
+        projection = self.params.o.slice_in(sizes.group_columns(group)[0][0]).to(sizes.dtype)
         d_out = torch.empty_like(out, dtype=sizes.dtype)
         for chunk in chunks(len(out), sizes.chunk_tokens):
             projection.backward(self.d_h[chunk].to(sizes.dtype), out=d_out[chunk])

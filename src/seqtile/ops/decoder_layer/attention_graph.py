@@ -14,6 +14,7 @@ from typing import NamedTuple
 import torch
 from torch.autograd.graph import GradientEdge, get_gradient_edge, saved_tensors_hooks
 
+from seqtile.ops.decoder_layer.qkv import QKV
 from seqtile.ops.leaf_gradients import gradients_of
 from seqtile.ops.state import nodes_behind
 
@@ -50,11 +51,7 @@ class LazyGradientFunction(torch.autograd.Function):
 
 
 class UntrackedLeaves(Exception):
-    """An attention used leaves that require a gradient and that it was not known to use."""
-
-    def __init__(self, leaves: Sequence[torch.Tensor]):
-        super().__init__(f"{len(leaves)} leaves")
-        self.leaves = leaves
+    """An attention used leaves that require a gradient and that it was not known to use: its only argument."""
 
 
 class QKVView(NamedTuple):
@@ -70,8 +67,9 @@ class SavedTensors:
     """The hooks of one attention. Autograd holds them as long as the graph, so they hold tensors only while the
     attention runs, and while its backward does."""
 
-    def __init__(self, bases: Sequence[torch.Tensor], keep_qkv: bool):
-        self._bases = () if keep_qkv else tuple((base, base._version) for base in bases)
+    def __init__(self, bases: Sequence[torch.Tensor]):
+        """`bases` are what queries, keys and values are views of, unless they are saved like any other tensor."""
+        self._bases = tuple((base, base._version) for base in bases)
         self._saved: list[tuple[torch.Tensor, int]] = []
         self._qkv_changed, self._changed = False, set()
         # Given for a backward, see `AttentionGraph.backward`:
@@ -159,20 +157,19 @@ class RecordedAttention(NamedTuple):
 def run_and_record(
     attend: Attend,
     finish: Callable[[torch.Tensor], torch.Tensor],
-    qkv: Sequence[torch.Tensor],
-    bases: Sequence[torch.Tensor],
+    qkv: QKV,
     *,
     keep_qkv: bool,
     known: Sequence[torch.Tensor] = (),
 ) -> RecordedAttention:
     """Runs finish(attend(*qkv)) and records its graph.
 
-    `bases` are what `qkv` are views of; with `keep_qkv` they are among what is to be saved. `known` are the leaves that
-    attention is known to use; raises UntrackedLeaves for others, ValueError for what is computed from others.
+    With `keep_qkv` queries, keys and values are among what is to be saved. `known` are the leaves that attention is
+    known to use; raises UntrackedLeaves for others, ValueError for what is computed from others.
     """
-    hooks = SavedTensors(bases, keep_qkv)
+    hooks = SavedTensors(() if keep_qkv else qkv.bases)
     with torch.enable_grad(), saved_tensors_hooks(hooks.pack, hooks.unpack):
-        made = QKVFunction.apply(qkv[0].new_empty((), requires_grad=True), qkv)
+        made = QKVFunction.apply(qkv.views[0].new_empty((), requires_grad=True), qkv.views)
         input_edges = [get_gradient_edge(tensor) for tensor in made]  # now: attention may change them in place
         attn_output = attend(*made)
         out = LazyGradientFunction.apply(finish(attn_output), hooks)

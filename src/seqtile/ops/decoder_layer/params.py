@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -79,10 +80,13 @@ class LayerSizes:
         """Query heads and kv heads of a group."""
         return self.heads // self.groups, self.kv_heads // self.groups
 
-    def group_columns(self, group: int) -> tuple[slice, slice]:
-        """Returns where a group lies in the widths of q and of k."""
-        widths = (count * self.head_dim for count in self.group_heads)
-        return tuple(slice(group * width, (group + 1) * width) for width in widths)
+    def group_columns(self, group: int) -> list[tuple[slice, slice]]:
+        """Returns where a group's queries, keys and values lie: among the outputs of q, k and v, and side by side."""
+        heads, kv_heads = self.group_heads
+        starts = (0, heads, heads + kv_heads, heads + 2 * kv_heads)
+        side_by_side = [slice(start * self.head_dim, stop * self.head_dim) for start, stop in pairwise(starts)]
+        widths = [columns.stop - columns.start for columns in side_by_side]
+        return [(slice(group * w, (group + 1) * w), to) for w, to in zip(widths, side_by_side, strict=True)]
 
     def branch_gradient(self, d: torch.Tensor) -> torch.Tensor:
         """Returns the gradient of a branch, in the dtype of the products, from that of the residual stream."""
@@ -92,4 +96,4 @@ class LayerSizes:
     def concat_groups(self, attn_output: Sequence[torch.Tensor], chunk: slice) -> torch.Tensor:
         """Returns a chunk [C, H K] of the groups' outputs of attention, [T, h K] each."""
         pieces = [out[chunk] for out in attn_output]
-        return (pieces[0] if len(pieces) == 1 else torch.cat(pieces, 1)).to(self.dtype)
+        return (pieces[0] if self.groups == 1 else torch.cat(pieces, 1)).to(self.dtype)

@@ -71,27 +71,19 @@ class PostAttentionFunction(torch.autograd.Function):
         attn_output, params = saved[: sizes.groups], with_tensors(ctx.params, saved[sizes.groups :])
         needs = ctx.needs_input_grad[5 + sizes.groups :]
         sums = begin_weight_grads(params[1:], needs, ctx.main_grads)
-        d_h = _backward(sizes, params, sums, x, attn_output, d_y.contiguous().view(x.shape))
+        d_h = _backward(_Chunks(sizes, params, x, attn_output), sums, d_y.contiguous().view(x.shape))
         placeholders = [out.new_zeros(()).expand(out.shape) for out in attn_output]
         return None, None, None, None, d_h, *placeholders, *finish_weight_grads(sums)
 
 
-def _backward(
-    sizes: LayerSizes,
-    params: Sequence[Any],
-    sums: Sequence[Any],
-    x: torch.Tensor,
-    attn_output: Sequence[torch.Tensor],
-    d_y: torch.Tensor,
-) -> torch.Tensor:
+def _backward(compute: "_Chunks", sums: Sequence[Any], d_y: torch.Tensor) -> torch.Tensor:
     """Returns the gradient of h [T, D], and adds those of the parameters to `sums`. Its chunks are gone when the sums
     are rounded."""
-    d_h, norm, of_norm = torch.empty_like(x), params[1], sums[0].weight
+    d_h, sizes, norm, of_norm = torch.empty_like(compute.x), compute.sizes, compute.norm, sums[0].weight
     d_norm = None if of_norm is None else of_norm.total()
-    compute = _Chunks(sizes, params, x, attn_output)
     d_rows = torch.empty_like(compute.rows)
     for chunk, h, normed in compute.each_chunk():
-        d_normed = d_rows[: len(h)]
+        d_normed = d_rows[: chunk.stop - chunk.start]
         compute.mlp.backward(normed, sizes.branch_gradient(d_y[chunk]), sums[1:], d_normed)
         rms_norm_backward(h, *norm, d_normed, d_h[chunk], add=d_y[chunk], d_weight=d_norm)
     return d_h
@@ -100,26 +92,20 @@ def _backward(
 class _Chunks:
     """The loop over chunks, which forward and backward share, with buffers that serve every chunk."""
 
-    def __init__(
-        self,
-        sizes: LayerSizes,
-        params: Sequence[Any],
-        x: torch.Tensor,
-        attn_output: Sequence[torch.Tensor],
-    ):
-        o, norm, *mlp = params
+    def __init__(self, sizes: LayerSizes, params: Sequence[Any], x: torch.Tensor, attn_output: Sequence[torch.Tensor]):
+        o, self.norm, *mlp = params
         count = min(len(x), sizes.chunk_tokens)
-        self._sizes, self._o, self._norm, self._x, self._attended = sizes, o.to(sizes.dtype), norm, x, attn_output
+        self.sizes, self.x, self._o, self._attn_output = sizes, x, o.to(sizes.dtype), attn_output
         self.rows = x.new_empty(count, x.shape[1], dtype=sizes.dtype)
         self.mlp = MLPChunk(self.rows, count, mlp, sizes.activation)
 
     def each_chunk(self, out: torch.Tensor | None = None) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
         """Yields every chunk with h [C, D], written to `out` [T, D] if given, and norm(h) [C, D] in `rows`."""
-        sizes, x = self._sizes, self._x
+        sizes, x = self.sizes, self.x
         buffer = torch.empty_like(x[: len(self.rows)]) if out is None else None
         for chunk in chunks(len(x), sizes.chunk_tokens):
-            rows = self.rows[: chunk.stop - chunk.start]
-            h = out[chunk] if buffer is None else buffer[: len(rows)]
-            projected = self._o.forward(sizes.concat_groups(self._attended, chunk), out=rows)
+            count = chunk.stop - chunk.start
+            rows, h = self.rows[:count], out[chunk] if buffer is None else buffer[:count]
+            projected = self._o.forward(sizes.concat_groups(self._attn_output, chunk), out=rows)
             torch.add(x[chunk], projected, alpha=sizes.scale, out=h)
-            yield chunk, h, rms_norm(h, *self._norm, out=rows)
+            yield chunk, h, rms_norm(h, *self.norm, out=rows)

@@ -1,6 +1,6 @@
 """Queries, keys and values of a group of heads, chunk by chunk: norm, projections, norms of heads, rotary embedding.
 
-A group's lie side by side in one buffer [T, F], made by one product a chunk.
+A group's lie side by side in one buffer [T, h + 2 kv, K].
 """
 
 from collections.abc import Callable, Sequence
@@ -11,7 +11,7 @@ import torch
 from seqtile.kernels.dispatch import rms_norm, rms_norm_backward, rotary_
 from seqtile.ops.chunks import chunks
 from seqtile.ops.decoder_layer.params import AttentionParams, LayerSizes, Norm
-from seqtile.ops.linear import FusedProjection
+from seqtile.ops.linear import Projection
 from seqtile.protocols import SequenceParallelAttention
 
 
@@ -21,15 +21,25 @@ class Inputs(NamedTuple):
     x: torch.Tensor
     """[T, D]"""
     cos: torch.Tensor | None
-    """[T, K]; None for a layer without positions."""
+    """[T, K], or [S, K] if the sequences of a batch share them; None for a layer without positions."""
     sin: torch.Tensor | None
     params: AttentionParams
     sizes: LayerSizes
 
-    def fused(self, group: int) -> FusedProjection:
-        """Returns the projection to queries, keys and values of a group."""
-        of_q, of_kv = self.sizes.group_columns(group)
-        return FusedProjection((self.params.q, self.params.k, self.params.v), (of_q, of_kv, of_kv), self.sizes.dtype)
+    def projections(self, group: int) -> list[tuple[Projection, slice]]:
+        """Returns the projections to queries, keys and values of a group, each with its columns of the buffer."""
+        columns, (_, q, _, k, _, v, _) = self.sizes.group_columns(group), self.params
+        wholes = zip((q, k, v), columns, strict=True)
+        return [(whole.slice_out(rows).to(self.sizes.dtype), to) for whole, (rows, to) in wholes]
+
+    def angles(self, chunk: slice) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns cos and sin of a chunk's tokens, [C, K]."""
+        length, count = self.cos.shape[0], chunk.stop - chunk.start
+        start = chunk.start % length
+        tokens: slice | torch.Tensor = slice(start, start + count)
+        if start + count > length:  # over the end of a sequence
+            tokens = torch.arange(start, start + count, device=self.cos.device) % length
+        return self.cos[tokens], self.sin[tokens]
 
     @property
     def head_norms(self) -> list[tuple[Norm, slice]]:
@@ -48,7 +58,7 @@ class QKV(NamedTuple):
     bases: Sequence[torch.Tensor]
     """The tensors that they are views of."""
     pre_norm_qk: torch.Tensor | None
-    """Queries and keys before their norms, of this rank's tokens [T, (h + kv) K], where these are kept."""
+    """Queries and keys before their norms, of this rank's tokens [T, h + kv, K], where these are kept."""
 
 
 class QKVByGroup:
@@ -82,8 +92,7 @@ class QKVByGroup:
         sizes = self._inputs.sizes
         buffer, pre_norm_qk = project(self._inputs, self._left.pop(0), self._normed, self._keep_pre_norm_qk)
         heads, kv_heads = sizes.group_heads
-        by_head = buffer.view(sizes.batch, sizes.length, heads + 2 * kv_heads, sizes.head_dim).transpose(1, 2)
-        views = by_head.split((heads, kv_heads, kv_heads), 1)
+        views = buffer.unflatten(0, (sizes.batch, sizes.length)).transpose(1, 2).split((heads, kv_heads, kv_heads), 1)
         if self._sp_attention is None:
             return lambda: QKV(views, (buffer,), pre_norm_qk)
         arriving = self._sp_attention.start_to_heads(*views)
@@ -124,20 +133,23 @@ class NormedInput:
 def project(
     inputs: Inputs, group: int, normed: NormedInput, keep_pre_norm_qk: bool
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """Computes the buffer [T, F] of a group, and with `keep_pre_norm_qk` its queries and keys before their norms."""
-    x, cos, sin, _, sizes = inputs
-    projection, rotated = inputs.fused(group).projection, _rotated(sizes)
-    buffer = x.new_empty(len(x), len(projection.weight), dtype=sizes.dtype)
-    pre_norm_qk = buffer.new_empty(len(x), rotated) if keep_pre_norm_qk else None
-    for chunk in chunks(len(x), normed.chunk_tokens):
-        made = projection.forward(normed.chunk(chunk), out=buffer[chunk])[:, :rotated]  # queries and keys [C, ...]
+    """Computes the buffer of a group, and with `keep_pre_norm_qk` its queries and keys before their norms."""
+    projections, head_norms, sizes = inputs.projections(group), inputs.head_norms, inputs.sizes
+    tokens, (heads, kv_heads), width = len(inputs.x), sizes.group_heads, sizes.head_dim
+    buffer = inputs.x.new_empty(tokens, heads + 2 * kv_heads, width, dtype=sizes.dtype)
+    pre_norm_qk = buffer.new_empty(tokens, heads + kv_heads, width) if keep_pre_norm_qk else None
+    flat = buffer.view(tokens, -1)
+    for chunk in chunks(tokens, normed.chunk_tokens):
+        normed_chunk, rows = normed.chunk(chunk), flat[chunk]
+        for projection, columns in projections:
+            projection.forward(normed_chunk, out=rows[:, columns])
+        qk = buffer[chunk, : heads + kv_heads]
         if pre_norm_qk is not None:
-            pre_norm_qk[chunk] = made
-        by_head = made.unflatten(1, (-1, sizes.head_dim))
-        for norm, heads in inputs.head_norms:
-            rms_norm(by_head[:, heads], *norm, out=by_head[:, heads])
-        if cos is not None:
-            rotary_(by_head, cos[chunk], sin[chunk])
+            pre_norm_qk[chunk] = qk
+        for norm, of_norm in head_norms:
+            rms_norm(qk[:, of_norm], *norm, out=qk[:, of_norm])
+        if inputs.cos is not None:
+            rotary_(qk, *inputs.angles(chunk))
     return buffer, pre_norm_qk
 
 
@@ -155,31 +167,32 @@ class QKVGradients:
 
     def add(self, group: int, d_qkv: Sequence[torch.Tensor], pre_norm_qk: torch.Tensor | None) -> None:
         """Adds what a group contributes: the gradients of its queries [B, h, S, K], keys and values."""
-        x, cos, sin, _, sizes = self._inputs
-        fused, rotated, count = self._inputs.fused(group), _rotated(sizes), min(len(x), sizes.chunk_tokens)
-        parts = [self._sums.q, self._sums.k, self._sums.v]
-        sums, add = fused.begin_weight_grads(parts), self._d_normed is not None
+        inputs, x, sizes = self._inputs, self._inputs.x, self._inputs.sizes
+        projections, head_norms, (heads, kv_heads) = inputs.projections(group), inputs.head_norms, sizes.group_heads
+        wholes = zip((self._sums.q, self._sums.k, self._sums.v), sizes.group_columns(group), strict=True)
+        sums, add = [whole.sums_of(rows) for whole, (rows, _) in wholes], self._d_normed is not None
         if self._through_norm and not add:
             self._d_normed = torch.empty_like(x, dtype=sizes.dtype)
         d_qkv = [d.transpose(1, 2).flatten(0, 1) for d in d_qkv]  # [T, h, K]; copies only of other layouts
-        normed = NormedInput(self._inputs)
-        d_rows = x.new_empty(count, len(fused.projection.weight), dtype=sizes.dtype)
-        recomputed = d_rows.new_empty(count, rotated) if pre_norm_qk is None and self._inputs.head_norms else None
+        normed, rows = NormedInput(inputs), min(len(x), sizes.chunk_tokens)
+        d_rows = x.new_empty(rows, heads + 2 * kv_heads, sizes.head_dim, dtype=sizes.dtype)
+        recomputed = torch.empty_like(d_rows[:, : heads + kv_heads]) if pre_norm_qk is None and head_norms else None
         for chunk in chunks(len(x), sizes.chunk_tokens):
-            d_chunk, normed_chunk = d_rows[: chunk.stop - chunk.start], normed.chunk(chunk)
-            torch.cat([d[chunk].flatten(1).to(sizes.dtype) for d in d_qkv], 1, out=d_chunk)
-            d_heads = d_chunk[:, :rotated].unflatten(1, (-1, sizes.head_dim))
-            if cos is not None:
-                rotary_(d_heads, cos[chunk], sin[chunk], backward=True)
-            if self._inputs.head_norms:
-                before = pre_norm_qk[chunk] if recomputed is None else recomputed[: len(d_chunk)]
-                if recomputed is not None:
-                    fused.projection.slice_out(slice(rotated)).forward(normed_chunk, out=before)
-                self._through_head_norms(before.unflatten(1, (-1, sizes.head_dim)), d_heads)
-            fused.projection.add_gradients(sums, d_chunk, normed_chunk)
-            if self._through_norm:
-                fused.projection.backward(d_chunk, out=self._d_normed[chunk], add=add)
-        fused.add_to_parts(sums, parts)
+            count, normed_chunk = chunk.stop - chunk.start, normed.chunk(chunk)
+            d_heads = d_rows[:count]
+            torch.cat([d[chunk] for d in d_qkv], 1, out=d_heads)
+            d_qk, d_chunk = d_heads[:, : heads + kv_heads], d_heads.flatten(1)
+            if inputs.cos is not None:
+                rotary_(d_qk, *inputs.angles(chunk), backward=True)
+            if head_norms:
+                before = pre_norm_qk[chunk] if recomputed is None else recomputed[:count]
+                for projection, columns in projections[:2] if recomputed is not None else ():
+                    projection.forward(normed_chunk, out=before.flatten(1)[:, columns])
+                self._through_head_norms(before, d_qk)
+            for i, (projection, columns) in enumerate(projections):
+                projection.add_gradients(sums[i], d_chunk[:, columns], normed_chunk)
+                if self._through_norm:
+                    projection.backward(d_chunk[:, columns], out=self._d_normed[chunk], add=add or i > 0)
 
     def _through_head_norms(self, before: torch.Tensor, d_heads: torch.Tensor) -> None:
         """Makes the gradients of normed queries and keys [C, h, K] those of `before`, in place."""
@@ -198,8 +211,3 @@ class QKVGradients:
         for chunk in chunks(len(x), sizes.chunk_tokens):
             rows = d_x[chunk]
             rms_norm_backward(x[chunk], *norm, d_normed[chunk], rows, add=rows, d_weight=d_weight)
-
-
-def _rotated(sizes: LayerSizes) -> int:
-    """Returns the width of a group's queries and keys together."""
-    return sum(sizes.group_heads) * sizes.head_dim

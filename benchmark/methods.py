@@ -1,7 +1,7 @@
-"""The rungs of the ladder: what is applied to a model, and whether it is still right then.
+"""The methods of the ladder: what is applied to a model, and whether it is still right then.
 
-Weights and gradients are on the GPU; of the rungs that end with `weights` they are in host memory, as in the recipes of
-Arctic Long Sequence Training for one GPU, see `Missing`.
+Weights and gradients are on the GPU; of the methods that end with `weights` they are in host memory, as in the recipes
+of Arctic Long Sequence Training for one GPU, see `Missing`.
 """
 
 from collections.abc import Callable
@@ -40,11 +40,11 @@ def deepspeed_mlps(model: PreTrainedModel) -> None:
 
 
 @dataclass(frozen=True)
-class Rung:
+class Method:
     applied: tuple[Apply, ...]
     """To a model that is checkpointed already."""
     setup: dict[str, Any] | None = None
-    """Of `seqtile.memory.longest`, where it knows the rung."""
+    """Of `seqtile.memory.longest`, where it knows the method."""
     needs: tuple[str, ...] = ()
     """Packages, and a GPU for them."""
 
@@ -60,55 +60,56 @@ class Rung:
 
 
 LIGER_BESIDE = {"swiglu": False, "fused_linear_cross_entropy": False}
-TILED = FEATURES["loss, MLP"].changes
-OFFLOADED = TILED | FEATURES["host"].changes
-LAYER = OFFLOADED | FEATURES["loss, MLP, layer"].changes
-HEAD_GROUPS = LAYER | FEATURES["groups"].changes
 IN_HOST_MEMORY = {"offload": ("activations", "optimizer", "weights")}
 
 
-def seqtile(setup: dict[str, Any], *before: Apply, needs: tuple[str, ...] = ()) -> Rung:
+def features(*names: str) -> dict[str, Any]:
+    """Fields of a `Setup`."""
+    return {name: value for feature in names for name, value in FEATURES[feature].changes.items()}
+
+
+def seqtile(setup: dict[str, Any], *before: Apply, needs: tuple[str, ...] = ()) -> Method:
     """Of what `setup` tiles and offloads, on top of what was applied before."""
     tiled = partial(apply_seqtile, **apply_options(Setup(**setup)))
-    return Rung((*before, tiled, offloaded) if "offload" in setup else (*before, tiled), setup, needs)
+    return Method((*before, tiled, offloaded) if "offload" in setup else (*before, tiled), setup, needs)
 
 
-RUNGS = {
-    "huggingface": Rung((), FEATURES["nothing"].changes),
-    "liger": Rung((liger,), needs=("liger_kernel",)),
-    "liger_deepspeed_mlp": Rung(
+METHODS = {
+    "huggingface": Method((), features("nothing")),
+    "liger": Method((liger,), needs=("liger_kernel",)),
+    "liger_deepspeed_mlp": Method(
         (lambda model: liger(model, swiglu=False), deepspeed_mlps), needs=("liger_kernel", "deepspeed")
     ),
-    "seqtile_loss": seqtile(FEATURES["loss"].changes),
-    "seqtile_loss_mlp": seqtile(TILED),
-    "seqtile_loss_mlp_offload": seqtile(OFFLOADED),
+    "seqtile_loss": seqtile(features("loss")),
+    "seqtile_loss_mlp": seqtile(features("loss, MLP")),
+    "seqtile_loss_mlp_offload": seqtile(features("loss, MLP", "host")),
     "seqtile_loss_mlp_offload_liger": seqtile(
-        OFFLOADED | {"liger": True}, lambda model: liger(model, **LIGER_BESIDE), needs=("liger_kernel",)
+        features("loss, MLP", "host", "Liger"), lambda model: liger(model, **LIGER_BESIDE), needs=("liger_kernel",)
     ),
-    "seqtile_layer_offload": seqtile(LAYER),
-    "seqtile_head_groups_offload": seqtile(HEAD_GROUPS),
-    "seqtile_layer_offload_weights": seqtile(LAYER | IN_HOST_MEMORY),
-    "seqtile_head_groups_offload_weights": seqtile(HEAD_GROUPS | IN_HOST_MEMORY),
+    "seqtile_layer_offload": seqtile(features("loss, MLP, layer", "host")),
+    "seqtile_head_groups_offload": seqtile(features("groups", "host")),
+    "seqtile_layer_offload_weights": seqtile(features("loss, MLP, layer") | IN_HOST_MEMORY),
+    "seqtile_head_groups_offload_weights": seqtile(features("groups") | IN_HOST_MEMORY),
 }
 
 
-def prepared(rung: Rung, shape: Shape, layers: int, dtype: torch.dtype = DTYPE) -> PreTrainedModel:
+def prepared(method: Method, shape: Shape, layers: int, dtype: torch.dtype = DTYPE) -> PreTrainedModel:
     model = build(shape, dtype, layers)
     enable_checkpointing(model)
-    for apply in rung.applied:
+    for apply in method.applied:
         apply(model)
     return model
 
 
-def error(rung: Rung, shape: Shape) -> tuple[float, float]:
+def error(method: Method, shape: Shape) -> tuple[float, float]:
     """The largest relative error of loss and gradients of a small model, and that of Hugging Face in the same dtype."""
     ids = torch.randint(shape.vocab, (1, SMALL), device=DEVICE)
     torch.manual_seed(0)
-    plain = prepared(Rung(()), shape, 2)
+    plain = prepared(Method(()), shape, 2)
     exact = deepcopy(plain).double()
     found = [gradients(model, ids) for model in (exact, plain)]
     torch.manual_seed(0)
-    found.append(gradients(prepared(rung, shape, 2), ids))
+    found.append(gradients(prepared(method, shape, 2), ids))
     theirs, ours = (worst_error(of_model, found[0]) for of_model in found[1:])
     return ours, theirs
 

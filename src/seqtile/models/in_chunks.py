@@ -1,7 +1,7 @@
-"""The fallback: modules whose tensors cannot be read are called as they are, chunk by chunk.
+"""Modules that cannot be fused run as they are, once a chunk.
 
-They are called again in the backward, and there as they were called in the forward: under the same TorchFunctionModes,
-and only if nothing else has changed that decides what they compute.
+They run again in the backward, and there as in the forward: under the same TorchFunctionModes, and only if nothing else
+has changed that decides what they compute.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,18 +19,18 @@ from torch.utils._device import DeviceContext
 
 from seqtile.models.weights import hooks_of, is_harmless, leaves_of
 from seqtile.ops.state import found_in
-from seqtile.ops.tiled import Outputs, tiled_holding
+from seqtile.ops.tiled import Holding, Outputs, tiled
 
 _inside_chunk: ContextVar[bool] = ContextVar("inside_chunk", default=False)
 
 
 def inside_chunk() -> bool:
-    """Says if a module is just being called for a chunk."""
+    """Says if a module is just running for a chunk."""
     return _inside_chunk.get()
 
 
-class Called:
-    """Modules that are called chunk by chunk: what of them may be trained, and what decides what they compute.
+class InChunks:
+    """Modules that run in chunks: what of them may be trained, and what decides what they compute.
 
     Found once, for as long as what they are made of does not change. It does not hold the modules themselves, which may
     hold it.
@@ -61,17 +61,12 @@ class Called:
     def environment(self) -> "_Environment":
         """Returns everything but tensors that decides what calling the modules computes."""
         parts = [*(module() for module in self._modules), *self._inside]
-        owned, types = [*map(vars, parts)], [*map(type, parts)]
-        of_parts = (
-            map(getattr, types, repeat("forward")),
-            *(map(dict.get, owned, repeat(name)) for name in _ATTRIBUTES),
-        )
+        types = [*map(type, parts)]
+        own = (map(dict.get, map(vars, parts), repeat(name)) for name in ("forward", "training"))
+        of_parts = (types, map(getattr, types, repeat("forward")), *own)
         of_torch = (nn.Module.__call__, nn.Module._call_impl, F.linear, F.silu, F.gelu, F.cross_entropy)
         hooks = [*chain.from_iterable(map(dict.items, self._hooks))]
-        return _Environment([*of_torch, *types, *chain.from_iterable(of_parts)], hooks)
-
-
-_ATTRIBUTES = ("forward", "training")
+        return _Environment([*of_torch, *chain.from_iterable(of_parts)], hooks)
 
 
 class _Environment(NamedTuple):
@@ -86,20 +81,21 @@ class _Environment(NamedTuple):
         return mine == others and self.computed == other.computed
 
 
-def call_tiled(
+def call_in_chunks(
     function: Callable[..., Outputs],
-    called: Called,
+    modules: InChunks,
     *inputs: torch.Tensor,
     params: Sequence[torch.Tensor] | None = None,
     **options: Any,
 ) -> Outputs:
     """Returns function(*inputs), which calls the modules, computed by `seqtile.tiled` with these options; `params` are
     by default what the modules train."""
-    params = called.trained if params is None else params
-    return tiled_holding(_repeatable(function, called), called.state, *inputs, params=params, **options)
+    params = modules.trained if params is None else params
+    fn, state = _repeatable(function, modules), modules.state
+    return tiled(fn if state is None else Holding(fn, state), *inputs, params=params, **options)
 
 
-def _repeatable(function: Callable, called: Called) -> Callable:
+def _repeatable(function: Callable, modules: InChunks) -> Callable:
     """Returns `function` for a backward that calls it again, under the TorchFunctionModes that are active now.
 
     RuntimeError from it where something else has changed since that decides what is computed: hooks, a forward, a
@@ -107,11 +103,11 @@ def _repeatable(function: Callable, called: Called) -> Callable:
     """
     if torch.compiler.is_compiling():  # whose guards ask the same
         return function
-    modes, environment = _modes(), called.environment()
+    modes, environment = _modes(), modules.environment()
 
     def call(*tensors: torch.Tensor) -> Any:
         active = _modes()
-        if (active and active != modes) or not called.environment().computes_as(environment):
+        if (active and active != modes) or not modules.environment().computes_as(environment):
             raise RuntimeError(
                 "a module is called chunk by chunk, in the forward and again in the backward, and what it computes has "
                 "changed in between: expected the same hooks, forwards, torch functions and training mode; call "

@@ -1,0 +1,167 @@
+"""What of a model is tiled, by whom, and what another library took back."""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from torch import nn
+
+from seqtile.models.find import head_of, is_checkpointed
+from seqtile.models.first_step import outcome_of
+from seqtile.models.layer import groups_of
+from seqtile.models.mlp import sparsity_of
+from seqtile.models.parts import EXPERTS, LAYER, LOSS, MLP, Part
+from seqtile.models.patch import parts_applied_to, refused_of, unwrapped
+from seqtile.models.placement import current_forward, package_of, placement_at, wrappers_at
+from seqtile.ops.chunks import resolve_chunk_tokens
+
+_PASS_ON = ("accelerate", "torch")  # whose wrappers call what they wrap whatever they are given
+
+
+@dataclass(frozen=True)
+class PartStatus:
+    """The status of one part of a model: who computes it."""
+
+    name: str
+    """The part, as `apply_seqtile` names it, such as "mlp"."""
+    applied: bool
+    """True if seqtile was applied to this part, of this model or of its classes."""
+    tiled: int
+    """The number of its modules that run seqtile's forward."""
+    total: int
+    """The number of all its modules."""
+    others: tuple[str, ...]
+    """The packages whose forwards run on the rest, such as "transformers" or "liger_kernel"."""
+    chunk_tokens: tuple[int, ...]
+    """Tokens a chunk, of each kind of module; empty if nothing is tiled."""
+    fused: int
+    """Of these, the number computed from their weights; the others run in chunks (`seqtile.tiled`)."""
+    reason: str | None
+    """Why some run in chunks, if some do."""
+    problem: str | None
+    """Why the tiled forward will refuse to run, if it will."""
+    head_groups: int | None = None
+    """The number of groups of heads that attend one after the other; None if all attend at once."""
+    wrappers: tuple[str, ...] = ()
+    """The packages whose forwards stand around seqtile's and decide at every call whether to call it."""
+
+    def __str__(self) -> str:
+        if self.tiled:
+            text = f"seqtile, {' or '.join(map(str, self.chunk_tokens))} tokens a chunk"
+            if self.fused:
+                text += ", fused" if self.total == 1 else f", {self.fused} of {self.total} fused"
+            if self.head_groups:
+                text += f", attention by {self.head_groups} groups of heads"
+            if self.wrappers:
+                text += f", where the forward from {', '.join(self.wrappers)} around it calls it"
+        else:
+            text = f"not tiled: {', '.join(self.others)}"
+        if self.applied and self.tiled < self.total:
+            takers = [package for package in self.others if package != "transformers"]
+            reason = "it was not built of the tiled classes"
+            if takers:  # Liger takes a forward back; that of another package is a subclass's own
+                liger = takers == ["liger_kernel"]
+                reason = "liger_kernel took it back" if liger else f"the forward that runs is from {takers[0]}"
+            text += f"; {reason}: apply seqtile to this model, last"
+        if self.reason and not self.problem:
+            count = "" if self.total == 1 else f"{self.tiled - self.fused} of {self.total} "
+            text += f"; {count}in chunks: {self.reason}"
+        if self.problem:
+            text += f"; REFUSES: {self.problem}"
+        return text
+
+
+@dataclass(frozen=True)
+class ModelStatus:
+    """The answer of `seqtile.status`; print it."""
+
+    model: str
+    """The name of the model's class."""
+    loss: PartStatus | None
+    """The loss with the head; None for a model without a language-model head."""
+    mlp: PartStatus
+    """The MLPs, and the experts of a mixture."""
+    layer: PartStatus | None = None
+    """Everything of a layer but attention; None where that was not asked for. Its chunks take the MLP along."""
+    notes: tuple[str, ...] = ()
+    """Where what is tiled does nothing, or is not what one may expect."""
+
+    def __str__(self) -> str:
+        lines = [self.model]
+        parts = (self.loss, self.mlp, self.layer)
+        lines += [f"  {part.name:<5} {part}" for part in parts if part is not None]
+        lines += [f"  note: {note}" for note in self.notes]
+        return "\n".join(lines)
+
+
+def status(model: nn.Module) -> ModelStatus:
+    """Tells what of `model` is tiled, by whom, and what another library took back.
+
+    Raises TypeError for something that is no Hugging Face model.
+    """
+    model = unwrapped(model)
+    loss = part_status(model, LOSS) if head_of(model) is not None else None
+    mlp = part_status(model, MLP, EXPERTS)
+    layer = part_status(model, LAYER) if "layer" in parts_applied_to(model) else None
+    return ModelStatus(type(model).__name__, loss, mlp, layer, tuple(notes_on(model, loss, mlp, layer)))
+
+
+def notes_on(model: nn.Module, loss: PartStatus | None, mlp: PartStatus, layer: PartStatus | None) -> Iterator[str]:
+    """Yields what a reader of `status` may not expect."""
+    if (outcome := outcome_of(model)) is not None:
+        yield f"the first training step: {outcome}"
+    for name, reason in refused_of(model).items():
+        yield f"{name} is left untiled: {reason}"
+    if loss is not None and loss.tiled:
+        yield "in training the loss is computed without logits, which are None; skip_logits=False asks for them"
+    if mlp.tiled:
+        tiles = " or ".join(map(str, mlp.chunk_tokens))
+        parts = "MLPs and layers" if layer else "MLPs"
+        yield f"a sequence of at most {tiles} tokens fits in a chunk: its {parts} run untiled"
+    if layer is not None and layer.tiled and getattr(model.config.get_text_config(), "use_cache", False):
+        yield (
+            "the config asks for a cache: in training none is made unless one is given, so packed documents are told "
+            "apart by their positions, as with use_cache=False"
+        )
+    if layer is not None and layer.tiled and not is_checkpointed(model):
+        yield "activation checkpointing is off, so every layer keeps what its attention saves as well as its input"
+
+
+def part_status(model: nn.Module, *parts: Part) -> PartStatus:
+    """Tells who computes the modules of parts that are asked for together."""
+    config = model.config.get_text_config()
+    hidden_size = getattr(config, "hidden_size", None) or getattr(config, "d_model", 0)
+    name, part_of = parts[0].option, {module: part for part in parts for module in part.modules(model)}
+    placements = {module: placement for module in part_of if (placement := placement_at(module)) and placement.part}
+    others = dict.fromkeys(package_of(current_forward(module)) for module in part_of if module not in placements)
+    around = dict.fromkeys(package_of(wrapper) for module in part_of for wrapper in wrappers_at(module))
+    fused, reason, problem = 0, None, None
+    for module, placement in placements.items():
+        verdict = part_of[module].verdict(module)
+        fused += verdict.how == "fused"
+        reason = reason or (verdict.reason if verdict.tileable else None)
+        try:
+            part_of[module].check(module, placement.options)
+        except ValueError as error:
+            problem = problem or str(error)
+    groups = {
+        groups_of(layer.self_attn, placement.options.head_groups)
+        for layer, placement in placements.items()
+        if name == "layer" and placement.options.head_groups
+    }
+    chunk_tokens = {
+        resolve_chunk_tokens(placement.options.chunk_tokens, hidden_size, sparsity_of(module, config))
+        for module, placement in placements.items()
+    }
+    return PartStatus(
+        name=name,
+        applied=name in parts_applied_to(model),
+        tiled=len(placements),
+        total=len(part_of),
+        others=tuple(others),
+        chunk_tokens=tuple(sorted(chunk_tokens)),
+        fused=fused,
+        reason=reason,
+        problem=problem,
+        head_groups=max(groups, default=None),
+        wrappers=tuple(package for package in around if package not in _PASS_ON),
+    )

@@ -4,7 +4,8 @@ from functools import partial
 
 from mutants_list.mutant import Mutant
 
-Family = partial(Mutant, tests=("sp/test_sequence_parallel.py",), select="families or sinks or balance or kernels or memory_of_a_rank", dist=True)
+_CASES = "families or sinks or balance or kernels or memory_of_a_rank"
+Family = partial(Mutant, tests=("sp/test_sequence_parallel.py",), select=_CASES, dist=True)
 LATENT = ("sp/test_heads.py",)
 QUANTISED = ("models/test_quantised.py",)
 PLANS = ("memory/test_plan.py", "memory/test_against_simulation.py")

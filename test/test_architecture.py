@@ -1,4 +1,4 @@
-"""The subpackages and the arrows between them, as README draws them: imports run one way."""
+"""The subpackages and the arrows between them, as docs/architecture.md has them: imports run one way."""
 
 import ast
 import sys
@@ -82,7 +82,8 @@ def test_a_plan_answers_without_torch() -> None:
     slow = {"measure.py", "simulate.py"}
     for file in (SOURCE / "memory").glob("*.py"):
         needs = {name.split(".")[0] for name in imports_of(file)} & {"torch", "transformers"}
-        needs |= imports_of(file) & {"seqtile.models", "seqtile.memory.simulate", "seqtile.memory.measure"}
+        slow_imports = ("seqtile.models", "seqtile.memory.simulate", "seqtile.memory.measure")
+        needs |= {name for name in imports_of(file) if name.startswith(slow_imports)}
         assert bool(needs) == (file.name in slow), file
 
 
@@ -104,7 +105,7 @@ def test_kernels_know_no_autograd() -> None:
 
 
 def test_ops_know_no_modules() -> None:
-    for file in (SOURCE / "ops").glob("*.py"):
+    for file in (SOURCE / "ops").rglob("*.py"):
         assert not {name for name in imports_of(file) if name in ("torch.nn", "torch.distributed")}, file
         assert "nn.Module" not in file.read_text(), file
 

@@ -29,6 +29,7 @@ from models.test_paths import PROJECTIONS, lora
 from seqtile.models.loss import head_unfused_reason
 from seqtile.models.mlp import gated_form, mlp_unfused_reason
 from seqtile.models.placement import original_forward
+from seqtile.models.weights import module_call_reason
 from tiny import CHUNK, build, loss_and_gradients
 
 MODES = {
@@ -303,6 +304,8 @@ def test_called_as_it_is(name: str, mode: str) -> None:
             assert status.layer.problem.startswith("attention by groups of heads reads its weights, and ")
             return
         assert mode == "mlp" or status.layer.reason is not None
+        if mode == "layer":  # whose attention's own call no chunk can make
+            assert ("in chunks" in str(status.layer)) == (module_call_reason() is None), status
         truth = loss_and_gradients(untiled, **batch)
         assert_equal(loss_and_gradients(tiled, **batch), truth)
     if around is not nullcontext:

@@ -1,5 +1,6 @@
 """What of a model is tiled, by whom, and what another library took back."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -34,9 +35,11 @@ class PartStatus:
     chunk_tokens: tuple[int, ...]
     """Tokens a chunk, of each kind of module; empty if nothing is tiled."""
     fused: int
-    """Of these, the number computed from their weights; the others run in chunks (`seqtile.tiled`)."""
+    """Of these, the number computed from their weights."""
+    chunked: int
+    """Of these, the number that run in chunks (`seqtile.tiled`); what is neither runs untiled, as it was."""
     reason: str | None
-    """Why some run in chunks, if some do."""
+    """Why some are not fused, if some are not."""
     problem: str | None
     """Why the tiled forward will refuse to run, if it will."""
     head_groups: int | None = None
@@ -63,8 +66,8 @@ class PartStatus:
                 reason = "liger_kernel took it back" if liger else f"the forward that runs is from {takers[0]}"
             text += f"; {reason}: apply seqtile to this model, last"
         if self.reason and not self.problem:
-            count = "" if self.total == 1 else f"{self.tiled - self.fused} of {self.total} "
-            text += f"; {count}in chunks: {self.reason}"
+            how, number = ("in chunks", self.chunked) if self.chunked else ("untiled", self.tiled - self.fused)
+            text += f"; {how if self.total == 1 else f'{number} of {self.total} {how}'}: {self.reason}"
         if self.problem:
             text += f"; REFUSES: {self.problem}"
         return text
@@ -134,10 +137,10 @@ def part_status(model: nn.Module, *parts: Part) -> PartStatus:
     placements = {module: placement for module in part_of if (placement := placement_at(module)) and placement.part}
     others = dict.fromkeys(package_of(current_forward(module)) for module in part_of if module not in placements)
     around = dict.fromkeys(package_of(wrapper) for module in part_of for wrapper in wrappers_at(module))
-    fused, reason, problem = 0, None, None
+    ways, reason, problem = Counter(), None, None
     for module, placement in placements.items():
         verdict = part_of[module].verdict(module)
-        fused += verdict.how == "fused"
+        ways[verdict.how] += 1
         reason = reason or (verdict.reason if verdict.tileable else None)
         try:
             part_of[module].check(module, placement.options)
@@ -159,7 +162,8 @@ def part_status(model: nn.Module, *parts: Part) -> PartStatus:
         total=len(part_of),
         others=tuple(others),
         chunk_tokens=tuple(sorted(chunk_tokens)),
-        fused=fused,
+        fused=ways["fused"],
+        chunked=ways["chunked"],
         reason=reason,
         problem=problem,
         head_groups=max(groups, default=None),

@@ -20,7 +20,7 @@ def params() -> Iterator:
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("pool", "case"), params(), indirect=["pool"])
+@pytest.mark.parametrize(("pool", "case"), list(params()), indirect=["pool"])
 def test_same_training_as_untiled(pool: Pool, case: Case) -> None:
     if interpreted() != (case.liger != "none"):
         pytest.skip("Liger's kernels run on a CPU in Triton's interpreter, and there nothing else is to be tested")

@@ -56,7 +56,7 @@ def reducers() -> Iterator:
             yield pytest.param((4, family), (name, strategy, options), marks=marks, id=identity)
 
 
-@pytest.mark.parametrize(("pool", "case"), reducers(), indirect=["pool"])
+@pytest.mark.parametrize(("pool", "case"), list(reducers()), indirect=["pool"])
 def test_reducers(pool: Pool, case: tuple) -> None:
     """Two groups of two ranks, accumulating over batches of unequal labels, under every reducer of gradients."""
     pool.run(steps.reducers, *case)
@@ -84,7 +84,7 @@ def families() -> Iterator:
         yield pytest.param(count, case, marks=marks, id=f"{count}-{case.family}-{case.kind}-{case.reentrant}")
 
 
-@pytest.mark.parametrize(("pool", "case"), families(), indirect=["pool"])
+@pytest.mark.parametrize(("pool", "case"), list(families()), indirect=["pool"])
 def test_families(pool: Pool, case: recurrences.Case) -> None:
     """Recurrences, convolutions, sinks and latent attention: loss, gradients, all-to-alls and what the first sends."""
     pool.run(recurrences.compared, case)

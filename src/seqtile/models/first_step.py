@@ -135,7 +135,7 @@ def _outcome(model: nn.Module, options: Options, original: Callable, args: tuple
             f"the tiled model computes something else than the untiled one on {tokens} tokens of this batch: "
             f"{where}{part}. Nothing was trained. {_remedy(option)}"
         )
-    compared = "every gradient" if full else f"the loss and {len(untiled) - 1} gradients"
+    compared = f"the loss and {'every' if full else len(untiled) - 1} gradient{'' if full else 's'}"
     left_out = f" (left out: {', '.join(batch.left_out)})" if batch.left_out else ""
     return f"{compared} equal the untiled model's up to rounding, on {tokens} tokens{left_out}"
 

@@ -42,6 +42,8 @@ class PartStatus:
     """Why some are not fused, if some are not."""
     problem: str | None
     """Why the tiled forward will refuse to run, if it will."""
+    refused: int = 0
+    """The number of modules that are left untiled for the reasons that a model's notes give."""
     head_groups: int | None = None
     """The number of groups of heads that attend one after the other; None if all attend at once."""
     wrappers: tuple[str, ...] = ()
@@ -58,7 +60,9 @@ class PartStatus:
                 text += f", where the forward from {', '.join(self.wrappers)} around it calls it"
         else:
             text = f"not tiled: {', '.join(self.others)}"
-        if self.applied and self.tiled < self.total:
+        if self.refused:
+            text += f"; {self.refused} of {self.total} left untiled, see the notes"
+        if self.applied and self.tiled + self.refused < self.total:
             takers = [package for package in self.others if package != "transformers"]
             reason = "it was not built of the tiled classes"
             if takers:  # Liger takes a forward back; that of another package is a subclass's own
@@ -66,8 +70,8 @@ class PartStatus:
                 reason = "liger_kernel took it back" if liger else f"the forward that runs is from {takers[0]}"
             text += f"; {reason}: apply seqtile to this model, last"
         if self.reason and not self.problem:
-            how, number = ("in chunks", self.chunked) if self.chunked else ("untiled", self.tiled - self.fused)
-            text += f"; {how if self.total == 1 else f'{number} of {self.total} {how}'}: {self.reason}"
+            count = "" if self.total == 1 else f"{self.chunked or self.tiled - self.fused} of {self.total} "
+            text += f"; {count}in chunks: {self.reason}" if self.chunked else f"; {count}untiled: {self.reason}"
         if self.problem:
             text += f"; REFUSES: {self.problem}"
         return text
@@ -166,6 +170,7 @@ def part_status(model: nn.Module, *parts: Part) -> PartStatus:
         chunked=ways["chunked"],
         reason=reason,
         problem=problem,
+        refused=sum(type(module).__name__ in refused_of(model) for module in part_of if module not in placements),
         head_groups=max(groups, default=None),
         wrappers=tuple(package for package in around if package not in _PASS_ON),
     )

@@ -36,7 +36,9 @@ def trial_batch(model: nn.Module, forward: Callable, args: tuple, kwargs: dict[s
     tokens = given.get("input_ids", given.get("inputs_embeds"))
     if tokens is None or tokens.shape[1] < FEWEST:
         ids = torch.arange(3, 3 + TOKENS, device=next(model.parameters()).device)[None]
-        return TrialBatch({"input_ids": ids, "labels": ids}, ids.shape, [])
+        return TrialBatch(
+            {"input_ids": ids, "labels": ids}, ids.shape, ["its tokens, too few a row: made-up ones instead"]
+        )
     rows = torch.tensor(sorted({0, tokens.shape[0] - 1})[:ROWS])
     columns = _columns(given, tokens.shape[1])
     cut = {name: _cut(value, rows, columns, tokens.shape[:2]) for name, value in given.items()}

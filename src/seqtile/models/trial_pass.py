@@ -180,20 +180,26 @@ def _prepare(module: nn.Module) -> None:
         own["gradient_checkpointing"] = False
     _drop_nothing(own)
     for name in _HOOKS:  # a copy, which what registers hooks meanwhile writes to
-        own[name] = OrderedDict(_without_users(own[name]))
+        own[name] = OrderedDict(_without_users(own[name], _smaller if name == "_forward_hooks" else _no_hook))
 
 
-def _without_users(hooks: dict[int, Callable]) -> Iterator[tuple[int, Callable]]:
-    """Yields hooks, in place of users' one that does nothing, so that modules are computed as those with hooks are."""
+def _without_users(hooks: dict[int, Callable], instead: Callable) -> Iterator[tuple[int, Callable]]:
+    """Yields hooks, another one in place of users', so that modules are computed as those with hooks are."""
     for key, hook in hooks.items():
         if package_of(innermost(hook)) in _KEEP_HOOKS_OF:
             yield key, hook
         elif not is_harmless(hook, recording=True):
-            yield key, _no_hook
+            yield key, instead
 
 
 def _no_hook(*args: Any, **kwargs: Any) -> None:
     pass
+
+
+def _smaller(*args: Any) -> torch.Tensor | None:
+    """A forward hook whose module computes something else where it is not called."""
+    output = args[-1]
+    return 0.75 * output if isinstance(output, torch.Tensor) and output.is_floating_point() else None
 
 
 def _drop_nothing(attributes: dict[str, Any]) -> None:

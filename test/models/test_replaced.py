@@ -270,3 +270,52 @@ def test_a_trial(module: nn.Module, reason: str | None, dtype: torch.dtype) -> N
     assert torch.equal(torch.random.get_rng_state(), state) and module.training
     assert all(torch.equal(module.state_dict()[name], tensor) for name, tensor in before.items())
     assert all(parameter.grad is None for parameter in module.parameters())
+
+
+def mixing_output(module: nn.Module, args: tuple, output: torch.Tensor) -> torch.Tensor:
+    return output + output.mean(-2, keepdim=True)
+
+
+def mixing_input(module: nn.Module, args: tuple) -> tuple[torch.Tensor]:
+    return (args[0] + args[0].mean(-2, keepdim=True),)
+
+
+HOOKED = {  # where a hook is put, as what, the part that cannot run in chunks then, and the class that it is of
+    "activation": ("model.layers.1.mlp.act_fn", mixing_output, "mlp", "LlamaMLP"),
+    "projection": ("model.layers.1.mlp.down_proj", mixing_input, "mlp", "LlamaMLP"),
+    "head": ("lm_head", mixing_output, "loss", "LlamaForCausalLM"),
+}
+
+
+def hooked(name: str, model: nn.Module) -> nn.Module:
+    place, hook, *_ = HOOKED[name]
+    kind = "register_forward_hook" if hook is mixing_output else "register_forward_pre_hook"
+    getattr(model.get_submodule(place), kind)(hook)
+    return model
+
+
+@pytest.mark.parametrize("layer", [False, True])
+@pytest.mark.parametrize("name", HOOKED)
+def test_a_hook_that_mixes_tokens(name: str, layer: bool) -> None:
+    """It is tried out when seqtile is applied: what it is in is left untiled, by name."""
+    place, _, _, owner = HOOKED[name]
+    untiled = hooked(name, build("llama"))
+    tiled, batch = copy.deepcopy(untiled), batch_of(2, 61) | ({"use_cache": False} if layer else {})
+    seqtile.apply_seqtile(tiled, layer=layer, chunk_tokens=CHUNK)
+    assert f"{owner} is left untiled: its {place.rpartition('.')[2]} has a hook" in str(seqtile.status(tiled))
+    assert_equal(loss_and_gradients(tiled, **batch), loss_and_gradients(untiled, **batch))
+
+
+@pytest.mark.parametrize("layer", [False, True])
+@pytest.mark.parametrize("name", HOOKED)
+def test_a_hook_that_mixes_tokens_and_came_later(name: str, layer: bool) -> None:
+    """The first step tries it out, and raises; one that treats every token alike may come."""
+    _, _, part, owner = HOOKED[name]
+    tiled = build("llama")
+    seqtile.apply_seqtile(tiled, layer=layer, chunk_tokens=CHUNK)
+    tiled.model.layers[0].mlp.down_proj.register_forward_hook(lambda module, args, output: output * 0.5)
+    tiled(**batch_of(2, 61))
+    hooked(name, tiled)
+    whole = "LlamaDecoderLayer" if layer and part == "mlp" else owner
+    with pytest.raises(ValueError, match=f"{whole} cannot run in chunks: its .* has a hook.*Nothing was trained"):
+        tiled(**batch_of(2, 61))

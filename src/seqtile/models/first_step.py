@@ -18,10 +18,12 @@ import torch
 from torch import nn
 from torch._guards import detect_fake_mode
 from torch.distributed.fsdp import FullyShardedDataParallel
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from seqtile.models.difference import Difference, brief, difference, precision_of
 from seqtile.models.placement import Options, name_of
+from seqtile.models.replaced import hook_reason, sizes_of
 from seqtile.models.trial_batch import TrialBatch, trial_batch
 from seqtile.models.trial_pass import Pass, Placed, tiled_modules
 from seqtile.models.trial_ranks import Ranks, run_together
@@ -120,6 +122,10 @@ def _outcome(model: nn.Module, options: Options, original: Callable, args: tuple
             f"one runs. Nothing was trained. {_remedy(None)}"
         )
         raise
+    mixing = _hooks_that_mix(model, placed)
+    if ranks.any(mixing is not None):
+        part, reason = mixing or ("", "on another rank a hook mixes tokens")
+        raise ValueError(f"{reason}. Nothing was trained. {_remedy(part)}")
     found = difference(untiled, tiled, nudged, eps)
     if ranks.any(found is not None):  # by chance of rounding, or also where the embeddings' bits are others?
         run = partial(run, nudge=eps, seed=2)
@@ -138,6 +144,19 @@ def _outcome(model: nn.Module, options: Options, original: Callable, args: tuple
     compared = f"the loss and {'every' if full else len(untiled) - 1} gradient{'' if full else 's'}"
     left_out = f" (left out: {', '.join(batch.left_out)})" if batch.left_out else ""
     return f"{compared} equal the untiled model's up to rounding, on {tokens} tokens{left_out}"
+
+
+def _hooks_that_mix(model: nn.Module, placed: Placed) -> tuple[str, str] | None:
+    """Returns the part, and what to say, of a tiled module in which a user's hook may not run in chunks. In the trial
+    hooks are not called."""
+    for module, placement in placed:
+        is_head = placement.part == "loss"
+        root = model.get_output_embeddings() if is_head else module
+        if isinstance(root, PreTrainedModel) or not placement.part:  # no part, but what is around layers
+            continue
+        if (reason := hook_reason(root, sizes_of(model), is_head)) is not None:
+            return placement.part, f"{name_of(module)} cannot run in chunks: {reason}"
+    return None
 
 
 def _chunk_tokens(model: nn.Module, batch: TrialBatch) -> int:

@@ -33,10 +33,12 @@ from seqtile.models.replaced import (
     class_of,
     classes_of,
     homes_of,
+    hook_reason,
     inside_wrappers,
     is_of_library,
     mixing_reason,
     modules_by_place,
+    sizes_of,
 )
 from seqtile.models.small import WORDS, config_of_all_kinds, meaning_of_config, small_model, unfilled
 from seqtile.models.way_taken import WayTaken
@@ -55,7 +57,7 @@ def unproven(model: PreTrainedModel) -> Callable[[Part, nn.Module], str | None]:
     shows that it does not."""
     origin = _origin_of(model)
     places = {module: place for place, module in modules_by_place(model)}
-    sizes = {size for size in vars(model.config.get_text_config()).values() if type(size) is int and 1 < size < 2**20}
+    sizes = sizes_of(model)
     mixes = cache(lambda function: mixing_reason(function, sizes))
 
     def reason_of(part: Part, module: nn.Module) -> str | None:
@@ -74,6 +76,8 @@ def unproven(model: PreTrainedModel) -> Callable[[Part, nn.Module], str | None]:
             elif (reason := mixes(function)) is not None:
                 itself = function is root and part is not LOSS
                 return f"{'it' if itself else 'its ' + at.rpartition('.')[2]} {reason}"
+        if (reason := hook_reason(root, sizes, part is LOSS)) is not None:
+            return reason
         if all(map(origin.is_known, homes)):
             return None
         proof = _proof_of(origin.model_class, _Key(model.config))

@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import _disable_current_modes
 from seqtile.models.difference import brief
 from seqtile.models.find import inside_peft
 from seqtile.models.forms import code_of
-from seqtile.models.placement import computed_forward, decorated, home_of, is_own_class
+from seqtile.models.placement import computed_forward, decorated, home_of, is_own_class, package_of
+from seqtile.models.weights import LIBRARIES_WITH_HOOKS, innermost, is_harmless, is_sharded
 
 TOKENS, FEW = (2, 9), 4  # of a trial: rows of tokens, and how many at a time
 Kind = tuple[type, CodeType | None]
@@ -120,6 +121,29 @@ def inside_wrappers(module: nn.Module) -> nn.Module:
     elif package == "torch":
         inner = next((module._modules[name] for name in _WRAPPED if name in module._modules), module)
     return module if inner is module else inside_wrappers(inner)
+
+
+def sizes_of(model: nn.Module) -> set[int]:
+    """Returns what the width of a module's input may be."""
+    values = vars(model.config.get_text_config()).values()
+    return {size for size in values if type(size) is int and 1 < size < 2**20}
+
+
+def hook_reason(root: nn.Module, sizes: Iterable[int], is_head: bool) -> str | None:
+    """Says which of the modules in `root` has a forward hook of a user's that may not run in chunks, and why; None if
+    none. A hook on `root` itself runs around its chunks, on the whole sequence, but that of a head in each."""
+    for place, module in modules_by_place(root, "lm_head"):
+        own = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
+        if (module is root and not is_head) or not any(map(_is_users, own)) or is_sharded(module):
+            continue  # sharded ones are refused in chunks
+        if (reason := mixing_reason(module, sizes)) is not None:
+            return f"its {place.rpartition('.')[2]} has a hook, and {reason}"
+    return None
+
+
+def _is_users(hook: Callable) -> bool:
+    home = package_of(innermost(hook))
+    return home not in (*LIBRARIES_WITH_HOOKS, "deepspeed") and not is_harmless(hook, recording=True)
 
 
 def mixing_reason(function: Callable, sizes: Iterable[int]) -> str | None:

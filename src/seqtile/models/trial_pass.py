@@ -29,14 +29,13 @@ from seqtile.models.placement import Placement, package_of, placement_at
 from seqtile.models.same_choices import SameChoices
 from seqtile.models.small import DROPOUT_FIELDS
 from seqtile.models.trial_ranks import Ranks
-from seqtile.models.weights import innermost, is_harmless
+from seqtile.models.weights import LIBRARIES_WITH_HOOKS, innermost, is_harmless
 from seqtile.ops.chunks import chunk_tokens_everywhere
 from seqtile.protocols import SHARDED
 
 SMALL = 2**22  # numbers of a parameter whose gradient is compared, and of a buffer that is put back
 _ALMOST_NONE = 1e-30  # a rate that drops nothing, and still is a rate: what is computed how does not change
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-_KEEP_HOOKS_OF = ("torch", "transformers", "peft", "accelerate", "seqtile", "bitsandbytes", "torchao")
 Placed = Sequence[tuple[nn.Module, Placement]]
 
 
@@ -186,7 +185,7 @@ def _prepare(module: nn.Module) -> None:
 def _without_users(hooks: dict[int, Callable], instead: Callable) -> Iterator[tuple[int, Callable]]:
     """Yields hooks, another one in place of users', so that modules are computed as those with hooks are."""
     for key, hook in hooks.items():
-        if package_of(innermost(hook)) in _KEEP_HOOKS_OF:
+        if package_of(innermost(hook)) in LIBRARIES_WITH_HOOKS:
             yield key, hook
         elif not is_harmless(hook, recording=True):
             yield key, instead

@@ -41,6 +41,7 @@ _HARMLESS = (  # where hooks are written that only watch, or gather what a modul
     "seqtile.models.trial_pass.Pass.",
     "seqtile.models.trial_ranks.",
 )
+LIBRARIES_WITH_HOOKS = ("torch", "transformers", "peft", "accelerate", "seqtile", "bitsandbytes", "torchao")
 _RECORDING = "transformers.utils.output_capturing."
 
 

@@ -2,7 +2,6 @@
 documentation has it, which Hugging Face's wrapper then calls as if it were installed, and three of a user's own."""
 
 import sys
-from functools import cache
 from types import ModuleType, SimpleNamespace
 
 import torch
@@ -106,7 +105,6 @@ def flex_with_sinks(
     return torch.stack(rows).transpose(1, 2), None
 
 
-@cache
 def install() -> None:
     module = ModuleType("flash_attn_interface")
     module.flash_attn_varlen_func = flash_attn_varlen_func

@@ -136,6 +136,8 @@ def hook_reason(root: nn.Module, sizes: Iterable[int], is_head: bool) -> str | N
         own = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
         if (module is root and not is_head) or not any(map(_is_users, own)) or is_sharded(module):
             continue  # sharded ones are refused in chunks
+        if hasattr(module, "is_causal"):  # an attention, whose hooks are refused
+            continue
         if (reason := mixing_reason(module, sizes)) is not None:
             return f"its {place.rpartition('.')[2]} has a hook, and {reason}"
     return None

@@ -7,7 +7,8 @@ EVERY_PAIR   as few as have every two values of two parameters together that are
 EVERY_VALUE  as few as have every value of every parameter.
 a tuple      those whose id matches one of these patterns, with * for any text; of an empty one none.
 
-A case that was asked for by its id is always run.
+What has the mark `full`, with its reason beside the case, is left to `make test-all` too. A case that was asked for by
+its id is always run.
 """
 
 from collections import defaultdict

@@ -15,7 +15,6 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts
 
 import seqtile
-from seqtile.arch import ARCHS
 from seqtile.kernels import LossOptions
 from seqtile.kernels.dispatch import cross_entropy_, gated_activation_, gated_activation_backward_
 from seqtile.models.mlp import tiled_experts_forward
@@ -214,7 +213,7 @@ class TiledFused(transformers.models.phi3.modeling_phi3.Phi3MLP):
 
 
 class TiledExperts(MixtralExperts):
-    forward = tiled_experts_forward(ARCHS["mixtral"], Options(chunk_tokens=100), MixtralExperts.forward)
+    forward = tiled_experts_forward(Options(chunk_tokens=100), MixtralExperts.forward)
 
 
 def install(mode: str) -> None:

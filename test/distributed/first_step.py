@@ -77,6 +77,12 @@ def lora(model: nn.Module) -> nn.Module:
     return wrapped
 
 
+def hooked(model: nn.Module) -> nn.Module:
+    """A user's hook that treats every token alike, on what is sharded when the first step runs."""
+    model.model.layers[0].mlp.down_proj.register_forward_hook(lambda module, args, output: 0.5 * output)
+    return model
+
+
 def reads_of_another(model: nn.Module) -> nn.Module:
     """The second layer's attention reads a weight of the first, which ZeRO-3 gathers then, and remembers."""
     first, attention = model.model.layers[0], model.model.layers[1].self_attn
@@ -97,6 +103,7 @@ TORCH = {
     "fsdp2 layers": Case(fsdp2, apply={"layer": True}),
     "fsdp2 keep": Case(partial(fsdp2, reshard_after_forward=False)),
     "fsdp2 wrapper": Case(fsdp2, Wrapper),
+    "fsdp2 hook": Case(fsdp2, hooked),
     "fsdp2 peft": Case(fsdp2, lora, outcome=f"12 gradients {EQUAL}"),
     "fsdp2 parts": Case(parts),
     "fsdp2 mixed parts": Case(partial(parts, **MIXED), apply={"layer": True}),

@@ -319,3 +319,23 @@ def test_a_hook_that_mixes_tokens_and_came_later(name: str, layer: bool) -> None
     whole = "LlamaDecoderLayer" if layer and part == "mlp" else owner
     with pytest.raises(ValueError, match=f"{whole} cannot run in chunks: its .* has a hook.*Nothing was trained"):
         tiled(**batch_of(2, 61))
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize(
+    ("arch", "place", "options"),
+    [
+        ("llama", "model.layers.1.mlp.down_proj", {}),
+        ("llama", "model.layers.1.mlp.down_proj", {"layer": True}),
+        ("qwen3_moe", "model.layers.0.mlp.gate", {"layer": True}),
+    ],
+)
+def test_a_hook_that_treats_every_token_alike(arch: str, place: str, options: dict, autocast: bool) -> None:
+    """It may stay, also on a module that does not run on random tokens, as a router, and where products are rounded."""
+    model, seen = build(arch), []
+    model.get_submodule(place).register_forward_hook(lambda module, args, output: seen.append(output))
+    seqtile.apply_seqtile(model, chunk_tokens=CHUNK, **options)
+    assert "has a hook" not in str(seqtile.status(model))
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        model(**batch_of(2, 61))
+    assert "up to rounding" in str(seqtile.status(model)) and seen

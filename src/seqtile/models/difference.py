@@ -130,15 +130,8 @@ def difference(untiled: Vectors, tiled: Vectors, nudged: Vectors, eps: float) ->
         if not max(error, 2 * along) <= allowed:
             what = "the loss" if name == "loss" else f"the gradient of {name}"
             relative = error / size if size else error
-            found.append(
-                Difference(
-                    f"{what} differs by {relative:.1%}"
-                    if relative >= 1e-3
-                    else f"{what} differs by {relative:.1e} of it",
-                    relative,
-                    rounding,
-                )
-            )
+            share = f"{relative:.1%}" if relative >= 1e-3 else f"{relative:.1e} of it"
+            found.append(Difference(f"{what} differs by {share}", relative, rounding))
     return max(found, key=lambda each: each.error, default=None)
 
 

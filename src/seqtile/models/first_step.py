@@ -141,20 +141,21 @@ def _outcome(model: nn.Module, options: Options, original: Callable, args: tuple
             f"the tiled model computes something else than the untiled one on {tokens} tokens of this batch: "
             f"{where}{part}. Nothing was trained. {_remedy(option)}"
         )
-    compared = f"the loss and {'every' if full else len(untiled) - 1} gradient{'' if full else 's'}"
+    gradients = "every gradient" if full else f"{len(untiled) - 1} gradients"
     left_out = f" (left out: {', '.join(batch.left_out)})" if batch.left_out else ""
-    return f"{compared} equal the untiled model's up to rounding, on {tokens} tokens{left_out}"
+    return f"the loss and {gradients} equal the untiled model's up to rounding, on {tokens} tokens{left_out}"
 
 
 def _hooks_that_mix(model: nn.Module, placed: Placed) -> tuple[str, str] | None:
-    """Returns the part, and what to say, of a tiled module in which a user's hook may not run in chunks. In the trial
-    hooks are not called."""
+    """Returns the part, and what to say, of a tiled module in which a user's hook mixes tokens: in the comparison hooks
+    are not called."""
+    sizes = sizes_of(model)
     for module, placement in placed:
         is_head = placement.part == "loss"
         root = model.get_output_embeddings() if is_head else module
         if isinstance(root, PreTrainedModel) or not placement.part:  # no part, but what is around layers
             continue
-        if (reason := hook_reason(root, sizes_of(model), is_head)) is not None:
+        if (reason := hook_reason(root, sizes, is_head)) is not None:
             return placement.part, f"{name_of(module)} cannot run in chunks: {reason}"
     return None
 

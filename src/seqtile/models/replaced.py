@@ -7,7 +7,8 @@
 
 import copy
 from collections.abc import Callable, Iterable, Iterator
-from itertools import pairwise
+from contextlib import suppress
+from itertools import chain, pairwise
 from types import CodeType
 from typing import NamedTuple
 
@@ -16,11 +17,11 @@ from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._python_dispatch import _disable_current_modes
 
-from seqtile.models.difference import brief
+from seqtile.models.difference import brief, precision_of
 from seqtile.models.find import inside_peft
 from seqtile.models.forms import code_of
-from seqtile.models.placement import computed_forward, decorated, home_of, is_own_class, package_of
-from seqtile.models.weights import LIBRARIES_WITH_HOOKS, innermost, is_harmless, is_sharded
+from seqtile.models.placement import computed_forward, decorated, home_of, is_own_class
+from seqtile.models.weights import is_users
 
 TOKENS, FEW = (2, 9), 4  # of a trial: rows of tokens, and how many at a time
 Kind = tuple[type, CodeType | None]
@@ -129,23 +130,21 @@ def sizes_of(model: nn.Module) -> set[int]:
     return {size for size in values if type(size) is int and 1 < size < 2**20}
 
 
+class NothingShown(Exception):
+    """Raised where nothing shows whether a module treats every token by itself, with why."""
+
+
 def hook_reason(root: nn.Module, sizes: Iterable[int], is_head: bool) -> str | None:
-    """Says which of the modules in `root` has a forward hook of a user's that may not run in chunks, and why; None if
-    none. A hook on `root` itself runs around its chunks, on the whole sequence, but that of a head in each."""
+    """Says with which of the modules in `root` a user's forward hook makes tokens depend on others; None if with none,
+    or where that cannot be tried out. A hook on `root` itself runs around its chunks, on the whole sequence, but that
+    of a head in each."""
     for place, module in modules_by_place(root, "lm_head"):
-        own = [*module._forward_hooks.values(), *module._forward_pre_hooks.values()]
-        if (module is root and not is_head) or not any(map(_is_users, own)) or is_sharded(module):
-            continue  # sharded ones are refused in chunks
-        if hasattr(module, "is_causal"):  # an attention, whose hooks are refused
-            continue
-        if (reason := mixing_reason(module, sizes)) is not None:
-            return f"its {place.rpartition('.')[2]} has a hook, and {reason}"
+        hooks = chain(module._forward_hooks.values(), module._forward_pre_hooks.values())
+        if (module is not root or is_head) and any(map(is_users, hooks)):
+            with suppress(NothingShown):
+                if (mixing := _tried_out(module, sizes)) is not None:
+                    return f"its {place.rpartition('.')[2]} has a hook, and is a {type(module).__name__}, {mixing}"
     return None
-
-
-def _is_users(hook: Callable) -> bool:
-    home = package_of(innermost(hook))
-    return home not in (*LIBRARIES_WITH_HOOKS, "deepspeed") and not is_harmless(hook, recording=True)
 
 
 def mixing_reason(function: Callable, sizes: Iterable[int]) -> str | None:
@@ -153,35 +152,46 @@ def mixing_reason(function: Callable, sizes: Iterable[int]) -> str | None:
     or nothing shows that it does not. A copy of it is tried out; `sizes` are those that its input may have."""
     name = f"a {type(function).__name__}" if isinstance(function, nn.Module) else "a function"
     try:
+        mixing = _tried_out(function, sizes)
+    except NothingShown as why:
+        return f"is {name}{why}"
+    return None if mixing is None else f"is {name}, {mixing}"
+
+
+def _tried_out(function: Callable, sizes: Iterable[int]) -> str | None:
+    """Says how tokens depend on others in a copy of a module or a function; None if they do not. Raises
+    NothingShown."""
+    try:
         copied = copy.deepcopy(function)
         weights = [*copied.parameters(), *copied.buffers()] if isinstance(copied, nn.Module) else []
         like = next((weight for weight in weights if weight.is_floating_point()), torch.empty(0))
         own = [size for weight in weights if weight.dim() <= 2 for size in reversed(weight.shape)]
         widths = dict.fromkeys([getattr(copied, "in_features", 1), *own, *sorted(sizes)])
     except Exception as error:  # of anyone's code
-        return f"is {name}, which cannot be copied to be tried out: {brief(error)}"
+        raise NothingShown(f", which cannot be copied to be tried out: {brief(error)}") from error
     devices = [like.device] if like.is_cuda else []
     for width in widths:
         try:
             with _disable_current_modes(), torch.enable_grad(), torch.random.fork_rng(devices):
-                difference = _mixing(copied, torch.randn(*TOKENS, width).to(like.device, like.dtype))
+                return _mixing(copied, torch.randn(*TOKENS, width).to(like.device, like.dtype))
+        except NothingShown:
+            raise
         except Exception:  # of anyone's code, which expects something else
             continue
-        return None if difference is None else f"is {name}, {difference}"
-    return f"is {name}, and nothing shows that it treats every token by itself: it does not run on some"
+    raise NothingShown(", and nothing shows that it treats every token by itself: it does not run on some")
 
 
 def _mixing(function: Callable, x: torch.Tensor) -> str | None:
     """Says how what comes of x [B, S, D] differs when it is given a few tokens at a time, in evaluation and in
     training; where training changes from run to run, by noise or by what is kept, that tells nothing."""
-    allowed = max(1e-4, 4 * torch.finfo(x.dtype).eps)
+    allowed = max(1e-4, 4 * precision_of(x))
     for training in (False, True):
         if isinstance(function, nn.Module):
             function.train(training)
         first, second, chunked = (_results(function, x, few) for few in (None, None, FEW))
         if _error(first, second) > allowed:
             if not training:
-                return "which does not compute the same twice"
+                raise NothingShown(", which does not compute the same twice")
         elif (error := _error(first, chunked)) > allowed:
             return f"in which tokens depend on others: given {FEW} at a time, it differs by {error:.1%}"
     return None

@@ -1,7 +1,7 @@
 """The sweep over a model's variants: each made small, all its parts tiled together, beside itself untiled.
 
 small model of the variant's config, untiled, its batch ───> loss, gradients
-the same, all parts tiled by 11 tokens as by apply_seqtile ─> no farther from float64, or refused by name
+the same, all parts tiled by 11 tokens as by apply_seqtile ─> as near as difference.py asks, or refused by name
 """
 
 import copy

@@ -1,7 +1,7 @@
 """A forward and a backward of a model that leave no trace: what they change is put back.
 
 module.__dict__, its buffers      as they were, also where a value was changed in place
-hooks of users                    not called, on modules or on parameters
+hooks of users                    not called, on modules or on parameters; on modules others stand in for them
 random numbers, autocast's casts  as before
 .grad, main_grad                  not touched; for main_grad another one is there meanwhile
 dropout, checkpointing            off
@@ -29,7 +29,7 @@ from seqtile.models.placement import Placement, package_of, placement_at
 from seqtile.models.same_choices import SameChoices
 from seqtile.models.small import DROPOUT_FIELDS
 from seqtile.models.trial_ranks import Ranks
-from seqtile.models.weights import LIBRARIES_WITH_HOOKS, innermost, is_harmless
+from seqtile.models.weights import innermost, is_users
 from seqtile.ops.chunks import chunk_tokens_everywhere
 from seqtile.protocols import SHARDED
 
@@ -185,10 +185,10 @@ def _prepare(module: nn.Module) -> None:
 def _without_users(hooks: dict[int, Callable], instead: Callable) -> Iterator[tuple[int, Callable]]:
     """Yields hooks, another one in place of users', so that modules are computed as those with hooks are."""
     for key, hook in hooks.items():
-        if package_of(innermost(hook)) in LIBRARIES_WITH_HOOKS:
-            yield key, hook
-        elif not is_harmless(hook, recording=True):
+        if is_users(hook):
             yield key, instead
+        elif package_of(innermost(hook)) != "deepspeed":  # ZeRO-3's record the order of modules
+            yield key, hook
 
 
 def _no_hook(*args: Any, **kwargs: Any) -> None:

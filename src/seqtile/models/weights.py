@@ -26,6 +26,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from torch.utils._device import DeviceContext
 from transformers.activations import GELUTanh, SiLUActivation
 
+from seqtile.models.placement import package_of
 from seqtile.models.quantised import computing_dtype, decoding_reason, is_quantised, quantized_weight_of, seen_weight
 from seqtile.ops.checks import DTYPES
 from seqtile.ops.linear import Projection
@@ -41,7 +42,7 @@ _HARMLESS = (  # where hooks are written that only watch, or gather what a modul
     "seqtile.models.trial_pass.Pass.",
     "seqtile.models.trial_ranks.",
 )
-LIBRARIES_WITH_HOOKS = ("torch", "transformers", "peft", "accelerate", "seqtile", "bitsandbytes", "torchao")
+_LIBRARIES = ("torch", "transformers", "peft", "accelerate", "seqtile", "bitsandbytes", "torchao")
 _RECORDING = "transformers.utils.output_capturing."
 
 
@@ -186,6 +187,11 @@ def _is_builtin(function: Any, name: str) -> bool:
 def is_harmless(hook: Callable, recording: bool) -> bool:
     """Says if a module hook changes nothing that is not done to a module whose tensors are read, too."""
     return defining_path(innermost(hook)).startswith(_HARMLESS if recording else (*_HARMLESS, _RECORDING))
+
+
+def is_users(hook: Callable) -> bool:
+    """Says if a module hook is none of a library's, and may change what a module computes."""
+    return package_of(innermost(hook)) not in _LIBRARIES and not is_harmless(hook, recording=True)
 
 
 def innermost(function: Any) -> Any:

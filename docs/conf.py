@@ -14,7 +14,6 @@ exclude_patterns = []
 
 autodoc_typehints = "signature"
 autodoc_member_order = "bysource"
-autodoc_preserve_defaults = True
 napoleon_google_docstring = True
 napoleon_use_rtype = False
 default_role = "code"  # a name in single backticks, as docstrings have them

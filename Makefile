@@ -43,7 +43,7 @@ test-dist: $(STAMP)  ## of them, those that start several processes
 	$(PYTEST) -m dist
 	TRITON_INTERPRET=1 $(PYTEST) -m dist test/distributed
 
-test-all: $(STAMP)  ## every case of every test, see test/everyday.py, and of every benchmark at tiny size: an hour and more
+test-all: $(STAMP)  ## every case of every test, see test/support/choice.py, and of every benchmark at tiny size: an hour and more
 	$(PYTEST) --full -m "not gpu"
 	TRITON_INTERPRET=1 $(PYTEST) --full -m "not gpu" $(INTERPRETED)
 	PYTHONPATH=$(OLDEST) $(PYTEST) --full -m "not gpu and not dist" test/models test/sp

@@ -5,8 +5,6 @@ from collections.abc import Iterator
 
 import pytest
 
-from everyday import CUTS, INTERPRETED, ON_GPU, Cut, everyday, unused
-
 # Torch is imported where tests are: the process that waits for pytest-xdist's workers does without it, and they start
 # some seconds earlier.
 
@@ -15,7 +13,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--device", default="cpu", choices=["cpu", "cuda"], help="where kernels, ops and models run; cuda: nothing else"
     )
-    parser.addoption("--full", action="store_true", help="every case of every test, see everyday.py")
+    parser.addoption(
+        "--full",
+        action="store_true",
+        help="every case, see support/choice.py",
+    )
     parser.addoption("--repeat", type=int, default=1, help="call each test so often: is any of them lucky?")
     parser.addoption("--seed", type=int, help="of torch, for every test; fresh if not given")
 
@@ -36,12 +38,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     from on_gpu import runs_on_gpu
+    from support.choice import left_out
     from tiny import broken_interpreter, interpreted
 
     on_gpu = config.getoption("--device") == "cuda"
     if not config.getoption("--full"):
-        leave_out(config, items, [item for item in items if "full" in item.keywords and not asked_for(config, item)])
-        cut(config, items, INTERPRETED if interpreted() else (ON_GPU + CUTS if on_gpu else CUTS))
+        not_every_day = left_out(items, on_gpu, interpreted())
+        leave_out(config, items, [item for item in not_every_day if not asked_for(config, item)])
     if on_gpu:
         leave_out(config, items, [item for item in items if not runs_on_gpu(item)])
     else:
@@ -59,14 +62,6 @@ def pytest_collection_finish() -> None:
 def skip(items: list[pytest.Item], why: str) -> None:
     for item in items:
         item.add_marker(pytest.mark.skip(reason=why))
-
-
-def cut(config: pytest.Config, items: list[pytest.Item], cuts: tuple[Cut, ...]) -> None:
-    """Leaves the cases of every day, and those asked for by their ids."""
-    if not any("::" in argument for argument in config.args) and (stale := unused(items, cuts)):
-        raise pytest.UsageError(f"everyday.py names tests that are not there: {', '.join(stale)}")
-    kept = everyday(items, cuts)
-    leave_out(config, items, [item for item in items if item.nodeid not in kept and not asked_for(config, item)])
 
 
 def asked_for(config: pytest.Config, item: pytest.Item) -> bool:
@@ -110,7 +105,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def full(request: pytest.FixtureRequest) -> bool:
-    """Whether every case is run, see everyday.py."""
+    """Whether every case is run, see support/choice.py."""
     return request.config.getoption("--full")
 
 

@@ -157,6 +157,7 @@ def test_of_a_simulation_the_first_that_fits(gib: float, tiled: int, monkeypatch
         seqtile.fit(model, seq_len=4000, gpu_memory_gib=2, lora_rank=4)
 
 
+@pytest.mark.full("20 s of simulation")
 def test_a_type_without_a_formula_is_simulated() -> None:
     model = on_meta(QWEN, torch.float32)
     found = seqtile.fit(model, seq_len=4000, gpu_memory_gib=2, dry_run=True)

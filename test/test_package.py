@@ -134,6 +134,7 @@ def wheel_files(wheel: Path) -> dict[str, bytes]:
         return {name: archive.read(name) for name in archive.namelist()}
 
 
+@pytest.mark.full("minutes: an empty environment, to which pip brings torch")
 def test_wheel_and_sdist_hold_what_they_should(built: Built) -> None:
     name = f"seqtile-{seqtile.__version__}"
     assert built.wheel.name == f"{name}-py3-none-any.whl" and built.sdist.name == f"{name}.tar.gz"
@@ -160,6 +161,7 @@ def test_wheel_and_sdist_hold_what_they_should(built: Built) -> None:
     assert own == {"PKG-INFO", ".gitignore"} and not [file for file in held if file.endswith(".pyc")]
 
 
+@pytest.mark.full("minutes: an empty environment, to which pip brings torch")
 def test_wheel_installed_into_an_empty_environment(built: Built, tmp_path: Path) -> None:
     """As a user has it: nothing of the source tree, no hub."""
     environment, away = tmp_path / "venv", tmp_path / "away"

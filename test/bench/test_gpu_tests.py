@@ -28,6 +28,7 @@ def collected(marks: str) -> list[str]:
     return [line.removeprefix("test/") for line in found.stdout.splitlines() if "::" in line]
 
 
+@pytest.mark.full("10 to 20 s each of processes that start processes; make bench-smoke starts the same")
 def test_side_by_side() -> None:
     """Of 5,200 tests those that a GPU can break, every kernel's whole: meant for four minutes of eight processes."""
     found = collected(SIDE_BY_SIDE)
@@ -39,6 +40,7 @@ def test_side_by_side() -> None:
     assert not {"offload/test_on_gpu.py", "memory/test_on_gpu.py", "ops/test_at_size.py"} & files.keys()
 
 
+@pytest.mark.full("10 to 20 s each of processes that start processes; make bench-smoke starts the same")
 def test_alone() -> None:
     found = {name.partition("[")[0].partition("::")[2] for name in collected(ALONE)}
     assert found == {

@@ -166,6 +166,7 @@ def test_flops_of_a_model() -> None:
     assert step.utilisation == pytest.approx(0.5) and step.tokens_per_second == pytest.approx(4e14 / a_token)
 
 
+@pytest.mark.full("each method asks it of itself", but=("seqtile_loss_mlp",))
 @pytest.mark.parametrize("name", [name for name, method in METHODS.items() if not method.needs])
 def test_what_runs_is_right(name: str) -> None:
     ours, theirs = error(METHODS[name], small(SHAPES["tiny"]))

@@ -37,6 +37,7 @@ def test_prices() -> None:
     assert found.seconds(rates) == pytest.approx(2 * 0.12 + (8000 + 12060 + 18000) / 1e5)
 
 
+@pytest.mark.full("5 s of a page of predictions")
 def test_predictions_and_their_table() -> None:
     """The overhead over the products alone stays small, and docs/benchmarks.md shows what is predicted."""
     found = {name: predicted(*given) for name, *given in steps("first") if name in ROWS.values()}

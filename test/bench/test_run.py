@@ -165,6 +165,7 @@ def rows_of(tmp_path: Path, *options: str) -> tuple[dict[str, Any], list[dict[st
     return machine, list(found.values())
 
 
+@pytest.mark.full("10 to 20 s each of processes that start processes; make bench-smoke starts the same")
 def test_what_a_file_writes(tmp_path: Path) -> None:
     """Its rows are what pytest-benchmark has; both ceilings are there."""
     machine, found = rows_of(tmp_path, "-k", "tiny-300 and not compiled", "--commit=abc")
@@ -179,6 +180,7 @@ def test_what_a_file_writes(tmp_path: Path) -> None:
     assert {row["contestant"] for row in found if row["status"] == "measured"} >= {"huggingface", "seqtile"}
 
 
+@pytest.mark.full("7 s; smoke runs have no deadline")
 def test_time_that_is_up(tmp_path: Path) -> None:
     """Every case is named. What is known of the machine is not measured again."""
     rows.append(tmp_path / "rows.jsonl", MACHINE)

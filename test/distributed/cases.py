@@ -7,8 +7,8 @@ python -m distributed.cases, in test/, prints the table of them in docs/compatib
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from everyday import EVERY_PAIR, covering, together
 from seqtile.arch import ARCHS
+from support.choice import covering, together
 
 STRATEGIES = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
 ADAPTERS = ("full", "lora", "generic")
@@ -129,10 +129,7 @@ def cases() -> Iterator[tuple[Case, bool]]:
     are interpreted; a fifth of the families."""
     found = sorted(matrix(), key=lambda case: case.liger != "none")
     pairs = [{"strategy": case.strategy, "adapter": case.adapter, "ckpt": case.checkpointing} for case in found]
-    parts = [
-        {case.arch, (case.tree, case.liger)} | together(pair, EVERY_PAIR)
-        for case, pair in zip(found, pairs, strict=True)
-    ]
+    parts = [{case.arch, (case.tree, case.liger)} | together(pair, 2) for case, pair in zip(found, pairs, strict=True)]
     every_day = set(covering(parts))
     yield from ((case, i in every_day) for i, case in enumerate(found))
     yield from ((case, True) for case in variants() + layers())

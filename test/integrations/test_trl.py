@@ -92,6 +92,10 @@ def assert_same_log(ours: list[dict[str, float]], theirs: list[dict[str, float]]
             assert same or (math.isnan(our[name]) and math.isnan(their[name])), (name, our[name], their[name])
 
 
+@pytest.mark.full(
+    "half a second each; what a model's head is to be given is the same for every trainer",
+    but=("llama-*", "*-sft", "gemma2-dpo", "qwen3_moe-distillation"),
+)
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("arch", ["llama", "gemma2", "qwen3_moe"])
 def test_same_training(arch: str, name: str, tmp_path: Path) -> None:

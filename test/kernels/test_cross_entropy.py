@@ -5,6 +5,7 @@ from assertions import assert_as_exact, poisoned, relative_error
 from head_reference import entropies_of, logits_of, losses_of
 from seqtile.kernels import LossOptions
 from seqtile.kernels.dispatch import cross_entropy_
+from support.choice import every_pair
 
 PLAIN = LossOptions()
 VECTORS = ("bias", "class_weight", "row_scale", "lse_scale", "entropy_scale")
@@ -73,6 +74,7 @@ def values_of(ours: dict[str, torch.Tensor], products: torch.Tensor) -> list[tor
     return [ours["losses"], ours["lse"], ours["entropy"], products, ours["squares"], *means]
 
 
+@pytest.mark.in_interpreter("of 396 cases of two kernels", only=every_pair)
 @pytest.mark.parametrize(
     "given", [(), ("bias", "class_weight"), ("row_scale", "entropy_scale"), ("lse_scale",), VECTORS], ids=str
 )

@@ -5,6 +5,7 @@ from assertions import assert_as_exact, poisoned
 from head_reference import entropies_of, logits_of
 from seqtile.kernels import LossOptions
 from seqtile.kernels.dispatch import divergence_
+from support.choice import every_pair
 
 Options = tuple[float, tuple[LossOptions, LossOptions]]
 PLAIN = (LossOptions(), LossOptions())
@@ -47,6 +48,9 @@ def reference(
     return [losses, entropies_of(logits[0]), *(d / own.logit_scale for d, own in zip(gradients, of_heads, strict=True))]
 
 
+@pytest.mark.full("of 216 cases of one kernel's twin", but=every_pair)
+@pytest.mark.on_gpu("every case of a kernel")
+@pytest.mark.in_interpreter("of 396 cases of two kernels", only=every_pair)
 @pytest.mark.parametrize("write", [(True, True), (True, False), (False, True)], ids=str)
 @pytest.mark.parametrize("given", [False, True], ids=["plain", "biases and row scale"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)

@@ -8,6 +8,7 @@ from memory.simulate import simulate
 from seqtile import memory
 from seqtile.arch import ARCHS
 from seqtile.memory.step import BUCKET
+from support.choice import every_value
 
 pytestmark = eager_memory
 K = 1024
@@ -53,6 +54,10 @@ def error(arch: str, seq_len: int, widths: dict, batch_size: int = 1, uneven: bo
     return abs(ours / simulated - 1)
 
 
+@pytest.mark.full(
+    "a layer's own parts weigh more under Liger's norms",
+    but=("*-liger", "llama-plain", "gemma2-plain", "qwen3_moe-plain"),
+)
 @pytest.mark.parametrize("liger", [False, True], ids=["plain", "liger"])
 @pytest.mark.parametrize("arch", ARCHS)
 def test_every_architecture(arch: str, liger: bool) -> None:
@@ -65,6 +70,20 @@ def test_untiled_parts(arch: str, tiles: tuple[str, ...]) -> None:
     assert error(arch, 20 * K, {}, tiles=tiles, liger=arch == "gemma2") <= LIMIT
 
 
+@pytest.mark.full(
+    "each feature alone; a simulation of several together takes seconds",
+    but=(
+        "2-plain",
+        "5-*",
+        "16-*",
+        "64-offload-*",
+        "64-lora_rank",
+        "32-dtype",
+        "0-gpus-*",
+        "512-gpus-sequence_parallel",
+        "8-lora_rank-load_in_4bit",
+    ),
+)
 @pytest.mark.parametrize(
     ("seq_len", "setup"),
     [
@@ -107,12 +126,22 @@ GROUPS = LAYER | {"head_groups": "auto"}
 SMALL = {"vocab_size": 8192}  # so that a layer, not the loss, has the peak
 
 
+@pytest.mark.full("5 s each by groups, which go through the same lines", but=every_value)
 @pytest.mark.parametrize("setup", [LAYER, GROUPS], ids=["layer", "groups"])
 @pytest.mark.parametrize("arch", [name for name, arch in ARCHS.items() if arch.layer])
 def test_layers_tiled_as_a_whole(arch: str, setup: dict) -> None:
     assert error(arch, 40 * K, SMALL | {"num_hidden_layers": 2}, **setup) <= LIMIT
 
 
+@pytest.mark.full(
+    "each feature alone; a simulation of several together takes seconds",
+    but=(
+        "6144-*",
+        "65536-*'gpus': 8, 'offload*",
+        "32768-*",
+        "524288-*'sequence_parallel': 8}",
+    ),
+)
 @pytest.mark.parametrize(
     ("seq_len", "setup"),
     [
@@ -140,6 +169,7 @@ def test_layers_tiled_as_a_whole_with_every_feature(seq_len: int, setup: dict) -
     assert error("llama", seq_len, SMALL, **setup) <= LIMIT
 
 
+@pytest.mark.full("10 s each", but=("llama-2-*",))
 @pytest.mark.parametrize(
     ("arch", "gpus", "setup"),
     [
@@ -156,6 +186,10 @@ def test_groups_of_heads_over_gpus(arch: str, gpus: int, setup: dict) -> None:
     assert error(arch, 128 * K * gpus, widths, **LAYER | setup) <= LIMIT
 
 
+@pytest.mark.full(
+    "one number of ranks, one architecture or two of several",
+    but=("llama",),
+)
 @pytest.mark.parametrize("arch", ["llama", "qwen3"])
 def test_attention_of_a_group(arch: str) -> None:
     """Of so small an MLP that it has the peak, as it has at a million tokens."""
@@ -163,6 +197,10 @@ def test_attention_of_a_group(arch: str) -> None:
     assert error(arch, 512 * K, widths, chunk_tokens=64 * K, **GROUPS) <= LIMIT
 
 
+@pytest.mark.full(
+    "one number of ranks, one architecture or two of several",
+    but=("layer",),
+)
 @pytest.mark.parametrize("setup", [LAYER, GROUPS], ids=["layer", "groups"])
 def test_heads_wider_than_the_model(setup: dict) -> None:
     """As in Qwen3-32B; 64 heads of 128 over 4,096."""
@@ -170,6 +208,13 @@ def test_heads_wider_than_the_model(setup: dict) -> None:
     assert error("qwen3", 64 * K, widths, chunk_tokens=16 * K, **setup) <= LIMIT
 
 
+@pytest.mark.full(
+    "one number of ranks, one architecture or two of several",
+    but=(
+        "gemma2",
+        "qwen3_moe",
+    ),
+)
 @pytest.mark.parametrize("arch", OTHERS)
 def test_over_gpus(arch: str) -> None:
     """Sequence parallelism, FSDP2 and offloaded inputs together, in other architectures than Llama."""
@@ -177,11 +222,19 @@ def test_over_gpus(arch: str) -> None:
     assert error(arch, 80 * K, {}, **setup) <= LIMIT
 
 
+@pytest.mark.full(
+    "one number of ranks, one architecture or two of several",
+    but=(
+        "gemma2",
+        "granite",
+    ),
+)
 @pytest.mark.parametrize("arch", ["gemma2", "granite", "qwen3"])
 def test_adapters(arch: str) -> None:
     assert error(arch, 40 * K, {}, lora_rank=16, liger=arch == "granite") <= LIMIT
 
 
+@pytest.mark.full("15 s of simulation; layers are planned one like the other")
 @pytest.mark.parametrize("lora_rank", [None, 16])
 def test_many_layers_over_gpus(lora_rank: int | None) -> None:
     """24 of them, of short shards: what is gathered and what gradients wait for outweighs the activations."""
@@ -194,6 +247,7 @@ def test_a_batch_of_sequences() -> None:
     assert error("llama", 8 * K, {}, batch_size=4) <= LIMIT
 
 
+@pytest.mark.full("10 s each")
 @pytest.mark.parametrize("liger", [False, True], ids=["plain", "liger"])
 @pytest.mark.parametrize("offload", [(), ("activations",)], ids=["on the GPU", "offloaded"])
 def test_a_whole_model(offload: tuple[str, ...], liger: bool) -> None:
@@ -201,6 +255,10 @@ def test_a_whole_model(offload: tuple[str, ...], liger: bool) -> None:
     assert error("llama", 32 * K, SMOLLM2, offload=offload, liger=liger) <= LIMIT
 
 
+@pytest.mark.full(
+    "one number of ranks, one architecture or two of several",
+    but=("4",),
+)
 @pytest.mark.parametrize("ranks", [2, 4, 12])
 def test_heads_that_do_not_divide(ranks: int) -> None:
     """9 heads and 3 of keys, over 2 and 4 GPUs, and over 12, which share heads."""
@@ -212,6 +270,7 @@ AUTOCAST = {"autocast": True}
 ADAPTERS = AUTOCAST | {"lora_rank": 16}
 
 
+@pytest.mark.full("of 32 cases, seconds each", but=every_value)
 @pytest.mark.parametrize("tiles", [(), ("loss",), ("loss", "mlp"), memory.TILES], ids="-".join)
 @pytest.mark.parametrize("seq_len", [4 * K, 8 * K, 40 * K, 128 * K])
 @pytest.mark.parametrize("lora_rank", [None, 16])
@@ -220,6 +279,13 @@ def test_float32_weights_under_autocast(seq_len: int, tiles: tuple[str, ...], lo
     assert error("llama", seq_len, SMALL, tiles=tiles, lora_rank=lora_rank, **AUTOCAST) <= LIMIT
 
 
+@pytest.mark.full(
+    "seconds each; half of a layer's parts are those of a plan without autocast",
+    but=(
+        "*'tiles': ()}",
+        "*'head_groups': 'auto'}",
+    ),
+)
 @pytest.mark.parametrize(
     ("arch", "seq_len", "widths", "setup"),
     [
@@ -245,6 +311,10 @@ def test_autocast_with_every_feature(arch: str, seq_len: int, widths: dict, setu
     assert error(arch, seq_len, widths, **setup) <= LIMIT
 
 
+@pytest.mark.full(
+    "seconds each; half of a layer's parts are those of a plan without autocast",
+    but=("gemma2",),
+)
 @pytest.mark.parametrize("arch", [name for name, arch in ARCHS.items() if not arch.routed and name != "cohere"])
 def test_autocast_of_every_architecture(arch: str) -> None:
     """Of Cohere, whose rotary embedding is the peak, a plan is 7 % too low."""

@@ -8,8 +8,10 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from seqtile import apply_seqtile, memory, offload
 from seqtile.offload.checkpointing import enable_checkpointing
+from support.choice import every_pair
 
-pytestmark = [pytest.mark.gpu, pytest.mark.alone]
+EVERY_PAIR = pytest.mark.on_gpu("4 s each of one process", only=every_pair)
+pytestmark = [pytest.mark.gpu, pytest.mark.alone, EVERY_PAIR]
 K = 1024
 
 

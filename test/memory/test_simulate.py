@@ -35,6 +35,7 @@ SIZES = {
 TILES = {name: FEATURES[name].changes["tiles"] for name in ("nothing", "loss", "loss, MLP", "loss, MLP, layer")}
 
 
+@pytest.mark.full("10 s each; the others go through the same lines", but=("llama",))
 @pytest.mark.parametrize("model_type", ["llama", "gemma2"])
 def test_where_there_is_a_formula_too(model_type: str) -> None:
     """Most of the layers are not run, and 300,000 tokens are more than the simulation has."""
@@ -74,6 +75,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert "it is simulated for one GPU alone" in said(tmp_path, "--gpus", "2")
 
 
+@pytest.mark.full("10 s; other models go through the same lines")
 def test_experts_without_a_formula(tmp_path: Path, capsys: pytest.CaptureFixture) -> None:
     sizes = SIZES | {"num_local_experts": 4, "num_experts_per_tok": 2, "layer_types": None}
     CONFIG_MAPPING["gpt_oss"](**sizes).save_pretrained(tmp_path)

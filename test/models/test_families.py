@@ -86,6 +86,10 @@ def test_parts(model_type: str) -> None:
     assert_same(model, tiled, **batch())
 
 
+@pytest.mark.full(
+    "experts, layers of two kinds, and an attention of its own; half a second each",
+    but=("*gpt_oss*", "*qwen3_5_text*", "*deepseek_v3*"),
+)
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_packed(model_type: str) -> None:
     """Three documents, one after the other, told by their positions."""
@@ -95,6 +99,10 @@ def test_packed(model_type: str) -> None:
     assert_same(model, tiled_copy(model), **inputs, position_ids=positions)
 
 
+@pytest.mark.full(
+    "experts, layers of two kinds, and an attention of its own; half a second each",
+    but=("*gpt_oss*", "*qwen3_5_text*", "*deepseek_v3*"),
+)
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_checkpointed(model_type: str, reentrant: bool) -> None:
@@ -105,6 +113,10 @@ def test_checkpointed(model_type: str, reentrant: bool) -> None:
     assert_same(model, tiled, **batch())
 
 
+@pytest.mark.full(
+    "experts, layers of two kinds, and an attention of its own; half a second each",
+    but=("*gpt_oss*", "*qwen3_5_text*", "*deepseek_v3*"),
+)
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_lora(model_type: str, when: str) -> None:
@@ -120,6 +132,10 @@ def test_lora(model_type: str, when: str) -> None:
     assert_same(model, tiled, **batch())
 
 
+@pytest.mark.full(
+    "experts, layers of two kinds, and an attention of its own; half a second each",
+    but=("*gpt_oss*", "*qwen3_5_text*", "*deepseek_v3*"),
+)
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_bfloat16(model_type: str) -> None:
     """All gradients together: of a weight of a dozen numbers the error of bfloat16 is luck."""

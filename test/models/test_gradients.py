@@ -8,6 +8,7 @@ import torch
 import seqtile
 from assertions import assert_each_as_exact, relative_error
 from seqtile.arch import ARCHS
+from support.choice import every_pair
 from tiny import (
     CHUNK,
     CLASSES,
@@ -24,6 +25,13 @@ from tiny import (
 CHECKPOINTING = [pytest.param(None, id="plain"), pytest.param(False, id="ckpt"), pytest.param(True, id="reentrant")]
 
 
+@pytest.mark.on_gpu(
+    "of 444 models; a CPU trains all of them by the same lines, and each kernel has its own tests", only=every_pair
+)
+@pytest.mark.in_interpreter(
+    "one model of each kind, and Liger's kernels in the same one",
+    only=("llama-liger-plain-1-63-None", "mistral-hf-reentrant-1-63-None", "qwen3-liger-ckpt-1-63-None"),
+)
 @pytest.mark.parametrize("num_items", [None, 77])
 @pytest.mark.parametrize(("batch_size", "length"), [(1, 63), (3, 101)])
 @pytest.mark.parametrize("reentrant", CHECKPOINTING)

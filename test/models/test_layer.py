@@ -16,6 +16,7 @@ from models.layered import KINDS, LAYERED, assert_equal, tiled_copy, whole
 from seqtile.models.small import small_model
 from seqtile.offload.checkpointing import Checkpoints, install
 from seqtile.offload.store import Store
+from support.choice import every_value
 from tiny import (
     CHUNK,
     CLASSES,
@@ -25,6 +26,8 @@ from tiny import (
     checkpointing,
     loss_and_gradients,
 )
+
+pytestmark = pytest.mark.on_gpu("a CPU trains all of them by the same lines", only=every_value)
 
 PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
@@ -188,6 +191,7 @@ def test_offloaded_inputs(head_groups: int | None) -> None:
     assert_equal(ours, loss_and_gradients(untiled, **batch))
 
 
+@pytest.mark.full("10 s of compiler; make test-all compiles whole layers")
 def test_compiled_equals_eager(device: str) -> None:
     eager = tiled_copy(build("llama", device), 2)
     compiled = copy.deepcopy(eager)

@@ -8,6 +8,7 @@ import torch
 import seqtile
 from assertions import assert_each_as_exact
 from models.layered import KINDS, LAYERED, assert_equal, tiled_copy, whole
+from support.choice import every_pair
 from tiny import (
     CHUNK,
     apply_liger,
@@ -21,6 +22,16 @@ from tiny import (
 )
 
 
+@pytest.mark.on_gpu(
+    "of 444 models; a CPU trains all of them by the same lines, and each kernel has its own tests", only=every_pair
+)
+@pytest.mark.in_interpreter(
+    "one model of each kind",
+    only=(
+        "llama-2-ckpt-1-101",
+        "qwen3-None-ckpt-1-101",
+    ),
+)
 @pytest.mark.parametrize(("batch_size", "length"), [(1, 101), (3, 63)])
 @pytest.mark.parametrize("reentrant", KINDS)
 @pytest.mark.parametrize("head_groups", [None, 1, 2])
@@ -90,6 +101,13 @@ def test_autocast(arch: str, head_groups: int | None, reentrant: bool | None, de
     assert_each_as_exact(*found, true)
 
 
+@pytest.mark.in_interpreter(
+    "one model of each kind",
+    only=(
+        "llama-2",
+        "qwen3-None",
+    ),
+)
 @pytest.mark.parametrize("head_groups", [None, 2])
 @pytest.mark.parametrize("arch", ["llama", "mistral", "qwen3"])
 def test_after_liger(arch: str, head_groups: int | None, device: str) -> None:

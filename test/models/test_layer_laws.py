@@ -119,6 +119,7 @@ def test_tensors_alive(head_groups: str | None, limit: float) -> None:
     assert alive <= limit
 
 
+@pytest.mark.full("16 s; groups are seen at 128K tokens", but=("None-*",))
 @pytest.mark.parametrize(("head_groups", "limit"), [(None, 8.5), ("auto", 6.5)])
 def test_tensors_alive_at_a_million_tokens(head_groups: str | None, limit: float) -> None:
     """With longer chunks than usual, and so with larger ones, since a simulation takes its time chunk by chunk."""
@@ -127,6 +128,7 @@ def test_tensors_alive_at_a_million_tokens(head_groups: str | None, limit: float
     assert alive <= limit
 
 
+@pytest.mark.full("of four, 2 s each", but=("qwen3-auto", "llama-None"))
 @pytest.mark.parametrize("head_groups", [None, "auto"])
 @pytest.mark.parametrize("arch", ["llama", "qwen3"])
 def test_products_at_full_size(arch: str, head_groups: str | None) -> None:

@@ -64,16 +64,27 @@ def run(device: str) -> Iterator[Callable[..., str]]:
         process.kill()
 
 
+@pytest.mark.full(
+    "2 s each; every answer of status and every way back are among these",
+    but=(
+        "llama-liger, seqtile, build",
+        "*build, liger model, seqtile",
+        "mistral-*",
+        "*liger, build, seqtile model",
+    ),
+)
 @pytest.mark.parametrize(("arch", "operations"), [*(("llama", order) for order in ORDERS), *OTHERS])
 def test_order(arch: str, operations: str, run: Callable[..., str]) -> None:
     assert run("order", arch, operations, *ORDERS[operations]) == ""
 
 
+@pytest.mark.full("2 s each", but=("model",))
 @pytest.mark.parametrize("target", ["classes", "model"])
 def test_trainer_takes_both_back(target: str, run: Callable[..., str]) -> None:
     assert run("train", "llama", target, None, [LIGER, LIGER, LIGER], TOOK) == ""
 
 
+@pytest.mark.full("2 s each", but=("llama-classes",))
 @pytest.mark.parametrize(("arch", "target"), [("llama", "classes"), ("llama", "model"), ("mistral", "classes")])
 def test_trainer_leaves_both(arch: str, target: str, run: Callable[..., str]) -> None:
     config = {"swiglu": False, "fused_linear_cross_entropy": False}

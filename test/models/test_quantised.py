@@ -12,6 +12,7 @@ import seqtile
 from assertions import relative_error
 from measure import FlopCount, LiveBytes, eager_memory
 from seqtile.models.quantised import quantized_weight_of
+from support.choice import every_pair
 from tiny import CHUNK, batch_of, build
 
 bnb = pytest.importorskip("bitsandbytes")
@@ -86,6 +87,7 @@ def assert_same(ours: tuple[torch.Tensor, dict], theirs: tuple[torch.Tensor, dic
         assert gradient.norm() > 0 and relative_error(gradients[name], gradient) <= 2e-5, name
 
 
+@pytest.mark.full("of 165 cases", but=every_pair)
 @pytest.mark.parametrize("checkpointed", [False, True])
 @pytest.mark.parametrize("options", [{}, {"layer": True}, {"layer": True, "head_groups": 2}], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
@@ -104,6 +106,7 @@ def test_equals_untiled(arch: str, kind: str, options: dict, checkpointed: bool)
     assert_same_step(ours, theirs)
 
 
+@pytest.mark.full("of 165 cases", but=every_pair)
 @pytest.mark.parametrize("options", [{}, {"layer": True}, {"layer": True, "head_groups": 2}], ids=str)
 @pytest.mark.parametrize("kind", TORCHAO)
 def test_torchao_equals_untiled(kind: str, options: dict) -> None:

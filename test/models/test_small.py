@@ -23,6 +23,16 @@ def text_config_of(model: PreTrainedModel) -> object:
     return model.config.get_text_config()
 
 
+@pytest.mark.full(
+    "a tenth of the types and those that are most unlike; each takes a third of a second",
+    but=(
+        "*l",
+        "*_text",
+        "gpt_oss",
+        "deepseek_v3",
+        "phimoe",
+    ),
+)
 @pytest.mark.parametrize("model_type", model_types())
 def test_every_kind_of_layer(model_type: str) -> None:
     """Of the layers of the model whose sizes are the config's, every one is there with smaller sizes."""

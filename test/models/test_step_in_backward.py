@@ -11,6 +11,7 @@ from torch import nn
 import seqtile
 from assertions import relative_error
 from models.layered import KINDS, whole
+from support.choice import every_pair
 from tiny import CHUNK, build, checkpointing, loss_and_gradients
 
 MODES = {"mlp": {}, "layer": {"layer": True}, "groups": {"layer": True, "head_groups": 2}}
@@ -64,6 +65,7 @@ def with_adapters(model: nn.Module) -> nn.Module:
     return model
 
 
+@pytest.mark.full("of 81 cases", but=every_pair)
 @pytest.mark.parametrize("make_step", [adamw, in_data, without_grad])
 @pytest.mark.parametrize("reentrant", KINDS)
 @pytest.mark.parametrize("mode", MODES)

@@ -12,7 +12,10 @@ from torch._dynamo.utils import counters
 
 import seqtile
 from assertions import assert_each_as_exact, relative_error
+from support.choice import every_value
 from tiny import CHUNK, batch_of, build, checkpointing, loss_and_gradients
+
+pytestmark = pytest.mark.on_gpu("a CPU trains all of them by the same lines", only=every_value)
 
 CHECKPOINTING = [pytest.param(None, id="plain"), pytest.param(False, id="ckpt"), pytest.param(True, id="reentrant")]
 Batch = dict[str, torch.Tensor]
@@ -169,6 +172,7 @@ def graph_breaks() -> list[str]:
 BREAK = "seqtile.gated_mlp saves its input in a node of its own"
 
 
+@pytest.mark.full("10 s of compiler each, of the same graph", but=("llama",))
 @pytest.mark.parametrize("arch", ["llama", "gemma2", "phi3"])
 def test_compiled_layers(arch: str, fresh_compiler: None, device: str) -> None:
     """A layer is cut at the MLP, there alone, and not at all where a sequence fits in a chunk."""
@@ -189,6 +193,7 @@ def test_compiled_layers(arch: str, fresh_compiler: None, device: str) -> None:
             assert relative_error(compiled_gradients[name], gradient) <= 1e-5, name
 
 
+@pytest.mark.full("10 s of compiler each, of the same graph", but=("layer.compile-False",))
 @pytest.mark.parametrize(
     ("how", "reentrant"),
     [("torch.compile", None), ("layer.compile", None), ("layer.compile", False), ("layer.compile", True)],

@@ -54,6 +54,16 @@ def test_the_counts_in_readme() -> None:
     ) in readme
 
 
+@pytest.mark.full(
+    "a tenth of the types and those that are most unlike; each takes a third of a second",
+    but=(
+        "*l",
+        "*_text",
+        "gpt_oss",
+        "deepseek_v3",
+        "phimoe",
+    ),
+)
 @documented
 @pytest.mark.parametrize("model_type", model_types())
 def test_a_type(model_type: str) -> None:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from assertions import assert_as_exact, relative_error
 from measure import FlopCount
 from seqtile import LowRank, gated_mlp
+from support.choice import every_value
 from tiny import interpreted
 
 D, M, R, SCALE = 48, 130, 4, 0.5
@@ -61,6 +62,7 @@ def run(
     return {"y": y, "x": leaf.grad} | {name: copy.grad for name, copy in copies.items()}
 
 
+@pytest.mark.in_interpreter("one end-to-end case of each op and dtype", only=every_value)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(("activation", "fused", "parts"), VARIANTS, ids=str)
 def test_output_and_gradients(

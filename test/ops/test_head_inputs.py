@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from assertions import relative_error
 from measure import eager_memory
 from seqtile import linear_cross_entropy, linear_log_probs
+from support.choice import every_pair
 
 D, V = 16, 100
 OPS = (linear_cross_entropy, linear_log_probs)
@@ -22,6 +23,7 @@ def make(*shape: int, device: str = "cpu") -> tuple[torch.Tensor, torch.Tensor, 
     return hidden, weight, torch.randint(0, V, shape, device=device)
 
 
+@pytest.mark.on_gpu("converted and reshaped before any kernel runs", only=every_pair)
 @each_op
 @pytest.mark.parametrize("ignore_index", [None, 3, -100])
 @pytest.mark.parametrize(
@@ -36,6 +38,7 @@ def test_targets_of_any_integer_dtype(dtype: torch.dtype, ignore_index: int | No
     torch.testing.assert_close(ours, expected, rtol=0, atol=0)
 
 
+@pytest.mark.on_gpu("converted and reshaped before any kernel runs", only=every_pair)
 @pytest.mark.parametrize("ignored", [False, True])
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("shape", [(), (3, 4, 5), (2, 1, 3, 4)], ids=str)

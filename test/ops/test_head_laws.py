@@ -16,6 +16,7 @@ from head_reference import IGNORE, cross_entropy_reference, values_and_gradients
 from measure import FlopCount, LiveBytes, eager_memory
 from seqtile import linear_cross_entropy, linear_divergence, linear_topk_divergence
 from seqtile.ops.chunks import resolve_chunk_tokens
+from support.choice import every_value
 
 K = 1024
 pytestmark = eager_memory
@@ -31,6 +32,9 @@ def counted(*operands: torch.Tensor, **options: object) -> tuple[int, int, int]:
     return flops.total, forward, memory.peak
 
 
+@pytest.mark.full(
+    "sizes, dtypes and reductions by themselves: the buffers of one do not depend on the other", but=every_value
+)
 @pytest.mark.parametrize(("reduction", "ignore_index"), [("mean", IGNORE), ("mean", None), ("none", None)])
 @pytest.mark.parametrize(("size", "vocab"), [(4096, 128256), (5120, 151936)], ids=["llama3_8b", "qwen3_32b"])
 def test_memory_does_not_grow_with_length(size: int, vocab: int, reduction: str, ignore_index: int | None) -> None:
@@ -50,6 +54,7 @@ def test_memory_does_not_grow_with_length(size: int, vocab: int, reduction: str,
         assert peak - d_hidden - d_weight <= max(1.05 * chunk, d_weight // 2 + 0.05 * chunk)
 
 
+@pytest.mark.full("10 s each; the kernels' twins are tested by themselves", but=("dtype1-mean",))
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_memory_of_the_eager_twin(dtype: torch.dtype, reduction: str) -> None:

@@ -19,6 +19,10 @@ def reference(*operands: torch.Tensor, dtype: torch.dtype, **options) -> list[to
 OPTIONS = [{}, {"reduction": "sum"}, {"num_items": 37}, {"reduction": "none"}]
 
 
+@pytest.mark.in_interpreter(
+    "one end-to-end case of each op and dtype",
+    only=("63-16-dtype0-*sum*", "190-63-dtype0-*none*", "190-63-dtype1-*num*", "190-63-dtype2-{}"),
+)
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("tokens", "chunk_tokens"), [(63, 1000), (63, 16), (190, 63), (5, 1), (1024, 4)])
@@ -364,6 +368,7 @@ def test_compiled_equals_eager(ignore_index: int | None, reduction: str, device:
     torch.testing.assert_close(torch.autograd.grad(compiled, leaves), torch.autograd.grad(eager, leaves))
 
 
+@pytest.mark.full("10 s of compiler each, of the same graph", but=("dynamic",))
 @pytest.mark.parametrize("how", ["inductor", "dynamic"])
 def test_compiles_in_one_graph(how: str, device: str) -> None:
     """By the default backend, and with sizes and numbers that change from call to call."""

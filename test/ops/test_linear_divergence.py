@@ -9,6 +9,7 @@ from assertions import assert_each_as_exact
 from head_reference import entropies_of, logits_of
 from measure import FlopCount, LiveBytes, eager_memory
 from seqtile import linear_divergence
+from support.choice import every_pair
 
 V = 1000
 WIDTHS = (48, 80)  # of the student, of the teacher
@@ -74,6 +75,7 @@ def leaves_of(arguments: dict[str, Any]) -> list[torch.Tensor]:
     return [value for value in arguments.values() if isinstance(value, torch.Tensor) and value.requires_grad]
 
 
+@pytest.mark.full("of 165 cases", but=every_pair)
 @pytest.mark.parametrize(
     ("beta", "options", "trained", "dtype"),
     [
@@ -96,6 +98,8 @@ def test_both_heads_in_one_chunk(reduction: str, dtype: torch.dtype, device: str
     compare(heads(190, dtype, device, trained=True, beta=0.4, **OPTIONS["biases"]), reduction, 200)
 
 
+@pytest.mark.full("of 40 draws, other ones in every run", but=tuple("012345"))
+@pytest.mark.in_interpreter("one end-to-end case of each op and dtype", only=("0",))
 @pytest.mark.parametrize("draw", range(24))
 def test_random_options(draw: int, device: str) -> None:
     rng = random.Random(int(torch.randint(2**31, ())))

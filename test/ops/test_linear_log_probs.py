@@ -6,6 +6,7 @@ from head_reference import IGNORE, entropies_of, logits_of
 from measure import FlopCount
 from seqtile import linear_cross_entropy, linear_log_probs
 from seqtile.ops.linear_log_probs import TokenValues
+from support.choice import every_value
 
 D, V = 64, 1000
 
@@ -25,6 +26,7 @@ def policy_loss(log_probs: torch.Tensor, entropies: torch.Tensor, old: torch.Ten
     return -(torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage) + 0.01 * entropies).mean()
 
 
+@pytest.mark.in_interpreter("one end-to-end case of each op and dtype", only=every_value)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_policy_gradient(dtype: torch.dtype, device: str) -> None:
     hidden, weight, target = make(190, device, dtype)

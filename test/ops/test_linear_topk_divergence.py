@@ -9,6 +9,7 @@ from assertions import assert_as_exact, relative_error
 from head_reference import logits_of
 from measure import FlopCount, LiveBytes, eager_memory
 from seqtile import linear_divergence, linear_topk_divergence
+from support.choice import every_pair
 
 D, V, K = 48, 1000, 7
 OPTIONS: dict[str, dict[str, Any]] = {
@@ -53,6 +54,7 @@ def leaves_of(given: dict[str, Any]) -> list[torch.Tensor]:
     return [value for value in given.values() if isinstance(value, torch.Tensor) and value.requires_grad]
 
 
+@pytest.mark.full("of 165 cases", but=every_pair)
 @pytest.mark.parametrize(
     ("tail", "options", "dtype"),
     [
@@ -67,6 +69,8 @@ def test_values_and_gradients(reduction: str, tail: bool, options: dict, dtype: 
     compare(arguments_of(150, dtype, device, **options), tail, reduction, 40)
 
 
+@pytest.mark.full("of 40 draws, other ones in every run", but=tuple("012345"))
+@pytest.mark.in_interpreter("one end-to-end case of each op and dtype", only=("0",))
 @pytest.mark.parametrize("draw", range(16))
 def test_random_options(draw: int, device: str) -> None:
     rng = random.Random(int(torch.randint(2**31, ())))

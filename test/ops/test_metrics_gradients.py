@@ -8,6 +8,7 @@ from assertions import assert_as_exact
 from head_reference import IGNORE, D, V, entropies_of, logits_of, losses_of, make, reduced
 from measure import FlopCount, LiveBytes, eager_memory
 from seqtile import linear_cross_entropy
+from support.choice import every_pair, every_value
 
 Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -37,6 +38,11 @@ def reference(operands: Operands, parts: str, dtype: torch.dtype, upstream: floa
 PARTS = ["loss z entropy", "loss z", "loss entropy", "z", "entropy"]
 
 
+@pytest.mark.on_gpu("of 45; the kernel's test has every output", only=every_pair)
+@pytest.mark.in_interpreter(
+    "one end-to-end case of each op and dtype",
+    only=("dtype0-loss z entropy-mean", "dtype1-loss z-sum", "dtype2-loss entropy-none"),
+)
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
 @pytest.mark.parametrize("parts", PARTS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -211,6 +217,9 @@ def test_products(parts: str, reduction: str, units: int, frozen: str | None) ->
     assert flops.total == (units - (frozen is not None) * sweeps_with_gradients) * unit and not flops.unknown
 
 
+@pytest.mark.full(
+    "sizes, dtypes and reductions by themselves: the buffers of one do not depend on the other", but=every_value
+)
 @eager_memory
 @pytest.mark.parametrize("parts", ["loss", "loss z"])
 def test_memory(parts: str) -> None:

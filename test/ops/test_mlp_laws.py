@@ -9,11 +9,15 @@ from torch.utils.checkpoint import checkpoint
 from assertions import relative_error
 from measure import FlopCount, LiveBytes, eager_memory
 from seqtile import gated_mlp
+from support.choice import every_value
 
 pytestmark = eager_memory
 K = 1024
 
 
+@pytest.mark.full(
+    "sizes, dtypes and reductions by themselves: the buffers of one do not depend on the other", but=every_value
+)
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize(("size", "width"), [(4096, 14336), (5120, 25600)], ids=["llama3_8b", "qwen3_32b"])
 def test_memory_does_not_grow_with_length(size: int, width: int, activation: str) -> None:

@@ -4,6 +4,7 @@ import torch
 from assertions import assert_as_exact
 from measure import LiveBytes, eager_memory
 from seqtile.ops.rms_norm import rms_norm
+from support.choice import every_value
 
 D, EPS = 130, 1e-2
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -40,6 +41,7 @@ def assert_right(operands: list[torch.Tensor], ours: list[torch.Tensor | None]) 
             assert_as_exact(mine, theirs, true)
 
 
+@pytest.mark.in_interpreter("one end-to-end case of each op and dtype", only=every_value)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", [(63,), (3, 17), (2, 3, 17), ()], ids=str)
 def test_output_and_gradients(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:

@@ -13,6 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from assertions import relative_error
 from seqtile import gated_mlp, tiled
+from support.choice import every_value
+
+pytestmark = pytest.mark.on_gpu("refused before any kernel runs", only=every_value)
 
 D = 24
 Function = Callable[[torch.Tensor], torch.Tensor]
@@ -290,6 +293,7 @@ def test_transforms_of_functions_are_refused(op: str, how: str) -> None:
     assert transformed(lambda x: OPS[op](x, 1000), how).shape == (2, 95, D)
 
 
+@pytest.mark.in_interpreter("one end-to-end case of each op and dtype", only=every_value)
 @pytest.mark.parametrize("op", OPS)
 def test_meta_tensors(op: str) -> None:
     x = torch.empty(2, 95, D, device="meta", requires_grad=True)

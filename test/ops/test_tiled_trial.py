@@ -11,6 +11,9 @@ from torch import nn
 
 import seqtile
 from seqtile import tiled
+from support.choice import every_value
+
+pytestmark = pytest.mark.on_gpu("refused before any kernel runs", only=every_value)
 
 D = 24
 

@@ -65,6 +65,7 @@ def test_a_table_of_positions(config: str, tokens: int) -> None:
     assert json.loads(result.stdout)["tokens"] == tokens
 
 
+@pytest.mark.full("1 to 30 s each", but=("gpt2", "gemma4_assistant"))
 @pytest.mark.parametrize("name", model_types())
 def test_every_type(name: str) -> None:
     """Whatever a type's own code raises, what a person reads is a table or one error."""

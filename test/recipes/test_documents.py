@@ -61,6 +61,7 @@ def hard_text() -> str:
     return "".join(parts)
 
 
+@pytest.mark.full("SmolLM2's tokenizer takes 5 s", but=("unigram", "words", "lines"))
 @pytest.mark.parametrize("kind", ["smollm2", "unigram", "words", "lines"])
 def test_pieces_give_the_tokens_of_the_whole(kind: str, tmp_path: Path) -> None:
     tokenizer = tokenizer_of(kind)

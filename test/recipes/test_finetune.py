@@ -82,6 +82,7 @@ def test_compare(pretrained: Path, document: Path, tmp_path: Path) -> None:
     assert AutoTokenizer.from_pretrained(output / "model")("word")["input_ids"]
 
 
+@pytest.mark.full("it has the layers of both others", but=("gemma3_text",))
 @pytest.mark.parametrize("arch", ["mistral", "gemma2", "gemma3_text"])
 def test_no_mask_of_length_x_length(arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of models with sliding windows in one process: nothing grows with the square of the length, and loss and
@@ -174,6 +175,7 @@ def test_fit(pretrained: Path, capsys: pytest.CaptureFixture) -> None:
         replace(job, layer=True).check()
 
 
+@pytest.mark.full("20 s each; test_on_ranks.py interrupts a rank")
 @pytest.mark.parametrize(
     ("signum", "times", "code"),
     [(signal.SIGINT, 1, 130), (signal.SIGINT, 2, 130), (signal.SIGTERM, 1, -signal.SIGTERM)],

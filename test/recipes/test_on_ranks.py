@@ -38,6 +38,7 @@ def on_ranks(*arguments: str) -> None:
     app(["finetune", "--device", "cpu", *arguments])
 
 
+@pytest.mark.full("8 s; ZeRO-3 over groups is among the cases of sp", but=("fsdp2",))
 @pytest.mark.dist
 @pytest.mark.parametrize("shard", ["fsdp2", "zero3"])
 def test_two_groups_of_two(shard: str, tmp_path: Path) -> None:
@@ -66,6 +67,7 @@ def test_two_groups_of_two(shard: str, tmp_path: Path) -> None:
         assert error <= 0.02, f"{name} is {error:.1e} off"  # Adam divides gradients near zero by themselves
 
 
+@pytest.mark.full("two minutes; 9 heads over ranks are among the cases of sp")
 @pytest.mark.dist
 def test_a_real_model_follows_one_process(tmp_path: Path) -> None:
     """SmolLM2-135M: nine heads over two ranks."""
@@ -137,6 +139,7 @@ def memory_to_load(directory: str, *shard: str) -> None:
         print(f"held: {peak_mib('cpu') - before:.0f} MiB", flush=True)
 
 
+@pytest.mark.full("a model of 800 MB, and four processes")
 @pytest.mark.dist
 @pytest.mark.parametrize(("shard", "most"), [("fsdp2", 0.5), ("zero3", 0.9)])
 def test_one_rank_holds_the_whole_model(shard: str, most: float, tmp_path: Path) -> None:
@@ -178,6 +181,7 @@ def test_one_rank_interrupted(tmp_path: Path) -> None:
     assert_saved(tmp_path, "".join(rank.out for rank in found))
 
 
+@pytest.mark.full("17 s to start; forked ranks are interrupted")
 @pytest.mark.dist
 def test_torchrun_interrupted(tmp_path: Path) -> None:
     """Ctrl-C reaches torchrun, which passes it on to all ranks."""

@@ -14,6 +14,7 @@ from seqtile.sp.all_to_all import RankHeads, Rows, rank_heads
 from seqtile.sp.backends import attend, block_mask, blocks, check, segments_of
 from seqtile.sp.layout import documents_of, layout_of
 from sp.attentions import INSTALLED, asked, install
+from support.choice import every_pair
 
 
 @pytest.fixture(autouse=True)
@@ -158,6 +159,7 @@ def test_layouts(monkeypatch: pytest.MonkeyPatch) -> None:
             layout_of(7, positions, mask, ctx, "sdpa")
 
 
+@pytest.mark.full("of 24 cases", but=every_pair)
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 @pytest.mark.parametrize("size", [1, 2])
 @pytest.mark.parametrize("window", [None, 300])

@@ -65,6 +65,10 @@ def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[sp.SequencePa
 IN_FLOAT32 = [case for case in attention_cases() if not WRAPPED.get(case[0].split()[0], "").startswith("flash")]
 
 
+@pytest.mark.on_gpu(
+    "a GPU has its own attentions and collectives; of masks the documents are the most",
+    only=("*, packed", "gqa*", "flex 6/3, padded, window", "long*", "dynamic*"),
+)
 @pytest.mark.parametrize(
     ("case", "kind", "arch", "shape"), IN_FLOAT32, ids=[f"{case}, {kind}" for case, kind, *_ in IN_FLOAT32]
 )

@@ -63,11 +63,11 @@ docs: $(STAMP)  ## the book, docs/, as a site in build/docs; a warning is an err
 	$(BIN)/python -m sphinx -q -W --keep-going -n -E -b html docs build/docs
 
 models: $(STAMP)  ## prove every model type of transformers, and write the table in docs/models.md: two minutes
-	$(BIN)/python -m dev.models
-	PYTHONPATH=$(OLDEST) $(BIN)/python -m dev.models
+	PYTHONPATH=test $(BIN)/python -m dev.models
+	PYTHONPATH=test:$(OLDEST) $(BIN)/python -m dev.models
 
 ledger: $(STAMP)  ## predicted times on a GPU, without one; not measured
-	PYTHONPATH=test $(BIN)/python -m benchmark.ledger
+	$(BIN)/python -m benchmark.ledger
 
 CUDA := .venv-cuda
 check-cuda:  ## the CUDA branch on fake tensors, with a torch built for CUDA in an environment of its own (4.5 GB), without a GPU

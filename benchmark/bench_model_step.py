@@ -69,7 +69,7 @@ def climbed(method: str, size: str, limit: int, deadline: float, tflops: float, 
     """What the process of a method found, before it died, if it did; in `file` while it runs."""
     command = [sys.executable, "-m", "benchmark.ladder", method, str(file)]
     command += ["--size", size, "--limit", str(limit), "--deadline", str(deadline), "--matmul-tflops", str(tflops)]
-    path = os.pathsep.join([str(ROOT), str(ROOT / "test"), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])
     environment = os.environ | {"PYTHONPATH": path}
     patience = None if deadline == math.inf else max(0, deadline - time.time()) + PATIENCE
     file.unlink(missing_ok=True)  # of a run that was killed

@@ -16,11 +16,10 @@ from typing import Any
 
 import torch
 from benchmark.device import DEVICE, DTYPE, Watch, free_memory, is_lost, peak_bytes, synchronize
+from benchmark.errors import relative_error
 from benchmark.shapes import LONG, SHAPES, SMALL, Case, Shape, small
 from benchmark.subject import Absent, Entry, Forward, Operands, Subject
 from torch import nn
-
-from assertions import relative_error
 
 ROUNDS = {"smoke": 1, "small": 2, "cpu": 3, "first": 5, "quick": 3, "full": 9}
 SECONDS = 4.0  # of timing for a case, where more rounds than the fewest fit in

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from seqtile.memory.measure import LiveBytes
+
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 DTYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 LOST = 86  # the exit status of a process whose device was lost: another one can go on
@@ -82,8 +84,6 @@ def peak_bytes(step: Callable[[], object]) -> int:
     """The most bytes that `step` holds above what is alive before it: allocated on a GPU, live tensors on a CPU."""
     gc.collect()
     if DEVICE == "cpu":
-        from measure import LiveBytes  # of test/
-
         with LiveBytes() as memory:
             step()
         return memory.peak

@@ -1,6 +1,6 @@
 """What a step of ours should take on a GPU: predicted without one, not measured.
 
-    make ledger, or PYTHONPATH=test python -m benchmark.ledger [--size quick] [--tflops 750] [--tbs 4.2]   # an H200
+    make ledger, or python -m benchmark.ledger [--size quick] [--tflops 750] [--tbs 4.2]   # an H200
 
 Every operation of a step at full size is counted, on tensors without data, and priced: a matrix product by its FLOP,
 whatever else by the bytes that it reads and writes. Of a float32 sum that half-precision products are added to, half of

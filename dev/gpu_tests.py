@@ -3,7 +3,7 @@
     PYTHONPATH=src python3 -m dev.gpu_tests [--seconds S] [--workers N] [OPTION OF PYTEST ...]
 
 First several processes beside each other; then by themselves, in one process, the tests that measure memory or the
-host or take much of the GPU. Which tests and cases these are is said by `test/on_gpu.py` and by marks beside them.
+host or take much of the GPU. `test/support/on_gpu.py` and marks beside the tests say which tests and cases these are.
 A failure is shown when it happens. What is not over in its time is interrupted, and says what has failed.
 """
 

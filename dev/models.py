@@ -1,12 +1,12 @@
 """Proves every model type of the transformers that is installed, and writes what follows from that.
 
-python -m dev.models             src/seqtile/models/proven.json: the files that hold what was proven, and by which
-                                 configs: the default ones and those of real_configs.py; with the transformers of
-                                 dev/constraints.txt also the table in docs/models.md
-python -m dev.models TYPE ...    only tells
+    PYTHONPATH=test python -m dev.models [TYPE ...]     with TYPE: only tells
+
+src/seqtile/models/proven.json names the files that hold what was proven, and by which configs: the default ones and
+those of test/support/real_configs.py. With the transformers of dev/constraints.txt the table in docs/models.md is
+written too.
 """
 
-import copy
 import json
 import sys
 import warnings
@@ -15,43 +15,18 @@ from typing import Any
 
 import torch
 import transformers
-from dev.real_configs import REAL_CONFIGS
-from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from seqtile.models import proof
 from seqtile.models.model_types import model_classes, model_types
 from seqtile.models.parts import EXPERTS, LAYER, LOSS, MLP, Part
 from seqtile.models.proof import Finding
-from seqtile.models.small import config_of_all_kinds, small_model
+from seqtile.models.small import config_of_all_kinds
+from support.real_configs import REAL_CONFIGS
+from support.type_table import config_of, found_in, row
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "models.md"
 CONSTRAINTS = (ROOT / "dev" / "constraints.txt").read_text()
-
-
-def config_of(model_type: str, said: dict[str, Any] | None = None) -> PreTrainedConfig:
-    """Returns the config of a model type that is the default but for what is said."""
-    return CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(said or {}))
-
-
-def found_in(model_type: str, said: dict[str, Any] | None = None) -> list[Finding] | str:
-    """Returns what was found of a model type; why it cannot be tried out if it cannot."""
-    try:
-        return list(proof.findings(small_model(model_classes(model_type)[0], config_of(model_type, said))))
-    except Exception as error:  # of Hugging Face's code, which may raise anything
-        return f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
-
-
-def row(model_type: str, found: list[Finding]) -> str:
-    """Returns a type's line of the table."""
-    cells = [f"`{model_type}`", *(_cell([one for one in found if one.part is part]) for part in proof.PROVEN_ALONE)]
-    cells.append("yes" if any(one.groups for one in found) else "")
-    return f"| {' | '.join(cells)} |"
-
-
-def _cell(found: list[Finding]) -> str:
-    words = ["refused" if one.refusal else "chunked" if one.chunked else "fused" for one in found]
-    return ", ".join(dict.fromkeys(words))
 
 
 def table(results: dict[str, list[Finding] | str]) -> str:

@@ -24,7 +24,7 @@ from models.test_layer import PROJECTIONS, with_adapters
 from models.test_layer_packed import packed
 from models.test_layer_sharing import built
 from models.test_paths import hooked, nested, of_the_mlp, pruned_head, quantised
-from tiny import CHUNK, batch_of, build, checkpointing
+from support.tiny import CHUNK, batch_of, build, checkpointing
 
 Found = dict[str, torch.Tensor]
 FAR = 1e-3  # of a gradient in float32; in less precision five times what that moves the untiled one

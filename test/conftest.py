@@ -24,7 +24,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--device") == "cuda":
-        from on_gpu import Failures, share_memory
+        from support.on_gpu import Failures, share_memory
 
         share_memory()
         config.pluginmanager.register(Failures(config))
@@ -37,9 +37,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    from on_gpu import runs_on_gpu
     from support.choice import left_out
-    from tiny import broken_interpreter, interpreted
+    from support.on_gpu import runs_on_gpu
+    from support.tiny import broken_interpreter, interpreted
 
     on_gpu = config.getoption("--device") == "cuda"
     if not config.getoption("--full"):

@@ -10,7 +10,7 @@ from torch import nn
 import seqtile
 from seqtile.arch import ARCHS, Arch
 from seqtile.models.find import experts_in, mlps_of
-from tiny import CLASSES, config_of, modeling_of, name_of_class
+from support.tiny import CLASSES, config_of, modeling_of, name_of_class
 
 PAGE = (Path(__file__).parents[1] / "docs" / "models.md").read_text()
 every_architecture = pytest.mark.parametrize("arch", ARCHS.values(), ids=ARCHS)

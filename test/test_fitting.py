@@ -13,7 +13,7 @@ from seqtile.fitting import cheapest
 from seqtile.memory.setup import GIB
 from seqtile.memory.simulate import Simulation
 from seqtile.models.find import is_checkpointed
-from tiny import batch_of, build
+from support.tiny import batch_of, build
 
 LLAMA_8B = LlamaConfig(
     hidden_size=4096,

@@ -21,13 +21,12 @@ import torch.distributed as dist
 from torch import nn
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-sys.path.insert(0, str(Path(__file__).parents[2] / "test"))
 
 from benchmark.device import DEVICE, DTYPE, peak_bytes
+from benchmark.errors import relative_error
 from benchmark.sp.cases import Batch, Case, batch_of, build, shape_of
 from benchmark.sp.wire import Wire
 
-from assertions import relative_error
 from seqtile.offload.checkpointing import enable_checkpointing
 
 BACKEND = "nccl" if DEVICE == "cuda" else "gloo"

@@ -11,9 +11,9 @@ from benchmark.models import build, offloaded
 from benchmark.shapes import Shape
 from torch import nn
 
-from measure import LiveBytes
 from seqtile import apply_seqtile
 from seqtile.offload.checkpointing import enable_checkpointing
+from support.measure import LiveBytes
 
 SHAPE = Shape(64, 96, 6, 2, 1, 32, 50)
 KEPT, INPUTS, ALL = (), ("activations",), ("activations", "weights")

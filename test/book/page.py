@@ -13,7 +13,7 @@ import transformers
 from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from recipes.tiny_pretrained import save_tiny
-from tiny import CLASSES, VOCAB, build
+from support.tiny import CLASSES, VOCAB, build
 
 ROOT = Path(__file__).parents[2]
 HIDDEN, NEEDS = "<!-- test", re.compile(r"<!-- needs (a GPU|several processes|LLaMA-Factory|ms-swift) -->")

@@ -23,7 +23,7 @@ from seqtile.models import mlp as tiled_mlp
 from seqtile.models import trial_ranks
 from seqtile.models.first_step import OUTCOME, outcome_of
 from seqtile.models.trial_batch import TOKENS
-from tiny import batch_of, build
+from support.tiny import batch_of, build
 
 LENGTHS = ((61, 40, 70), (4, 61, 33))  # of each rank's batches, one too short to be compared on
 

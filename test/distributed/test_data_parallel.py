@@ -10,7 +10,7 @@ from distributed.cases import Case, cases, table
 from distributed.worker import run
 from seqtile.arch import ARCHS
 from support.pool import Pool
-from tiny import interpreted
+from support.tiny import interpreted
 
 
 def params() -> Iterator:

@@ -8,7 +8,6 @@ from torch import nn
 from transformers import CONFIG_MAPPING
 
 import seqtile
-from assertions import relative_error
 from distributed.cases import FAMILIES, Case
 from seqtile.arch import ARCHS
 from seqtile.models.find import experts_in, layers_of, mlps_of
@@ -16,7 +15,8 @@ from seqtile.models.first_step import outcome_of
 from seqtile.models.model_types import model_classes
 from seqtile.models.placement import computed_forward
 from seqtile.models.small import WORDS, small_model
-from tiny import (
+from support.assertions import relative_error
+from support.tiny import (
     apply_liger,
     batch_of,
     build,

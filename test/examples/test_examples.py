@@ -14,14 +14,14 @@ from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import AutoModelForCausalLM
 
-from assertions import relative_error
-from launch import ranks, torchrun
 from recipes.tiny_pretrained import save_tiny
 from seqtile import memory, offload
 from seqtile.offload.checkpointing import Checkpoints, install
 from seqtile.offload.store import Copies, Pool, Store
-from small_example import EXAMPLES, LENGTH, SEQUENCES, figures, run
-from tiny import checkpointing
+from support.assertions import relative_error
+from support.launch import ranks, torchrun
+from support.small_example import EXAMPLES, LENGTH, SEQUENCES, figures, run
+from support.tiny import checkpointing
 
 NAMES = sorted(file.stem for file in EXAMPLES.glob("*.py"))
 IN_BFLOAT16 = 5e-3  # relative: what roundings in another order may change of a loss and of a gradient's norm
@@ -189,7 +189,7 @@ def test_ranks_train_as_one_untiled_process_does(
         else:
             paths = (EXAMPLES.parent / "src", EXAMPLES.parent / "test", os.environ.get("PYTHONPATH", ""))
             monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, paths)))
-            script = EXAMPLES.parent / "test" / "small_example.py"
+            script = EXAMPLES.parent / "test" / "support" / "small_example.py"
             torchrun(count, script, name, directory, how, file)
         found.append(json.loads(file.read_text()))
     theirs, ours = found

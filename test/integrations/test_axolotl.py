@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tiny import VOCAB, build
+from support.tiny import VOCAB, build
 
 pytestmark = pytest.mark.skipif(find_spec("axolotl") is None, reason="axolotl is not installed")
 PAGE = Path(__file__).parents[2] / "docs" / "axolotl.md"
@@ -65,7 +65,7 @@ BAD = {  # a plugin stays registered, so those with others come last
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
     """What came of each YAML, in one process."""
-    from trl_trainers import tokenizer
+    from support.trl_trainers import tokenizer
 
     place = tmp_path_factory.mktemp("axolotl")
     torch.manual_seed(0)

@@ -13,9 +13,9 @@ from torch.utils.data import Dataset
 from transformers import Trainer, TrainingArguments
 
 import seqtile
-from assertions import assert_each_as_exact, relative_error
 from seqtile.integrations.trainer import SeqtileCallback
-from tiny import CHUNK, batch_of, build
+from support.assertions import assert_each_as_exact, relative_error
+from support.tiny import CHUNK, batch_of, build
 
 
 class Documents(Dataset):
@@ -124,8 +124,8 @@ def test_lora_and_a_second_training(tmp_path: Path) -> None:
 
 def test_under_trl_the_loss_is_left_to_it(tmp_path: Path) -> None:
     trl = pytest.importorskip("trl")
-    from trl_trainers import token_documents
-    from trl_trainers import trainer as trl_trainer
+    from support.trl_trainers import token_documents
+    from support.trl_trainers import trainer as trl_trainer
 
     model = smaller("llama")
     run = trl_trainer(trl.SFTTrainer, model, token_documents(), tmp_path, bf16=None)

@@ -13,12 +13,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 import seqtile.integrations.trl
-import trl_trainers
-from assertions import relative_error
-from measure import LiveBytes
 from seqtile.integrations.trl import _to_be_summed, apply_seqtile_to_trl, restore_trl
-from tiny import VOCAB, build
-from trl_trainers import LENGTHS, token_documents, tokenizer
+from support import trl_trainers
+from support.assertions import relative_error
+from support.measure import LiveBytes
+from support.tiny import VOCAB, build
+from support.trl_trainers import LENGTHS, token_documents, tokenizer
 
 trl = pytest.importorskip("trl")
 utils = pytest.importorskip("trl.trainer.utils")

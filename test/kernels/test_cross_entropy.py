@@ -1,11 +1,11 @@
 import pytest
 import torch
 
-from assertions import assert_as_exact, poisoned, relative_error
-from head_reference import entropies_of, logits_of, losses_of
 from seqtile.kernels import LossOptions
 from seqtile.kernels.dispatch import cross_entropy_
+from support.assertions import assert_as_exact, poisoned, relative_error
 from support.choice import every_pair
+from support.head_reference import entropies_of, logits_of, losses_of
 
 PLAIN = LossOptions()
 VECTORS = ("bias", "class_weight", "row_scale", "lse_scale", "entropy_scale")

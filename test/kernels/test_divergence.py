@@ -1,11 +1,11 @@
 import pytest
 import torch
 
-from assertions import assert_as_exact, poisoned
-from head_reference import entropies_of, logits_of
 from seqtile.kernels import LossOptions
 from seqtile.kernels.dispatch import divergence_
+from support.assertions import assert_as_exact, poisoned
 from support.choice import every_pair
+from support.head_reference import entropies_of, logits_of
 
 Options = tuple[float, tuple[LossOptions, LossOptions]]
 PLAIN = (LossOptions(), LossOptions())

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from assertions import assert_as_exact, poisoned
 from seqtile.kernels.dispatch import gated_activation_, gated_activation_backward_
+from support.assertions import assert_as_exact, poisoned
 
 SHAPES = [(63, 1000), (17, 1025), (5, 4097)]
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from assertions import assert_as_exact, poisoned
 from seqtile.kernels.dispatch import rms_norm, rms_norm_backward
+from support.assertions import assert_as_exact, poisoned
 
 # Rows of one block and of several, of a power of two and not; heads that lie in a wider row, as beside others.
 SHAPES = [(63, 1000), (5, 4097), (63, 3, 128), (17, 5, 80)]

@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from assertions import assert_as_exact, poisoned
 from seqtile.kernels.dispatch import rotary_
+from support.assertions import assert_as_exact, poisoned
 
 # Llama-8B's group of heads and all of them; halves that are no power of two.
 SHAPES = [(63, 5, 128), (7, 40, 128), (63, 3, 80), (17, 1, 250)]

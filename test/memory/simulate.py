@@ -22,7 +22,6 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig
 
 import seqtile
-from measure import LiveBytes
 from seqtile.arch import ARCHS
 from seqtile.memory.setup import Setup
 from seqtile.memory.simulate import FlashFunction, materialise
@@ -32,6 +31,7 @@ from seqtile.offload.checkpointing import Checkpoints, install
 from seqtile.offload.store import Store
 from seqtile.sp.attention import UlyssesAttention, UlyssesFunction
 from seqtile.sp.layout import Layout
+from support.measure import LiveBytes
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 

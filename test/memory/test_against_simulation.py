@@ -3,12 +3,12 @@
 import pytest
 from transformers import AutoConfig
 
-from measure import eager_memory
 from memory.simulate import simulate
 from seqtile import memory
 from seqtile.arch import ARCHS
 from seqtile.memory.step import BUCKET
 from support.choice import every_value
+from support.measure import eager_memory
 
 pytestmark = eager_memory
 K = 1024

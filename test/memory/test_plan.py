@@ -16,7 +16,7 @@ from seqtile.arch import ARCHS
 from seqtile.cli import app
 from seqtile.memory.layer import chunk_tokens
 from seqtile.ops.chunks import resolve_chunk_tokens
-from tiny import config_of
+from support.tiny import config_of
 
 LLAMA = "meta-llama/Llama-3.1-8B"
 GIB = 2**30

@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import seqtile
-from assertions import relative_error
 from seqtile.arch import ARCHS
-from tiny import CHUNK, batch_of
+from support.assertions import relative_error
+from support.tiny import CHUNK, batch_of
 
 LAYERED = [name for name, arch in ARCHS.items() if arch.layer]
 KINDS = [pytest.param(None, id="plain"), pytest.param(False, id="ckpt"), pytest.param(True, id="reentrant")]

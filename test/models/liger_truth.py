@@ -17,11 +17,11 @@ from liger_kernel.transformers.model import llama, mistral, qwen3
 from torch import nn
 
 import seqtile
-from assertions import relative_error
 from seqtile.kernels.dispatch import triton
 from seqtile.models import loss, mlp
 from seqtile.models.placement import original_forward, package_of
-from tiny import CLASSES, MLPS, InterpretedFloat, batch_of, build, interpreted, loss_and_gradients, modeling_of
+from support.assertions import relative_error
+from support.tiny import CLASSES, MLPS, InterpretedFloat, batch_of, build, interpreted, loss_and_gradients, modeling_of
 
 SEQTILE, LIGER, HF = "seqtile", "liger_kernel", "transformers"
 CHUNK = 10  # tokens a chunk: the interpreter is slow

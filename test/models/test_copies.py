@@ -13,10 +13,10 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import seqtile
-from assertions import relative_error
 from models.layered import assert_equal, whole
 from seqtile.models.placement import placement_at
-from tiny import CHUNK, build, checkpointing, loss_and_gradients, modeling_restored
+from support.assertions import relative_error
+from support.tiny import CHUNK, build, checkpointing, loss_and_gradients, modeling_restored
 
 MODES = {"mlp": {}, "layer": {"layer": True}, "groups": {"layer": True, "head_groups": 2}}
 

@@ -15,7 +15,7 @@ from seqtile.models.forms import source_in_file
 from seqtile.models.layer_form import _ATTENTIONS, _LAYERS
 from seqtile.models.loss import tiled_loss_forward
 from seqtile.models.placement import Options
-from tiny import CLASSES, build
+from support.tiny import CLASSES, build
 
 
 def lines_of(name: str) -> list[str]:

@@ -25,7 +25,7 @@ from seqtile.models.patch import apply
 from seqtile.models.placement import Options, unplace
 from seqtile.models.trial_batch import TOKENS, trial_batch
 from seqtile.ops import leaf_gradients, linear, tiled
-from tiny import CHUNK, batch_of, build, checkpointing
+from support.tiny import CHUNK, batch_of, build, checkpointing
 
 EQUAL = "equal the untiled model's up to rounding"
 DTYPES = [torch.float32, torch.bfloat16]

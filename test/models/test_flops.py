@@ -5,9 +5,9 @@ import copy
 import pytest
 
 import seqtile
-from measure import FlopCount
 from seqtile.arch import ARCHS
-from tiny import CHUNK, CLASSES, VOCAB, batch_of, build, checkpointing, loss_and_gradients
+from support.measure import FlopCount
+from support.tiny import CHUNK, CLASSES, VOCAB, batch_of, build, checkpointing, loss_and_gradients
 
 TOKENS = 190
 IGNORED = 3 * 2 * 5 * 48 * VOCAB  # FLOP that the tiled loss spares: three products of the 5 tokens of a masked prompt

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import seqtile
-from assertions import relative_error
 from seqtile.arch import ARCHS
-from tiny import CHUNK, CLASSES, VOCAB, batch_of, build, loss_and_gradients
+from support.assertions import relative_error
+from support.tiny import CHUNK, CLASSES, VOCAB, batch_of, build, loss_and_gradients
 
 pytestmark = pytest.mark.on_gpu(
     "what a model returns for which arguments is decided by the host; with a scale, a cap and experts",

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import seqtile
-from assertions import assert_each_as_exact, relative_error
 from seqtile.arch import ARCHS
+from support.assertions import assert_each_as_exact, relative_error
 from support.choice import every_pair
-from tiny import (
+from support.tiny import (
     CHUNK,
     CLASSES,
     apply_liger,

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 import seqtile
-from assertions import relative_error
-from tiny import CHUNK, batch_of, build, checkpointing, loss_and_gradients
+from support.assertions import relative_error
+from support.tiny import CHUNK, batch_of, build, checkpointing, loss_and_gradients
 
 CALLED = {  # what is done to a model so that parts of it are called chunk by chunk
     "experts": ("qwen3_moe", {}),

@@ -11,13 +11,13 @@ from transformers import AttentionInterface, MambaConfig, MambaForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import seqtile
-from assertions import relative_error
 from models.layered import KINDS, LAYERED, assert_equal, tiled_copy, whole
 from seqtile.models.small import small_model
 from seqtile.offload.checkpointing import Checkpoints, install
 from seqtile.offload.store import Store
+from support.assertions import relative_error
 from support.choice import every_value
-from tiny import (
+from support.tiny import (
     CHUNK,
     CLASSES,
     VOCAB,

@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import seqtile
-from assertions import assert_each_as_exact
 from models.layered import KINDS, LAYERED, assert_equal, tiled_copy, whole
+from support.assertions import assert_each_as_exact
 from support.choice import every_pair
-from tiny import (
+from support.tiny import (
     CHUNK,
     apply_liger,
     batch_of,

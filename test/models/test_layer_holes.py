@@ -11,9 +11,9 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.llama import modeling_llama
 
 import seqtile
-from assertions import relative_error
 from models.layered import assert_equal, tiled_copy, whole
-from tiny import CHUNK, build, checkpointing, loss_and_gradients, modeling_restored
+from support.assertions import relative_error
+from support.tiny import CHUNK, build, checkpointing, loss_and_gradients, modeling_restored
 
 
 @pytest.fixture(autouse=True)

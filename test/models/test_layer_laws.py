@@ -12,9 +12,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 import seqtile
-from measure import FlopCount, LiveBytes, eager_memory
 from seqtile.ops.decoder_layer import qkv
-from tiny import CHUNK, batch_of, build, checkpointing, loss_and_gradients
+from support.measure import FlopCount, LiveBytes, eager_memory
+from support.tiny import CHUNK, batch_of, build, checkpointing, loss_and_gradients
 
 pytestmark = eager_memory
 K = 1024

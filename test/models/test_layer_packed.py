@@ -8,10 +8,10 @@ from torch import nn
 from transformers import CONFIG_MAPPING
 
 import seqtile
-from assertions import relative_error
 from seqtile.models.model_types import model_classes
 from seqtile.models.small import WORDS, small_model
-from tiny import loss_and_gradients
+from support.assertions import relative_error
+from support.tiny import loss_and_gradients
 
 TYPES = ["llama", "qwen3", "olmo2", "starcoder2", "ministral3", "phi", "qwen3_vl", "minimax_m2", "lfm2"]
 

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 import seqtile
-from assertions import relative_error
 from seqtile.arch import ARCHS
 from seqtile.models import layer as layers
-from tiny import (
+from support.assertions import relative_error
+from support.tiny import (
     CHUNK,
     apply_liger,
     batch_of,

@@ -24,12 +24,12 @@ from transformers.models.gemma4 import modeling_gemma4
 from transformers.models.olmo2.modeling_olmo2 import Olmo2DecoderLayer
 
 import seqtile
-from assertions import relative_error
 from models.layered import KINDS, assert_equal
 from seqtile.models.layer import _FORWARD_CHECKPOINTS, tiled_layer_forward
 from seqtile.models.placement import Options
 from seqtile.models.small import small_config
-from tiny import VOCAB, checkpointing, loss_and_gradients
+from support.assertions import relative_error
+from support.tiny import VOCAB, checkpointing, loss_and_gradients
 
 CHUNK = 8
 SIZES = {

@@ -12,12 +12,12 @@ from transformers.utils import output_capturing
 from transformers.utils.output_capturing import OutputRecorder
 
 import seqtile
-from assertions import relative_error
 from models.layered import KINDS
 from seqtile.models.layer import _FORWARD_CHECKPOINTS, tiled_layer_forward
 from seqtile.models.placement import Options
 from seqtile.models.small import WORDS, small_model
-from tiny import build, checkpointing, loss_and_gradients
+from support.assertions import relative_error
+from support.tiny import build, checkpointing, loss_and_gradients
 
 CHUNK = 7
 

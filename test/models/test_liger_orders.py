@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tiny import broken_interpreter
+from support.tiny import broken_interpreter
 
 pytest.importorskip("liger_kernel")
 pytest.importorskip("triton")

@@ -7,7 +7,7 @@ import seqtile
 from models.layered import whole
 from seqtile.models import base_model, mlp
 from seqtile.models import layer as layers
-from tiny import CHUNK, build, checkpointing
+from support.tiny import CHUNK, build, checkpointing
 
 FITS, KEPT = f"a sequence fits in one chunk of {CHUNK} tokens", "activation checkpointing is off"
 

@@ -11,9 +11,9 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.utils import can_return_tuple
 
 import seqtile
-from assertions import relative_error
 from models.layered import tiled_copy, whole
-from tiny import CHUNK, batch_of, build, config_of
+from support.assertions import relative_error
+from support.tiny import CHUNK, batch_of, build, config_of
 
 ASKED = {
     "loss": {"use_cache": False},

@@ -18,7 +18,7 @@ import seqtile.models.mlp
 from seqtile.models.find import experts_in, mlps_of
 from seqtile.models.first_step import outcome_of
 from seqtile.models.placement import placement_at
-from tiny import (
+from support.tiny import (
     CHUNK,
     CLASSES,
     MLPS,

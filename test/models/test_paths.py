@@ -9,10 +9,10 @@ from torch import nn
 from torch.nn.utils import prune
 
 import seqtile
-from assertions import relative_error
-from measure import FlopCount, LiveBytes, eager_memory
 from seqtile.arch import ARCHS
-from tiny import CHUNK, batch_of, build, checkpointing, loss_and_gradients
+from support.assertions import relative_error
+from support.measure import FlopCount, LiveBytes, eager_memory
+from support.tiny import CHUNK, batch_of, build, checkpointing, loss_and_gradients
 
 PROJECTIONS = ["gate_proj", "up_proj", "down_proj"]
 

@@ -22,15 +22,15 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 import seqtile
 import seqtile.models.in_chunks
 import seqtile.models.mlp
-from assertions import relative_error
-from measure import FlopCount
 from models.layered import assert_equal, whole
 from models.test_paths import PROJECTIONS, lora
 from seqtile.models.loss import head_unfused_reason
 from seqtile.models.mlp import gated_form, mlp_unfused_reason
 from seqtile.models.placement import original_forward
 from seqtile.models.weights import module_call_reason
-from tiny import CHUNK, build, loss_and_gradients
+from support.assertions import relative_error
+from support.measure import FlopCount
+from support.tiny import CHUNK, build, loss_and_gradients
 
 MODES = {
     "mlp": {},

@@ -9,11 +9,11 @@ import torch
 from torch import nn
 
 import seqtile
-from assertions import relative_error
-from measure import FlopCount, LiveBytes, eager_memory
 from seqtile.models.quantised import quantized_weight_of
+from support.assertions import relative_error
 from support.choice import every_pair
-from tiny import CHUNK, batch_of, build
+from support.measure import FlopCount, LiveBytes, eager_memory
+from support.tiny import CHUNK, batch_of, build
 
 bnb = pytest.importorskip("bitsandbytes")
 peft = pytest.importorskip("peft")

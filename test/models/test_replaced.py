@@ -13,7 +13,7 @@ from torch import nn
 import seqtile
 from models.layered import assert_equal
 from seqtile.models.replaced import mixing_reason
-from tiny import CHUNK, batch_of, build, loss_and_gradients
+from support.tiny import CHUNK, batch_of, build, loss_and_gradients
 
 
 class Mixing(nn.Module):

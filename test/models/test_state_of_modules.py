@@ -7,9 +7,9 @@ import torch
 from torch import nn
 
 import seqtile
-from assertions import relative_error
+from support.assertions import relative_error
 from support.choice import every_value
-from tiny import CHUNK, batch_of, build, checkpointing, loss_and_gradients
+from support.tiny import CHUNK, batch_of, build, checkpointing, loss_and_gradients
 
 pytestmark = pytest.mark.on_gpu("refused before any kernel runs", only=every_value)
 

@@ -9,10 +9,10 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 import seqtile
-from assertions import relative_error
 from models.layered import KINDS, whole
+from support.assertions import relative_error
 from support.choice import every_pair
-from tiny import CHUNK, build, checkpointing, loss_and_gradients
+from support.tiny import CHUNK, build, checkpointing, loss_and_gradients
 
 MODES = {"mlp": {}, "layer": {"layer": True}, "groups": {"layer": True, "head_groups": 2}}
 Step = Callable[[nn.Parameter], None]

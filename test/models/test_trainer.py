@@ -8,8 +8,8 @@ from torch.utils.data import Dataset
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import seqtile
-from assertions import relative_error
-from tiny import CHUNK, batch_of, build
+from support.assertions import relative_error
+from support.tiny import CHUNK, batch_of, build
 
 
 class Documents(Dataset):

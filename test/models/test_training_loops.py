@@ -11,9 +11,9 @@ from torch import nn
 from torch._dynamo.utils import counters
 
 import seqtile
-from assertions import assert_each_as_exact, relative_error
+from support.assertions import assert_each_as_exact, relative_error
 from support.choice import every_value
-from tiny import CHUNK, batch_of, build, checkpointing, loss_and_gradients
+from support.tiny import CHUNK, batch_of, build, checkpointing, loss_and_gradients
 
 pytestmark = pytest.mark.on_gpu("a CPU trains all of them by the same lines", only=every_value)
 

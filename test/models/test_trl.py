@@ -15,9 +15,9 @@ from transformers import Trainer
 import seqtile
 import seqtile.models.loss
 import seqtile.models.mlp
-from assertions import assert_each_as_exact, relative_error
-from tiny import CHUNK, VOCAB, build, modeling_restored
-from trl_trainers import LENGTHS, token_documents, trainer
+from support.assertions import assert_each_as_exact, relative_error
+from support.tiny import CHUNK, VOCAB, build, modeling_restored
+from support.trl_trainers import LENGTHS, token_documents, trainer
 
 datasets = pytest.importorskip("datasets")
 trl = pytest.importorskip("trl")

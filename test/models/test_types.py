@@ -8,8 +8,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from dev import models
-from dev.real_configs import REAL_CONFIGS
 from transformers import (
     CONFIG_MAPPING,
     AttentionInterface,
@@ -31,6 +29,8 @@ from seqtile.models.find import mlps_of
 from seqtile.models.model_types import model_classes, model_types
 from seqtile.models.parts import LAYER, LOSS
 from seqtile.models.small import small_model, unfilled
+from support.real_configs import REAL_CONFIGS
+from support.type_table import config_of, found_in, row
 
 PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
 COUNTS = (
@@ -67,12 +67,12 @@ def test_the_counts_in_readme() -> None:
 @documented
 @pytest.mark.parametrize("model_type", model_types())
 def test_a_type(model_type: str) -> None:
-    found = models.found_in(model_type)
+    found = found_in(model_type)
     if isinstance(found, str):
         assert f"`{model_type}`," in PAGE or f"`{model_type}`." in PAGE, found
         return
     expected = next(line for line in PAGE.split("\n") if line.startswith(f"| `{model_type}` |"))
-    assert models.row(model_type, found) == expected, found
+    assert row(model_type, found) == expected, found
 
 
 def assert_same(found: Vectors, plain: PreTrainedModel) -> None:
@@ -222,7 +222,7 @@ def test_a_proof_of_nothing_is_none(cls: type[GPT2LMHeadModel], reason: str) -> 
 @pytest.mark.parametrize("model_type", ["glm5_next", "hy_v4", "deepseek_v4"])
 def test_layers_of_four_dimensions(model_type: str) -> None:
     """Whose attention is given what is made of other tokens, too; they did run untiled without a word."""
-    if isinstance(found := models.found_in(model_type), str):
+    if isinstance(found := found_in(model_type), str):
         pytest.skip(found)
     assert all(one.refusal for one in found if one.part is LAYER)
 
@@ -235,7 +235,7 @@ def test_every_call_is_counted(model_type: str, tiled: int | None, monkeypatch: 
     monkeypatch.setattr(
         way_taken.WayTaken, "__exit__", lambda self, *given: counted.append(self) or leave(self, *given)
     )
-    assert not isinstance(models.found_in(model_type), str)
+    assert not isinstance(found_in(model_type), str)
     assert all(one.chunked and not one.untiled for one in counted)
     loss, *layers = counted
     assert loss.chunked == 1 and (tiled is None or sum(one.chunked for one in layers) == tiled)
@@ -319,7 +319,7 @@ def test_a_config_whose_small_model_does_not_run(known: bool, monkeypatch: pytes
 def test_well_known_configs(name: str, runs: list[object]) -> None:
     """Nothing is run, and nothing taken for replaced, before such a model is tiled."""
     [(model_type, said)] = [known[1:] for known in REAL_CONFIGS if known[0] == name]
-    model = unfilled(model_classes(model_type)[0], models.config_of(model_type, said))
+    model = unfilled(model_classes(model_type)[0], config_of(model_type, said))
     reason_of = proof.unproven(model)
     for part in proof.PROVEN_ALONE:
         for module in part.modules(model):

@@ -8,12 +8,12 @@ import pytest
 import torch
 from torch import nn
 
-from measure import LiveBytes
 from seqtile import apply_seqtile, offload
 from seqtile.arch import ARCHS
 from seqtile.offload.checkpointing import Checkpoints, install
 from seqtile.offload.store import Copies, HostMemoryFull, Pool, Store
-from tiny import batch_of, build, checkpointing, loss_and_gradients
+from support.measure import LiveBytes
+from support.tiny import batch_of, build, checkpointing, loss_and_gradients
 
 CPU = torch.device("cpu")
 

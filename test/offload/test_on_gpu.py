@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from seqtile import apply_seqtile, offload
 from seqtile.offload.checkpointing import enable_checkpointing
-from tiny import batch_of, build, loss_and_gradients
+from support.tiny import batch_of, build, loss_and_gradients
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 TOKENS, WIDTH = 4000, 1024

@@ -4,8 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from assertions import assert_as_exact
 from seqtile import gated_mlp, linear_cross_entropy
+from support.assertions import assert_as_exact
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 

@@ -3,9 +3,9 @@ import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from assertions import assert_as_exact
-from measure import FlopCount, LiveBytes, eager_memory
 from seqtile import gated_mlp
+from support.assertions import assert_as_exact
+from support.measure import FlopCount, LiveBytes, eager_memory
 
 D, M = 48, 130
 NAMES = ("y", "d_x", "d_gate_weight", "d_up_weight", "d_down_weight")

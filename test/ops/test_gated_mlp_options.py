@@ -8,11 +8,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from assertions import assert_as_exact, relative_error
-from measure import FlopCount
 from seqtile import LowRank, gated_mlp
+from support.assertions import assert_as_exact, relative_error
 from support.choice import every_value
-from tiny import interpreted
+from support.measure import FlopCount
+from support.tiny import interpreted
 
 D, M, R, SCALE = 48, 130, 4, 0.5
 ACTIVATION = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}

@@ -7,10 +7,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from assertions import relative_error
-from measure import eager_memory
 from seqtile import linear_cross_entropy, linear_log_probs
+from support.assertions import relative_error
 from support.choice import every_pair
+from support.measure import eager_memory
 
 D, V = 16, 100
 OPS = (linear_cross_entropy, linear_log_probs)

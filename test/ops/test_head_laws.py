@@ -11,12 +11,12 @@ from functorch.compile import make_boxed_func
 from torch._dynamo.backends.common import aot_autograd
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from assertions import relative_error
-from head_reference import IGNORE, cross_entropy_reference, values_and_gradients
-from measure import FlopCount, LiveBytes, eager_memory
 from seqtile import linear_cross_entropy, linear_divergence, linear_topk_divergence
 from seqtile.ops.chunks import resolve_chunk_tokens
+from support.assertions import relative_error
 from support.choice import every_value
+from support.head_reference import IGNORE, cross_entropy_reference, values_and_gradients
+from support.measure import FlopCount, LiveBytes, eager_memory
 
 K = 1024
 pytestmark = eager_memory

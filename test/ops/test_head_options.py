@@ -6,10 +6,17 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from assertions import floor_of, relative_error
-from head_reference import IGNORE, cross_entropy_reference, entropies_of, logits_of, losses_of, values_and_gradients
 from seqtile import linear_cross_entropy, linear_log_probs
 from seqtile.kernels.dispatch import triton
+from support.assertions import floor_of, relative_error
+from support.head_reference import (
+    IGNORE,
+    cross_entropy_reference,
+    entropies_of,
+    logits_of,
+    losses_of,
+    values_and_gradients,
+)
 
 INTERPRETED = triton is not None and triton.knobs.runtime.interpret
 drawn = settings(

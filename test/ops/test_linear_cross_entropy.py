@@ -6,10 +6,19 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from assertions import assert_as_exact
-from head_reference import IGNORE, D, V, cross_entropy_reference, entropies_of, logits_of, make, values_and_gradients
-from measure import eager_memory
 from seqtile import linear_cross_entropy
+from support.assertions import assert_as_exact
+from support.head_reference import (
+    IGNORE,
+    D,
+    V,
+    cross_entropy_reference,
+    entropies_of,
+    logits_of,
+    make,
+    values_and_gradients,
+)
+from support.measure import eager_memory
 
 
 def reference(*operands: torch.Tensor, dtype: torch.dtype, **options) -> list[torch.Tensor]:

@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import torch
 
-from assertions import assert_each_as_exact
-from head_reference import entropies_of, logits_of
-from measure import FlopCount, LiveBytes, eager_memory
 from seqtile import linear_divergence
+from support.assertions import assert_each_as_exact
 from support.choice import every_pair
+from support.head_reference import entropies_of, logits_of
+from support.measure import FlopCount, LiveBytes, eager_memory
 
 V = 1000
 WIDTHS = (48, 80)  # of the student, of the teacher

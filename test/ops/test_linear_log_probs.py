@@ -1,12 +1,12 @@
 import pytest
 import torch
 
-from assertions import assert_as_exact
-from head_reference import IGNORE, entropies_of, logits_of
-from measure import FlopCount
 from seqtile import linear_cross_entropy, linear_log_probs
 from seqtile.ops.linear_log_probs import TokenValues
+from support.assertions import assert_as_exact
 from support.choice import every_value
+from support.head_reference import IGNORE, entropies_of, logits_of
+from support.measure import FlopCount
 
 D, V = 64, 1000
 

@@ -5,11 +5,11 @@ from typing import Any
 import pytest
 import torch
 
-from assertions import assert_as_exact, relative_error
-from head_reference import logits_of
-from measure import FlopCount, LiveBytes, eager_memory
 from seqtile import linear_divergence, linear_topk_divergence
+from support.assertions import assert_as_exact, relative_error
 from support.choice import every_pair
+from support.head_reference import logits_of
+from support.measure import FlopCount, LiveBytes, eager_memory
 
 D, V, K = 48, 1000, 7
 OPTIONS: dict[str, dict[str, Any]] = {

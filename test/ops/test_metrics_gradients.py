@@ -4,11 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from assertions import assert_as_exact
-from head_reference import IGNORE, D, V, entropies_of, logits_of, losses_of, make, reduced
-from measure import FlopCount, LiveBytes, eager_memory
 from seqtile import linear_cross_entropy
+from support.assertions import assert_as_exact
 from support.choice import every_pair, every_value
+from support.head_reference import IGNORE, D, V, entropies_of, logits_of, losses_of, make, reduced
+from support.measure import FlopCount, LiveBytes, eager_memory
 
 Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 

@@ -6,10 +6,10 @@ import torch.nn.functional as F
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from assertions import relative_error
-from measure import FlopCount, LiveBytes, eager_memory
 from seqtile import gated_mlp
+from support.assertions import relative_error
 from support.choice import every_value
+from support.measure import FlopCount, LiveBytes, eager_memory
 
 pytestmark = eager_memory
 K = 1024

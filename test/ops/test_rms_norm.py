@@ -1,10 +1,10 @@
 import pytest
 import torch
 
-from assertions import assert_as_exact
-from measure import LiveBytes, eager_memory
 from seqtile.ops.rms_norm import rms_norm
+from support.assertions import assert_as_exact
 from support.choice import every_value
+from support.measure import LiveBytes, eager_memory
 
 D, EPS = 130, 1e-2
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

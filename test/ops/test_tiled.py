@@ -4,9 +4,10 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from assertions import assert_each_as_exact, relative_error
-from measure import FlopCount, LiveBytes, eager_memory
 from seqtile import tiled
+from support.assertions import assert_each_as_exact, relative_error
+from support.choice import every_value
+from support.measure import FlopCount, LiveBytes, eager_memory
 
 D, M = 96, 150
 
@@ -29,6 +30,7 @@ def gradients(y: torch.Tensor, d_y: torch.Tensor, *leaves: torch.Tensor) -> list
     return [y.detach(), *torch.autograd.grad(y, leaves, d_y.to(y.dtype))]
 
 
+@pytest.mark.on_gpu("no kernel of ours is launched", only=every_value)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("checkpointed", [None, False, True], ids=["plain", "ckpt", "reentrant"])
 @pytest.mark.parametrize("shape", [(63, D), (3, 41, D), (2, 3, 11, D)], ids=str)

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from assertions import relative_error
 from seqtile import gated_mlp, tiled
+from support.assertions import relative_error
 from support.choice import every_value
 
 pytestmark = pytest.mark.on_gpu("refused before any kernel runs", only=every_value)

@@ -17,9 +17,6 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-from assertions import relative_error
-from launch import interruptible
-from measure import LiveBytes
 from recipes.tiny_pretrained import save_tiny
 from seqtile import __version__, memory
 from seqtile.cli import app
@@ -30,7 +27,10 @@ from seqtile.recipes.output import picture, print_table, running_means
 from seqtile.recipes.state import Run, loaded
 from seqtile.recipes.train import has_square_mask, in_words, loss_of, sequence_group, train
 from seqtile.sp import backends
-from tiny import build, config_of
+from support.assertions import relative_error
+from support.launch import interruptible
+from support.measure import LiveBytes
+from support.tiny import build, config_of
 
 FITS = (("loss", "mlp"), memory.TILES)
 TEXT = "a long document, of words and words and words; "

@@ -17,7 +17,6 @@ from rich.console import Console
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from launch import ended, interruptible, ranks, torchrun, torchrun_command
 from recipes.tiny_pretrained import save_tiny
 from seqtile import memory
 from seqtile.cli import app
@@ -27,7 +26,8 @@ from seqtile.recipes.data import load_config, sequences, standard_library
 from seqtile.recipes.finetune import fitted
 from seqtile.recipes.state import Run, loaded
 from seqtile.recipes.train import peak_mib, return_freed_memory, sequence_group
-from tiny import build
+from support.launch import ended, interruptible, ranks, torchrun, torchrun_command
+from support.tiny import build
 
 ON_RANKS = "recipes.test_on_ranks:on_ranks"
 FINETUNE = ("-m", "seqtile.cli", "finetune", "--device", "cpu")

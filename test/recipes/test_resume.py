@@ -17,7 +17,6 @@ import torch
 from rich.console import Console
 from safetensors.torch import load_file
 
-from launch import ranks
 from recipes.tiny_pretrained import save_tiny
 from seqtile.recipes import Job, checkpoint_in
 from seqtile.recipes import train as training_run
@@ -25,6 +24,7 @@ from seqtile.recipes.data import load_config
 from seqtile.recipes.finetune import finetune
 from seqtile.recipes.state import Run, Training, check_same
 from seqtile.recipes.train import train
+from support.launch import ranks
 
 STEPS = 5
 JOB = Job(seq_len=50, steps=STEPS, learning_rate=1e-3, device="cpu")

@@ -16,7 +16,7 @@ from seqtile.recipes.data import load_config
 from seqtile.recipes.output import remove_incomplete, save_model, written_beside
 from seqtile.recipes.state import Run
 from seqtile.recipes.train import train
-from tiny import build
+from support.tiny import build
 
 
 def names(directory: Path) -> set[str]:

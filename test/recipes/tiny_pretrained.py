@@ -5,7 +5,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from tiny import build
+from support.tiny import build
 
 
 def save_tiny(directory: Path, arch: str = "llama") -> None:

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 import torch
 
 from seqtile.arch import ARCHS
-from tiny import VOCAB
+from support.tiny import VOCAB
 
 HEADS = {  # architecture and shape: query heads / kv heads
     "mha 4/4": ("qwen2", {"num_key_value_heads": 4}),

@@ -11,11 +11,11 @@ from torch import nn
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
-from assertions import relative_error
 from seqtile import sp
 from sp.first_rank import context
 from sp.trainer import Documents, SequenceParallelTrainer, collate, model_of
-from tiny import VOCAB, build, loss_and_gradients
+from support.assertions import relative_error
+from support.tiny import VOCAB, build, loss_and_gradients
 
 LENGTH = 60
 Batch = dict[str, torch.Tensor]

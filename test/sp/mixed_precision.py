@@ -9,13 +9,13 @@ from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
 import seqtile
-from assertions import assert_each_as_exact, relative_error
 from distributed.worker import fsdp2
 from seqtile import sp
 from sp import recurrences
 from sp.cases import batch_of_kind
 from sp.first_rank import context
-from tiny import build, checkpointing, loss_and_gradients
+from support.assertions import assert_each_as_exact, relative_error
+from support.tiny import build, checkpointing, loss_and_gradients
 
 KINDS = ("plain", "packed", "padded")
 TILED = (None, {}, {"layer": True}, {"layer": True, "head_groups": 2})

@@ -9,12 +9,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import seqtile
-from assertions import relative_error
 from seqtile import sp
 from seqtile.sp.data import parts_of
 from sp.first_rank import by_first_rank, context
 from sp.worker import averaged
-from tiny import VOCAB, build
+from support.assertions import relative_error
+from support.tiny import VOCAB, build
 
 LENGTHS = (17, 30, 9, 41)  # chosen and rejected by turns, or four answers; none ends where a rank's part does
 PROMPT = 4

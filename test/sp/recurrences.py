@@ -16,8 +16,6 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.integrations import hub_kernels
 
 import seqtile
-from assertions import relative_error
-from measure import LiveBytes
 from seqtile import sp
 from seqtile.sp.all_to_all import rank_heads, width
 from seqtile.sp.layout import Layout
@@ -25,8 +23,10 @@ from seqtile.sp.recurrence import Recurrence
 from sp.attentions import flex_with_sinks, install
 from sp.cases import batch_of_kind
 from sp.first_rank import by_first_rank, context
-from tiny import VOCAB, checkpointing, loss_and_gradients
-from tiny import build as build_tiny
+from support.assertions import relative_error
+from support.measure import LiveBytes
+from support.tiny import VOCAB, checkpointing, loss_and_gradients
+from support.tiny import build as build_tiny
 
 SEQUENCES = ("plain", "ragged", "packed", "padded")
 CHECKPOINTING = (None, False, True)  # reentrant

@@ -31,7 +31,6 @@ from transformers import (
 )
 
 import seqtile
-from assertions import relative_error
 from distributed.worker import ddp, fsdp2, full, zero
 from seqtile import sp
 from seqtile.models.first_step import outcome_of
@@ -39,7 +38,8 @@ from seqtile.sp.attention import ulysses_attention
 from seqtile.sp.layout import Layout
 from sp import recurrences
 from sp.first_rank import by_first_rank, context
-from tiny import batch_of, build
+from support.assertions import relative_error
+from support.tiny import batch_of, build
 
 WINDOW = 2  # batches a step
 _TINY = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}

@@ -10,7 +10,7 @@ from transformers import DataCollatorWithFlattening
 
 from seqtile import apply_seqtile, sp
 from seqtile.sp import data
-from tiny import batch_of, build
+from support.tiny import batch_of, build
 
 
 def shards(batch: dict, size: int) -> list[dict]:

@@ -8,13 +8,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from measure import LiveBytes
 from seqtile.sp import backends
 from seqtile.sp.all_to_all import RankHeads, Rows, rank_heads
 from seqtile.sp.backends import attend, block_mask, blocks, check, segments_of
 from seqtile.sp.layout import documents_of, layout_of
 from sp.attentions import INSTALLED, asked, install
 from support.choice import every_pair
+from support.measure import LiveBytes
 
 
 @pytest.fixture(autouse=True)

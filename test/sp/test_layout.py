@@ -15,7 +15,7 @@ from seqtile.sp.layout import Layout, documents_of
 from seqtile.sp.recurrence import Recurrence
 from sp import recurrences
 from sp.cases import batch_of_kind
-from tiny import build, checkpointing
+from support.tiny import build, checkpointing
 
 WAITS = ("cpu", "tolist", "item", "nonzero", "__bool__", "__int__", "__index__", "__float__")
 

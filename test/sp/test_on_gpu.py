@@ -6,13 +6,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from assertions import assert_as_exact, relative_error
 from seqtile import sp
 from seqtile.sp.all_to_all import RankHeads, rank_heads
 from seqtile.sp.backends import attend
 from sp.attentions import asked, dense
 from sp.cases import WRAPPED, attention_cases, batch_of_kind
-from tiny import build, loss_and_gradients
+from support.assertions import assert_as_exact, relative_error
+from support.tiny import build, loss_and_gradients
 
 pytestmark = pytest.mark.gpu
 LENGTH, DOCUMENTS = 1000, ((0, 300), (300, 910))

@@ -5,9 +5,9 @@ from itertools import product
 
 import pytest
 
-from launch import ended, ranks
 from sp import loading, misuse, mixed_precision, post_training, recurrences, steps, trainer, worker
 from sp.cases import REDUCERS, attention_cases, layer_cases, on_ranks, reducer_cases
+from support.launch import ended, ranks
 from support.pool import Pool
 
 pytestmark = pytest.mark.dist
@@ -63,7 +63,7 @@ def test_reducers(pool: Pool, case: tuple) -> None:
 
 
 @OF_TWO
-@pytest.mark.parametrize(("i", "case"), enumerate(mixed_precision.CASES))
+@pytest.mark.parametrize(("i", "case"), list(enumerate(mixed_precision.CASES)))
 def test_mixed_precision(pool: Pool, i: int, case: tuple) -> None:
     """FSDP2 that casts parameters, and by its default the arguments of every layer."""
     pool.run(mixed_precision.mixed_precision, i, *case)

@@ -14,7 +14,7 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 from seqtile import apply_seqtile, sp
 from sp import recurrences
 from sp.first_rank import context
-from tiny import build
+from support.tiny import build
 
 SAMPLES, EPOCHS, ACCUMULATE = 24, 3, 4
 

@@ -9,13 +9,13 @@ from torch import nn
 from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
 import seqtile
-from assertions import relative_error
 from seqtile import sp
 from seqtile.models.layer import groups_of
 from sp.attentions import install
 from sp.cases import QWEN2_VL, WRAPPED, batch_of_kind
 from sp.first_rank import by_first_rank, context
-from tiny import build, checkpointing, loss_and_gradients
+from support.assertions import relative_error
+from support.tiny import build, checkpointing, loss_and_gradients
 
 
 class Collectives:

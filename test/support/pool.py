@@ -26,7 +26,7 @@ from unittest.mock import patch
 from filelock import FileLock
 from torch.distributed import TCPStore
 
-from launch import ENVIRONMENT, IMPORTED, prepare
+from support.launch import ENVIRONMENT, IMPORTED, prepare
 
 CASE_LIMIT = 300  # seconds, a thousand times what a case takes on an idle machine
 GRACE = 5  # seconds for the others to fail, or to end, once one has failed

@@ -9,7 +9,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import nn
 from transformers import PreTrainedTokenizerFast
 
-from tiny import VOCAB
+from support.tiny import VOCAB
 
 datasets = pytest.importorskip("datasets")
 trl = pytest.importorskip("trl")

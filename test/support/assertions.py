@@ -5,19 +5,12 @@ value: that is the floor for bfloat16 there, and there alone.
 """
 
 import torch
+from benchmark.errors import FLOOR, relative_error
 
 from seqtile.kernels.dispatch import triton
 
-FLOOR = 1e-6
+__all__ = ["FLOOR", "assert_as_exact", "assert_each_as_exact", "floor_of", "poisoned", "relative_error"]
 INTERPRETER_BFLOAT16_FLOOR = 2**-7
-
-
-def relative_error(value: torch.Tensor, truth: torch.Tensor) -> float:
-    """||value - truth|| / ||truth||, in float64; ||value|| where the truth is zero."""
-    value, truth = value.detach().double().cpu(), truth.detach().double().cpu()
-    assert value.shape == truth.shape
-    norm = truth.norm()
-    return ((value - truth).norm() / (norm if norm > 0 else 1)).item()
 
 
 def floor_of(dtype: torch.dtype) -> float:

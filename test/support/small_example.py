@@ -18,7 +18,7 @@ import torch.distributed as dist
 import seqtile
 import seqtile.rules
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 LENGTH, SEQUENCES, CHUNK = 120, 6, 50
 STEP = re.compile(r"step \d+: loss (\d+\.\d+), gradient norm (\d+\.\d+)")
 

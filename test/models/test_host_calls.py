@@ -85,11 +85,7 @@ def calls_a_layer(kind: str, tokens: int, checkpointed: bool, options: dict[str,
 
 @pytest.mark.parametrize(
     ("chunks", "checkpointed", "limits"),
-    [
-        (0.5, False, (53, 53, 53)),
-        (0.5, True, (65, 65, 65)),
-        (2, True, (1_415, 3_915, 5_415)),
-    ],
+    [(0.5, False, (53, 53, 53)), (0.5, True, (65, 65, 65)), (2, True, (1_415, 3_915, 5_415))],
 )
 def test_calls_beyond_untiled(chunks: float, checkpointed: bool, limits: tuple[int, ...]) -> None:
     tokens = int(chunks * CHUNK)
@@ -105,8 +101,7 @@ def test_calls_of_a_further_chunk(way: str, limit: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "limit"),
-    [("lora", 6_962), ("lora with dropout", 25_051), ("gemma3_text", 13_759), ("qwen3_moe", 10_170)],
+    ("kind", "limit"), [("lora", 6_962), ("lora with dropout", 25_051), ("gemma3_text", 13_759), ("qwen3_moe", 10_170)]
 )
 def test_calls_beyond_untiled_of_other_layers(kind: str, limit: int) -> None:
     """A third at most of what they were before a module's verdict was kept."""

@@ -25,13 +25,7 @@ def text_config_of(model: PreTrainedModel) -> object:
 
 @pytest.mark.full(
     "a tenth of the types and those that are most unlike; each takes a third of a second",
-    but=(
-        "*l",
-        "*_text",
-        "gpt_oss",
-        "deepseek_v3",
-        "phimoe",
-    ),
+    but=("*l", "*_text", "gpt_oss", "deepseek_v3", "phimoe"),
 )
 @pytest.mark.parametrize("model_type", model_types())
 def test_every_kind_of_layer(model_type: str) -> None:

@@ -122,10 +122,7 @@ def both(
 
 @pytest.mark.full(
     "each trainer costs seconds; how a model was tiled is tested without TRL",
-    but=(
-        "llama-model-trl*",
-        "phi3-classes-seqtile*",
-    ),
+    but=("llama-model-trl*", "phi3-classes-seqtile*"),
 )
 @pytest.mark.parametrize("cls", TRAINERS)
 @pytest.mark.parametrize(
@@ -161,10 +158,7 @@ def test_same_training_of_other_kinds(name: str, cls: type, tmp_path: Path, call
     assert_same_training(*both(cls, model, documents, tmp_path, calls, **options))
 
 
-@pytest.mark.full(
-    "each trainer costs seconds; how a model was tiled is tested without TRL",
-    but=("classes-seqtile*",),
-)
+@pytest.mark.full("each trainer costs seconds; how a model was tiled is tested without TRL", but=("classes-seqtile*",))
 @pytest.mark.parametrize("cls", TRAINERS)
 @pytest.mark.parametrize("how", ["model", "classes"])
 def test_lora(how: str, cls: type, tmp_path: Path, calls: Counter) -> None:
@@ -176,10 +170,7 @@ def test_lora(how: str, cls: type, tmp_path: Path, calls: Counter) -> None:
     assert_same_training(ours, theirs)
 
 
-@pytest.mark.full(
-    "each trainer costs seconds; how a model was tiled is tested without TRL",
-    but=("trl*",),
-)
+@pytest.mark.full("each trainer costs seconds; how a model was tiled is tested without TRL", but=("trl*",))
 @pytest.mark.parametrize("cls", TRAINERS)
 def test_bfloat16_autocast(cls: type, tmp_path: Path, calls: Counter) -> None:
     """What TRL does unless told otherwise; the training in float32 is the truth."""

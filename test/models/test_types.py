@@ -56,13 +56,7 @@ def test_the_counts_in_readme() -> None:
 
 @pytest.mark.full(
     "a tenth of the types and those that are most unlike; each takes a third of a second",
-    but=(
-        "*l",
-        "*_text",
-        "gpt_oss",
-        "deepseek_v3",
-        "phimoe",
-    ),
+    but=("*l", "*_text", "gpt_oss", "deepseek_v3", "phimoe"),
 )
 @documented
 @pytest.mark.parametrize("model_type", model_types())

@@ -38,11 +38,7 @@ _EXTRA = {
     "glm4": {"head_dim": 12},
     "granite": {"logits_scaling": 3.0, "mlp_bias": True},
     "mistral": {"sliding_window": 40},
-    "mixtral": {
-        "intermediate_size": 136,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-    },
+    "mixtral": {"intermediate_size": 136, "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3": {"head_dim": 12, "tie_word_embeddings": True},
     "qwen3_moe": {
         "head_dim": 12,

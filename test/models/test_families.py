@@ -1,6 +1,7 @@
 """The families that people train now, each in the ways in which it is trained: as untiled, all parts tiled."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -8,9 +9,12 @@ from peft import LoraConfig, get_peft_model
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
 import seqtile
+from models.layered import KINDS
 from seqtile.models.model_types import model_classes
 from seqtile.models.small import WORDS, small_model
+from support.tiny import checkpointing
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 CHUNK = 7
 FAMILIES = {  # the parts that are tiled, by status
     "gpt_oss": ("chunked", "chunked"),
@@ -26,15 +30,12 @@ FAMILIES = {  # the parts that are tiled, by status
     "olmo3": ("fused", "chunked"),
     "seed_oss": ("chunked", "chunked"),
 }
+EACH = "half a second each"
+UNLIKE = ("gpt_oss-*", "qwen3_5_text-reentrant", "deepseek_v3-plain")  # experts, two kinds of layers, latent attention
 
 
 def made(model_type: str, **changes: object) -> PreTrainedModel:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return small_model(model_classes(model_type)[0], CONFIG_MAPPING[model_type](**changes)).train()
-    finally:
-        torch.set_num_threads(threads)
+    return small_model(model_classes(model_type)[0], CONFIG_MAPPING[model_type](**changes)).train()
 
 
 def batch(length: int = 40) -> dict[str, torch.Tensor]:
@@ -59,13 +60,13 @@ def errors(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> di
 
 def tiled_copy(model: torch.nn.Module, **options: object) -> torch.nn.Module:
     tiled = copy.deepcopy(model)
-    seqtile.apply_seqtile(tiled, layer=True, chunk_tokens=CHUNK, **options)
+    seqtile.apply_seqtile(tiled, **{"layer": True, "chunk_tokens": CHUNK} | options)
     return tiled
 
 
-def assert_same(model: torch.nn.Module, tiled: torch.nn.Module, **inputs: torch.Tensor) -> None:
-    truth = gradients(model, **inputs)
-    nudged = copy.deepcopy(model)
+def assert_same(model: torch.nn.Module, tiled: torch.nn.Module, nudged: Any = None, **inputs: torch.Tensor) -> None:
+    """`nudged` is another such model, where one cannot be copied."""
+    truth, nudged = gradients(model, **inputs), nudged or copy.deepcopy(model)
     with torch.no_grad():
         for weight in nudged.parameters():
             weight.mul_(1 + 2**-23)
@@ -74,6 +75,7 @@ def assert_same(model: torch.nn.Module, tiled: torch.nn.Module, **inputs: torch.
         assert error <= 2 * ill[name] + 2e-5, f"{name}: {error:.1e}, nudged {ill[name]:.1e}"
 
 
+@pytest.mark.full(EACH, but=("gpt_oss", "qwen3_5_moe_text", "gemma4_text", "deepseek_v3", "ministral3", "seed_oss"))
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_parts(model_type: str) -> None:
     model = made(model_type)
@@ -86,37 +88,21 @@ def test_parts(model_type: str) -> None:
     assert_same(model, tiled, **batch())
 
 
-@pytest.mark.full(
-    "experts, layers of two kinds, and an attention of its own; half a second each",
-    but=("*gpt_oss*", "*qwen3_5_text*", "*deepseek_v3*"),
-)
+@pytest.mark.full(EACH, but=UNLIKE)
+@pytest.mark.parametrize("reentrant", KINDS)
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_packed(model_type: str) -> None:
+def test_packed_and_checkpointed(model_type: str, reentrant: bool | None) -> None:
     """Three documents, one after the other, told by their positions."""
-    model = made(model_type)
-    positions = torch.cat([torch.arange(length) for length in (11, 3, 26)]).unsqueeze(0)
-    inputs = {name: tensor[:1] for name, tensor in batch().items()}
-    assert_same(model, tiled_copy(model), **inputs, position_ids=positions)
-
-
-@pytest.mark.full(
-    "experts, layers of two kinds, and an attention of its own; half a second each",
-    but=("*gpt_oss*", "*qwen3_5_text*", "*deepseek_v3*"),
-)
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_checkpointed(model_type: str, reentrant: bool) -> None:
     model = made(model_type)
     tiled = tiled_copy(model)
     for each in (model, tiled):
-        each.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    assert_same(model, tiled, **batch())
+        checkpointing(each, reentrant)
+    positions = torch.cat([torch.arange(length) for length in (11, 3, 26)]).unsqueeze(0)
+    inputs = {name: tensor[:1] for name, tensor in batch().items()}
+    assert_same(model, tiled, **inputs, position_ids=positions)
 
 
-@pytest.mark.full(
-    "experts, layers of two kinds, and an attention of its own; half a second each",
-    but=("*gpt_oss*", "*qwen3_5_text*", "*deepseek_v3*"),
-)
+@pytest.mark.full(EACH, but=("gpt_oss-after", "deepseek_v3-before"))
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_lora(model_type: str, when: str) -> None:
@@ -132,10 +118,7 @@ def test_lora(model_type: str, when: str) -> None:
     assert_same(model, tiled, **batch())
 
 
-@pytest.mark.full(
-    "experts, layers of two kinds, and an attention of its own; half a second each",
-    but=("*gpt_oss*", "*qwen3_5_text*", "*deepseek_v3*"),
-)
+@pytest.mark.full(EACH, but=("qwen3_5_text", "deepseek_v3"))
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_bfloat16(model_type: str) -> None:
     """All gradients together: of a weight of a dozen numbers the error of bfloat16 is luck."""
@@ -164,19 +147,13 @@ def test_image_tokens() -> None:
     assert_same(model, tiled_copy(model), **inputs, image_grid_thw=torch.tensor([[1, 4, 4]]))
 
 
-@pytest.mark.parametrize(
-    ("model_type", "changes"),
-    [
-        ("kimi_k25", {"text_config": {"n_shared_experts": 0}}),
-        ("solar_open", {"n_shared_experts": 0}),
-        ("deepseek_v3", {"n_shared_experts": 0}),
-    ],
-)
-def test_no_shared_expert(model_type: str, changes: dict) -> None:
+@pytest.mark.full(EACH, but=("solar_open",))
+@pytest.mark.parametrize("model_type", ["kimi_k25", "solar_open", "deepseek_v3"])
+def test_no_shared_expert(model_type: str) -> None:
     """Hugging Face's code then makes an MLP of no width."""
-    model = made(model_type, **changes)
-    tiled = copy.deepcopy(model)
-    seqtile.apply_seqtile(tiled, chunk_tokens=CHUNK)
+    changes = {"n_shared_experts": 0}
+    model = made(model_type, **{"text_config": changes} if model_type == "kimi_k25" else changes)
+    tiled = tiled_copy(model, layer=False)
     status = seqtile.status(tiled).mlp
     assert status.tiled == status.total > 0
     assert_same(model, tiled, **batch())
@@ -191,11 +168,4 @@ def test_tensors_of_a_graph_on_modules(has_run: bool) -> None:
     seqtile.apply_seqtile(tiled, chunk_tokens=CHUNK)
     status = seqtile.status(tiled)
     assert status.loss.tiled == 1 and status.mlp.tiled == status.mlp.total == 3
-    nudged = made("recurrent_gemma")
-    with torch.no_grad():
-        for weight in nudged.parameters():
-            weight.mul_(1 + 2**-23)
-    truth, ill = gradients(model, **inputs), {}
-    ill = errors(gradients(nudged, **inputs), truth)
-    for name, error in errors(gradients(tiled, **inputs), truth).items():
-        assert error <= 2 * ill[name] + 2e-5, f"{name}: {error:.1e}, nudged {ill[name]:.1e}"
+    assert_same(model, tiled, made("recurrent_gemma"), **inputs)

@@ -1,6 +1,5 @@
 """Weights that are computed anew at every forward: torch.nn.utils.parametrizations."""
 
-import copy
 from collections.abc import Callable
 
 import pytest
@@ -8,9 +7,11 @@ from torch import nn
 from torch.nn.utils.parametrizations import orthogonal, weight_norm
 
 import seqtile
-from models.test_families import assert_same, batch, made
+from models.test_families import assert_same, batch, made, tiled_copy
+from support.choice import every_pair
+from support.tiny import checkpointing
 
-CHUNK = 7
+pytestmark = pytest.mark.usefixtures("one_thread")
 PLACES: dict[str, Callable[[nn.Module], nn.Module]] = {
     "gate": lambda model: model.model.layers[0].mlp.gate_proj,
     "down": lambda model: model.model.layers[1].mlp.down_proj,
@@ -18,29 +19,21 @@ PLACES: dict[str, Callable[[nn.Module], nn.Module]] = {
     "output": lambda model: model.model.layers[1].self_attn.o_proj,
     "head": lambda model: model.lm_head,
 }
+CASES = [(weight_norm, place) for place in PLACES] + [(orthogonal, "gate")]
 
 
-@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.full("of 48 cases", but=every_pair)
+@pytest.mark.parametrize("reentrant", [None, False])
 @pytest.mark.parametrize("layer", [False, True])
-@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("what", CASES, ids=lambda case: f"{case[0].__name__}-{case[1]}")
 @pytest.mark.parametrize("model_type", ["llama", "olmo2"])
-def test_weight_norm(model_type: str, place: str, layer: bool, checkpointed: bool) -> None:
+def test_as_untiled(model_type: str, what: tuple, layer: bool, reentrant: bool | None) -> None:
+    parametrise, place = what
     model = made(model_type, tie_word_embeddings=False)
-    weight_norm(PLACES[place](model))
-    tiled = copy.deepcopy(model)
-    seqtile.apply_seqtile(tiled, layer=layer, chunk_tokens=CHUNK)
+    parametrise(PLACES[place](model))
+    tiled = tiled_copy(model, layer=layer)
     status = seqtile.status(tiled)
     assert status.loss.tiled == 1 and status.mlp.tiled == 2 and (not layer or status.layer.tiled == 2)
-    if checkpointed:
-        for one in (model, tiled):
-            one.gradient_checkpointing_enable({"use_reentrant": False})
-    assert_same(model, tiled, **batch())
-
-
-def test_orthogonal() -> None:
-    model = made("llama")
-    orthogonal(model.model.layers[0].mlp.gate_proj)
-    tiled = copy.deepcopy(model)
-    seqtile.apply_seqtile(tiled, chunk_tokens=CHUNK)
-    assert seqtile.status(tiled).mlp.tiled == 2
+    for one in (model, tiled):
+        checkpointing(one, reentrant)
     assert_same(model, tiled, **batch())

@@ -11,9 +11,9 @@ from torch import nn
 import seqtile
 from seqtile.models.quantised import quantized_weight_of
 from support.assertions import relative_error
-from support.choice import every_pair
+from support.choice import every_pair, every_value
 from support.measure import FlopCount, LiveBytes, eager_memory
-from support.tiny import CHUNK, batch_of, build
+from support.tiny import CHUNK, batch_of, build, checkpointing, loss_and_gradients, tiled_copy
 
 bnb = pytest.importorskip("bitsandbytes")
 peft = pytest.importorskip("peft")
@@ -31,9 +31,8 @@ def quantised(model: nn.Module, compute_dtype: torch.dtype | None = torch.float3
     for module in list(model.model.layers.modules()):
         for name, child in list(module.named_children()):
             if name in PROJECTIONS:
-                layer = bnb.nn.Linear4bit(
-                    child.in_features, child.out_features, child.bias is not None, compute_dtype, **options
-                )
+                sizes, bias = (child.in_features, child.out_features), child.bias is not None
+                layer = bnb.nn.Linear4bit(*sizes, bias, compute_dtype, **options)
                 layer.load_state_dict(child.state_dict())
                 setattr(module, name, layer.to("cpu"))
     return model.requires_grad_(False)
@@ -67,16 +66,8 @@ def with_lora(model: nn.Module) -> nn.Module:
 
 
 def step(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-    model.zero_grad()
-    loss = model(**batch).loss
-    loss.backward()
-    found = {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
-    return loss.detach(), found
-
-
-def assert_same_step(ours: nn.Module, theirs: nn.Module) -> None:
-    batch = batch_of(2, 101)
-    assert_same(step(ours, batch), step(theirs, batch))
+    loss, gradients = loss_and_gradients(model, **batch)
+    return loss, {name: gradient for name, gradient in gradients.items() if gradient is not None}
 
 
 def assert_same(ours: tuple[torch.Tensor, dict], theirs: tuple[torch.Tensor, dict]) -> None:
@@ -87,26 +78,25 @@ def assert_same(ours: tuple[torch.Tensor, dict], theirs: tuple[torch.Tensor, dic
         assert gradient.norm() > 0 and relative_error(gradients[name], gradient) <= 2e-5, name
 
 
-@pytest.mark.full("of 165 cases", but=every_pair)
-@pytest.mark.parametrize("checkpointed", [False, True])
+@pytest.mark.full("of 48 cases", but=every_pair)
+@pytest.mark.parametrize("reentrant", [None, False])
 @pytest.mark.parametrize("options", [{}, {"layer": True}, {"layer": True, "head_groups": 2}], ids=str)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("arch", ["llama", "qwen3", "gemma2"])
-def test_equals_untiled(arch: str, kind: str, options: dict, checkpointed: bool) -> None:
+def test_equals_untiled(arch: str, kind: str, options: dict, reentrant: bool | None) -> None:
     if arch == "gemma2" and "head_groups" in options:
         pytest.skip("its layers have no groups")
     theirs = with_lora(quantised(build(arch), **KINDS[kind]))
-    ours = copy.deepcopy(theirs)
-    seqtile.apply_seqtile(ours, chunk_tokens=CHUNK, **options)
+    ours = tiled_copy(theirs, **options)
     status = seqtile.status(ours)
     assert status.mlp.tiled == 2 and (arch == "gemma2" or (status.layer or status.mlp).reason is None)
-    if checkpointed:
-        for model in (ours, theirs):
-            model.get_base_model().gradient_checkpointing_enable({"use_reentrant": False})
-    assert_same_step(ours, theirs)
+    for model in (ours, theirs):
+        checkpointing(model.get_base_model(), reentrant)
+    batch = batch_of(2, 101)
+    assert_same(step(ours, batch), step(theirs, batch))
 
 
-@pytest.mark.full("of 165 cases", but=every_pair)
+@pytest.mark.full("of 18 cases", but=every_value)
 @pytest.mark.parametrize("options", [{}, {"layer": True}, {"layer": True, "head_groups": 2}], ids=str)
 @pytest.mark.parametrize("kind", TORCHAO)
 def test_torchao_equals_untiled(kind: str, options: dict) -> None:
@@ -136,8 +126,7 @@ def test_what_quantises_its_input_is_called(kind: str, reason: str, rtol: float)
     """Token by token, so that chunks compute what the whole does; their weights, read, would compute something else."""
     model = build("llama", intermediate_size=128)
     theirs = of_torchao(model, "int8, inputs too") if kind == "torchao" else in_8_bits(model)
-    ours = copy.deepcopy(theirs)
-    seqtile.apply_seqtile(ours, chunk_tokens=CHUNK)
+    ours = tiled_copy(theirs)
     assert reason in str(seqtile.status(ours).mlp)
     batch = batch_of(2, 101)
     torch.testing.assert_close(ours(**batch).loss, theirs(**batch).loss, rtol=rtol, atol=0)
@@ -149,34 +138,30 @@ def test_without_an_adapter() -> None:
     """The gradient goes through to what is trained below."""
     theirs = quantised(build("llama"), **KINDS["nf4"])
     theirs.model.embed_tokens.requires_grad_(True)
-    ours = copy.deepcopy(theirs)
-    seqtile.apply_seqtile(ours, chunk_tokens=CHUNK, layer=True)
-    assert_same_step(ours, theirs)
+    batch = batch_of(2, 101)
+    assert_same(step(tiled_copy(theirs, layer=True), batch), step(theirs, batch))
 
 
 def test_another_dtype_is_called() -> None:
     """A layer that computes in bfloat16 what it is given in float32 is called: read it would compute in float32."""
     theirs = with_lora(quantised(build("llama"), torch.bfloat16, **KINDS["nf4"]))
-    ours = copy.deepcopy(theirs)
-    seqtile.apply_seqtile(ours, chunk_tokens=CHUNK)
-    batch = batch_of(2, 101)
+    ours, batch = tiled_copy(theirs), batch_of(2, 101)
     torch.testing.assert_close(ours(**batch).loss, theirs(**batch).loss, rtol=1e-5, atol=0)
 
 
 def test_products() -> None:
     """Of a frozen MLP in 4 bits, checkpointed: 3 u in the forward, and 2 u and 3 u in the backward."""
-    model = quantised(build("llama"), **KINDS["nf4"])
-    seqtile.apply_seqtile(model, chunk_tokens=CHUNK)
+    model = tiled_copy(quantised(build("llama"), **KINDS["nf4"]))
     mlp, x = model.model.layers[0].mlp, torch.randn(1, 101, 48, requires_grad=True)
     unit = 2 * 101 * 48 * 130
-    with FlopCount() as flops:
+    with FlopCount() as forward:
         y = mlp(x)
-    assert flops.total == 3 * unit
-    with FlopCount() as flops:
+    with FlopCount() as backward:
         y.sum().backward()
-    assert flops.total == 5 * unit and not flops.unknown
+    assert (forward.total, backward.total) == (3 * unit, 5 * unit) and not backward.unknown
 
 
+@pytest.mark.full("a second each", but=("bitsandbytes", "int8", "nf4"))
 @eager_memory
 @pytest.mark.parametrize("kind", ["bitsandbytes", *TORCHAO])
 def test_memory(kind: str) -> None:

@@ -54,10 +54,7 @@ def test_the_counts_in_readme() -> None:
     ) in readme
 
 
-@pytest.mark.full(
-    "a tenth of the types and those that are most unlike; each takes a third of a second",
-    but=("*l", "*_text", "gpt_oss", "deepseek_v3", "phimoe"),
-)
+@pytest.mark.full("a third of a second each", but=("*l", "gpt_oss", "deepseek_v3", "phimoe", "gemma4_text"))
 @documented
 @pytest.mark.parametrize("model_type", model_types())
 def test_a_type(model_type: str) -> None:
@@ -74,6 +71,7 @@ def assert_same(found: Vectors, plain: PreTrainedModel) -> None:
     assert difference(truth, found, nudged, proof.EPS) is None
 
 
+@pytest.mark.full("test_families.py has more types every day", but=("gpt2", "gpt_oss"))
 @pytest.mark.parametrize("model_type", ["ernie4_5", "gpt2", "gpt_oss", "qwen3_5_text", "deepseek_v3", "phi"])
 def test_by_the_public_functions(model_type: str) -> None:
     """All parts together, applied to the model, then taken off."""
@@ -91,6 +89,7 @@ def test_by_the_public_functions(model_type: str) -> None:
     assert seqtile.status(tiled).mlp.tiled == 0
 
 
+@pytest.mark.full("a second each", but=("granitemoe",))
 @pytest.mark.parametrize("model_type", ["gpt_neox", "starcoder2", "granitemoe"])
 def test_by_the_classes(model_type: str) -> None:
     config = CONFIG_MAPPING[model_type]()
@@ -125,32 +124,6 @@ def test_another_rotary_embedding(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "differs by" in found.refusal and found.error > 0.01
 
 
-class MixingMLP(torch.nn.Module):
-    """Looks like an MLP, and lets each token see the one before it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(torch.nn.functional.gelu(self.up(x + x.roll(1, dims=1))))
-
-
-class MixingGPT2(GPT2LMHeadModel):
-    def __init__(self, config: GPT2Config) -> None:
-        super().__init__(config)
-        for block in self.transformer.h:
-            block.mlp = MixingMLP()
-
-
-def test_a_part_that_differs_is_left_untiled() -> None:
-    model = small_model(MixingGPT2, GPT2Config())
-    seqtile.apply_seqtile(model, chunk_tokens=proof.CHUNK)
-    status = seqtile.status(model)
-    assert status.mlp.tiled == 0 and status.loss.tiled == 1
-    assert "MixingMLP is left untiled: " in str(status) and "differs by" in str(status)
-
-
 class ScaledMLP(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -158,6 +131,20 @@ class ScaledMLP(torch.nn.Module):
 
     def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
         return scale * self.down(torch.nn.functional.gelu(self.up(x)))
+
+
+class MixingMLP(ScaledMLP):
+    """Looks like an MLP, and lets each token see the one before it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.nn.functional.gelu(self.up(x + x.roll(1, dims=1))))
+
+
+class WithoutGradientMLP(ScaledMLP):
+    """Its gradients are no numbers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + 0 * (x - x).abs().sqrt()
 
 
 class Scaled(torch.nn.Module):
@@ -169,11 +156,36 @@ class Scaled(torch.nn.Module):
         return self.inner(x, scale=2.0)  # an option: the tiled forward hands it on, untiled
 
 
-class ScaledGPT2(GPT2LMHeadModel):
+class Convolution(ScaledMLP):
+    """A convolution along the sequence between two projections."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = torch.nn.Conv1d(64, 64, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.conv(self.up(x).transpose(1, 2)).transpose(1, 2))
+
+
+class OtherGPT2(GPT2LMHeadModel):
+    mlp: type[torch.nn.Module]
+
     def __init__(self, config: GPT2Config) -> None:
         super().__init__(config)
         for block in self.transformer.h:
-            block.mlp = Scaled()
+            block.mlp = self.mlp()
+
+
+class MixingGPT2(OtherGPT2):
+    mlp = MixingMLP
+
+
+class ScaledGPT2(OtherGPT2):
+    mlp = Scaled
+
+
+class WithoutGradientGPT2(OtherGPT2):
+    mlp = WithoutGradientMLP
 
 
 class UnusedGPT2(GPT2LMHeadModel):
@@ -182,18 +194,15 @@ class UnusedGPT2(GPT2LMHeadModel):
         self.transformer.h[1].unused = ScaledMLP()
 
 
-class WithoutGradientMLP(ScaledMLP):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) + 0 * (x - x).abs().sqrt()
-
-
-class WithoutGradientGPT2(GPT2LMHeadModel):
-    """Its gradients are no numbers."""
-
-    def __init__(self, config: GPT2Config) -> None:
-        super().__init__(config)
-        for block in self.transformer.h:
-            block.mlp = WithoutGradientMLP()
+def test_a_part_that_differs_is_left_untiled() -> None:
+    """A layer with it neither: the layer's file was proven, and not with what somebody put into it."""
+    model = small_model(MixingGPT2, GPT2Config())
+    with pytest.raises(ValueError, match=r"the layers of MixingGPT2 cannot be tiled: the gradient of .* differs by"):
+        seqtile.apply_seqtile(model, layer=True, chunk_tokens=proof.CHUNK)
+    seqtile.apply_seqtile(model, chunk_tokens=proof.CHUNK)
+    status = seqtile.status(model)
+    assert status.mlp.tiled == 0 and status.loss.tiled == 1
+    assert "MixingMLP is left untiled: " in str(status) and "differs by" in str(status)
 
 
 @pytest.mark.parametrize(
@@ -308,29 +317,21 @@ def test_a_config_whose_small_model_does_not_run(known: bool, monkeypatch: pytes
     assert ("left untiled: it could not be proven on a small model" in str(seqtile.status(model))) is not known
 
 
+@pytest.mark.full(
+    "half a second each", but=("Llama-3.1*", "Qwen3-30B*", "Gemma-3-4B", "gpt-oss*", "DeepSeek-V3", "Phi-4*")
+)
 @documented
-@pytest.mark.parametrize("name", [name for name, *_ in REAL_CONFIGS])
-def test_well_known_configs(name: str, runs: list[object]) -> None:
+@pytest.mark.parametrize(
+    ("model_type", "said"), [known[1:] for known in REAL_CONFIGS], ids=[k[0] for k in REAL_CONFIGS]
+)
+def test_well_known_configs(model_type: str, said: dict, runs: list[object]) -> None:
     """Nothing is run, and nothing taken for replaced, before such a model is tiled."""
-    [(model_type, said)] = [known[1:] for known in REAL_CONFIGS if known[0] == name]
     model = unfilled(model_classes(model_type)[0], config_of(model_type, said))
     reason_of = proof.unproven(model)
     for part in proof.PROVEN_ALONE:
         for module in part.modules(model):
             assert part.refusal(module) is not None or reason_of(part, module) is None
     assert not runs
-
-
-class Convolution(torch.nn.Module):
-    """A convolution along the sequence between two projections."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
-        self.conv = torch.nn.Conv1d(64, 64, 3, padding=1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.conv(self.up(x).transpose(1, 2)).transpose(1, 2))
 
 
 def test_attention_is_given_the_whole() -> None:
@@ -358,10 +359,3 @@ def test_a_convolution_is_no_mlp() -> None:
     model = small_model(LlamaForCausalLM, LlamaConfig())
     model.model.layers[0].mlp = Convolution()
     assert [type(mlp).__name__ for mlp in mlps_of(model)] == ["LlamaMLP"]
-
-
-def test_another_mlp_inside_a_known_layer() -> None:
-    """The layer's file was proven, and not with what somebody put into it."""
-    model = small_model(MixingGPT2, GPT2Config())
-    with pytest.raises(ValueError, match=r"the layers of MixingGPT2 cannot be tiled: the gradient of .* differs by"):
-        seqtile.apply_seqtile(model, layer=True, chunk_tokens=proof.CHUNK)

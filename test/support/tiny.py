@@ -1,5 +1,6 @@
 """Tiny models of every supported architecture, batches for them, and Liger applied to them and taken off again."""
 
+import copy
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from packaging.version import Version
 from torch import nn
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
+import seqtile
 from seqtile.arch import ARCHS
 from seqtile.kernels.dispatch import triton
 from seqtile.ops.chunks import is_trial
@@ -80,6 +82,21 @@ def build(arch: str, device: str = "cpu", **changes: object) -> nn.Module:
     return model.to(device).train()
 
 
+def gentle(arch: str, device: str = "cpu", **changes: object) -> nn.Module:
+    """As `build`, with weights so small that training with a learning rate of 1 does not diverge."""
+    model = build(arch, device, **changes)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    return model
+
+
+def tiled_copy(model: nn.Module, **options: object) -> nn.Module:
+    tiled = copy.deepcopy(model)
+    seqtile.apply_seqtile(tiled, **{"chunk_tokens": CHUNK} | options)
+    return tiled
+
+
 def batch_of(batch_size: int, length: int, device: str = "cpu") -> dict[str, torch.Tensor]:
     """input_ids, attention_mask and labels: rows of different lengths, and a masked prompt in each."""
     ids = torch.randint(3, VOCAB, (batch_size, length), device=device)
@@ -124,11 +141,8 @@ def interpreted() -> bool:
 
 def broken_interpreter() -> str | None:
     """Why Triton's interpreter does not run here; None if it does."""
-    if (
-        triton is not None
-        and Version(triton.__version__) < Version("3.7")
-        and Version(numpy.__version__) >= Version("2.5")
-    ):
+    old, new = Version("3.7"), Version("2.5")
+    if triton is not None and Version(triton.__version__) < old and Version(numpy.__version__) >= new:
         return f"the interpreter of triton {triton.__version__} fails with numpy {numpy.__version__}"
     return None
 

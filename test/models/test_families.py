@@ -29,6 +29,9 @@ FAMILIES = {  # the parts that are tiled, by status
     "ministral3": ("fused", "chunked"),
     "olmo3": ("fused", "chunked"),
     "seed_oss": ("chunked", "chunked"),
+    "ernie4_5": ("fused", "chunked"),
+    "gpt2": ("chunked", "chunked"),
+    "phi": ("chunked", "chunked"),
 }
 EACH = "half a second each"
 UNLIKE = ("gpt_oss-*", "qwen3_5_text-reentrant", "deepseek_v3-plain")  # experts, two kinds of layers, latent attention
@@ -75,7 +78,7 @@ def assert_same(model: torch.nn.Module, tiled: torch.nn.Module, nudged: Any = No
         assert error <= 2 * ill[name] + 2e-5, f"{name}: {error:.1e}, nudged {ill[name]:.1e}"
 
 
-@pytest.mark.full(EACH, but=("gpt_oss", "qwen3_5_moe_text", "gemma4_text", "deepseek_v3", "ministral3", "seed_oss"))
+@pytest.mark.full(EACH, but=("gpt_oss", "qwen3_5_moe_text", "gemma4_text", "deepseek_v3", "seed_oss", "gpt2"))
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_parts(model_type: str) -> None:
     model = made(model_type)
@@ -86,6 +89,9 @@ def test_parts(model_type: str) -> None:
     assert ("fused" if status.mlp.reason is None else "chunked") == mlp
     assert 0 < status.layer.tiled and ("fused" if status.layer.reason is None else "chunked") == layer
     assert_same(model, tiled, **batch())
+    assert "equal the untiled model's" in str(seqtile.status(tiled))
+    seqtile.restore(tiled)
+    assert seqtile.status(tiled).mlp.tiled == 0
 
 
 @pytest.mark.full(EACH, but=UNLIKE)

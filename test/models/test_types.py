@@ -17,14 +17,13 @@ from transformers import (
     LlamaForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
-    PreTrainedModel,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama import modeling_llama
 
 import seqtile
 from seqtile.models import layer_form, proof, way_taken
-from seqtile.models.difference import Vectors, difference
+from seqtile.models.difference import difference
 from seqtile.models.find import mlps_of
 from seqtile.models.model_types import model_classes, model_types
 from seqtile.models.parts import LAYER, LOSS
@@ -66,34 +65,10 @@ def test_a_type(model_type: str) -> None:
     assert row(model_type, found) == expected, found
 
 
-def assert_same(found: Vectors, plain: PreTrainedModel) -> None:
-    truth, nudged = proof.gradients_of(plain), proof.gradients_of(plain, nudge=proof.EPS)
-    assert difference(truth, found, nudged, proof.EPS) is None
-
-
-@pytest.mark.full("test_families.py has more types every day", but=("gpt2", "gpt_oss"))
-@pytest.mark.parametrize("model_type", ["ernie4_5", "gpt2", "gpt_oss", "qwen3_5_text", "deepseek_v3", "phi"])
-def test_by_the_public_functions(model_type: str) -> None:
-    """All parts together, applied to the model, then taken off."""
-    config = CONFIG_MAPPING[model_type]()
-    model_class = model_classes(model_type)[0]
-    plain, tiled = small_model(model_class, config), small_model(model_class, config)
-    seqtile.apply_seqtile(tiled, layer=True, chunk_tokens=proof.CHUNK)
-    status = seqtile.status(tiled)
-    assert status.loss.tiled == 1 and status.mlp.tiled == status.mlp.total > 0 and status.layer.tiled > 0
-    tiled.train()(**proof.some_words())
-    assert "equal the untiled model's" in str(seqtile.status(tiled))
-    seqtile.apply_seqtile(tiled, layer=True, chunk_tokens=proof.CHUNK, check=False)
-    assert_same(proof.gradients_of(tiled), plain)
-    seqtile.restore(tiled)
-    assert seqtile.status(tiled).mlp.tiled == 0
-
-
 @pytest.mark.full("a second each", but=("granitemoe",))
 @pytest.mark.parametrize("model_type", ["gpt_neox", "starcoder2", "granitemoe"])
 def test_by_the_classes(model_type: str) -> None:
-    config = CONFIG_MAPPING[model_type]()
-    model_class = model_classes(model_type)[0]
+    model_class, config = model_classes(model_type)[0], CONFIG_MAPPING[model_type]()
     plain = small_model(model_class, config)
     getattr(seqtile, f"apply_seqtile_to_{model_type}")(chunk_tokens=proof.CHUNK, check=False)
     tiled = small_model(model_class, config)
@@ -101,7 +76,8 @@ def test_by_the_classes(model_type: str) -> None:
     seen = proof.gradients_of(tiled)
     seqtile.restore(model_type)
     assert status.loss.tiled == 1 and (status.mlp.tiled == status.mlp.total)
-    assert_same(seen, plain)
+    truth, nudged = proof.gradients_of(plain), proof.gradients_of(plain, nudge=proof.EPS)
+    assert difference(truth, seen, nudged, proof.EPS) is None
     assert seqtile.status(small_model(model_class, config)).mlp.tiled == 0
 
 

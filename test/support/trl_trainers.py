@@ -51,21 +51,10 @@ def trainer(
     given: dict[str, Any] | None = None,
     **changes: object,
 ):
-    options = {
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "train_sampling_strategy": "sequential",
-        "max_steps": 3,
-        "learning_rate": 1.0,
-        "lr_scheduler_type": "constant",
-        "optim": "sgd",
-        "max_grad_norm": 0.0,
-        "logging_steps": 1,
-        "use_cpu": True,
-        "bf16": False,
-        "save_strategy": "no",
-        "disable_tqdm": True,
-    }
+    options = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 3, "logging_steps": 1}
+    options |= {"learning_rate": 1.0, "lr_scheduler_type": "constant", "optim": "sgd", "max_grad_norm": 0.0}
+    options |= {"use_cpu": True, "bf16": False, "save_strategy": "no", "disable_tqdm": True}
+    options |= {"train_sampling_strategy": "sequential"}
     name = next(base.__name__ for base in cls.__mro__ if base.__module__.startswith("trl."))
     config = getattr(trl, name.replace("Trainer", "Config"))
     rewards = {"reward_funcs": reward} if name in ("GRPOTrainer", "RLOOTrainer") else {}

@@ -15,6 +15,7 @@ import seqtile
 from seqtile.integrations.trainer import SeqtileCallback
 from support.assertions import assert_each_as_exact, relative_error
 from support.tiny import CHUNK, batch_of, gentle, tiled_copy
+from support.trainers import OPTIONS, assert_same_training, run
 
 Rows = list[dict[str, torch.Tensor]]
 
@@ -31,19 +32,10 @@ def documents() -> Rows:
 
 def trainer(model: nn.Module, documents: Rows, output: Path, *callbacks: Any, **changes: Any) -> Trainer:
     """Of two steps of three documents."""
-    options = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 3, "max_steps": 2, "logging_steps": 1}
-    options |= {"learning_rate": 1.0, "lr_scheduler_type": "constant", "optim": "sgd", "max_grad_norm": 0.0}
-    options |= {"gradient_checkpointing": True, "report_to": [], "use_cpu": True, "save_strategy": "no", "seed": 0}
-    arguments = TrainingArguments(output_dir=str(output), disable_tqdm=True, **options | changes)
+    options = OPTIONS | {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 3, "max_steps": 2}
+    options |= {"gradient_checkpointing": True, "report_to": [], "seed": 0}
+    arguments = TrainingArguments(output_dir=str(output), **options | changes)
     return Trainer(model=model, args=arguments, train_dataset=documents, eval_dataset=documents, callbacks=[*callbacks])
-
-
-def trained(run: Trainer) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The losses, the last in evaluation, and how far the weights were moved."""
-    start = {name: parameter.detach().clone() for name, parameter in run.model.named_parameters()}
-    run.train()
-    losses = [entry["loss"] for entry in run.state.log_history if "loss" in entry] + [run.evaluate()["eval_loss"]]
-    return losses, {name: parameter.detach() - start[name] for name, parameter in run.model.named_parameters()}
 
 
 def tiled_parts(model: nn.Module) -> tuple[int, int]:
@@ -61,15 +53,11 @@ def test_same_training(arch: str, options: dict, when: str, documents: Rows, tmp
     untiled = gentle(arch)
     callbacks = [SeqtileCallback(chunk_tokens=CHUNK, **options)] if when == "callback" else []
     tiled = copy.deepcopy(untiled) if callbacks else tiled_copy(untiled, **options)
-    their_losses, theirs = trained(trainer(untiled, documents, tmp_path))
-    losses, ours = trained(run := trainer(tiled, documents, tmp_path, *callbacks))
-    assert tiled_parts(tiled) == (1, 2) and len(losses) == 3
-    torch.testing.assert_close(torch.tensor(losses), torch.tensor(their_losses), rtol=1e-5, atol=1e-4)
-    whole = [torch.cat([value.flatten() for value in moved.values()]) for moved in (ours, theirs)]
-    assert relative_error(*whole) <= 3e-5
-    for name, moved in theirs.items():
-        assert moved.count_nonzero() > 0 and (options or relative_error(ours[name], moved) <= 1e-4), name
-    run.save_model(str(tmp_path / "saved"))
+    theirs = run(trainer(untiled, documents, tmp_path))
+    ours = run(training := trainer(tiled, documents, tmp_path, *callbacks))
+    assert tiled_parts(tiled) == (1, 2)
+    assert_same_training(ours, theirs, each=1e-3 if options else 1e-4)
+    training.save_model(str(tmp_path / "saved"))
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
     assert all(loaded.get_parameter(name).equal(parameter) for name, parameter in tiled.named_parameters())
 
@@ -78,14 +66,14 @@ def test_below_autocast(documents: Rows, tmp_path: Path) -> None:
     """Accelerate's mixed precision stays around the tiled forward; the training in float32 is the truth."""
     models = [gentle("llama")]
     models += [copy.deepcopy(models[0]) for _ in range(2)]
-    _, truth = trained(trainer(models[0], documents, tmp_path))
-    their_losses, theirs = trained(trainer(models[1], documents, tmp_path, bf16=True))
-    losses, ours = trained(trainer(models[2], documents, tmp_path, SeqtileCallback(chunk_tokens=CHUNK), bf16=True))
-    for moved in (ours, theirs):
+    truth = run(trainer(models[0], documents, tmp_path)).moved
+    theirs = run(trainer(models[1], documents, tmp_path, bf16=True))
+    ours = run(trainer(models[2], documents, tmp_path, SeqtileCallback(chunk_tokens=CHUNK), bf16=True))
+    for moved in (ours.moved, theirs.moved):
         assert min(relative_error(moved[name], truth[name]) for name in truth) > 1e-4, "not in bfloat16"
     assert tiled_parts(models[2]) == (1, 2)
-    assert_each_as_exact(ours, theirs, truth)
-    torch.testing.assert_close(torch.tensor(losses), torch.tensor(their_losses), rtol=0, atol=0.02)
+    assert_each_as_exact(ours.moved, theirs.moved, truth)
+    torch.testing.assert_close(ours.losses, theirs.losses, rtol=0, atol=0.02)
 
 
 def test_after_liger(
@@ -96,18 +84,18 @@ def test_after_liger(
     monkeypatch.setattr(transformers.trainer, "apply_liger_kernel", lambda model, _: seen.append(tiled_parts(model)))
     monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
     with caplog.at_level("INFO", logger="seqtile.integrations.trainer"):
-        run = trainer(gentle("llama"), documents, tmp_path, SeqtileCallback(chunk_tokens=CHUNK), use_liger_kernel=True)
-        run.train()
-    assert seen == [(0, 0)] and tiled_parts(run.model) == (1, 2)
+        model = gentle("llama")
+        trainer(model, documents, tmp_path, SeqtileCallback(chunk_tokens=CHUNK), use_liger_kernel=True).train()
+    assert seen == [(0, 0)] and tiled_parts(model) == (1, 2)
     assert "mlp   seqtile, 50 tokens a chunk, 2 of 2 fused" in caplog.text
 
 
 def test_lora_and_a_second_training(documents: Rows, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(gentle("llama"), peft.LoraConfig(target_modules=["q_proj", "down_proj"]))
-    run = trainer(model, documents, tmp_path, SeqtileCallback(chunk_tokens=CHUNK), bf16=True)
+    training = trainer(model, documents, tmp_path, SeqtileCallback(chunk_tokens=CHUNK), bf16=True)
     for _ in range(2):
-        run.train()
+        training.train()
         assert tiled_parts(model) == (1, 2)
 
 
@@ -117,9 +105,9 @@ def test_under_trl_the_loss_is_left_to_it(tmp_path: Path) -> None:
     from support.trl_trainers import trainer as trl_trainer
 
     model = gentle("llama")
-    run = trl_trainer(trl.SFTTrainer, model, token_documents(), tmp_path, bf16=None, max_steps=1)
-    run.add_callback(SeqtileCallback(chunk_tokens=CHUNK))
-    run.train()
+    training = trl_trainer(trl.SFTTrainer, model, token_documents(), tmp_path, bf16=None, max_steps=1)
+    training.add_callback(SeqtileCallback(chunk_tokens=CHUNK))
+    training.train()
     assert tiled_parts(model) == (0, 2)
 
 
@@ -129,10 +117,10 @@ def test_under_trl_the_loss_is_left_to_it(tmp_path: Path) -> None:
 )
 def test_bad_options_change_nothing(options: dict, message: str, bf16: bool, documents: Rows, tmp_path: Path) -> None:
     model = gentle("llama")
-    run = trainer(model, documents, tmp_path, SeqtileCallback(**options), bf16=bf16, max_steps=1)
+    training = trainer(model, documents, tmp_path, SeqtileCallback(**options), bf16=bf16, max_steps=1)
     with pytest.raises(ValueError, match=message):
-        run.train()
+        training.train()
     assert tiled_parts(model) == (0, 0)
     assert ("_original_forward" in vars(model)) == bf16
-    run.pop_callback(SeqtileCallback)
-    run.train()
+    training.pop_callback(SeqtileCallback)
+    training.train()

@@ -5,10 +5,9 @@ import copy
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
-import torch
 from torch import nn
 from transformers import Trainer
 
@@ -16,8 +15,9 @@ import seqtile
 import seqtile.models.loss
 import seqtile.models.mlp
 from support.assertions import assert_each_as_exact, relative_error
-from support.tiny import CHUNK, VOCAB, gentle, modeling_restored, tiled_copy
-from support.trl_trainers import LENGTHS, token_documents, trainer
+from support.tiny import CHUNK, gentle, modeling_restored, tiled_copy
+from support.trainers import Run, assert_same_training, run
+from support.trl_trainers import LENGTHS, token_documents, trainer, words
 
 datasets = pytest.importorskip("datasets")
 trl = pytest.importorskip("trl")
@@ -30,12 +30,6 @@ class OwnLoss(trl.SFTTrainer):
 
 
 TRAINERS = [pytest.param(trl.SFTTrainer, id="trl's loss"), pytest.param(OwnLoss, id="seqtile's loss")]
-
-
-class Run(NamedTuple):
-    losses: list[float]
-    moved: dict[str, torch.Tensor]
-    eval_loss: float
 
 
 @pytest.fixture(autouse=True)
@@ -55,36 +49,10 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter]:
 
 
 def chats() -> Any:
-    """Conversations of random words, two turns each."""
-
-    def turn(role: str, words: int) -> dict[str, str]:
-        return {"role": role, "content": " ".join(f"w{i}" for i in torch.randint(3, VOCAB, (words,)).tolist())}
-
+    """Conversations of two turns each."""
     roles = ("user", "assistant", "user", "assistant")
-    return datasets.Dataset.from_list(
-        [{"messages": [turn(role, length // 4 + i) for i, role in enumerate(roles)]} for length in LENGTHS]
-    )
-
-
-def run(trainer: Trainer) -> Run:
-    trained = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
-    start = {name: p.detach().clone() for name, p in trained.items()}
-    trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    moved = {name: p.detach() - start[name] for name, p in trained.items()}
-    return Run(losses, moved, trainer.evaluate()["eval_loss"])
-
-
-def assert_same_training(ours: Run, theirs: Run) -> None:
-    assert len(theirs.losses) == 3 and ours.moved.keys() == theirs.moved.keys()
-    torch.testing.assert_close(torch.tensor(ours.losses), torch.tensor(theirs.losses), rtol=1e-5, atol=1e-4)
-    assert abs(ours.eval_loss - theirs.eval_loss) <= 1e-4
-    for name, moved in theirs.moved.items():
-        assert moved.norm() > 0, name
-        # A gradient through attention's softmax cancels: of a small adapter of queries 1 draw in 100 is beyond 1e-4.
-        assert relative_error(ours.moved[name], moved) <= 1e-3, (name, relative_error(ours.moved[name], moved))
-    whole = [torch.cat([moved.flatten() for moved in run.moved.values()]) for run in (ours, theirs)]
-    assert relative_error(*whole) <= 3e-5
+    turns = [[{"role": role, "content": words(n // 4 + i)} for i, role in enumerate(roles)] for n in LENGTHS]
+    return datasets.Dataset.from_list([{"messages": messages} for messages in turns])
 
 
 def tiled_by(model: nn.Module, how: str) -> nn.Module:

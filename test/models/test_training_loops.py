@@ -69,9 +69,8 @@ def scaled_steps(model: nn.Module, batches: list[Batch]) -> tuple[list[tuple[flo
     first step's scale overflows; in the third, one token's gradient is infinite. The float64 model leaves both out."""
     start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
     exact = model.dtype == torch.float64
-    scaler = torch.amp.GradScaler(
-        model.device.type, init_scale=2.0**32, backoff_factor=2.0**-17, growth_interval=2, enabled=not exact
-    )
+    options = {"init_scale": 2.0**32, "backoff_factor": 2.0**-17, "growth_interval": 2}
+    scaler = torch.amp.GradScaler(model.device.type, enabled=not exact, **options)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     history = []
     mlp = model.model.layers[1].mlp
@@ -94,6 +93,7 @@ def scaled_steps(model: nn.Module, batches: list[Batch]) -> tuple[list[tuple[flo
     return history, {name: parameter.detach() - start[name] for name, parameter in model.named_parameters()}
 
 
+@pytest.mark.full("two seconds each", but=("phi3",))
 @pytest.mark.parametrize("arch", ["llama", "phi3"])
 def test_scaler_skips_the_same_steps(arch: str, device: str) -> None:
     models = three(arch, device)

@@ -21,34 +21,21 @@ from seqtile.ops.chunks import is_trial
 
 VOCAB = 211
 CHUNK = 50  # tokens a chunk in these tests
-_SHAPE = {
-    "vocab_size": VOCAB,
-    "hidden_size": 48,
-    "intermediate_size": 130,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+_SHAPE = {"vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 130, "num_hidden_layers": 2}
+_SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
+_SHAPE |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_GEMMA = {"head_dim": 12, "sliding_window": 40, "final_logit_softcapping": 3.0}
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 72}
 _EXTRA = {
     "cohere": {"logit_scale": 0.25},
-    "gemma2": {"head_dim": 12, "sliding_window": 40, "final_logit_softcapping": 3.0},
-    "gemma3_text": {"head_dim": 12, "sliding_window": 40, "final_logit_softcapping": 3.0},
+    "gemma2": _GEMMA,
+    "gemma3_text": _GEMMA,
     "glm4": {"head_dim": 12},
     "granite": {"logits_scaling": 3.0, "mlp_bias": True},
     "mistral": {"sliding_window": 40},
     "mixtral": {"intermediate_size": 136, "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3": {"head_dim": 12, "tie_word_embeddings": True},
-    "qwen3_moe": {
-        "head_dim": 12,
-        "num_experts": 8,
-        "num_experts_per_tok": 3,
-        "moe_intermediate_size": 72,
-        "mlp_only_layers": [1],
-    },
+    "qwen3_moe": {"head_dim": 12, "mlp_only_layers": [1]} | _EXPERTS,
     "smollm3": {"mlp_bias": True},
 }
 _CAUSAL_LMS = {name: MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[name]] for name in ARCHS}

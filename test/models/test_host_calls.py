@@ -88,7 +88,7 @@ BEYOND = [
 ]
 
 
-@pytest.mark.full("of a sequence that fits in a chunk no way but one is taken", but=("*-groups", "2-*"))
+@pytest.mark.full("of a sequence that fits in a chunk no way but one is taken", but=("*-True-*-groups", "2-*"))
 @pytest.mark.parametrize(
     ("chunks", "checkpointed", "limit", "way"),
     [(chunks, checkpointed, limit, way) for chunks, checkpointed, limits in BEYOND for way, limit in limits.items()],

@@ -204,6 +204,7 @@ def test_layers_of_four_dimensions(model_type: str) -> None:
     assert all(one.refusal for one in found if one.part is LAYER)
 
 
+@pytest.mark.full("a dozen seconds of hrm_text", but=("llama-*", "gpt_oss-*", "olmo2-*"))
 @pytest.mark.parametrize(("model_type", "tiled"), [("llama", 6), ("gpt_oss", 4), ("olmo2", 4), ("hrm_text", None)])
 def test_every_call_is_counted(model_type: str, tiled: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two layers, each once as an MLP and once or, by groups of heads, twice as a layer."""

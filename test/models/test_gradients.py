@@ -41,6 +41,8 @@ def assert_equals(arch: str, liger: bool, reentrant: bool | None, shape: tuple, 
         if liger:
             apply_liger(arch, model=tiled)
         seqtile.apply_seqtile(tiled, chunk_tokens=CHUNK)
+        status = seqtile.status(tiled)
+        assert status.loss.tiled == 1 and status.mlp.tiled == status.mlp.total > 0
         checkpointing(tiled, reentrant)
         assert_equal(loss_and_gradients(tiled, **batch), theirs)
 

@@ -192,7 +192,7 @@ MUTANTS = (
         "in modules_by_place(module, place, self._has):",
         "in [(place, inside_wrappers(module))]:",
         TYPES,
-        select="another_mlp_inside",
+        select="differs",
     ),
     Mutant(
         "proof: what was put in place of a module is not tried out",

@@ -1,4 +1,4 @@
-"""SeqtileCallback: what it tiles when training begins trains as the untiled model does."""
+"""Trainer, whose model is tiled before it or by SeqtileCallback when training begins, trains as it does untiled."""
 
 import copy
 import logging
@@ -9,117 +9,94 @@ import pytest
 import torch
 import transformers.trainer
 from torch import nn
-from torch.utils.data import Dataset
-from transformers import Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 import seqtile
 from seqtile.integrations.trainer import SeqtileCallback
 from support.assertions import assert_each_as_exact, relative_error
-from support.tiny import CHUNK, batch_of, build
+from support.tiny import CHUNK, batch_of, gentle, tiled_copy
+from support.trainers import OPTIONS, assert_same_training, run
+
+Rows = list[dict[str, torch.Tensor]]
 
 
-class Documents(Dataset):
-    """Six documents, with prompts of very different lengths masked."""
-
-    def __init__(self) -> None:
-        self.rows = [
-            {name: rows[0] for name, rows in batch_of(1, 101).items() if name != "use_cache"} for _ in range(6)
-        ]
-        for i, row in enumerate(self.rows):
-            row["labels"][: 11 * i] = -100
-
-    def __len__(self) -> int:
-        return len(self.rows)
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        return self.rows[index]
+@pytest.fixture
+def documents() -> Rows:
+    """Eight, with prompts of very different lengths masked."""
+    rows = [{name: batch_of(1, 101)[name][0] for name in ("input_ids", "attention_mask")} for _ in range(8)]
+    for i, row in enumerate(rows):
+        row["labels"] = row["input_ids"].clone()
+        row["labels"][: 5 + 11 * i] = -100
+    return rows
 
 
-def smaller(arch: str) -> nn.Module:
-    model = build(arch)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(0.5)  # learning rate 1 must not diverge
-    return model
-
-
-def trainer(model: nn.Module, documents: Dataset, output: Path, *callbacks: Any, **changes: Any) -> Trainer:
-    arguments = TrainingArguments(
-        output_dir=str(output),
-        per_device_train_batch_size=1,
-        gradient_accumulation_steps=3,
-        gradient_checkpointing=True,
-        max_steps=2,
-        learning_rate=1.0,
-        lr_scheduler_type="constant",
-        optim="sgd",
-        max_grad_norm=0.0,
-        logging_steps=1,
-        report_to=[],
-        use_cpu=True,
-        save_strategy="no",
-        disable_tqdm=True,
-        seed=0,
-        **changes,
-    )
+def trainer(model: nn.Module, documents: Rows, output: Path, *callbacks: Any, **changes: Any) -> Trainer:
+    """Of two steps of three documents."""
+    options = OPTIONS | {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 3, "max_steps": 2}
+    options |= {"gradient_checkpointing": True, "report_to": [], "seed": 0}
+    arguments = TrainingArguments(output_dir=str(output), **options | changes)
     return Trainer(model=model, args=arguments, train_dataset=documents, eval_dataset=documents, callbacks=[*callbacks])
 
 
-def trained(model: nn.Module, *arguments: Any, **changes: Any) -> tuple[list[float], dict[str, torch.Tensor]]:
-    """The losses, the last in evaluation, and how far the weights were moved."""
-    model = copy.deepcopy(model)
-    start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    run = trainer(model, *arguments, **changes)
-    run.train()
-    losses = [entry["loss"] for entry in run.state.log_history if "loss" in entry] + [run.evaluate()["eval_loss"]]
-    moved = {name: parameter.detach() - start[name] for name, parameter in model.named_parameters()}
-    if any(isinstance(argument, SeqtileCallback) for argument in arguments):
-        status = seqtile.status(model)
-        assert (status.loss.tiled, status.mlp.tiled) == (1, 2)
-    return losses, moved
+def tiled_parts(model: nn.Module) -> tuple[int, int]:
+    status = seqtile.status(model)
+    return status.loss.tiled, status.mlp.tiled
 
 
+@pytest.mark.full("two seconds each", but=("llama-options0-callback", "llama-options1-before"))
+@pytest.mark.parametrize("when", ["callback", "before"])
 @pytest.mark.parametrize(
     ("arch", "options"), [("llama", {"layer": True, "head_groups": "auto"}), ("llama", {}), ("gemma2", {"layer": True})]
 )
-def test_same_training(arch: str, options: dict, tmp_path: Path) -> None:
-    model, documents = smaller(arch), Documents()
-    their_losses, theirs = trained(model, documents, tmp_path)
-    losses, ours = trained(model, documents, tmp_path, SeqtileCallback(chunk_tokens=CHUNK, **options))
-    torch.testing.assert_close(torch.tensor(losses), torch.tensor(their_losses), rtol=1e-5, atol=1e-4)
-    whole = [torch.cat([value.flatten() for value in moved.values()]) for moved in (ours, theirs)]
-    assert whole[1].norm() > 0 and relative_error(*whole) <= 3e-5
+def test_same_training(arch: str, options: dict, when: str, documents: Rows, tmp_path: Path) -> None:
+    """And what is saved is read by Hugging Face."""
+    untiled = gentle(arch)
+    callbacks = [SeqtileCallback(chunk_tokens=CHUNK, **options)] if when == "callback" else []
+    tiled = copy.deepcopy(untiled) if callbacks else tiled_copy(untiled, **options)
+    theirs = run(trainer(untiled, documents, tmp_path))
+    ours = run(training := trainer(tiled, documents, tmp_path, *callbacks))
+    assert tiled_parts(tiled) == (1, 2)
+    assert_same_training(ours, theirs, each=1e-3 if options else 1e-4)
+    training.save_model(str(tmp_path / "saved"))
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
+    assert all(loaded.get_parameter(name).equal(parameter) for name, parameter in tiled.named_parameters())
 
 
-def test_below_autocast(tmp_path: Path) -> None:
+def test_below_autocast(documents: Rows, tmp_path: Path) -> None:
     """Accelerate's mixed precision stays around the tiled forward; the training in float32 is the truth."""
-    model, documents = smaller("llama"), Documents()
-    _, truth = trained(model, documents, tmp_path)
-    their_losses, theirs = trained(model, documents, tmp_path, bf16=True)
-    losses, ours = trained(model, documents, tmp_path, SeqtileCallback(chunk_tokens=CHUNK), bf16=True)
-    for moved in (ours, theirs):
+    models = [gentle("llama")]
+    models += [copy.deepcopy(models[0]) for _ in range(2)]
+    truth = run(trainer(models[0], documents, tmp_path)).moved
+    theirs = run(trainer(models[1], documents, tmp_path, bf16=True))
+    ours = run(trainer(models[2], documents, tmp_path, SeqtileCallback(chunk_tokens=CHUNK), bf16=True))
+    for moved in (ours.moved, theirs.moved):
         assert min(relative_error(moved[name], truth[name]) for name in truth) > 1e-4, "not in bfloat16"
-    assert_each_as_exact(ours, theirs, truth)
-    torch.testing.assert_close(torch.tensor(losses), torch.tensor(their_losses), rtol=0, atol=0.02)
+    assert tiled_parts(models[2]) == (1, 2)
+    assert_each_as_exact(ours.moved, theirs.moved, truth)
+    torch.testing.assert_close(ours.losses, theirs.losses, rtol=0, atol=0.02)
 
 
-def test_after_liger(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Trainer applies Liger, to the model itself, before the callback is called."""
+def test_after_liger(
+    documents: Rows, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Trainer applies Liger, to the model itself, before the callback is called, which logs what it did."""
     seen = []
-    monkeypatch.setattr(
-        transformers.trainer, "apply_liger_kernel", lambda model, config: seen.append(seqtile.status(model).mlp.tiled)
-    )
-    trained(smaller("llama"), Documents(), tmp_path, SeqtileCallback(), use_liger_kernel=True)
-    assert seen == [0]
+    monkeypatch.setattr(transformers.trainer, "apply_liger_kernel", lambda model, _: seen.append(tiled_parts(model)))
+    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
+    with caplog.at_level("INFO", logger="seqtile.integrations.trainer"):
+        model = gentle("llama")
+        trainer(model, documents, tmp_path, SeqtileCallback(chunk_tokens=CHUNK), use_liger_kernel=True).train()
+    assert seen == [(0, 0)] and tiled_parts(model) == (1, 2)
+    assert "mlp   seqtile, 50 tokens a chunk, 2 of 2 fused" in caplog.text
 
 
-def test_lora_and_a_second_training(tmp_path: Path) -> None:
+def test_lora_and_a_second_training(documents: Rows, tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(smaller("llama"), peft.LoraConfig(target_modules=["q_proj", "down_proj"]))
-    run = trainer(model, Documents(), tmp_path, SeqtileCallback(chunk_tokens=CHUNK), bf16=True)
+    model = peft.get_peft_model(gentle("llama"), peft.LoraConfig(target_modules=["q_proj", "down_proj"]))
+    training = trainer(model, documents, tmp_path, SeqtileCallback(chunk_tokens=CHUNK), bf16=True)
     for _ in range(2):
-        run.train()
-        assert seqtile.status(model).mlp.tiled == 2 and seqtile.status(model).loss.tiled == 1
+        training.train()
+        assert tiled_parts(model) == (1, 2)
 
 
 def test_under_trl_the_loss_is_left_to_it(tmp_path: Path) -> None:
@@ -127,31 +104,23 @@ def test_under_trl_the_loss_is_left_to_it(tmp_path: Path) -> None:
     from support.trl_trainers import token_documents
     from support.trl_trainers import trainer as trl_trainer
 
-    model = smaller("llama")
-    run = trl_trainer(trl.SFTTrainer, model, token_documents(), tmp_path, bf16=None)
-    run.add_callback(SeqtileCallback(chunk_tokens=CHUNK))
-    run.train()
-    assert (seqtile.status(model).loss.tiled, seqtile.status(model).mlp.tiled) == (0, 2)
-
-
-def test_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(logging.getLogger("transformers"), "propagate", True)
-    said = logging.getLogger("seqtile.integrations.trainer")
-    with caplog.at_level("INFO", logger=said.name):
-        trained(smaller("llama"), Documents(), tmp_path, SeqtileCallback(chunk_tokens=CHUNK))
-    assert "mlp   seqtile, 50 tokens a chunk, 2 of 2 fused" in caplog.text
+    model = gentle("llama")
+    training = trl_trainer(trl.SFTTrainer, model, token_documents(), tmp_path, bf16=None, max_steps=1)
+    training.add_callback(SeqtileCallback(chunk_tokens=CHUNK))
+    training.train()
+    assert tiled_parts(model) == (0, 2)
 
 
 @pytest.mark.parametrize("bf16", [False, True])
 @pytest.mark.parametrize(
     ("options", "message"), [({"chunk_tokens": 0}, "chunk_tokens"), ({"head_groups": 2}, "pass layer=True too")]
 )
-def test_bad_options_change_nothing(options: dict, message: str, bf16: bool, tmp_path: Path) -> None:
-    model = smaller("llama")
-    run = trainer(model, Documents(), tmp_path, SeqtileCallback(**options), bf16=bf16)
+def test_bad_options_change_nothing(options: dict, message: str, bf16: bool, documents: Rows, tmp_path: Path) -> None:
+    model = gentle("llama")
+    training = trainer(model, documents, tmp_path, SeqtileCallback(**options), bf16=bf16, max_steps=1)
     with pytest.raises(ValueError, match=message):
-        run.train()
-    assert seqtile.status(model).mlp.tiled == 0
+        training.train()
+    assert tiled_parts(model) == (0, 0)
     assert ("_original_forward" in vars(model)) == bf16
-    run.pop_callback(SeqtileCallback)
-    run.train()
+    training.pop_callback(SeqtileCallback)
+    training.train()

@@ -16,9 +16,10 @@ import seqtile.integrations.trl
 from seqtile.integrations.trl import _to_be_summed, apply_seqtile_to_trl, restore_trl
 from support import trl_trainers
 from support.assertions import relative_error
+from support.choice import every_value
 from support.measure import LiveBytes
-from support.tiny import VOCAB, build
-from support.trl_trainers import LENGTHS, token_documents, tokenizer
+from support.tiny import VOCAB, build, gentle
+from support.trl_trainers import LENGTHS, token_documents, tokenizer, words
 
 trl = pytest.importorskip("trl")
 utils = pytest.importorskip("trl.trainer.utils")
@@ -30,10 +31,6 @@ CLOCKS = ("runtime", "per_second", "step_time", "learning_rate", "epoch", "num_i
 def own_head() -> Iterator[None]:
     yield
     restore_trl()
-
-
-def words(count: int) -> str:
-    return " ".join(f"w{i}" for i in torch.randint(3, VOCAB, (count,)).tolist())
 
 
 def pairs() -> Any:
@@ -50,6 +47,7 @@ def prompts() -> Any:
     return datasets.Dataset.from_list([{"prompt": words(6)} for _ in LENGTHS])
 
 
+ONE_STEP = {"max_steps": 1, "gradient_accumulation_steps": 1}
 SAMPLED = {"num_generations": 2, "max_completion_length": 9}
 CASES = {
     "sft": ("SFT", token_documents, {"completion_only_loss": True}),
@@ -92,17 +90,11 @@ def assert_same_log(ours: list[dict[str, float]], theirs: list[dict[str, float]]
             assert same or (math.isnan(our[name]) and math.isnan(their[name])), (name, our[name], their[name])
 
 
-@pytest.mark.full(
-    "half a second each; what a model's head is to be given is the same for every trainer",
-    but=("llama-*", "*-sft", "gemma2-dpo", "qwen3_moe-distillation"),
-)
+@pytest.mark.full("what a model's head is to be given is the same for every trainer", but=("llama-*", "gemma2-dpo"))
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("arch", ["llama", "gemma2", "qwen3_moe"])
 def test_same_training(arch: str, name: str, tmp_path: Path) -> None:
-    model, documents = build(arch), CASES[name][1]()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(0.5)
+    model, documents = gentle(arch), CASES[name][1]()
     model.save_pretrained(tmp_path / "start")
     tokenizer().save_pretrained(tmp_path / "start")
     build(arch).save_pretrained(tmp_path / "teacher")
@@ -135,7 +127,7 @@ def test_products(loss_type: str, units: int, tmp_path: Path) -> None:
     """Of the labelled tokens alone: 3 u where they are summed, 4 u where each has a factor of its own."""
     apply_seqtile_to_trl()
     model, documents = build("llama"), token_documents()
-    options = {"loss_type": loss_type, "completion_only_loss": True, "max_steps": 1, "gradient_accumulation_steps": 1}
+    options = ONE_STEP | {"loss_type": loss_type, "completion_only_loss": True}
     trainer = trl_trainers.trainer(trl.SFTTrainer, model, documents, tmp_path, **options)
     labels = next(iter(trainer.get_train_dataloader()))["labels"][:, 1:]
     with HeadProducts() as head:
@@ -157,6 +149,7 @@ def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kernels, "_addmm_fp32", add)
 
 
+@pytest.mark.full("of four cases", but=every_value)
 @pytest.mark.parametrize("frozen", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_beside_trls_own(dtype: torch.dtype, frozen: bool, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -187,7 +180,7 @@ def test_label_smoothing_is_left_to_trl_by_name(tmp_path: Path, monkeypatch: pyt
     said = []
     monkeypatch.setattr(seqtile.integrations.trl.logger, "warning_once", said.append)
     apply_seqtile_to_trl()
-    options = {"label_smoothing_factor": 0.1, "max_steps": 1, "gradient_accumulation_steps": 1}
+    options = ONE_STEP | {"label_smoothing_factor": 0.1}
     trl_trainers.trainer(trl.SFTTrainer, build("llama"), token_documents(), tmp_path, **options).train()
     assert said == ["compute_loss_func and label_smoothing_factor: TRL computes this loss from all logits"]
 
@@ -204,19 +197,21 @@ def test_no_label_at_all() -> None:
     assert not model.lm_head.weight.grad.any()
 
 
+def patched() -> tuple:
+    return utils._ChunkedLogProbFunction, utils._use_triton, trl.SFTTrainer.compute_loss
+
+
 def test_another_version_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(utils, "add_fused_lm_head", lambda model, **options: None)
-    before = utils._ChunkedLogProbFunction, utils._use_triton, trl.SFTTrainer.compute_loss
+    before = patched()
     with pytest.raises(ValueError, match=r"trl [\d.]+: expected add_fused_lm_head of TRL 1\.16, got others; .*layers"):
         apply_seqtile_to_trl()
-    assert before == (utils._ChunkedLogProbFunction, utils._use_triton, trl.SFTTrainer.compute_loss)
+    assert before == patched()
 
 
 def test_restore() -> None:
-    before = utils._ChunkedLogProbFunction, utils._use_triton, trl.SFTTrainer.compute_loss
-    for _ in range(2):
-        apply_seqtile_to_trl()
-    assert trl.SFTTrainer.compute_loss is not before[2]
-    for _ in range(2):
-        restore_trl()
-    assert before == (utils._ChunkedLogProbFunction, utils._use_triton, trl.SFTTrainer.compute_loss)
+    before = patched()
+    for change in (apply_seqtile_to_trl, restore_trl):
+        change()
+        change()
+        assert (before == patched()) == (change is restore_trl)

@@ -5,17 +5,12 @@ Everything else is recognised where it is met, by its source, see test_forms.py.
 
 import ast
 import inspect
-import textwrap
-import types
 
 import pytest
 from transformers.loss import loss_utils
 
 from seqtile.models.forms import source_in_file
 from seqtile.models.layer_form import _ATTENTIONS, _LAYERS
-from seqtile.models.loss import tiled_loss_forward
-from seqtile.models.placement import Options
-from support.tiny import CLASSES, build
 
 
 def lines_of(name: str) -> list[str]:
@@ -23,24 +18,10 @@ def lines_of(name: str) -> list[str]:
     return source_in_file(f"transformers.models.{module}", f"{cls}.forward").split("\n")
 
 
-@pytest.mark.parametrize("arch", CLASSES)
-def test_causal_lm_arguments(arch: str) -> None:
-    """The tiled forward gives what it is passed by position the names that Hugging Face's has for it."""
-    signature = inspect.signature(type(build(arch)).forward)
-    names = [name for name in list(signature.parameters)[1:] if name != "kwargs"]
-
-    def original(self: object, **inputs: object) -> tuple:
-        return tuple(inputs.items())
-
-    original.__signature__ = signature
-    forward = tiled_loss_forward(Options(), original)
-    found = forward(types.SimpleNamespace(training=False), *names)
-    assert found == tuple(zip(names, names, strict=True))
-
-
 def test_the_loss() -> None:
     """Hugging Face's loss shifts, flattens, and calls torch's cross-entropy in float32."""
-    text = "\n".join(_body(loss_utils.ForCausalLMLoss) + _body(loss_utils.fixed_cross_entropy))
+    functions = (loss_utils.ForCausalLMLoss, loss_utils.fixed_cross_entropy)
+    text = "\n".join(ast.unparse(ast.parse(inspect.getsource(inspect.unwrap(function)))) for function in functions)
     for part in (
         "logits = logits.float()",
         "labels = nn.functional.pad(labels, (0, 1), value=ignore_index)",
@@ -51,11 +32,6 @@ def test_the_loss() -> None:
         "loss = loss / num_items_in_batch",
     ):
         assert part in text, part
-
-
-def _body(function) -> list[str]:
-    tree = ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))).body[0]
-    return [ast.unparse(statement) for statement in tree.body]
 
 
 @pytest.mark.parametrize("name", _LAYERS)

@@ -1,40 +1,32 @@
 """The families that people train now, each in the ways in which it is trained: as untiled, all parts tiled."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
+from torch import nn
+from torch.nn.utils.parametrizations import orthogonal, weight_norm
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
 import seqtile
+from models.layered import KINDS
 from seqtile.models.model_types import model_classes
 from seqtile.models.small import WORDS, small_model
+from support.choice import every_pair
+from support.tiny import checkpointing
 
+pytestmark = pytest.mark.usefixtures("one_thread")
 CHUNK = 7
-FAMILIES = {  # the parts that are tiled, by status
-    "gpt_oss": ("chunked", "chunked"),
-    "qwen3_5_text": ("fused", "chunked"),
-    "qwen3_5_moe_text": ("chunked", "chunked"),
-    "qwen3_next": ("chunked", "chunked"),
-    "gemma4_text": ("fused", "chunked"),
-    "gemma4_unified_text": ("fused", "chunked"),
-    "deepseek_v3": ("chunked", "chunked"),
-    "glm4_moe": ("chunked", "chunked"),
-    "qwen3_vl": ("fused", "chunked"),
-    "ministral3": ("fused", "chunked"),
-    "olmo3": ("fused", "chunked"),
-    "seed_oss": ("chunked", "chunked"),
-}
+FAMILIES = ("gpt_oss", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next", "gemma4_text", "gemma4_unified_text", "phi")
+FAMILIES += ("deepseek_v3", "glm4_moe", "qwen3_vl", "ministral3", "olmo3", "seed_oss", "ernie4_5", "gpt2")
+EACH = "half a second each"
+UNLIKE = ("gpt_oss-*", "qwen3_5_text-reentrant", "deepseek_v3-plain", "gpt2-plain", "gemma4_text-ckpt")
 
 
 def made(model_type: str, **changes: object) -> PreTrainedModel:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        return small_model(model_classes(model_type)[0], CONFIG_MAPPING[model_type](**changes)).train()
-    finally:
-        torch.set_num_threads(threads)
+    return small_model(model_classes(model_type)[0], CONFIG_MAPPING[model_type](**changes)).train()
 
 
 def batch(length: int = 40) -> dict[str, torch.Tensor]:
@@ -42,7 +34,7 @@ def batch(length: int = 40) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids.masked_fill(torch.rand(ids.shape) < 0.3, -100)}
 
 
-def gradients(model: torch.nn.Module, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
+def gradients(model: nn.Module, **inputs: torch.Tensor) -> dict[str, torch.Tensor]:
     model.zero_grad(set_to_none=True)
     loss = model(**inputs, use_cache=False).loss
     loss.backward()
@@ -57,15 +49,15 @@ def errors(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> di
     return {name: float((found[name] - true).norm() / max(true.norm(), least)) for name, true in truth.items()}
 
 
-def tiled_copy(model: torch.nn.Module, **options: object) -> torch.nn.Module:
+def tiled_copy(model: nn.Module, **options: object) -> nn.Module:
     tiled = copy.deepcopy(model)
-    seqtile.apply_seqtile(tiled, layer=True, chunk_tokens=CHUNK, **options)
+    seqtile.apply_seqtile(tiled, **{"layer": True, "chunk_tokens": CHUNK} | options)
     return tiled
 
 
-def assert_same(model: torch.nn.Module, tiled: torch.nn.Module, **inputs: torch.Tensor) -> None:
-    truth = gradients(model, **inputs)
-    nudged = copy.deepcopy(model)
+def assert_same(model: nn.Module, tiled: nn.Module, nudged: Any = None, **inputs: torch.Tensor) -> None:
+    """`nudged` is another such model, where one cannot be copied."""
+    truth, nudged = gradients(model, **inputs), nudged or copy.deepcopy(model)
     with torch.no_grad():
         for weight in nudged.parameters():
             weight.mul_(1 + 2**-23)
@@ -74,49 +66,25 @@ def assert_same(model: torch.nn.Module, tiled: torch.nn.Module, **inputs: torch.
         assert error <= 2 * ill[name] + 2e-5, f"{name}: {error:.1e}, nudged {ill[name]:.1e}"
 
 
+@pytest.mark.full(EACH, but=UNLIKE)
+@pytest.mark.parametrize("reentrant", KINDS)
 @pytest.mark.parametrize("model_type", FAMILIES)
-def test_parts(model_type: str) -> None:
+def test_all_parts(model_type: str, reentrant: bool | None) -> None:
+    """Of three documents, one after the other, told by their positions; applied, and taken off again."""
     model = made(model_type)
     tiled = tiled_copy(model)
     status = seqtile.status(tiled)
-    mlp, layer = FAMILIES[model_type]
-    assert (status.loss.tiled, status.loss.reason, status.mlp.tiled) == (1, None, status.mlp.total)
-    assert ("fused" if status.mlp.reason is None else "chunked") == mlp
-    assert 0 < status.layer.tiled and ("fused" if status.layer.reason is None else "chunked") == layer
-    assert_same(model, tiled, **batch())
-
-
-@pytest.mark.full(
-    "experts, layers of two kinds, and an attention of its own; half a second each",
-    but=("*gpt_oss*", "*qwen3_5_text*", "*deepseek_v3*"),
-)
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_packed(model_type: str) -> None:
-    """Three documents, one after the other, told by their positions."""
-    model = made(model_type)
-    positions = torch.cat([torch.arange(length) for length in (11, 3, 26)]).unsqueeze(0)
-    inputs = {name: tensor[:1] for name, tensor in batch().items()}
-    assert_same(model, tiled_copy(model), **inputs, position_ids=positions)
-
-
-@pytest.mark.full(
-    "experts, layers of two kinds, and an attention of its own; half a second each",
-    but=("*gpt_oss*", "*qwen3_5_text*", "*deepseek_v3*"),
-)
-@pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("model_type", FAMILIES)
-def test_checkpointed(model_type: str, reentrant: bool) -> None:
-    model = made(model_type)
-    tiled = tiled_copy(model)
+    assert status.loss.tiled == 1 and status.mlp.tiled == status.mlp.total > 0 and status.layer.tiled > 0
     for each in (model, tiled):
-        each.gradient_checkpointing_enable({"use_reentrant": reentrant})
-    assert_same(model, tiled, **batch())
+        checkpointing(each, reentrant)
+    positions = torch.cat([torch.arange(length) for length in (11, 3, 26)]).unsqueeze(0)
+    assert_same(model, tiled, **{name: rows[:1] for name, rows in batch().items()}, position_ids=positions)
+    assert "equal the untiled model's" in str(seqtile.status(tiled))
+    seqtile.restore(tiled)
+    assert seqtile.status(tiled).mlp.tiled == 0
 
 
-@pytest.mark.full(
-    "experts, layers of two kinds, and an attention of its own; half a second each",
-    but=("*gpt_oss*", "*qwen3_5_text*", "*deepseek_v3*"),
-)
+@pytest.mark.full(EACH, but=("gpt_oss-after", "deepseek_v3-before"))
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_lora(model_type: str, when: str) -> None:
@@ -132,10 +100,7 @@ def test_lora(model_type: str, when: str) -> None:
     assert_same(model, tiled, **batch())
 
 
-@pytest.mark.full(
-    "experts, layers of two kinds, and an attention of its own; half a second each",
-    but=("*gpt_oss*", "*qwen3_5_text*", "*deepseek_v3*"),
-)
+@pytest.mark.full(EACH, but=("qwen3_5_text", "deepseek_v3"))
 @pytest.mark.parametrize("model_type", FAMILIES)
 def test_bfloat16(model_type: str) -> None:
     """All gradients together: of a weight of a dozen numbers the error of bfloat16 is luck."""
@@ -164,19 +129,13 @@ def test_image_tokens() -> None:
     assert_same(model, tiled_copy(model), **inputs, image_grid_thw=torch.tensor([[1, 4, 4]]))
 
 
-@pytest.mark.parametrize(
-    ("model_type", "changes"),
-    [
-        ("kimi_k25", {"text_config": {"n_shared_experts": 0}}),
-        ("solar_open", {"n_shared_experts": 0}),
-        ("deepseek_v3", {"n_shared_experts": 0}),
-    ],
-)
-def test_no_shared_expert(model_type: str, changes: dict) -> None:
+@pytest.mark.full(EACH, but=("solar_open",))
+@pytest.mark.parametrize("model_type", ["kimi_k25", "solar_open", "deepseek_v3"])
+def test_no_shared_expert(model_type: str) -> None:
     """Hugging Face's code then makes an MLP of no width."""
-    model = made(model_type, **changes)
-    tiled = copy.deepcopy(model)
-    seqtile.apply_seqtile(tiled, chunk_tokens=CHUNK)
+    changes = {"n_shared_experts": 0}
+    model = made(model_type, **{"text_config": changes} if model_type == "kimi_k25" else changes)
+    tiled = tiled_copy(model, layer=False)
     status = seqtile.status(tiled).mlp
     assert status.tiled == status.total > 0
     assert_same(model, tiled, **batch())
@@ -191,11 +150,27 @@ def test_tensors_of_a_graph_on_modules(has_run: bool) -> None:
     seqtile.apply_seqtile(tiled, chunk_tokens=CHUNK)
     status = seqtile.status(tiled)
     assert status.loss.tiled == 1 and status.mlp.tiled == status.mlp.total == 3
-    nudged = made("recurrent_gemma")
-    with torch.no_grad():
-        for weight in nudged.parameters():
-            weight.mul_(1 + 2**-23)
-    truth, ill = gradients(model, **inputs), {}
-    ill = errors(gradients(nudged, **inputs), truth)
-    for name, error in errors(gradients(tiled, **inputs), truth).items():
-        assert error <= 2 * ill[name] + 2e-5, f"{name}: {error:.1e}, nudged {ill[name]:.1e}"
+    assert_same(model, tiled, made("recurrent_gemma"), **inputs)
+
+
+PLACES = ("0.mlp.gate_proj", "1.mlp.down_proj", "0.self_attn.q_proj", "1.self_attn.o_proj")
+PARAMETRISED = [*((weight_norm, f"model.layers.{place}") for place in PLACES), (weight_norm, "lm_head")]
+PARAMETRISED += [(orthogonal, "model.layers.0.mlp.gate_proj")]
+
+
+@pytest.mark.full("of 48 cases", but=every_pair)
+@pytest.mark.parametrize("reentrant", [None, False])
+@pytest.mark.parametrize("layer", [False, True])
+@pytest.mark.parametrize("what", PARAMETRISED, ids=lambda case: f"{case[0].__name__}-{case[1]}")
+@pytest.mark.parametrize("model_type", ["llama", "olmo2"])
+def test_weights_computed_anew(model_type: str, what: tuple, layer: bool, reentrant: bool | None) -> None:
+    """At every forward, by torch.nn.utils.parametrizations."""
+    parametrise, place = what
+    model = made(model_type, tie_word_embeddings=False)
+    parametrise(model.get_submodule(place))
+    tiled = tiled_copy(model, layer=layer)
+    status = seqtile.status(tiled)
+    assert status.loss.tiled == 1 and status.mlp.tiled == 2 and (not layer or status.layer.tiled == 2)
+    for one in (model, tiled):
+        checkpointing(one, reentrant)
+    assert_same(model, tiled, **batch())

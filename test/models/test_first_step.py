@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import seqtile
+from models.layered import KINDS
 from models.test_layer_packed import packed
 from models.test_layer_sharing import built
 from models.test_paths import hooked
@@ -24,11 +25,11 @@ from seqtile.models.parts import LOSS
 from seqtile.models.patch import apply
 from seqtile.models.placement import Options, unplace
 from seqtile.models.trial_batch import TOKENS, trial_batch
-from seqtile.ops import leaf_gradients, linear, tiled
-from support.tiny import CHUNK, batch_of, build, checkpointing
+from seqtile.ops import linear, tiled
+from support.choice import every_value
+from support.tiny import CHUNK, batch_of, build, checkpointing, tiled_copy
 
 EQUAL = "equal the untiled model's up to rounding"
-DTYPES = [torch.float32, torch.bfloat16]
 TYPES = ["llama", "qwen3", "gemma3_text", "granite", "mixtral", "qwen3_moe", "olmo2", "phi3", "smollm3"]
 
 
@@ -39,6 +40,7 @@ class Mixing(nn.Module):
         return nn.functional.silu(x) + x.mean(-2, keepdim=True)
 
 
+@pytest.mark.full("test_first_step_types.py has other types in every precision", but=every_value)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("layer", [False, True], ids=["parts", "layer"])
 @pytest.mark.parametrize("arch", TYPES)
@@ -50,29 +52,14 @@ def test_no_false_alarm(arch: str, layer: bool, dtype: torch.dtype) -> None:
     assert EQUAL in str(seqtile.status(model))
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("arch", ["llama", "qwen3_moe"])
-def test_no_false_alarm_under_autocast(arch: str, dtype: torch.dtype) -> None:
-    model = build(arch)
-    seqtile.apply_seqtile(model, layer=True, chunk_tokens=CHUNK)
-    with torch.autocast("cpu", dtype):
-        model(**batch_of(2, 61))
-    assert EQUAL in outcome_of(model)
-
-
-def put_mixing_activation(model: nn.Module) -> None:
+def put_mixing_activation(model: nn.Module, _: object = None) -> None:
     for layer in model.model.layers:
         layer.mlp.act_fn = Mixing()
 
 
-def wrong_gradients_of_weights(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
+def gradients_of_weights(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every leaf's hooks run once a chunk, and once more at the end."""
-
-    def gradients_of(outputs, inputs, d_outputs, retain_graph: bool = False):
-        return torch.autograd.grad(outputs, inputs, d_outputs, retain_graph=retain_graph, allow_unused=True)
-
-    monkeypatch.setattr(tiled, "gradients_of", gradients_of)
-    assert leaf_gradients.gradients_of is not gradients_of
+    monkeypatch.setattr(tiled, "gradients_of", partial(torch.autograd.grad, allow_unused=True))
 
 
 def larger_gradients(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -133,47 +120,33 @@ class Wrong(NamedTuple):
     built: Callable[[], nn.Module]
     options: dict
     spoil: Callable[[nn.Module, pytest.MonkeyPatch], None]
-    named: str
-    """What the error says, a pattern."""
+    named: str  # what the error says, a pattern
     batch: Callable[[], dict] = partial(batch_of, 2, 61)
 
 
 LAYER = {"layer": True}
 PACKED = partial(packed, 9, 30)  # use_cache left at its default
 NAMES_LAYER = r"the part is layer\..*layer=False"
+NO_MLP = r"mlp \({}\).*mlp=False".format
+LLAMA, OLMO2, GEMMA4 = partial(build, "llama"), partial(build, "olmo2"), partial(built, "gemma4")
+MIXTRAL, QWEN3_MOE = partial(build, "mixtral"), partial(build, "qwen3_moe")
 WRONG: dict[str, Wrong] = {
-    "an activation that mixes tokens": Wrong(
-        partial(build, "llama"),
-        {},
-        lambda model, monkeypatch: put_mixing_activation(model),
-        r"mlp \(LlamaMLP\).*mlp=False",
-    ),
-    "hooks on parameters of a mixture": Wrong(
-        partial(build, "qwen3_moe"), {}, wrong_gradients_of_weights, r"mlp \(Qwen3MoeExperts\).*mlp=False"
-    ),
-    "a tenth too much of modules with hooks": Wrong(
-        lambda: hooked(build("llama")), {}, larger_gradients, r"mlp \(LlamaMLP\).*mlp=False"
-    ),
-    "a tenth too much of a mixture": Wrong(
-        partial(build, "mixtral"), {}, larger_gradients, r"mlp \(MixtralExperts\).*mlp=False"
-    ),
-    "a tenth too much of a layer of a mixture": Wrong(
-        partial(build, "qwen3_moe"), LAYER, larger_gradients, NAMES_LAYER
-    ),
-    "hooks on parameters of a layer": Wrong(partial(build, "olmo2"), LAYER, wrong_gradients_of_weights, NAMES_LAYER),
-    "shared keys of the last chunk": Wrong(partial(built, "gemma4"), LAYER, share(last_chunk_of), NAMES_LAYER),
-    "shared keys without gradients": Wrong(partial(built, "gemma4"), LAYER, share(torch.Tensor.detach), NAMES_LAYER),
-    "a main_grad that loses what it held": Wrong(
-        partial(build, "llama"), LAYER, overwrite_main_grads, r"layer=False|loss=False"
-    ),
-    "a cache": Wrong(partial(build, "llama"), LAYER, make_a_cache, NAMES_LAYER, PACKED),
-    "a cache, the loss untiled": Wrong(
-        partial(build, "olmo2"), LAYER | {"loss": False}, make_a_cache, NAMES_LAYER, PACKED
-    ),
+    "an activation that mixes tokens": Wrong(LLAMA, {}, put_mixing_activation, NO_MLP("LlamaMLP")),
+    "hooks on parameters of a mixture": Wrong(QWEN3_MOE, {}, gradients_of_weights, NO_MLP("Qwen3MoeExperts")),
+    "a tenth too much with hooks": Wrong(lambda: hooked(LLAMA()), {}, larger_gradients, NO_MLP("LlamaMLP")),
+    "a tenth too much of a mixture": Wrong(MIXTRAL, {}, larger_gradients, NO_MLP("MixtralExperts")),
+    "a tenth too much of a layer of a mixture": Wrong(QWEN3_MOE, LAYER, larger_gradients, NAMES_LAYER),
+    "hooks on parameters of a layer": Wrong(OLMO2, LAYER, gradients_of_weights, NAMES_LAYER),
+    "shared keys of the last chunk": Wrong(GEMMA4, LAYER, share(last_chunk_of), NAMES_LAYER),
+    "shared keys without gradients": Wrong(GEMMA4, LAYER, share(torch.Tensor.detach), NAMES_LAYER),
+    "a main_grad that loses what it held": Wrong(LLAMA, LAYER, overwrite_main_grads, r"layer=False|loss=False"),
+    "a cache": Wrong(LLAMA, LAYER, make_a_cache, NAMES_LAYER, PACKED),
+    "a cache, the loss untiled": Wrong(OLMO2, LAYER | {"loss": False}, make_a_cache, NAMES_LAYER, PACKED),
 }
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.full("a second each", but=("*float32", "*of a mixture-torch.bfloat16"))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("case", WRONG)
 def test_what_is_wrong_is_found_and_named(case: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     if case.startswith("shared keys") and dtype == torch.bfloat16:
@@ -206,9 +179,7 @@ def test_how_far_a_loss_may_be_off(dtype: torch.dtype, off: float, found: bool) 
 
 def test_a_part_that_fails_is_not_trained(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """A defect that shows as an error at most lengths; at a multiple of a chunk it would train, wrong."""
-    checked, unchecked = built("gemma4"), built("gemma4")
-    seqtile.apply_seqtile(checked, chunk_tokens=8, layer=True)
-    seqtile.apply_seqtile(unchecked, chunk_tokens=8, layer=True, check=False)
+    checked, unchecked = (tiled_copy(built("gemma4"), chunk_tokens=8, layer=True, check=c) for c in (True, False))
     share_by_chunks(checked, monkeypatch)
     batch = packed(40)
     unchecked(**batch)
@@ -218,19 +189,16 @@ def test_a_part_that_fails_is_not_trained(monkeypatch: pytest.MonkeyPatch, caplo
 
 
 def test_a_change_after_the_first_step_is_compared_again() -> None:
-    model = build("llama")
-    seqtile.apply_seqtile(model, chunk_tokens=CHUNK)
-    model(**batch_of(2, 61))
+    model, batch = tiled_copy(build("llama")), batch_of(2, 61)
+    model(**batch)
     put_mixing_activation(model)
     with pytest.raises(ValueError, match="computes something else than the untiled one"):
-        model(**batch_of(2, 61))
+        model(**batch)
 
 
 def test_compared_where_the_loss_is_left_untiled() -> None:
-    model = build("llama")
-    apply(
-        "llama", model, Options(chunk_tokens=CHUNK), lambda model: lambda part, module: "no" if part is LOSS else None
-    )
+    model, options = build("llama"), Options(chunk_tokens=CHUNK)
+    apply("llama", model, options, lambda model: lambda part, module: "no" if part is LOSS else None)
     assert seqtile.status(model).loss.tiled == 0 and seqtile.status(model).mlp.tiled == 2
     put_mixing_activation(model)
     with pytest.raises(ValueError, match=r"mlp \(LlamaMLP\)"):
@@ -238,15 +206,15 @@ def test_compared_where_the_loss_is_left_untiled() -> None:
 
 
 def test_check_false_leaves_it_out() -> None:
-    model = build("llama")
-    seqtile.apply_seqtile(model, chunk_tokens=CHUNK, check=False)
+    model = tiled_copy(build("llama"), check=False)
     model(**batch_of(2, 61))
     assert outcome_of(model) is None
     with pytest.raises(ValueError, match='True, False or "full"'):
         seqtile.apply_seqtile(model, check="some")
 
 
-@pytest.mark.parametrize("reentrant", [None, False, True], ids=["plain", "ckpt", "reentrant"])
+@pytest.mark.full("half a second each", but=every_value)
+@pytest.mark.parametrize("reentrant", KINDS)
 @pytest.mark.parametrize("options", [{}, {"layer": True}, {"loss": False}, {"check": "full"}], ids=str)
 def test_it_leaves_no_trace(options: dict, reentrant: bool | None) -> None:
     model = build("qwen3_moe", attention_dropout=0.3)
@@ -254,15 +222,14 @@ def test_it_leaves_no_trace(options: dict, reentrant: bool | None) -> None:
     seen: list[int] = []
     model.model.layers[0].register_forward_hook(lambda module, args, output: seen.append(1))
     model.register_buffer("count", torch.zeros(3))
-    parameter = model.model.norm.weight
-    hook_calls: list[int] = []
-    parameter.register_hook(lambda gradient: hook_calls.append(1))
-    parameter.grad = torch.ones_like(parameter)
     states = []
     for check in (False, options.get("check", True)):
         torch.manual_seed(3)
         random.seed(3)
         each = copy.deepcopy(model)
+        norm = each.model.norm.weight
+        norm.grad, hook_calls = torch.ones_like(norm), []
+        norm.register_hook(lambda gradient, calls=hook_calls: calls.append(1))
         each.lm_head.weight.main_grad = torch.ones_like(model.lm_head.weight)
         seqtile.apply_seqtile(each, chunk_tokens=CHUNK, **options | {"check": check})
         attributes = {name: sorted(vars(module)) for name, module in each.named_modules()}
@@ -270,7 +237,7 @@ def test_it_leaves_no_trace(options: dict, reentrant: bool | None) -> None:
         batch = batch_of(2, 61)
         seen.clear()
         loss = each(**batch).loss
-        assert len(seen) == 1
+        assert len(seen) == 1 and not hook_calls
         attributes[""] = sorted({*attributes[""], *(["_seqtile_first_step"] if check else [])})
         assert {name: sorted(vars(module)) for name, module in each.named_modules()} == attributes
         loss.backward()
@@ -305,12 +272,7 @@ def test_tokens_are_chosen_about_what_differs() -> None:
     positions = torch.cat([torch.arange(150), torch.arange(50)])[None].expand(2, -1)
     mask = torch.ones(2, 200, dtype=torch.int64)
     mask[1, 190:] = 0
-    given = {
-        "labels": labels,
-        "position_ids": positions,
-        "attention_mask": mask,
-        "pixel_values": torch.rand(2, 3, 8, 8),
-    }
+    given = {"labels": labels, "position_ids": positions, "attention_mask": mask, "pixel_values": torch.rand(2, 3)}
     batch = trial_batch(model, type(model).forward, (labels.clamp(min=0),), given)
     columns = batch.inputs["labels"].clamp(min=69)[1].tolist()
     assert batch.shape == (2, TOKENS) and batch.left_out == ["pixel_values"]

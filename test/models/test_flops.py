@@ -1,15 +1,13 @@
 """A checkpointed layer with a tiled MLP multiplies no more than the untiled one (facts: 11 u, u = 2 T D M FLOP)."""
 
-import copy
-
 import pytest
 
-import seqtile
 from seqtile.arch import ARCHS
 from support.measure import FlopCount
-from support.tiny import CHUNK, CLASSES, VOCAB, batch_of, build, checkpointing, loss_and_gradients
+from support.tiny import CLASSES, VOCAB, batch_of, build, checkpointing, loss_and_gradients, tiled_copy
 
 TOKENS = 190
+OTHERS = "a quarter of a second each; with a norm behind the MLP, with biases, and with experts"
 IGNORED = 3 * 2 * 5 * 48 * VOCAB  # FLOP that the tiled loss spares: three products of the 5 tokens of a masked prompt
 
 
@@ -21,12 +19,12 @@ def flops_of(model) -> int:
     return flops.total
 
 
+@pytest.mark.full(OTHERS, but=("llama", "gemma2", "granite"))
 @pytest.mark.parametrize("arch", [arch for arch in CLASSES if not ARCHS[arch].routed])
 def test_tiled_mlp(arch: str) -> None:
     """A norm behind the MLP saves a tensor, so that a checkpoint's recomputation goes through the MLP: 14 u, not 12."""
     untiled = build(arch)
-    tiled = copy.deepcopy(untiled)
-    seqtile.apply_seqtile(tiled, loss=False, chunk_tokens=CHUNK)
+    tiled = tiled_copy(untiled, loss=False)
     layers, unit = 2, 2 * TOKENS * 48 * 130
     biases = 2 * TOKENS * (48 + 2 * 130) if untiled.model.layers[0].mlp.down_proj.bias is not None else 0  # their sums
     assert flops_of(tiled) - flops_of(untiled) == layers * ((11 - 9) * unit + biases)
@@ -47,8 +45,7 @@ def test_tiled_experts(experts: str) -> None:
     """A recomputation runs untiled experts whole, since their outputs are saved to be weighted: 12 u both ways."""
     untiled = build("mixtral")
     untiled.set_experts_implementation(experts)
-    tiled = copy.deepcopy(untiled)
-    seqtile.apply_seqtile(tiled, loss=False, chunk_tokens=CHUNK)
+    tiled = tiled_copy(untiled, loss=False)
     unit = 2 * 2 * TOKENS * 48 * untiled.config.intermediate_size  # two experts a token
     assert flops_of(tiled) - flops_of(untiled) == 2 * (12 - 9) * unit
     for model in (untiled, tiled):
@@ -56,17 +53,9 @@ def test_tiled_experts(experts: str) -> None:
     assert flops_of(tiled) == flops_of(untiled)
 
 
+@pytest.mark.full(OTHERS, but=("*llama*", "*gemma2*", "*mixtral*"))
+@pytest.mark.parametrize("options", [{"mlp": False}, {"chunk_tokens": TOKENS}], ids=["loss", "one chunk"])
 @pytest.mark.parametrize("arch", CLASSES)
-def test_tiled_loss(arch: str) -> None:
+def test_a_tiled_loss_and_a_sequence_of_one_chunk_pay_nothing(arch: str, options: dict) -> None:
     untiled = build(arch)
-    tiled = copy.deepcopy(untiled)
-    seqtile.apply_seqtile(tiled, mlp=False, chunk_tokens=CHUNK)
-    assert flops_of(tiled) == flops_of(untiled) - IGNORED
-
-
-@pytest.mark.parametrize("arch", CLASSES)
-def test_a_sequence_no_longer_than_a_tile_pays_nothing(arch: str) -> None:
-    untiled = build(arch)
-    tiled = copy.deepcopy(untiled)
-    seqtile.apply_seqtile(tiled, chunk_tokens=TOKENS)
-    assert flops_of(tiled) == flops_of(untiled) - IGNORED
+    assert flops_of(tiled_copy(untiled, **options)) == flops_of(untiled) - IGNORED

@@ -1,14 +1,17 @@
 """What is done to a parameter's gradient by others happens once, to the whole gradient, as it does untiled."""
 
-import copy
+from collections import Counter
+from functools import partial
 
 import pytest
 import torch
 from torch import nn
 
 import seqtile
+from models.layered import KINDS
 from support.assertions import relative_error
-from support.tiny import CHUNK, batch_of, build, checkpointing, loss_and_gradients
+from support.choice import every_value
+from support.tiny import batch_of, build, checkpointing, loss_and_gradients, tiled_copy
 
 CALLED = {  # what is done to a model so that parts of it are called chunk by chunk
     "experts": ("qwen3_moe", {}),
@@ -23,37 +26,33 @@ def adapted(model: nn.Module) -> nn.Module:
     return peft.get_peft_model(model, config).train()  # a rate that drops nothing, so that both compute the same
 
 
-@pytest.mark.parametrize("reentrant", [None, False, True], ids=["plain", "ckpt", "reentrant"])
+@pytest.mark.full("half a second each", but=every_value)
+@pytest.mark.parametrize("reentrant", KINDS)
 @pytest.mark.parametrize("case", CALLED)
 def test_hook_sees_the_whole_gradient_once(case: str, reentrant: bool | None, device: str) -> None:
     arch, options = CALLED[case]
-    model = build(arch, device)
-    model = adapted(model) if "LoRA" in case else model
-    untiled = copy.deepcopy(model)
-    seqtile.apply_seqtile(model, chunk_tokens=CHUNK, **options)
-    found = []
-    for each in (untiled, model):
-        checkpointing(each.get_base_model() if hasattr(each, "get_base_model") else each, reentrant)
-        if reentrant and hasattr(each, "enable_input_require_grads"):
+    untiled = build(arch, device)
+    untiled = adapted(untiled) if "LoRA" in case else untiled
+    batch, found = batch_of(2, 131, device), []
+    for each in (untiled, tiled_copy(untiled, **options)):
+        checkpointing(each.get_base_model() if "LoRA" in case else each, reentrant)
+        if reentrant and "LoRA" in case:
             each.enable_input_require_grads()
-        calls: dict[str, int] = {}
+        calls: Counter[str] = Counter()
+
+        def clipped(calls: Counter[str], name: str, gradient: torch.Tensor) -> torch.Tensor:
+            calls[name] += 1
+            return gradient.clamp(-1e-3, 1e-3) * 0.5
+
         for name, parameter in each.named_parameters():
             if parameter.requires_grad:
-
-                def clipped(gradient: torch.Tensor, name: str = name, calls: dict[str, int] = calls) -> torch.Tensor:
-                    calls[name] = calls.get(name, 0) + 1
-                    return gradient.clamp(-1e-3, 1e-3) * 0.5
-
-                parameter.register_hook(clipped)
-        torch.manual_seed(0)
-        found.append((*loss_and_gradients(each, **batch_of(2, 131, device)), calls))
-        torch.manual_seed(0)
+                parameter.register_hook(partial(clipped, calls, name))
+        found.append((*loss_and_gradients(each, **batch), calls))
     (loss, gradients, calls), (tiled_loss, tiled_gradients, tiled_calls) = found
     assert set(calls.values()) == {1} and tiled_calls == calls
     assert relative_error(tiled_loss, loss) < 1e-6
     for name, gradient in gradients.items():
-        if gradient is not None:
-            assert relative_error(tiled_gradients[name], gradient) < 3e-4, name
+        assert gradient is None or relative_error(tiled_gradients[name], gradient) < 3e-4, name
 
 
 def test_hooks_are_there_again_after_a_backward_that_fails(device: str) -> None:
@@ -69,21 +68,21 @@ def test_hooks_are_there_again_after_a_backward_that_fails(device: str) -> None:
 
         @staticmethod
         def backward(ctx, d_x: torch.Tensor) -> torch.Tensor:
-            if failing[0]:
+            if failing:
                 raise RuntimeError("no gradient today")
             return d_x
 
     x = torch.randn(30, 8, device=device)
-    for fails in (True, False):
-        failing[0] = fails
-        y = seqtile.tiled(lambda x: Fails.apply(x @ weight), x, params=[weight], chunk_tokens=7)
-        if fails:
-            with pytest.raises(RuntimeError, match="no gradient today"):
-                y.sum().backward()
-            assert calls == []
-        else:
-            y.sum().backward()
-            assert calls == [1]
+
+    def backward() -> None:
+        seqtile.tiled(lambda x: Fails.apply(x @ weight), x, params=[weight], chunk_tokens=7).sum().backward()
+
+    with pytest.raises(RuntimeError, match="no gradient today"):
+        backward()
+    assert calls == []
+    failing.clear()
+    backward()
+    assert calls == [1]
 
 
 @pytest.mark.parametrize("frozen_route", [True, False], ids=["unused", "used"])

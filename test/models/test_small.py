@@ -6,12 +6,13 @@ from transformers import CONFIG_MAPPING, Gemma4TextConfig, PreTrainedModel
 
 from seqtile.models.find import layers_of
 from seqtile.models.model_types import model_classes, model_types
-from seqtile.models.parts import LAYER, LOSS, MLP
+from seqtile.models.parts import EXPERTS, LAYER, LOSS, MLP
 from seqtile.models.proof import findings
 from seqtile.models.replaced import Made, modules_by_place
 from seqtile.models.small import config_for, small_model, structure_of, with_few_layers
 
 LONG_ROPE = {"rope_type": "longrope", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 60}
+SMALL = {"num_attention_heads": 2, "hidden_size": 24, "pad_token_id": 3}
 LONG_ROPE |= {"short_factor": [1.0] * 6, "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 6.0]}
 
 
@@ -19,20 +20,7 @@ def made(model_type: str, **changes: object) -> PreTrainedModel:
     return small_model(model_classes(model_type)[0], CONFIG_MAPPING[model_type](**changes))
 
 
-def text_config_of(model: PreTrainedModel) -> object:
-    return model.config.get_text_config()
-
-
-@pytest.mark.full(
-    "a tenth of the types and those that are most unlike; each takes a third of a second",
-    but=(
-        "*l",
-        "*_text",
-        "gpt_oss",
-        "deepseek_v3",
-        "phimoe",
-    ),
-)
+@pytest.mark.full("a third of a second each; test_types.py has others every day", but=("*_text", "evolla"))
 @pytest.mark.parametrize("model_type", model_types())
 def test_every_kind_of_layer(model_type: str) -> None:
     """Of the layers of the model whose sizes are the config's, every one is there with smaller sizes."""
@@ -80,39 +68,29 @@ def test_shared_keys_of_a_few_layers(layers: int) -> None:
 @pytest.mark.parametrize(
     ("model_type", "changes"),
     [
-        ("llama", {"vocab_size": 40, "pad_token_id": 3}),
-        ("phi3", {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 60, "pad_token_id": 3}),
+        ("llama", SMALL | {"vocab_size": 40}),
+        ("phi3", SMALL | {"rope_parameters": LONG_ROPE, "original_max_position_embeddings": 60}),
+        ("glm4_moe", {"n_shared_experts": 0}),
     ],
-    ids=["few words", "few factors"],
+    ids=["few words", "few factors", "weights without elements"],
 )
 def test_sizes_smaller_than_a_small_models(model_type: str, changes: dict) -> None:
     """Its proof runs all the same."""
-    found = list(findings(made(model_type, num_attention_heads=2, hidden_size=24, **changes)))
-    assert {one.part for one in found} == {LOSS, MLP, LAYER} and all(one.refusal is None for one in found)
-
-
-def test_weights_without_elements() -> None:
-    """Those of no shared expert: the proof runs all the same."""
-    model = made("glm4_moe", n_shared_experts=0)
-    assert any(parameter.numel() == 0 for parameter in model.parameters())
-    assert all(one.refusal is None for one in findings(model))
+    found = list(findings(made(model_type, **changes)))
+    assert {one.part for one in found} - {EXPERTS} == {LOSS, MLP, LAYER} and all(one.refusal is None for one in found)
 
 
 def test_what_is_not_there_is_not_made() -> None:
-    assert text_config_of(made("gemma4_text")).num_kv_shared_layers == 0
+    assert made("gemma4_text").config.get_text_config().num_kv_shared_layers == 0
     assert all(layer.shared_mlp is None for layer in layers_of(made("granitemoeshared")))
     assert made("deepseek_v4").config.num_nextn_predict_layers == 1
     assert made("deepseek_v4", num_nextn_predict_layers=0).config.num_nextn_predict_layers == 0
 
 
-def test_sizes_by_layer() -> None:
-    """Full attention has other heads than sliding attention, and so it has small."""
+def test_layers_of_several_kinds() -> None:
+    """Heads of other sizes in full attention; an MLP in layers 3 and 5 of a mixture."""
     sizes = {layer.self_attn.layer_type: layer.self_attn.head_dim for layer in layers_of(made("gemma4_text"))}
     assert sizes["full_attention"] != sizes["sliding_attention"]
-
-
-def test_layers_that_are_listed() -> None:
-    """An MLP in layers 3 and 5 of a mixture, and layers that attend to an image in layers 3 and 8."""
     of = made("qwen2_moe", num_hidden_layers=8, mlp_only_layers=[3, 5])
     assert {type(layer.mlp).__name__ for layer in layers_of(of)} == {"Qwen2MoeSparseMoeBlock", "Qwen2MoeMLP"}
     assert len(layers_of(of)) == 2

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import seqtile
-from support.assertions import relative_error
+from models.layered import KINDS, assert_equal
 from support.choice import every_value
 from support.tiny import CHUNK, batch_of, build, checkpointing, loss_and_gradients
 
@@ -30,67 +30,56 @@ class Counting(nn.Module):
         return x * (self.mean_square + 1e-6).rsqrt()
 
 
-def spectral(model: nn.Module) -> None:
-    nn.utils.spectral_norm(model.model.layers[1].mlp.up_proj)
+def counted(parent: str, name: str, width: int) -> Callable[[nn.Module], None]:
+    def change(model: nn.Module) -> None:
+        module = model.get_submodule(f"model.layers.1.{parent}")
+        setattr(module, name, nn.Sequential(getattr(module, name), Counting(width)))
+
+    return change
 
 
-def counting(model: nn.Module) -> None:
-    model.model.layers[1].mlp.act_fn = nn.Sequential(nn.SiLU(), Counting(130))
+def spectral(name: str) -> Callable[[nn.Module], None]:
+    return lambda model: nn.utils.spectral_norm(model.get_submodule(name))
 
 
-def spectral_head(model: nn.Module) -> None:
-    nn.utils.spectral_norm(model.lm_head)
-
-
-def counting_projection(model: nn.Module) -> None:
-    attention = model.model.layers[1].self_attn
-    attention.q_proj = nn.Sequential(attention.q_proj, Counting(48))
-
-
-# what is done to the model -> the name of its state, and whether it is in the part that is tiled without layer=True
-KEEPING: dict[str, tuple[Callable[[nn.Module], None], str, bool]] = {
-    "spectral norm of a projection": (spectral, r"up_proj\.weight_u", True),
-    "statistics in the MLP": (counting, r"act_fn\.1\.(mean_square|tokens)", True),
-    "spectral norm of the head": (spectral_head, r"head\.weight_u", True),
-    "statistics in attention": (counting_projection, r"q_proj\.1\.(mean_square|tokens)", False),
+KEEPING: dict[str, tuple[Callable[[nn.Module], None], str]] = {  # what is done to the model, the name of its state
+    "spectral norm of a projection": (spectral("model.layers.1.mlp.up_proj"), r"up_proj\.weight_u"),
+    "statistics in the MLP": (counted("mlp", "act_fn", 130), r"act_fn\.1\.(mean_square|tokens)"),
+    "spectral norm of the head": (spectral("lm_head"), r"head\.weight_u"),
+    "statistics in attention": (counted("self_attn", "q_proj", 48), r"q_proj\.1\.(mean_square|tokens)"),
 }
+TILED = [(name, layer) for name in KEEPING for layer in (False, True) if layer or "attention" not in name]
 
 
-@pytest.mark.parametrize("reentrant", [None, False, True], ids=["plain", "ckpt", "reentrant"])
-@pytest.mark.parametrize("layer", [False, True], ids=["mlp", "layer"])
-@pytest.mark.parametrize("name", KEEPING)
-def test_state_is_refused(name: str, layer: bool, reentrant: bool | None, device: str) -> None:
-    change, state, is_in_mlp = KEEPING[name]
-    if not layer and not is_in_mlp:
-        pytest.skip("attention is not tiled then")
+def keeping(name: str, device: str) -> nn.Module:
     model = build("llama", device, tie_word_embeddings=False)
-    change(model.to(device))
-    model.to(device)
+    KEEPING[name][0](model)
+    return model.to(device)
+
+
+@pytest.mark.full("of 21 cases", but=every_value)
+@pytest.mark.parametrize("reentrant", KINDS)
+@pytest.mark.parametrize(("name", "layer"), TILED)
+def test_state_is_refused(name: str, layer: bool, reentrant: bool | None, device: str) -> None:
+    model = keeping(name, device)
     checkpointing(model, reentrant)
     seqtile.apply_seqtile(model, layer=layer, chunk_tokens=CHUNK)
     buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    with pytest.raises(ValueError, match=rf"fn changes .*{state}.*eval mode"):
+    with pytest.raises(ValueError, match=rf"fn changes .*{KEEPING[name][1]}.*eval mode"):
         loss_and_gradients(model, **batch_of(3, 101, device))
-    for name, buffer in model.named_buffers():
-        assert buffer.equal(buffers[name]), name
+    assert all(buffer.equal(buffers[name]) for name, buffer in model.named_buffers())
 
 
-@pytest.mark.parametrize("layer", [False, True], ids=["mlp", "layer"])
-@pytest.mark.parametrize("name", KEEPING)
+@pytest.mark.full("of 7 cases", but=every_value)
+@pytest.mark.parametrize(("name", "layer"), TILED)
 def test_state_that_stays_is_right(name: str, layer: bool, device: str) -> None:
     """With what keeps state in evaluation, and the rest in training, loss and gradients are the untiled ones."""
-    change, _, _ = KEEPING[name]
-    model = build("llama", device, tie_word_embeddings=False)
-    change(model)
-    model.to(device)
+    model = keeping(name, device)
     model(**batch_of(2, 31, device))
     for module in model.modules():
         if any(True for _ in module.buffers(recurse=False)):
             module.eval()
     batch = batch_of(3, 101, device)
-    loss, gradients = loss_and_gradients(model, **batch)
+    theirs = loss_and_gradients(model, **batch)
     seqtile.apply_seqtile(model, layer=layer, chunk_tokens=CHUNK)
-    tiled_loss, tiled_gradients = loss_and_gradients(model, **batch)
-    assert relative_error(tiled_loss, loss) <= 1e-6
-    for parameter, gradient in gradients.items():
-        assert relative_error(tiled_gradients[parameter], gradient) <= 1e-5, parameter
+    assert_equal(loss_and_gradients(model, **batch), theirs)

@@ -1,5 +1,7 @@
 """Every variant of every model type computes the same tiled, is refused by name, or fails untiled too."""
 
+from functools import cache
+
 import pytest
 from transformers import CONFIG_MAPPING
 
@@ -9,11 +11,12 @@ from seqtile.models.sweep import DIFFERS, FAILS, REFUSED, RIGHT, Row, sweep
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
+@cache
 def rows_of(model_type: str) -> dict[str, Row]:
     return {row.variant: row for row in sweep(model_classes(model_type)[0], CONFIG_MAPPING[model_type]())}
 
 
-@pytest.mark.full("2 to 60 s each of some thirty variants", but=("llama", "gpt2", "olmo2", "gemma2", "bloom"))
+@pytest.mark.full("2 to 60 s each of some thirty variants", but=("llama", "gpt2"))
 @pytest.mark.parametrize("model_type", model_types())
 def test_a_type(model_type: str) -> None:
     try:
@@ -26,6 +29,7 @@ def test_a_type(model_type: str) -> None:
     assert sum(row.how == RIGHT for row in rows.values()) > len(rows) // 2
 
 
+@pytest.mark.full("twenty seconds of doge", but=("gpt2-*",))
 @pytest.mark.parametrize(
     ("model_type", "variant", "reason"),
     [

@@ -5,10 +5,9 @@ import copy
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
-import torch
 from torch import nn
 from transformers import Trainer
 
@@ -16,8 +15,9 @@ import seqtile
 import seqtile.models.loss
 import seqtile.models.mlp
 from support.assertions import assert_each_as_exact, relative_error
-from support.tiny import CHUNK, VOCAB, build, modeling_restored
-from support.trl_trainers import LENGTHS, token_documents, trainer
+from support.tiny import CHUNK, gentle, modeling_restored, tiled_copy
+from support.trainers import Run, assert_same_training, run
+from support.trl_trainers import LENGTHS, token_documents, trainer, words
 
 datasets = pytest.importorskip("datasets")
 trl = pytest.importorskip("trl")
@@ -30,12 +30,6 @@ class OwnLoss(trl.SFTTrainer):
 
 
 TRAINERS = [pytest.param(trl.SFTTrainer, id="trl's loss"), pytest.param(OwnLoss, id="seqtile's loss")]
-
-
-class Run(NamedTuple):
-    losses: list[float]
-    moved: dict[str, torch.Tensor]
-    eval_loss: float
 
 
 @pytest.fixture(autouse=True)
@@ -55,52 +49,16 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counter]:
 
 
 def chats() -> Any:
-    """Conversations of random words, two turns each."""
-
-    def turn(role: str, words: int) -> dict[str, str]:
-        return {"role": role, "content": " ".join(f"w{i}" for i in torch.randint(3, VOCAB, (words,)).tolist())}
-
+    """Conversations of two turns each."""
     roles = ("user", "assistant", "user", "assistant")
-    return datasets.Dataset.from_list(
-        [{"messages": [turn(role, length // 4 + i) for i, role in enumerate(roles)]} for length in LENGTHS]
-    )
+    turns = [[{"role": role, "content": words(n // 4 + i)} for i, role in enumerate(roles)] for n in LENGTHS]
+    return datasets.Dataset.from_list([{"messages": messages} for messages in turns])
 
 
-def run(trainer: Trainer) -> Run:
-    trained = {name: p for name, p in trainer.model.named_parameters() if p.requires_grad}
-    start = {name: p.detach().clone() for name, p in trained.items()}
-    trainer.train()
-    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
-    moved = {name: p.detach() - start[name] for name, p in trained.items()}
-    return Run(losses, moved, trainer.evaluate()["eval_loss"])
-
-
-def assert_same_training(ours: Run, theirs: Run) -> None:
-    assert len(theirs.losses) == 3 and ours.moved.keys() == theirs.moved.keys()
-    torch.testing.assert_close(torch.tensor(ours.losses), torch.tensor(theirs.losses), rtol=1e-5, atol=1e-4)
-    assert abs(ours.eval_loss - theirs.eval_loss) <= 1e-4
-    for name, moved in theirs.moved.items():
-        assert moved.norm() > 0, name
-        # A gradient through attention's softmax cancels: of a small adapter of queries 1 draw in 100 is beyond 1e-4.
-        assert relative_error(ours.moved[name], moved) <= 1e-3, (name, relative_error(ours.moved[name], moved))
-    whole = [torch.cat([moved.flatten() for moved in run.moved.values()]) for run in (ours, theirs)]
-    assert relative_error(*whole) <= 3e-5
-
-
-def smaller(arch: str) -> nn.Module:
-    model = build(arch)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(0.5)  # learning rate 1 must not diverge
-    return model
-
-
-def tiled_copy(model: nn.Module, how: str) -> nn.Module:
+def tiled_by(model: nn.Module, how: str) -> nn.Module:
     """A copy of `model` that is tiled by itself, or built of tiled classes."""
     if how == "model":
-        copied = copy.deepcopy(model)
-        seqtile.apply_seqtile(copied, chunk_tokens=CHUNK)
-        return copied
+        return tiled_copy(model)
     getattr(seqtile, f"apply_seqtile_to_{model.config.model_type}")(chunk_tokens=CHUNK)
     built = type(model)(copy.deepcopy(model.config)).train()
     built.load_state_dict(model.state_dict())
@@ -115,27 +73,13 @@ def both(
     start = copy.deepcopy(model)
     theirs = run(trainer(cls, model, documents, output, **options))
     assert not calls
-    ours = run(trainer(cls, tiled_copy(start, how), documents, output, **options))
+    ours = run(trainer(cls, tiled_by(start, how), documents, output, **options))
     assert calls["gated_mlp_of"] > 0 and (calls["linear_cross_entropy"] > 0) == (cls is OwnLoss)
     return ours, theirs
 
 
-@pytest.mark.full(
-    "each trainer costs seconds; how a model was tiled is tested without TRL",
-    but=(
-        "llama-model-trl*",
-        "phi3-classes-seqtile*",
-    ),
-)
-@pytest.mark.parametrize("cls", TRAINERS)
-@pytest.mark.parametrize(
-    ("arch", "how"), [("llama", "model"), ("llama", "classes"), ("gemma2", "model"), ("phi3", "classes")]
-)
-def test_same_training_as_untiled(arch: str, how: str, cls: type, tmp_path: Path, calls: Counter) -> None:
-    assert_same_training(*both(cls, smaller(arch), token_documents(), tmp_path, calls, how))
-
-
 DATA = {
+    "plain": (token_documents, {}),
     "completions": (token_documents, {"completion_only_loss": True}),
     "assistant": (chats, {"assistant_only_loss": True}),
     "packed": (token_documents, {"packing": True, "max_length": 150, "completion_only_loss": True}),
@@ -145,45 +89,42 @@ DATA = {
     "selective": (token_documents, {"gradient_checkpointing_kwargs": {"selective": True}}),
     "no checkpointing": (token_documents, {"gradient_checkpointing": False}),
 }
+MODELS = [("llama", "classes"), ("gemma2", "model"), ("phi3", "classes")]
 
 
 @pytest.mark.full(
-    "what TRL does to a batch is over before any line of ours",
-    but=("completions-trl*", "packed-seqtile*", "padding-free-trl*", "reentrant-seqtile*"),
+    "each trainer costs seconds; what TRL does to a batch is over before any line of ours",
+    but=("phi3-classes-plain-seqtile*", "llama-model-completions-trl*", "*packed-seqtile*", "*padding-free-trl*"),
 )
 @pytest.mark.parametrize("cls", TRAINERS)
-@pytest.mark.parametrize("name", DATA)
-def test_same_training_of_other_kinds(name: str, cls: type, tmp_path: Path, calls: Counter) -> None:
-    make, options = DATA[name]
-    model, documents = smaller("llama"), make()
+@pytest.mark.parametrize(
+    ("arch", "how", "data"), [*((*each, "plain") for each in MODELS), *(("llama", "model", name) for name in DATA)]
+)
+def test_same_training(arch: str, how: str, data: str, cls: type, tmp_path: Path, calls: Counter) -> None:
+    make, options = DATA[data]
+    model, documents = gentle(arch), make()
     labels = trainer(cls, copy.deepcopy(model), documents, tmp_path, **options).train_dataset["labels"]
     assert any(-100 in row for row in labels) == any("only" in option for option in options)
-    assert_same_training(*both(cls, model, documents, tmp_path, calls, **options))
+    assert_same_training(*both(cls, model, documents, tmp_path, calls, how, **options))
 
 
-@pytest.mark.full(
-    "each trainer costs seconds; how a model was tiled is tested without TRL",
-    but=("classes-seqtile*",),
-)
+@pytest.mark.full("each trainer costs seconds; how a model was tiled is tested without TRL", but=("classes-seqtile*",))
 @pytest.mark.parametrize("cls", TRAINERS)
 @pytest.mark.parametrize("how", ["model", "classes"])
 def test_lora(how: str, cls: type, tmp_path: Path, calls: Counter) -> None:
     peft = pytest.importorskip("peft")
     targets = ["gate_proj", "up_proj", "down_proj", "q_proj"]
     config = peft.LoraConfig(r=4, target_modules=targets, init_lora_weights=False)
-    ours, theirs = both(cls, smaller("llama"), token_documents(), tmp_path, calls, how, peft_config=config)
+    ours, theirs = both(cls, gentle("llama"), token_documents(), tmp_path, calls, how, peft_config=config)
     assert len(theirs.moved) == 2 * 2 * len(targets)
     assert_same_training(ours, theirs)
 
 
-@pytest.mark.full(
-    "each trainer costs seconds; how a model was tiled is tested without TRL",
-    but=("trl*",),
-)
+@pytest.mark.full("each trainer costs seconds", but=("trl*",))
 @pytest.mark.parametrize("cls", TRAINERS)
 def test_bfloat16_autocast(cls: type, tmp_path: Path, calls: Counter) -> None:
     """What TRL does unless told otherwise; the training in float32 is the truth."""
-    model, documents = smaller("llama"), token_documents()
+    model, documents = gentle("llama"), token_documents()
     true = run(trainer(cls, copy.deepcopy(model), documents, tmp_path))
     ours, theirs = both(cls, model, documents, tmp_path, calls, bf16=None)
     for name, truth in true.moved.items():
@@ -192,7 +133,7 @@ def test_bfloat16_autocast(cls: type, tmp_path: Path, calls: Counter) -> None:
 
 
 def test_after_the_trainer_the_mlp_alone(tmp_path: Path) -> None:
-    model, documents = smaller("llama"), token_documents()
+    model, documents = gentle("llama"), token_documents()
     theirs = run(trainer(trl.SFTTrainer, copy.deepcopy(model), documents, tmp_path))
     late = trainer(trl.SFTTrainer, model, documents, tmp_path)
     with pytest.raises(ValueError, match="the forward of LlamaForCausalLM is from trl"):
@@ -204,20 +145,16 @@ def test_after_the_trainer_the_mlp_alone(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["model", "classes"])
-def test_status_tells_of_both(how: str, tmp_path: Path) -> None:
-    """TRL's forward decides at every call who computes the loss, so `status` names it and seqtile."""
-    model = tiled_copy(smaller("llama"), how)
+def test_status_tells_of_both_and_restore_is_refused(how: str, tmp_path: Path) -> None:
+    """TRL's forward decides at every call who computes the loss, so `status` names it and seqtile; it keeps the forward
+    that it found, so that seqtile cannot be taken off inside it."""
+    model = tiled_by(gentle("llama"), how)
     trainer(trl.SFTTrainer, model, token_documents(), tmp_path)
     status = seqtile.status(model)
     assert (status.loss.tiled, status.mlp.tiled) == (1, 2)
     assert "seqtile" in str(status.loss) and "trl" in str(status.loss)
     assert "apply seqtile to this model" not in str(status.loss)  # that would be refused
-
-
-def test_restore_is_refused_under_trl(tmp_path: Path) -> None:
-    """TRL's forward keeps the one that it found: to take seqtile off inside it is not possible."""
-    model = tiled_copy(smaller("llama"), "model")
-    trainer(trl.SFTTrainer, model, token_documents(), tmp_path)
-    with pytest.raises(ValueError, match="wrapped by another library's"):
-        seqtile.restore(model)
-    assert seqtile.status(model).mlp.tiled == 2
+    if how == "model":
+        with pytest.raises(ValueError, match="wrapped by another library's"):
+            seqtile.restore(model)
+        assert seqtile.status(model).mlp.tiled == 2

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from torch import nn
 from transformers import (
     CONFIG_MAPPING,
     AttentionInterface,
@@ -17,14 +18,13 @@ from transformers import (
     LlamaForCausalLM,
     Olmo2Config,
     Olmo2ForCausalLM,
-    PreTrainedModel,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama import modeling_llama
 
 import seqtile
 from seqtile.models import layer_form, proof, way_taken
-from seqtile.models.difference import Vectors, difference
+from seqtile.models.difference import difference
 from seqtile.models.find import mlps_of
 from seqtile.models.model_types import model_classes, model_types
 from seqtile.models.parts import LAYER, LOSS
@@ -37,11 +37,8 @@ COUNTS = (
     r"Of (\d+) types in transformers .*, (\d+) can be built small .* for the loss of (\d+), the MLPs or experts of "
     r"(\d+), the whole layers of (\d+), and of (\d+) by groups"
 )
-documented = pytest.mark.skipif(
-    f"transformers {transformers.__version__}," not in PAGE, reason="the page is of another transformers"
-)
-
-
+OF_ANOTHER = f"transformers {transformers.__version__}," not in PAGE
+documented = pytest.mark.skipif(OF_ANOTHER, reason="the page is of another transformers")
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 
@@ -54,16 +51,7 @@ def test_the_counts_in_readme() -> None:
     ) in readme
 
 
-@pytest.mark.full(
-    "a tenth of the types and those that are most unlike; each takes a third of a second",
-    but=(
-        "*l",
-        "*_text",
-        "gpt_oss",
-        "deepseek_v3",
-        "phimoe",
-    ),
-)
+@pytest.mark.full("a third of a second each", but=("*l", "gpt_oss", "deepseek_v3", "phimoe", "gemma4_text"))
 @documented
 @pytest.mark.parametrize("model_type", model_types())
 def test_a_type(model_type: str) -> None:
@@ -75,32 +63,10 @@ def test_a_type(model_type: str) -> None:
     assert row(model_type, found) == expected, found
 
 
-def assert_same(found: Vectors, plain: PreTrainedModel) -> None:
-    truth, nudged = proof.gradients_of(plain), proof.gradients_of(plain, nudge=proof.EPS)
-    assert difference(truth, found, nudged, proof.EPS) is None
-
-
-@pytest.mark.parametrize("model_type", ["ernie4_5", "gpt2", "gpt_oss", "qwen3_5_text", "deepseek_v3", "phi"])
-def test_by_the_public_functions(model_type: str) -> None:
-    """All parts together, applied to the model, then taken off."""
-    config = CONFIG_MAPPING[model_type]()
-    model_class = model_classes(model_type)[0]
-    plain, tiled = small_model(model_class, config), small_model(model_class, config)
-    seqtile.apply_seqtile(tiled, layer=True, chunk_tokens=proof.CHUNK)
-    status = seqtile.status(tiled)
-    assert status.loss.tiled == 1 and status.mlp.tiled == status.mlp.total > 0 and status.layer.tiled > 0
-    tiled.train()(**proof.some_words())
-    assert "equal the untiled model's" in str(seqtile.status(tiled))
-    seqtile.apply_seqtile(tiled, layer=True, chunk_tokens=proof.CHUNK, check=False)
-    assert_same(proof.gradients_of(tiled), plain)
-    seqtile.restore(tiled)
-    assert seqtile.status(tiled).mlp.tiled == 0
-
-
+@pytest.mark.full("a second each", but=("granitemoe",))
 @pytest.mark.parametrize("model_type", ["gpt_neox", "starcoder2", "granitemoe"])
 def test_by_the_classes(model_type: str) -> None:
-    config = CONFIG_MAPPING[model_type]()
-    model_class = model_classes(model_type)[0]
+    model_class, config = model_classes(model_type)[0], CONFIG_MAPPING[model_type]()
     plain = small_model(model_class, config)
     getattr(seqtile, f"apply_seqtile_to_{model_type}")(chunk_tokens=proof.CHUNK, check=False)
     tiled = small_model(model_class, config)
@@ -108,7 +74,8 @@ def test_by_the_classes(model_type: str) -> None:
     seen = proof.gradients_of(tiled)
     seqtile.restore(model_type)
     assert status.loss.tiled == 1 and (status.mlp.tiled == status.mlp.total)
-    assert_same(seen, plain)
+    truth, nudged = proof.gradients_of(plain), proof.gradients_of(plain, nudge=proof.EPS)
+    assert difference(truth, seen, nudged, proof.EPS) is None
     assert seqtile.status(small_model(model_class, config)).mlp.tiled == 0
 
 
@@ -131,42 +98,30 @@ def test_another_rotary_embedding(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "differs by" in found.refusal and found.error > 0.01
 
 
-class MixingMLP(torch.nn.Module):
-    """Looks like an MLP, and lets each token see the one before it."""
-
+class ScaledMLP(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(torch.nn.functional.gelu(self.up(x + x.roll(1, dims=1))))
-
-
-class MixingGPT2(GPT2LMHeadModel):
-    def __init__(self, config: GPT2Config) -> None:
-        super().__init__(config)
-        for block in self.transformer.h:
-            block.mlp = MixingMLP()
-
-
-def test_a_part_that_differs_is_left_untiled() -> None:
-    model = small_model(MixingGPT2, GPT2Config())
-    seqtile.apply_seqtile(model, chunk_tokens=proof.CHUNK)
-    status = seqtile.status(model)
-    assert status.mlp.tiled == 0 and status.loss.tiled == 1
-    assert "MixingMLP is left untiled: " in str(status) and "differs by" in str(status)
-
-
-class ScaledMLP(torch.nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
+        self.up, self.down = nn.Linear(64, 64), nn.Linear(64, 64)
 
     def forward(self, x: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-        return scale * self.down(torch.nn.functional.gelu(self.up(x)))
+        return scale * self.down(nn.functional.gelu(self.up(x)))
 
 
-class Scaled(torch.nn.Module):
+class MixingMLP(ScaledMLP):
+    """Looks like an MLP, and lets each token see the one before it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(nn.functional.gelu(self.up(x + x.roll(1, dims=1))))
+
+
+class WithoutGradientMLP(ScaledMLP):
+    """Its gradients are no numbers."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x) + 0 * (x - x).abs().sqrt()
+
+
+class Scaled(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.inner = ScaledMLP()
@@ -175,11 +130,36 @@ class Scaled(torch.nn.Module):
         return self.inner(x, scale=2.0)  # an option: the tiled forward hands it on, untiled
 
 
-class ScaledGPT2(GPT2LMHeadModel):
+class Convolution(ScaledMLP):
+    """A convolution along the sequence between two projections."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv1d(64, 64, 3, padding=1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.conv(self.up(x).transpose(1, 2)).transpose(1, 2))
+
+
+class OtherGPT2(GPT2LMHeadModel):
+    mlp: type[nn.Module]
+
     def __init__(self, config: GPT2Config) -> None:
         super().__init__(config)
         for block in self.transformer.h:
-            block.mlp = Scaled()
+            block.mlp = self.mlp()
+
+
+class MixingGPT2(OtherGPT2):
+    mlp = MixingMLP
+
+
+class ScaledGPT2(OtherGPT2):
+    mlp = Scaled
+
+
+class WithoutGradientGPT2(OtherGPT2):
+    mlp = WithoutGradientMLP
 
 
 class UnusedGPT2(GPT2LMHeadModel):
@@ -188,18 +168,15 @@ class UnusedGPT2(GPT2LMHeadModel):
         self.transformer.h[1].unused = ScaledMLP()
 
 
-class WithoutGradientMLP(ScaledMLP):
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return super().forward(x) + 0 * (x - x).abs().sqrt()
-
-
-class WithoutGradientGPT2(GPT2LMHeadModel):
-    """Its gradients are no numbers."""
-
-    def __init__(self, config: GPT2Config) -> None:
-        super().__init__(config)
-        for block in self.transformer.h:
-            block.mlp = WithoutGradientMLP()
+def test_a_part_that_differs_is_left_untiled() -> None:
+    """A layer with it neither: the layer's file was proven, and not with what somebody put into it."""
+    model = small_model(MixingGPT2, GPT2Config())
+    with pytest.raises(ValueError, match=r"the layers of MixingGPT2 cannot be tiled: the gradient of .* differs by"):
+        seqtile.apply_seqtile(model, layer=True, chunk_tokens=proof.CHUNK)
+    seqtile.apply_seqtile(model, chunk_tokens=proof.CHUNK)
+    status = seqtile.status(model)
+    assert status.mlp.tiled == 0 and status.loss.tiled == 1
+    assert "MixingMLP is left untiled: " in str(status) and "differs by" in str(status)
 
 
 @pytest.mark.parametrize(
@@ -227,14 +204,13 @@ def test_layers_of_four_dimensions(model_type: str) -> None:
     assert all(one.refusal for one in found if one.part is LAYER)
 
 
+@pytest.mark.full("a dozen seconds of hrm_text", but=("llama-*", "gpt_oss-*", "olmo2-*"))
 @pytest.mark.parametrize(("model_type", "tiled"), [("llama", 6), ("gpt_oss", 4), ("olmo2", 4), ("hrm_text", None)])
 def test_every_call_is_counted(model_type: str, tiled: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two layers, each once as an MLP and once or, by groups of heads, twice as a layer."""
     counted: list[way_taken.WayTaken] = []
     leave = way_taken.WayTaken.__exit__
-    monkeypatch.setattr(
-        way_taken.WayTaken, "__exit__", lambda self, *given: counted.append(self) or leave(self, *given)
-    )
+    monkeypatch.setattr(way_taken.WayTaken, "__exit__", lambda *given: counted.append(given[0]) or leave(*given))
     assert not isinstance(found_in(model_type), str)
     assert all(one.chunked and not one.untiled for one in counted)
     loss, *layers = counted
@@ -261,9 +237,7 @@ def runs(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[object]]:
     proof._proof_of.cache_clear()
 
 
-def test_what_was_proven_is_proven_again_when_its_file_changes(
-    runs: list[object], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_changed_file_is_proven_again(runs: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
     model = small_model(LlamaForCausalLM, LlamaConfig())
     assert proof.unproven(model)(LOSS, model) is None and not runs
     monkeypatch.setattr(proof, "fingerprint", lambda module: "another file")
@@ -285,9 +259,8 @@ SIZES = {"hidden_size": 96, "num_hidden_layers": 5, "num_attention_heads": 6, "n
     ],
 )
 def test_what_was_proven_holds_for_other_sizes_alone(runs: list[object], changes: dict, same: bool) -> None:
-    model = LlamaForCausalLM(
-        LlamaConfig(**{"vocab_size": 40, "num_hidden_layers": 2, "intermediate_size": 50} | changes)
-    )
+    sizes = {"vocab_size": 40, "num_hidden_layers": 2, "intermediate_size": 50}
+    model = LlamaForCausalLM(LlamaConfig(**sizes | changes))
     assert (proof.unproven(model)(LOSS, model) is None) == same and len(runs) == (not same)
 
 
@@ -314,11 +287,12 @@ def test_a_config_whose_small_model_does_not_run(known: bool, monkeypatch: pytes
     assert ("left untiled: it could not be proven on a small model" in str(seqtile.status(model))) is not known
 
 
+@pytest.mark.full("half a second each", but=("Llama-3.1*", "*B, balanced", "Gemma-3-4B", "gpt-oss*", "*V3", "Phi-4"))
 @documented
-@pytest.mark.parametrize("name", [name for name, *_ in REAL_CONFIGS])
-def test_well_known_configs(name: str, runs: list[object]) -> None:
+@pytest.mark.parametrize("known", REAL_CONFIGS, ids=lambda known: known[0])
+def test_well_known_configs(known: tuple, runs: list[object]) -> None:
     """Nothing is run, and nothing taken for replaced, before such a model is tiled."""
-    [(model_type, said)] = [known[1:] for known in REAL_CONFIGS if known[0] == name]
+    _, model_type, said = known
     model = unfilled(model_classes(model_type)[0], config_of(model_type, said))
     reason_of = proof.unproven(model)
     for part in proof.PROVEN_ALONE:
@@ -327,23 +301,11 @@ def test_well_known_configs(name: str, runs: list[object]) -> None:
     assert not runs
 
 
-class Convolution(torch.nn.Module):
-    """A convolution along the sequence between two projections."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
-        self.conv = torch.nn.Conv1d(64, 64, 3, padding=1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.conv(self.up(x).transpose(1, 2)).transpose(1, 2))
-
-
 def test_attention_is_given_the_whole() -> None:
     """A layer that is called chunk by chunk gives its attention function what belongs to the whole sequence."""
     shapes: list[dict[str, torch.Size]] = []
 
-    def watched(module: torch.nn.Module, q: torch.Tensor, *args: Any, **options: Any) -> Any:
+    def watched(module: nn.Module, q: torch.Tensor, *args: Any, **options: Any) -> Any:
         given = {"q": q} | options
         shapes.append({name: value.shape for name, value in given.items() if isinstance(value, torch.Tensor)})
         return sdpa_attention_forward(module, q, *args, **options)
@@ -364,10 +326,3 @@ def test_a_convolution_is_no_mlp() -> None:
     model = small_model(LlamaForCausalLM, LlamaConfig())
     model.model.layers[0].mlp = Convolution()
     assert [type(mlp).__name__ for mlp in mlps_of(model)] == ["LlamaMLP"]
-
-
-def test_another_mlp_inside_a_known_layer() -> None:
-    """The layer's file was proven, and not with what somebody put into it."""
-    model = small_model(MixingGPT2, GPT2Config())
-    with pytest.raises(ValueError, match=r"the layers of MixingGPT2 cannot be tiled: the gradient of .* differs by"):
-        seqtile.apply_seqtile(model, layer=True, chunk_tokens=proof.CHUNK)

@@ -85,27 +85,19 @@ def cross_entropy_reference(
     bias: torch.Tensor | None = None,
     logit_scale: float = 1.0,
     softcap: float | None = None,
-    ignore_index: int | None = IGNORE,
     reduction: str = "mean",
     num_items: int | None = None,
-    class_weight: torch.Tensor | None = None,
     label_smoothing: float = 0.0,
     z_loss: float = 0.0,
+    ignore_index: int | None = IGNORE,
+    class_weight: torch.Tensor | None = None,
     **_: object,
 ) -> torch.Tensor:
     """linear_cross_entropy with the logits, in the dtype of its operands."""
+    both = {"ignore_index": ignore_index, "class_weight": class_weight}
     logits = logits_of(hidden @ weight.T, bias, logit_scale=logit_scale, softcap=softcap)
-    losses = losses_of(
-        logits,
-        target,
-        ignore_index=ignore_index,
-        label_smoothing=label_smoothing,
-        class_weight=class_weight,
-        z_loss=z_loss,
-    )
-    return reduced(
-        losses, target, reduction=reduction, num_items=num_items, ignore_index=ignore_index, class_weight=class_weight
-    )
+    losses = losses_of(logits, target, label_smoothing=label_smoothing, z_loss=z_loss, **both)
+    return reduced(losses, target, reduction=reduction, num_items=num_items, **both)
 
 
 def values_and_gradients(

@@ -1,5 +1,6 @@
 """Tiny models of every supported architecture, batches for them, and Liger applied to them and taken off again."""
 
+import copy
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -13,44 +14,28 @@ from packaging.version import Version
 from torch import nn
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING
 
+import seqtile
 from seqtile.arch import ARCHS
 from seqtile.kernels.dispatch import triton
 from seqtile.ops.chunks import is_trial
 
 VOCAB = 211
 CHUNK = 50  # tokens a chunk in these tests
-_SHAPE = {
-    "vocab_size": VOCAB,
-    "hidden_size": 48,
-    "intermediate_size": 130,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+_SHAPE = {"vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 130, "num_hidden_layers": 2}
+_SHAPE |= {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256}
+_SHAPE |= {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_GEMMA = {"head_dim": 12, "sliding_window": 40, "final_logit_softcapping": 3.0}
+_EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 72}
 _EXTRA = {
     "cohere": {"logit_scale": 0.25},
-    "gemma2": {"head_dim": 12, "sliding_window": 40, "final_logit_softcapping": 3.0},
-    "gemma3_text": {"head_dim": 12, "sliding_window": 40, "final_logit_softcapping": 3.0},
+    "gemma2": _GEMMA,
+    "gemma3_text": _GEMMA,
     "glm4": {"head_dim": 12},
     "granite": {"logits_scaling": 3.0, "mlp_bias": True},
     "mistral": {"sliding_window": 40},
-    "mixtral": {
-        "intermediate_size": 136,
-        "num_local_experts": 4,
-        "num_experts_per_tok": 2,
-    },
+    "mixtral": {"intermediate_size": 136, "num_local_experts": 4, "num_experts_per_tok": 2},
     "qwen3": {"head_dim": 12, "tie_word_embeddings": True},
-    "qwen3_moe": {
-        "head_dim": 12,
-        "num_experts": 8,
-        "num_experts_per_tok": 3,
-        "moe_intermediate_size": 72,
-        "mlp_only_layers": [1],
-    },
+    "qwen3_moe": {"head_dim": 12, "mlp_only_layers": [1]} | _EXPERTS,
     "smollm3": {"mlp_bias": True},
 }
 _CAUSAL_LMS = {name: MODEL_FOR_CAUSAL_LM_MAPPING[CONFIG_MAPPING[name]] for name in ARCHS}
@@ -82,6 +67,21 @@ def build(arch: str, device: str = "cpu", **changes: object) -> nn.Module:
         for parameter in model.parameters():
             parameter.mul_(4) if parameter.dim() > 1 else parameter.add_(torch.randn_like(parameter) * 0.1)
     return model.to(device).train()
+
+
+def gentle(arch: str, device: str = "cpu", **changes: object) -> nn.Module:
+    """As `build`, with weights so small that training with a learning rate of 1 does not diverge."""
+    model = build(arch, device, **changes)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(0.5)
+    return model
+
+
+def tiled_copy(model: nn.Module, **options: object) -> nn.Module:
+    tiled = copy.deepcopy(model)
+    seqtile.apply_seqtile(tiled, **{"chunk_tokens": CHUNK} | options)
+    return tiled
 
 
 def batch_of(batch_size: int, length: int, device: str = "cpu") -> dict[str, torch.Tensor]:
@@ -128,11 +128,8 @@ def interpreted() -> bool:
 
 def broken_interpreter() -> str | None:
     """Why Triton's interpreter does not run here; None if it does."""
-    if (
-        triton is not None
-        and Version(triton.__version__) < Version("3.7")
-        and Version(numpy.__version__) >= Version("2.5")
-    ):
+    old, new = Version("3.7"), Version("2.5")
+    if triton is not None and Version(triton.__version__) < old and Version(numpy.__version__) >= new:
         return f"the interpreter of triton {triton.__version__} fails with numpy {numpy.__version__}"
     return None
 

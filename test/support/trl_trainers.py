@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedTokenizerFast
 
 from support.tiny import VOCAB
+from support.trainers import OPTIONS
 
 datasets = pytest.importorskip("datasets")
 trl = pytest.importorskip("trl")
@@ -29,6 +30,10 @@ def tokenizer() -> PreTrainedTokenizerFast:
     tokens = PreTrainedTokenizerFast(tokenizer_object=backend, pad_token="<pad>", bos_token="<s>", eos_token="</s>")
     tokens.chat_template = TEMPLATE
     return tokens
+
+
+def words(count: int) -> str:
+    return " ".join(f"w{i}" for i in torch.randint(3, VOCAB, (count,)).tolist())
 
 
 def token_documents() -> Any:
@@ -51,21 +56,8 @@ def trainer(
     given: dict[str, Any] | None = None,
     **changes: object,
 ):
-    options = {
-        "per_device_train_batch_size": 2,
-        "gradient_accumulation_steps": 2,
-        "train_sampling_strategy": "sequential",
-        "max_steps": 3,
-        "learning_rate": 1.0,
-        "lr_scheduler_type": "constant",
-        "optim": "sgd",
-        "max_grad_norm": 0.0,
-        "logging_steps": 1,
-        "use_cpu": True,
-        "bf16": False,
-        "save_strategy": "no",
-        "disable_tqdm": True,
-    }
+    options = OPTIONS | {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "max_steps": 3}
+    options |= {"bf16": False, "train_sampling_strategy": "sequential"}
     name = next(base.__name__ for base in cls.__mro__ if base.__module__.startswith("trl."))
     config = getattr(trl, name.replace("Trainer", "Config"))
     rewards = {"reward_funcs": reward} if name in ("GRPOTrainer", "RLOOTrainer") else {}

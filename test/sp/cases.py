@@ -90,12 +90,12 @@ def layer_cases() -> list[tuple[str, str, str, dict, int | str | None, bool]]:
 
 def on_ranks(count: int, cases: list[tuple]) -> list[tuple]:
     """Which cases so many ranks run every day: a few one alone; of the product of heads and kinds an eighth two ranks
-    and another four, so that each head and each kind of sequence meets either; of the others each half."""
+    and half as many four, so that each head and each kind of sequence meets two; of the others each half."""
     if count == 1:
         return cases[:: 2 * len(HEADS) - 3]
     times = Counter(heads for heads, *_ in cases)
-    periods = [len(KINDS) if times[heads] > 1 else 2 for heads, *_ in cases]
-    found = [(i + i // len(KINDS)) % period == (count // 2 - 1) * period // 2 for i, period in enumerate(periods)]
+    periods = [len(KINDS) * count // 2 if times[heads] > 1 else 2 for heads, *_ in cases]
+    found = [(i + i // len(KINDS)) % period == (count > 2) * 13 % period for i, period in enumerate(periods)]
     return [case for case, is_run in zip(cases, found, strict=True) if is_run]
 
 

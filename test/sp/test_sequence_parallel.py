@@ -45,6 +45,7 @@ def test_whole_layers(pool: Pool, i: int, case: tuple) -> None:
     pool.run(worker.whole_layer, i, *case)
 
 
+@pytest.mark.full("ranks are counted by the cases above", but=("2",))
 @pytest.mark.parametrize("pool", [1, 2, 4], indirect=True)
 def test_positions_of_three_axes(pool: Pool) -> None:
     pool.run(worker.axes)
@@ -99,6 +100,7 @@ def test_families_with_whole_layers(pool: Pool, family: str) -> None:
     pool.run(recurrences.compared, recurrences.Case(family, "packed", False), None, {"layer": True})
 
 
+@pytest.mark.full("of 4 cases", but=every_value)
 @OF_TWO
 @pytest.mark.parametrize("kind", ["packed", "padded"])
 @pytest.mark.parametrize("attention", ["flash_attention_3", "flex_attention"])
@@ -196,7 +198,10 @@ def one_process() -> Callable[[str], trainer.Run]:
     [pytest.param(2, 2, marks=pytest.mark.full("two groups of two ranks do all that one does")), (4, 2)],
     indirect=["pool"],
 )
-@pytest.mark.parametrize("name", trainer.MODELS)
+@pytest.mark.parametrize(
+    "name", [pytest.param("llama", marks=pytest.mark.full("the others do all that it does")), *trainer.MODELS[1:]]
+)
+@pytest.mark.usefixtures("one_thread")
 def test_trainer(pool: Pool, size: int, name: str, one_process: Callable) -> None:
     """Three epochs, accumulating over batches of uneven labels, with PEFT too; resumed in the middle of an epoch."""
     pool.run(trainer.train, one_process(name), size, name, leaves_traces=True)

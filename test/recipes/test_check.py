@@ -25,6 +25,12 @@ def check(*arguments: object, variants: str = "--no-variants") -> Result:
         torch.set_num_threads(threads)
 
 
+@pytest.fixture
+def few_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    """For what is no matter of memory."""
+    monkeypatch.setattr("seqtile.recipes.check.TOKENS", (96,))
+
+
 def report_of(*arguments: object) -> dict:
     result = check(*arguments, "--json")
     assert result.exit_code == 0, result.output
@@ -54,6 +60,7 @@ def test_a_type() -> None:
     assert layer["head_groups"] and layer["peak"] < 0.8 and layer["flops"] < 1.2
 
 
+@pytest.mark.usefixtures("few_tokens")
 def test_dense_layers_before_experts(tmp_path: Path) -> None:
     """Both kinds of layers stay where the first two have no experts."""
     kinds = {"num_hidden_layers": 6, "num_dense_layers": 2, "layer_types": ["conv", "full_attention"] * 3}
@@ -77,6 +84,7 @@ def test_every_type(name: str) -> None:
     assert result.exit_code == 0 or " is refused: " in result.stdout or result.stdout.startswith("error: "), result
 
 
+@pytest.mark.usefixtures("few_tokens")
 def test_a_model_that_differs() -> None:
     """Its attention mixes heads before it asks for the attention function a second time."""
     result = check("diffllama")
@@ -85,6 +93,7 @@ def test_a_model_that_differs() -> None:
     assert "loss" in result.stdout and "mlp" in result.stdout
 
 
+@pytest.mark.usefixtures("few_tokens")
 @pytest.mark.parametrize("scale_is_forgotten", [False, True])
 def test_variants(scale_is_forgotten: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """By default Granite's layers add what they compute as it is; times 0.5 they do not."""
@@ -103,6 +112,7 @@ def test_variants(scale_is_forgotten: bool, monkeypatch: pytest.MonkeyPatch) -> 
     assert len(report["variants"]) > 20 and all(row["how"] != "different" for row in report["variants"])
 
 
+@pytest.mark.usefixtures("few_tokens")
 def test_with_its_own_weights(tmp_path: Path) -> None:
     LlamaForCausalLM(small_config(LlamaConfig())).save_pretrained(tmp_path)
     assert {line["how"] for line in lines(tmp_path, "--full").values()} == {"fused"}

@@ -54,7 +54,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         skip([item for item in items if "gpu" in item.keywords], "needs --device cuda")
     if interpreted() and (why := broken_interpreter()):
         skip(items, why)
-    # One worker begins with all that start several ranks, so that no two wait for each other, see launch.py.
+    # One worker begins with all that start several ranks, so that no two wait for each other, see pool.py.
     items.sort(key=lambda item: "dist" not in item.keywords)
 
 
@@ -115,13 +115,11 @@ def full(request: pytest.FixtureRequest) -> bool:
 @pytest.fixture(scope="session")
 def pool(request: pytest.FixtureRequest) -> Iterator:
     """A `Pool` that stays from test to test, of as many ranks as its parameter says. A tuple of several says what else
-    the tests of a pool have in common: with "zero" in its name, DeepSpeed."""
+    the tests of a pool have in common, its `kind`."""
     from support.pool import Pool
 
-    count, kind = request.param if isinstance(request.param, tuple) else (request.param, "")
-    pool = Pool(count, deepspeed="zero" in kind)
-    yield pool
-    pool.close()
+    with Pool(*request.param) if isinstance(request.param, tuple) else Pool(request.param) as pool:
+        yield pool
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,6 @@ from functools import partial
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-import peft
 import pytest
 import torch
 import torch.distributed as dist
@@ -24,6 +23,7 @@ from seqtile.models import trial_ranks
 from seqtile.models.first_step import OUTCOME, outcome_of
 from seqtile.models.trial_batch import TOKENS
 from support.tiny import batch_of, build
+from support.training import halved, update, with_lora
 
 LENGTHS = ((61, 40, 70), (4, 61, 33))  # of each rank's batches, one too short to be compared on
 
@@ -69,12 +69,7 @@ class Case:
 
 
 def lora(model: nn.Module) -> nn.Module:
-    wrapped = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj", "down_proj"]))
-    with torch.no_grad():
-        for name, parameter in wrapped.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.1)
-    return wrapped
+    return with_lora(model, "q_proj", "up_proj", "down_proj")
 
 
 def hooked(model: nn.Module) -> nn.Module:
@@ -127,6 +122,9 @@ ZERO = {
 }
 CASES = TORCH | ZERO
 TOGETHER = ("fsdp2", "fsdp2 wrapper", "fsdp2 parts", "zero3")
+EVERY_DAY = ("ddp", "fsdp2 hook", "fsdp2 mixed parts", "fsdp2 sp peft", "fsdp1 parts", "zero2", "zero3 peft")
+EVERY_DAY += ("zero3 tied", "zero3 weights of another", "zero3 sp")
+"""Beside those above."""
 
 
 class Trained(NamedTuple):
@@ -144,10 +142,7 @@ def train(case: Case, check: bool, before: Callable[..., Any] = lambda *_: None,
     compared: from the third on ZeRO-3 knows the order of modules, and fetches ahead."""
     rank, batches = dist.get_rank(), []
     torch.manual_seed(0)
-    model = build("llama", tie_word_embeddings=case.tied)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(0.5)
+    model = halved(build("llama", tie_word_embeddings=case.tied))
     ctx = sp.initialize(2) if case.spread else None
     if ctx is not None:
         sp.apply_ulysses(model, ctx)
@@ -166,13 +161,7 @@ def train(case: Case, check: bool, before: Callable[..., Any] = lambda *_: None,
         loss = wrapped(**batch).loss
         loss = sp.reduce_loss(loss, ctx) if case.spread else loss
         losses.append(loss.item())
-        if wrapped is optimizer:  # DeepSpeed's engine
-            wrapped.backward(loss)
-            wrapped.step()
-        else:
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        update(wrapped, optimizer, loss)
         states.append(zero_state(wrapped))
     weights = full(model)
     if wrapped is optimizer:
@@ -246,8 +235,8 @@ def one_rank_is_watched(model: nn.Module, wrapped: Any, batch: dict[str, torch.T
         model.model.layers[0].register_forward_hook(lambda *_: None)
 
 
-def holds_one_layer_at_a_time(case: Case) -> None:
-    """Of what ZeRO-3 has partitioned."""
+def held() -> None:
+    """Of what ZeRO-3 has partitioned, one layer at a time, and what is in none."""
     held, gather, partition = [0], trial_ranks._gather, trial_ranks._partition
 
     def counted_gather(parameters: Iterable[nn.Parameter]) -> list:
@@ -260,15 +249,22 @@ def holds_one_layer_at_a_time(case: Case) -> None:
         partition(before)
 
     with patch.multiple(trial_ranks, _gather=counted_gather, _partition=counted_partition):
-        train(case, True)
-    model = build("llama", tie_word_embeddings=case.tied)
+        train(CASES["zero3"], True)
+    model = build("llama")
     layers = [sum(parameter.numel() for parameter in layer.parameters()) for layer in model.model.layers]
     rest = sum(parameter.numel() for parameter in model.parameters()) - sum(layers)
     assert (max(held), held[-1]) == (rest + max(layers), 0), held
 
 
-def together(name: str, case: Case, unchecked: Trained) -> None:
-    """What happens on rank 1 alone stops the comparison of every rank, and training is as without, to the bit."""
+def compared(name: str) -> None:
+    """The first step is compared, and three steps are the same to the bit as with check=False."""
+    same_training(name, CASES[name])
+
+
+def stopped(name: str) -> None:
+    """The same; what happens on rank 1 alone stops the comparison of every rank, and training is as without."""
+    case = CASES[name]
+    unchecked = same_training(name, case)
     found = train(case, True, first_step_refuses)
     assert case.outcome in str(found.outcome), found.outcome
     assert_same(found._replace(state=unchecked.state), unchecked, name)  # ZeRO-3 has recorded a forward that broke off
@@ -279,18 +275,3 @@ def together(name: str, case: Case, unchecked: Trained) -> None:
         reason = "IndexError: too few tokens" if dist.get_rank() == 1 else "OtherRankFailed"
         assert reason in str(found.outcome), f"{name}: {found.outcome}"
         assert_same(found, unchecked, name)
-
-
-def compared(name: str) -> None:
-    """The first step is compared, and three steps are the same to the bit as with check=False."""
-    same_training(name, CASES[name])
-
-
-def stopped(name: str) -> None:
-    """What one rank alone finds, or cannot run, stops the comparison of all."""
-    case = CASES[name]
-    together(name, case, same_training(name, case))
-
-
-def held() -> None:
-    holds_one_layer_at_a_time(CASES["zero3"])

@@ -1,7 +1,6 @@
 """The same training under every data parallelism, on two real processes with sequences of unequal lengths, some shorter
 than a chunk; the table of what is trained in docs/compatibility.md."""
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,15 +11,14 @@ from seqtile.arch import ARCHS
 from support.pool import Pool
 from support.tiny import interpreted
 
-
-def params() -> Iterator:
-    full = pytest.mark.full("of a matrix, of which every day has each value and most pairs of them")
-    for case, every_day in cases():
-        yield pytest.param((2, case.tree), case, marks=() if every_day else full, id=str(case))
+FULL = pytest.mark.full("of a matrix, of which every day has each value and most pairs of them")
+CASES = [
+    pytest.param((2, case.tree), case, marks=() if every_day else FULL, id=str(case)) for case, every_day in cases()
+]
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(("pool", "case"), list(params()), indirect=["pool"])
+@pytest.mark.parametrize(("pool", "case"), CASES, indirect=["pool"])
 def test_same_training_as_untiled(pool: Pool, case: Case) -> None:
     if interpreted() != (case.liger != "none"):
         pytest.skip("Liger's kernels run on a CPU in Triton's interpreter, and there nothing else is to be tested")

@@ -2,27 +2,30 @@
 
 import pytest
 
-from distributed.first_step import CASES, TOGETHER, compared, held, stopped
+from distributed.first_step import CASES, EVERY_DAY, TOGETHER, compared, held, stopped
 from support.pool import Pool
 
 pytestmark = pytest.mark.dist
 
 
-def on_two_ranks(names: tuple[str, ...]) -> pytest.MarkDecorator:
+def on_two_ranks(*names: str) -> pytest.MarkDecorator:
     params = [pytest.param((2, name.split()[0] if "zero" in name else "torch"), name, id=name) for name in names]
     return pytest.mark.parametrize(("pool", "name"), params, indirect=["pool"])
 
 
-@on_two_ranks(tuple(CASES))
+@pytest.mark.full("3 s each; every day each reducer, and what is done besides under one", but=EVERY_DAY)
+@on_two_ranks(*(name for name in CASES if name not in TOGETHER))
 def test_compared_and_trained_the_same(pool: Pool, name: str) -> None:
     pool.run(compared, name)
 
 
-@on_two_ranks(TOGETHER)
+@pytest.mark.full("10 s each", but=("fsdp2", "zero3"))
+@on_two_ranks(*TOGETHER)
 def test_one_rank_stops_all(pool: Pool, name: str) -> None:
+    """Of these the other test compares nothing again."""
     pool.run(stopped, name)
 
 
-@on_two_ranks(("zero3",))
+@on_two_ranks("zero3")
 def test_one_layer_is_held_at_a_time(pool: Pool, name: str) -> None:
     pool.run(held)

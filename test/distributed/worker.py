@@ -26,6 +26,7 @@ from support.tiny import (
     make_interpretable,
     modeling_restored,
 )
+from support.training import halved, update, with_lora
 
 # Tokens of each rank's sequences, and of a chunk: both ranks tiled, one of them, the other. The interpreter is slow.
 LENGTHS, CHUNK = (((17, 9), (9, 17)), 10) if interpreted() else (((101, 9, 63), (60, 160, 30)), 50)
@@ -125,10 +126,8 @@ def full(model: nn.Module) -> dict[str, torch.Tensor]:
 
         with deepspeed.zero.GatheredParameters(list(named.values())):
             return {name: parameter.detach().clone() for name, parameter in named.items()}
-    return {
-        name: (parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter).detach().clone()
-        for name, parameter in named.items()
-    }
+    whole = {name: p.full_tensor() if hasattr(p, "full_tensor") else p for name, p in named.items()}
+    return {name: parameter.detach().clone() for name, parameter in whole.items()}
 
 
 def train(model: nn.Module, strategy: str, batches: list[dict]) -> tuple[list[float], dict[str, torch.Tensor]]:
@@ -143,13 +142,7 @@ def train(model: nn.Module, strategy: str, batches: list[dict]) -> tuple[list[fl
             model.train()
         loss = wrapped(**batch).loss
         losses.append(loss.item())
-        if wrapped is optimizer:  # DeepSpeed's engine
-            wrapped.backward(loss)
-            wrapped.step()
-        else:
-            loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
+        update(wrapped, optimizer, loss)
     weights = full(model)
     held = getattr(base_of(model), "_external_params", None)
     assert not held, "ZeRO-3 gathers for the whole step what only a module inside needs"
@@ -165,26 +158,16 @@ def made(case: Case) -> nn.Module:
     torch.manual_seed(0)
     routed = {"output_router_logits": True, "mlp_only_layers": []} if ARCHS[case.arch].routed else {}
     attention = {"attn_implementation": "eager"} if case.strategy == "zero3_attentions" else {}
-    model = build(case.arch, tie_word_embeddings=False, num_hidden_layers=LAYERS, **routed, **attention)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(0.5)
+    model = halved(build(case.arch, tie_word_embeddings=False, num_hidden_layers=LAYERS, **routed, **attention))
     if case.adapter == "generic":
         for mlp in mlps_of(model) + experts_in(model):
             setattr(mlp, "activation_fn" if hasattr(mlp, "activation_fn") else "act_fn", nn.GELU())
     if case.adapter == "lora":
-        from peft import LoraConfig, get_peft_model
-
         targets = ["q_proj", "gate_proj", "up_proj", "down_proj", "gate_up_proj", "qkv_proj"]
         targets += ["k_proj", "v_proj", "o_proj"] * (case.layer != "none")
         names = [name for name in targets if any(path.endswith(name) for path, _ in model.named_modules())]
         experts = ["experts.gate_up_proj", "experts.down_proj"] if ARCHS[case.arch].routed else None
-        config = LoraConfig(r=4, target_modules=names, target_parameters=experts, task_type="CAUSAL_LM")
-        model = get_peft_model(model, config)
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if "lora_B" in name:
-                    parameter.normal_(std=0.1)
+        model = with_lora(model, *names, target_parameters=experts, task_type="CAUSAL_LM")
         model.enable_input_require_grads()  # a reentrant checkpoint needs an input that requires a gradient
     return model.train()
 
@@ -194,10 +177,7 @@ def of_a_family(model_type: str) -> nn.Module:
     torch.set_num_threads(1)  # what is small is slower on many
     model = small_model(model_classes(model_type)[0], CONFIG_MAPPING[model_type]())
     torch.set_num_threads(threads)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(0.5)
-    return model.train()
+    return halved(model).train()
 
 
 def base_of(model: nn.Module) -> nn.Module:
@@ -259,11 +239,8 @@ def compare(case: Case, rank: int) -> None:
     torch.manual_seed(drawn + 1)
     batches = [batch_of(1, length) for length in LENGTHS[drawn]]
     if case.arch in FAMILIES:
-        batches = [
-            {"input_ids": ids, "labels": ids, "use_cache": False}
-            for ids in (batch["input_ids"].remainder(WORDS - 10) + 5 for batch in batches)
-        ]
-
+        rows = [batch["input_ids"].remainder(WORDS - 10) + 5 for batch in batches]
+        batches = [{"input_ids": ids, "labels": ids, "use_cache": False} for ids in rows]
     # To the end before anything is patched: Liger and seqtile on the classes reach models that are there already.
     theirs, their_weights = train(untiled, case.strategy, batches)
     tiled = made_tiled(case)

@@ -10,21 +10,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from transformers import AutoModelForCausalLM
 
 from recipes.tiny_pretrained import save_tiny
 from seqtile import memory, offload
-from seqtile.offload.checkpointing import Checkpoints, install
-from seqtile.offload.store import Copies, Pool, Store
 from support.assertions import relative_error
-from support.launch import ranks, torchrun
-from support.small_example import EXAMPLES, LENGTH, SEQUENCES, figures, run
-from support.tiny import checkpointing
+from support.launch import torchrun
+from support.plain_store import offloaded
+from support.pool import Pool
+from support.small_example import EXAMPLES, LENGTH, SEQUENCES, figures, on_rank, run
 
-NAMES = sorted(file.stem for file in EXAMPLES.glob("*.py"))
 IN_BFLOAT16 = 5e-3  # relative: what roundings in another order may change of a loss and of a gradient's norm
+Figures = list[tuple[float, float]]
 
 
 @pytest.fixture(scope="module")
@@ -56,24 +54,16 @@ def updates() -> Iterator[list]:
         handle.remove()
 
 
-def test_ten_of_them() -> None:
-    assert NAMES == [
-        "deepspeed_sp", "fsdp2_sp", "own_loop", "plan", "policy_gradient", "tiled_module", "trainer_lora",
-        "trainer_sp", "trl_sft", "whole_layers",
-    ]  # fmt: skip
+def test_each_is_short_and_says_how_to_run() -> None:
+    for file in EXAMPLES.glob("*.py"):
+        sentence, empty, command = ast.get_docstring(ast.parse(file.read_text())).split("\n")
+        assert len(file.read_text().splitlines()) <= 40
+        assert sentence.endswith(".") and empty == ""
+        start = "torchrun --nproc-per-node 2" if "_sp" in file.stem else "python"
+        assert re.fullmatch(rf"{start} examples/{file.stem}\.py \[[A-Z]+\]", command)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_short_and_said_how_to_run(name: str) -> None:
-    text = (EXAMPLES / f"{name}.py").read_text()
-    sentence, empty, command = ast.get_docstring(ast.parse(text)).split("\n")
-    assert len(text.splitlines()) <= 40
-    assert sentence.endswith(".") and empty == ""
-    start = "torchrun --nproc-per-node 2" if "_sp" in name else "python"
-    assert re.fullmatch(rf"{start} examples/{name}\.py \[[A-Z]+\]", command)
-
-
-def same_figures(ours: list[tuple[float, float]], theirs: list[tuple[float, float]]) -> None:
+def same_figures(ours: Figures, theirs: Figures) -> None:
     """As many steps, and in each the same loss and gradient norm; the loss falls."""
     assert len(ours) == len(theirs) >= SEQUENCES
     for step, (mine, other) in enumerate(zip(ours, theirs, strict=True)):
@@ -82,18 +72,11 @@ def same_figures(ours: list[tuple[float, float]], theirs: list[tuple[float, floa
     assert ours[-1][0] < ours[1][0] and ours[-2][0] < ours[0][0], ours
 
 
-def on_a_store(model: nn.Module) -> Pool:
-    """`offload.enable` without a GPU: what waits in host memory waits in plain memory."""
-    checkpointing(model, False)
-    model.pool = Pool(None)
-    install(Checkpoints(Store(model.pool, Copies(torch.device("cpu"))), small=0), model, 1)
-
-
 @pytest.mark.filterwarnings("ignore:.*deprecated:FutureWarning")
 @pytest.mark.parametrize("name", ["own_loop", "trainer_lora", "trl_sft", "whole_layers"])
 def test_trains_as_the_untiled_model_does(name: str, directory: str, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip({"trainer_lora": "peft", "trl_sft": "trl"}.get(name, "torch"))
-    monkeypatch.setattr(offload, "enable", on_a_store)
+    monkeypatch.setattr(offload, "enable", lambda model: setattr(model, "pool", offloaded(model)))
     found, first = {}, {}
     for tiled in (False, True):
         torch.manual_seed(0)
@@ -115,9 +98,8 @@ def test_trains_as_the_untiled_model_does(name: str, directory: str, monkeypatch
 def test_whole_layers_without_a_gpu(directory: str) -> None:
     """`offload.enable` as it is: a warning, and checkpointed layers."""
     with pytest.warns(UserWarning, match="the model is on cpu: what its checkpoints save stays there"):
-        ours, theirs = (run("whole_layers", directory, tiled=tiled, LENGTH=LENGTH) for tiled in (True, False))
-    same_figures(figures(ours), figures(theirs))
-    assert all(layer.gradient_checkpointing for layer in ours["model"].model.layers)
+        model = run("whole_layers", directory, LENGTH=LENGTH)["model"]
+    assert all(layer.gradient_checkpointing for layer in model.model.layers)
 
 
 def test_tiled_module() -> None:
@@ -163,11 +145,14 @@ def test_plan(own: bool, directory: str) -> None:
     counts = [int(count) for count in re.findall(r"^ *(\d+) GPUs: [\d,]+ tokens, bound by", names["printed"], re.M)]
     assert counts == [2**i for i in range(len(counts))] and counts[-1] == setup["gpus"] and (len(counts) > 2) != own
     for count in counts[:-1]:
-        smaller = setup | {"gpus": count, "sequence_parallel": count}
-        assert not memory.plan(name, seq_len=length, **smaller).fits
+        assert not memory.plan(name, seq_len=length, **setup | {"gpus": count, "sequence_parallel": count}).fits
     for longer, fits in ((1, True), (2, False)):
-        longest = names["longest"].tokens
-        assert memory.plan(name, seq_len=longer * longest, **setup).fits == fits
+        assert memory.plan(name, seq_len=longer * names["longest"].tokens, **setup).fits == fits
+
+
+def by_torchrun(count: int, name: str, directory: str, how: str, file: Path) -> dict:
+    torchrun(count, EXAMPLES.parent / "test" / "support" / "small_example.py", name, directory, how, file)
+    return json.loads(file.read_text())
 
 
 @pytest.mark.full(
@@ -181,17 +166,15 @@ def test_ranks_train_as_one_untiled_process_does(
     name: str, start: str, directory: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pytest.importorskip("deepspeed" if "deepspeed" in name else "torch")
+    paths = (EXAMPLES.parent / "src", EXAMPLES.parent / "test", os.environ.get("PYTHONPATH", ""))
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, paths)))
     found = []
     for count, how in ((1, "untiled"), (2, "tiled")):
-        file = tmp_path / how
-        if start == "forked":
-            ranks(count, "small_example:on_rank", name, directory, how, str(file))
+        if start == "torchrun":
+            found.append(by_torchrun(count, name, directory, how, tmp_path / how))
         else:
-            paths = (EXAMPLES.parent / "src", EXAMPLES.parent / "test", os.environ.get("PYTHONPATH", ""))
-            monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, paths)))
-            script = EXAMPLES.parent / "test" / "support" / "small_example.py"
-            torchrun(count, script, name, directory, how, file)
-        found.append(json.loads(file.read_text()))
+            with Pool(count, "own") as pool:
+                found.append(pool.run(on_rank, name, directory, how)[0])
     theirs, ours = found
     same_figures(ours["figures"], theirs["figures"])
     assert (theirs["mlps"], theirs["ranks"], ours["mlps"], ours["ranks"]) == (0, 1, 2, 2)

@@ -2,6 +2,8 @@
 
 import gc
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import product
 from pathlib import Path
 from threading import Thread
@@ -42,11 +44,11 @@ class Driven(Pool):
 
     def __init__(self, limit: int | None = None) -> None:
         super().__init__(limit)
-        self.registered: dict[int, int] = {}
+        self.registered: list[int] = []
         self.returned: list[int] = []
 
     def register(self, address: int, size: int) -> None:
-        self.registered[address] = size
+        self.registered.append(address)
 
     def unregister(self, address: int) -> None:
         self.returned.append(address)
@@ -96,12 +98,16 @@ def test_one_is_on_its_way_while_the_next_is_computed() -> None:
         assert all(at["back", size] < at["take", later] for size in earlier)
 
 
-def test_what_is_back_is_not_fetched_twice() -> None:
+def test_what_is_here_is_not_fetched() -> None:
+    """Neither what is back nor what has not left yet."""
     store, copies = made()
-    held = store.put(torch.randn(5))
+    tensor = torch.randn(5)
+    held = store.put(tensor)
+    assert store.take(held).data_ptr() == tensor.data_ptr() and copies.done[0] == ("out", 5)
+    assert ("back", 5) not in copies.done
+    other = store.put(torch.randn(6))
     store.settle()
-    taken = store.take(held)
-    assert store.take(held) is taken and copies.done.count(("back", 5)) == 1
+    assert store.take(other) is store.take(other) and copies.done.count(("back", 6)) == 1
 
 
 def test_what_was_changed_on_its_way_out_is_an_error() -> None:
@@ -118,13 +124,6 @@ def test_what_was_changed_on_its_way_out_is_an_error() -> None:
     assert store.take(other).equal(expected)
     with pytest.raises(RuntimeError, match="has been modified by an inplace operation"):
         store.take(held)
-
-
-def test_what_is_still_here_is_not_fetched() -> None:
-    store, copies = made()
-    tensor = torch.randn(5)
-    assert store.take(store.put(tensor)).data_ptr() == tensor.data_ptr()
-    assert copies.done[0] == ("out", 5) and ("back", 5) not in copies.done
 
 
 def test_the_same_tensor_is_copied_once() -> None:
@@ -150,25 +149,25 @@ def test_the_same_tensor_is_copied_once() -> None:
 
 def test_blocks_are_of_the_exact_size_and_reused() -> None:
     pool = Driven()
-    registered, returned = pool.registered, pool.returned
     store = Store(pool, Copies(CPU))
     for size in (1000, 1000, 900, 1000):
         held = [store.put(torch.randn(size)) for _ in range(3)]
         assert all(len(one.memory) == 4000 for one in held)
         del held
-    assert pool.total == 3 * 4000 and len(registered) == 3 and not returned
+    assert pool.total == 3 * 4000 and len(pool.registered) == 3 and not pool.returned
     held = [store.put(torch.randn(2000))]
     assert pool.total == 2 * 4000 + 8000, "in the place of one that is too small"
     pool.close()
-    assert len(returned) == 3
+    assert len(pool.returned) == 3
     del held
     gc.collect()
-    assert pool.total == 0 and sorted(returned) == sorted(registered)
+    assert pool.total == 0 and sorted(pool.returned) == sorted(pool.registered)
 
 
 def test_a_limit() -> None:
-    """At the limit free blocks that are too small make room; then it is an error, and nothing that is held is lost."""
-    pool = Pool(10_000)
+    """At the limit free blocks that are too small make room, unless that is not enough; then it is an error, and
+    nothing that is held is lost."""
+    pool = Driven(10_000)
     store = Store(pool, Copies(CPU))
     tensors = [torch.randn(1000), torch.randn(1000)]
     first, second = (store.put(tensor) for tensor in tensors)
@@ -176,6 +175,9 @@ def test_a_limit() -> None:
         store.put(torch.randn(1000))
     assert store.take(first).equal(tensors[0]) and store.take(second).equal(tensors[1])
     del first
+    with pytest.raises(HostMemoryFull, match="would exceed the limit of"):
+        pool.take(20_000)
+    assert pool.total == 8000 and not pool.returned
     larger = torch.randn(1250)
     assert store.take(store.put(larger)).equal(larger)
     assert pool.total <= 10_000
@@ -189,15 +191,6 @@ def test_lengths_that_grow_leave_no_trail() -> None:
         del held
         assert pool.total <= 3 * 4 * 1300
     assert pool.total == 3 * 4 * 1300
-
-
-def test_what_cannot_be_enough_is_not_given_up_for() -> None:
-    """At a limit, blocks that would not make room enough stay."""
-    pool = Driven(10_000)
-    pool.reserve(3, 3000)
-    with pytest.raises(HostMemoryFull, match="would exceed the limit of"):
-        pool.take(20_000)
-    assert pool.total == 9000 and not pool.returned
 
 
 def test_a_driver_that_refuses(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -224,30 +217,25 @@ def test_blocks_are_pinned_with_their_device_current(monkeypatch: pytest.MonkeyP
     """A driver pins for the context of the device that is current in this thread, which may be another."""
     current, calls = ["cuda:0"], []
 
-    class Device:
-        def __init__(self, device: torch.device):
-            self.device = device
+    @contextmanager
+    def on(device: torch.device) -> Iterator[None]:
+        current.append(str(device))
+        yield
+        current.pop()
 
-        def __enter__(self) -> None:
-            current.append(str(self.device))
+    def register(address: int, size: int, flags: int) -> int:
+        calls.append(("pin", address, size, current[-1]))
+        return 0
 
-        def __exit__(self, *_: object) -> None:
-            current.pop()
+    def unregister(address: int) -> int:
+        calls.append(("unpin", address, current[-1]))
+        return 0
 
-    class Driver:
-        cudaError = SimpleNamespace(success=0)
-
-        def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
-            calls.append(("pin", address, size, current[-1]))
-            return 0
-
-        def cudaHostUnregister(self, address: int) -> int:
-            calls.append(("unpin", address, current[-1]))
-            return 0
-
-    monkeypatch.setattr(torch.cuda, "device", Device)
-    monkeypatch.setattr(torch.cuda, "cudart", Driver)
-    monkeypatch.setattr(torch.cuda, "_cudart", Driver(), raising=False)
+    driver = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=unregister)
+    driver.cudaError = SimpleNamespace(success=0)
+    monkeypatch.setattr(torch.cuda, "device", on)
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    monkeypatch.setattr(torch.cuda, "_cudart", driver, raising=False)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     pool = Pool(device=torch.device("cuda:1"))
     block = pool.take(5000)
@@ -282,15 +270,12 @@ def test_threads() -> None:
     assert not twice and pool.total <= 4 * 100
 
 
-def test_reserve() -> None:
+def test_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As much as the limit allows; what another process takes meanwhile is no error."""
     pool = Pool(10_000)
     pool.reserve(4, 3000)
     assert pool.total == 9000
     assert len(pool.take(2500)) == 3000 and pool.total == 9000
-
-
-def test_reserve_beside_another_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What another process takes meanwhile is no error."""
     rooms = iter([5000, 0, 0])
     monkeypatch.setattr("seqtile.offload.store.available", lambda: next(rooms))
     pool = Pool()
@@ -298,45 +283,47 @@ def test_reserve_beside_another_process(monkeypatch: pytest.MonkeyPatch) -> None
     assert pool.total == 3000
 
 
+GIB = 2**30
+
+
+def written(directory: Path, **files: str) -> None:
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, text in files.items():
+        (directory / name.replace("__", ".")).write_text(text)
+
+
 def test_available(tmp_path: Path) -> None:
     """The least of the machine's memory and of the control group's, v2 or v1; reclaimable cache counts as free."""
-    gib = 2**30
     proc, groups = tmp_path / "proc", tmp_path / "cgroup"
     assert available(proc, groups) == 2**62, "nothing is known"
-    proc.mkdir()
-    (proc / "meminfo").write_text(f"MemTotal: 1 kB\nMemAvailable:   {8 * gib // 1024} kB\n")
-    assert available(proc, groups) == 8 * gib - KEPT_FREE
-    groups.mkdir()
-    (groups / "memory.max").write_text("max\n")
-    assert available(proc, groups) == 8 * gib - KEPT_FREE
-    (groups / "memory.max").write_text(f"{5 * gib}\n")
-    (groups / "memory.current").write_text(f"{3 * gib}\n")
-    (groups / "memory.stat").write_text(f"anon {2 * gib}\ninactive_file {gib}\n")
-    assert available(proc, groups) == 3 * gib - KEPT_FREE
-    (groups / "memory").mkdir()
-    for name, value in (("limit", 4), ("usage", 3)):
-        (groups / "memory" / f"memory.{name}_in_bytes").write_text(str(value * gib))
-    (groups / "memory" / "memory.stat").write_text("total_inactive_file 0\n")
+    written(proc, meminfo=f"MemTotal: 1 kB\nMemAvailable:   {8 * GIB // 1024} kB\n")
+    assert available(proc, groups) == 8 * GIB - KEPT_FREE
+    written(groups, memory__max="max\n")
+    assert available(proc, groups) == 8 * GIB - KEPT_FREE
+    stat = f"anon {2 * GIB}\ninactive_file {GIB}\n"
+    written(groups, memory__max=f"{5 * GIB}\n", memory__current=f"{3 * GIB}\n", memory__stat=stat)
+    assert available(proc, groups) == 3 * GIB - KEPT_FREE
+    limits = {"memory__limit_in_bytes": str(4 * GIB), "memory__usage_in_bytes": str(3 * GIB)}
+    written(groups / "memory", **limits, memory__stat="total_inactive_file 0\n")
     assert available(proc, groups) == 0
+
+
+V2, V1 = ("memory__max", "memory__current"), ("memory__limit_in_bytes", "memory__usage_in_bytes")
 
 
 @pytest.mark.parametrize(
     ("line", "group", "names"),
     [
-        ("0::/job/step", "job", ("memory.max", "memory.current")),
-        ("0::/job/step", "job/step", ("memory.max", "memory.current")),
-        ("4:cpu,memory:/job/step", "memory/job", ("memory.limit_in_bytes", "memory.usage_in_bytes")),
-        ("4:memory:/job/step", "memory/job/step", ("memory.limit_in_bytes", "memory.usage_in_bytes")),
+        ("0::/job/step", "job", V2),
+        ("0::/job/step", "job/step", V2),
+        ("4:cpu,memory:/job/step", "memory/job", V1),
+        ("4:memory:/job/step", "memory/job/step", V1),
     ],
 )
 def test_available_in_nested_groups(tmp_path: Path, line: str, group: str, names: tuple[str, str]) -> None:
     """As schedulers make them: a limit counts for the groups inside, and files may be missing."""
-    gib = 2**30
     proc, groups = tmp_path / "proc", tmp_path / "cgroup"
-    (proc / "self").mkdir(parents=True)
-    (proc / "self" / "cgroup").write_text(f"1:name=systemd:/other\n{line}\n")
-    (groups / group).mkdir(parents=True)
-    for name, value in zip(names, (6, 2), strict=True):
-        (groups / group / name).write_text(f"{value * gib}\n")
-    assert available(proc, groups) == 4 * gib - KEPT_FREE
+    written(proc / "self", cgroup=f"1:name=systemd:/other\n{line}\n")
+    written(groups / group, **{names[0]: f"{6 * GIB}\n", names[1]: f"{2 * GIB}\n"})
+    assert available(proc, groups) == 4 * GIB - KEPT_FREE
     assert available() < 2**62

@@ -11,14 +11,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from recipes.tiny_pretrained import save_tiny
-from seqtile.recipes.data import (
-    file_tokens,
-    files_of,
-    load_tokenizer,
-    sequences,
-    standard_library,
-    tokens_of,
-)
+from seqtile.recipes.data import file_tokens, files_of, load_tokenizer, sequences, standard_library, tokens_of
 
 
 @cache
@@ -118,6 +111,7 @@ def test_documents_are_read_in_order_and_binaries_skipped(tmp_path: Path) -> Non
     (data / "e.txt").write_bytes(b"")
     assert [file.name for file in files_of((data,))] == ["x.md", "b.txt", "c.bin", "d.txt", "e.txt"]
     assert list(files_of((data / "b.txt",))) == [data / "b.txt"]
+    assert sum(path.stat().st_size for path in standard_library()) > 1_000_000, "the default document is long"
     read = sequences((data,), tokenizer, seq_len=4, count=5)
     rows = read.rows
     letters = [tokenizer.convert_ids_to_tokens(row) for row in rows.tolist()]
@@ -144,15 +138,10 @@ def test_what_cannot_be_read_is_skipped_and_said(tmp_path: Path) -> None:
     for number in range(12):
         (tmp_path / f"{number}.txt").write_bytes(b"")
     (tmp_path / "words").write_text("words")
-    read = sequences(
-        [Path("/proc/self/mem"), *tmp_path.glob("*.txt"), tmp_path / "words"], tokenizer, seq_len=4, count=1
-    )
+    files = [Path("/proc/self/mem"), *tmp_path.glob("*.txt"), tmp_path / "words"]
+    read = sequences(files, tokenizer, seq_len=4, count=1)
     lines = str(read).splitlines()
     assert lines[1] == "skipped: /proc/self/mem (unreadable: Input/output error)" and "/words" not in str(read)
     assert len(lines) == 12 and lines[-1] == "skipped: 3 files more"
     with pytest.raises(ValueError, match="--data holds no UTF-8 text: 1 file skipped, /proc/self/mem"):
         sequences([Path("/proc/self/mem")], tokenizer, seq_len=4, count=1)
-
-
-def test_the_default_document_is_long() -> None:
-    assert sum(path.stat().st_size for path in standard_library()) > 1_000_000

@@ -2,52 +2,40 @@
 
 import json
 import os
-import re
 import signal
 import subprocess
-import sys
 from contextlib import suppress
-from itertools import count
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 import torch
-from rich.console import Console
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from recipes.cases import chosen_by_fit, interrupted_on_rank, memory_to_load, on_rank
 from recipes.tiny_pretrained import save_tiny
 from seqtile import memory
-from seqtile.cli import app
-from seqtile.offload.store import KEPT_FREE, available
-from seqtile.recipes import Job
 from seqtile.recipes.data import load_config, sequences, standard_library
-from seqtile.recipes.finetune import fitted
-from seqtile.recipes.state import Run, loaded
-from seqtile.recipes.train import peak_mib, return_freed_memory, sequence_group
-from support.launch import ended, interruptible, ranks, torchrun, torchrun_command
+from support.launch import interruptible, torchrun_command
+from support.pool import Pool
 from support.tiny import build
 
-ON_RANKS = "recipes.test_on_ranks:on_ranks"
 FINETUNE = ("-m", "seqtile.cli", "finetune", "--device", "cpu")
-
-
-def on_ranks(*arguments: str) -> None:
-    """`seqtile finetune`, in a process that has a rank."""
-    app(["finetune", "--device", "cpu", *arguments])
+OF_TWO = pytest.mark.parametrize("pool", [(2, "own")], indirect=True, ids=["2"])
 
 
 @pytest.mark.full("8 s; ZeRO-3 over groups is among the cases of sp", but=("fsdp2",))
 @pytest.mark.dist
-@pytest.mark.parametrize("shard", ["fsdp2", "zero3"])
-def test_two_groups_of_two(shard: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("pool", "shard"), [((4, "own"), "fsdp2"), ((4, "own, zero3"), "zero3")], indirect=["pool"], ids=["fsdp2", "zero3"]
+)
+def test_two_groups_of_two(pool: Pool, shard: str, tmp_path: Path) -> None:
     """Losses and weights are those of one process that trains on both groups' sequences in a step."""
     save_tiny(tmp_path / "start")
     job = ("--model", str(tmp_path / "start"), "--seq-len", "301", "--steps", "3", "--learning-rate", "1e-3")
     output = tmp_path / "run"
-    printed = ranks(4, ON_RANKS, *job, "--output", str(output), "--sequence-parallel", "2", "--shard", shard)
-    assert printed.count("seqtile: step 3/3") == 1, "one rank prints"
+    found = pool.run(on_rank, *job, "--output", str(output), "--sequence-parallel", "2", "--shard", shard)
+    assert [code for code, _ in found] == [0] * 4, found
+    assert ["seqtile: step 3/3" in printed for _, printed in found] == [True, False, False, False], "one rank prints"
     report = json.loads((output / "report.json").read_text())
     assert (report["ranks"], report["sequence_parallel"], report["shard"]) == (4, 2, shard)
 
@@ -67,48 +55,23 @@ def test_two_groups_of_two(shard: str, tmp_path: Path) -> None:
         assert error <= 0.02, f"{name} is {error:.1e} off"  # Adam divides gradients near zero by themselves
 
 
-@pytest.mark.full("two minutes; 9 heads over ranks are among the cases of sp")
 @pytest.mark.dist
-def test_a_real_model_follows_one_process(tmp_path: Path) -> None:
-    """SmolLM2-135M: nine heads over two ranks."""
-    job = ("--seq-len", "301", "--steps", "3", "--learning-rate", "1e-4")
-    alone = [sys.executable, *FINETUNE, *job, "--output", str(tmp_path / "one")]
-    subprocess.run(alone, check=True, capture_output=True, timeout=1500)
-    torchrun(2, *FINETUNE, *job, "--output", tmp_path / "two", "--sequence-parallel", "2")
-    one, two = (json.loads((tmp_path / name / "report.json").read_text())["seqtile"] for name in ("one", "two"))
-    assert len(set(one["losses"])) == 3
-    assert all(abs(a - b) <= 1e-4 * a for a, b in zip(one["losses"], two["losses"], strict=True)), (one, two)
-
-
-def chosen_by_fit(model: str, directory: str, *sizes: str) -> None:
-    """What `--fit` chooses, on a rank whose machine has its own of these bytes free."""
-    proc = Path(directory) / os.environ["RANK"]
-    proc.mkdir()
-    free = int(sizes[int(os.environ["RANK"])]) + KEPT_FREE
-    (proc / "meminfo").write_text(f"MemAvailable: {free // 1024 + 1} kB\n")
-    job = Job(model, seq_len=100_000, fit=True, device="cpu", sequence_parallel=2, local_rank=int(os.environ["RANK"]))
-    with patch.object(available, "__defaults__", (proc, proc)), sequence_group(job):
-        found = fitted(job, Console(quiet=True))
-    print(f"chosen: {found.layer} {found.head_groups}", flush=True)
-
-
-@pytest.mark.dist
-def test_fit_on_ranks_with_different_memory(tmp_path: Path) -> None:
+@OF_TWO
+def test_fit_on_ranks_with_different_memory(pool: Pool, tmp_path: Path) -> None:
     """All choose what fits where least is free, though one of them has room for what costs less."""
     save_tiny(tmp_path)
     setup = {"seq_len": 100_000, "dtype": "float32", "gpus": 2, "sequence_parallel": 2}
     config, tiles = load_config(str(tmp_path)), (memory.TILES, ("loss", "mlp"))
     tight, loose = (memory.plan(config, tiles=each, **setup).gpu_bytes for each in tiles)
     assert tight < loose
-    for name, sizes in {"alike": (loose, loose), "different": (loose, tight), "other": (tight, loose)}.items():
-        (tmp_path / name).mkdir()
-        arguments = (str(tmp_path), str(tmp_path / name), *map(str, sizes))
-        printed = ranks(2, "recipes.test_on_ranks:chosen_by_fit", *arguments)
-        assert printed.count(f"chosen: {name != 'alike'} None") == 2, (name, printed)
+    for sizes in ((loose, loose), (loose, tight), (tight, loose)):
+        found = pool.run(chosen_by_fit, str(tmp_path), str(tmp_path), sizes)
+        assert found == [(tight in sizes, None)] * 2, (sizes, found)
 
 
 @pytest.mark.dist
-def test_bad_input(tmp_path: Path) -> None:
+@OF_TWO
+def test_bad_input(pool: Pool, tmp_path: Path) -> None:
     """A clear error, printed once, and no rank that waits for another."""
     save_tiny(tmp_path / "start")
     job = ("--model", str(tmp_path / "start"), "--seq-len", "301", "--steps", "1", "--output", str(tmp_path / "run"))
@@ -116,27 +79,15 @@ def test_bad_input(tmp_path: Path) -> None:
         (("--sequence-parallel", "3"), "--sequence-parallel: sequence_parallel_size is 3, expected a divisor of the 2"),
         (("--shard", "zero9"), "--shard is 'zero9', expected one of fsdp2, zero3"),
         (("--compare",), "--compare is for one process"),
+        ((), "--model: the weights of"),
     ):
-        found = ended(2, ON_RANKS, *job, *arguments, together=False)
-        printed = " ".join(" ".join(rank.out + rank.err for rank in found).split())
-        assert printed.count(message) == 1 and all(rank.code == 1 for rank in found), printed
-    assert not (tmp_path / "run").exists()
-    weights = tmp_path / "start" / "model.safetensors"
-    weights.write_bytes(weights.read_bytes()[:-100])  # only one rank reads them
-    found = ended(2, ON_RANKS, *job, together=False)
-    printed = " ".join(" ".join(rank.out + rank.err for rank in found).split())
-    assert printed.count("--model: the weights of") == 1 and all(rank.code == 1 for rank in found), printed
-
-
-def memory_to_load(directory: str, *shard: str) -> None:
-    """The most memory that a rank holds, beyond what it held before, until its model is sharded."""
-    job = Job(directory, device="cpu", local_rank=int(os.environ["RANK"]), **dict(zip(["shard"], shard, strict=False)))
-    run = Run(job, load_config(directory), torch.zeros(1, 1, 2, dtype=torch.int64), tiled=True)
-    with sequence_group(job) as ctx:
-        return_freed_memory()
-        before = peak_mib("cpu")
-        loaded(run, ctx)
-        print(f"held: {peak_mib('cpu') - before:.0f} MiB", flush=True)
+        if not arguments:
+            assert not (tmp_path / "run").exists()
+            weights = tmp_path / "start" / "model.safetensors"
+            weights.write_bytes(weights.read_bytes()[:-100])  # only one rank reads them
+        found = pool.run(on_rank, *job, *arguments)
+        printed = " ".join(" ".join(text for _, text in found).split())
+        assert printed.count(message) == 1 and [code for code, _ in found] == [1, 1], found
 
 
 @pytest.mark.full("a model of 800 MB, and four processes")
@@ -146,19 +97,9 @@ def test_one_rank_holds_the_whole_model(shard: str, most: float, tmp_path: Path)
     """The others, three of four, hold their part, in DeepSpeed thrice, and one layer or parameter at a time."""
     build("llama", num_hidden_layers=16, hidden_size=1024, intermediate_size=3072).save_pretrained(tmp_path)
     whole = (tmp_path / "model.safetensors").stat().st_size / 2**20
-    found = ended(4, "recipes.test_on_ranks:memory_to_load", str(tmp_path), shard)
-    assert not any(rank.code for rank in found), [rank.err[-2000:] for rank in found]
-    held = [float(re.search(r"held: (\d+) MiB", rank.out)[1]) for rank in found]
+    with Pool(4, "own") as pool:  # whose peaks are those of this case
+        held = pool.run(memory_to_load, str(tmp_path), shard)
     assert held[0] > 0.8 * whole > 500 and max(held[1:]) < most * whole, (whole, held)
-
-
-def interrupted_on_ranks(*arguments: str) -> None:
-    """The same, where the last rank alone is sent Ctrl-C, after its second step."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # which whoever started the tests may ignore
-    steps = count(1)
-    if os.environ["RANK"] == "1":
-        register_optimizer_step_post_hook(lambda *_: os.kill(os.getpid(), signal.SIGINT) if next(steps) == 2 else None)
-    on_ranks(*arguments)
 
 
 def assert_saved(tmp_path: Path, printed: str) -> None:
@@ -173,12 +114,13 @@ ENDLESS = ("--seq-len", "50", "--steps", "20000", "--sequence-parallel", "2")
 
 
 @pytest.mark.dist
-def test_one_rank_interrupted(tmp_path: Path) -> None:
+@OF_TWO
+def test_one_rank_interrupted(pool: Pool, tmp_path: Path) -> None:
     save_tiny(tmp_path / "start")
     job = ("--model", str(tmp_path / "start"), "--output", str(tmp_path / "run"), *ENDLESS)
-    found = ended(2, "recipes.test_on_ranks:interrupted_on_ranks", *job, together=False)
-    assert [rank.code for rank in found] == [130, 130], found
-    assert_saved(tmp_path, "".join(rank.out for rank in found))
+    found = pool.run(interrupted_on_rank, *job, leaves_traces=True)  # the hook
+    assert [code for code, _ in found] == [130, 130], found
+    assert_saved(tmp_path, "".join(printed for _, printed in found))
 
 
 @pytest.mark.full("17 s to start; forked ranks are interrupted")

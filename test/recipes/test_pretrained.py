@@ -17,6 +17,13 @@ WEIGHTS = "model.safetensors"
 UP = "model.layers.0.mlp.up_proj.weight"
 
 
+@pytest.fixture
+def models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """models/llama, from here."""
+    (tmp_path / "models" / "llama").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+
+
 def cut(file: str, size: int) -> Callable[[Path], None]:
     return lambda directory: (directory / file).write_bytes((directory / file).read_bytes()[:size]) and None
 
@@ -81,11 +88,11 @@ def test_too_little_memory_is_not_taken_for_damage(tmp_path: Path, monkeypatch: 
     [
         (
             "models/lama",
-            "; did you mean models/llama?; for models/lama of the hub, start where there is no directory mo",
+            "; did you mean models/llama?; for models/lama of the hub, start where there is no directory",
         ),
         (
             "models/qwen",
-            "; models is here, but no qwen in it; for models/qwen of the hub, start where there is no dire",
+            "; models is here, but no qwen in it; for models/qwen of the hub, start where there is no dir",
         ),
         ("./modles/llama", "; did you mean models/llama?"),
         ("modles/llama/", "; did you mean models/llama?"),
@@ -95,11 +102,7 @@ def test_too_little_memory_is_not_taken_for_damage(tmp_path: Path, monkeypatch: 
         ("", ""),
     ],
 )
-def test_what_looks_like_a_path_is_no_hub_name(
-    name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "models" / "llama").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path)
+def test_what_looks_like_a_path_is_no_hub_name(name: str, said: str, models: None) -> None:
     with pytest.raises(ValueError, match=f"^--model: .*{re.escape(said)}"):
         source(name)
 
@@ -114,14 +117,11 @@ def test_the_home_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize(
-    ("name", "said"),
-    [("modles/llama", "; did you mean models/llama?"), ("Qwen/Qwen3-8B", ""), ("SmolLM2-1.7B_x", "")],
+    ("name", "said"), [("modles/llama", "; did you mean models/llama?"), ("Qwen/Qwen3-8B", ""), ("SmolLM2-1.7B_x", "")]
 )
 def test_what_a_hub_name_may_mean_otherwise(
-    name: str, said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, said: str, models: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "models" / "llama").mkdir(parents=True)
-    monkeypatch.chdir(tmp_path)
     assert source(name) == (name, {}), "it may be on the hub"
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     with pytest.raises(ValueError) as caught:

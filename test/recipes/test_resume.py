@@ -3,57 +3,21 @@
 import errno
 import json
 import os
-import resource
-import signal
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 import torch
-from rich.console import Console
 from safetensors.torch import load_file
 
-from recipes.tiny_pretrained import save_tiny
-from seqtile.recipes import Job, checkpoint_in
-from seqtile.recipes import train as training_run
+from recipes.cases import JOB, STEPS, Killed, ended_in, kill, press_ctrl_c, run_of_a_rank
+from recipes.tiny_pretrained import save_tiny, small_files_only
+from seqtile.recipes import checkpoint_in
 from seqtile.recipes.data import load_config
-from seqtile.recipes.finetune import finetune
 from seqtile.recipes.state import Run, Training, check_same
 from seqtile.recipes.train import train
-from support.launch import ranks
-
-STEPS = 5
-JOB = Job(seq_len=50, steps=STEPS, learning_rate=1e-3, device="cpu")
-
-
-class Killed(BaseException):
-    """What ends a run at once."""
-
-
-def kill() -> None:
-    raise Killed
-
-
-def press_ctrl_c() -> None:
-    os.kill(os.getpid(), signal.SIGINT)
-
-
-@contextmanager
-def ended_in(step: int, by: Callable[[], None], rank: int = 0) -> Iterator[None]:
-    """Calls `by` in so manieth step of a run, if this process has that rank."""
-    steps, true_loss_of = count(1), training_run.loss_of
-
-    def loss_of(*arguments: object) -> torch.Tensor:
-        if next(steps) == step and int(os.environ.get("RANK", 0)) == rank:
-            by()
-        return true_loss_of(*arguments)
-
-    with patch.object(training_run, "loss_of", loss_of):
-        yield
+from support.pool import Pool
 
 
 def save_with_dropout(directory: Path) -> None:
@@ -104,28 +68,15 @@ def test_one_process(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture) ->
     assert checkpoint_in(tmp_path / "whole") is None, "none that was not asked for"
 
 
-def run_of_a_rank(directory: str, shard: str, name: str) -> None:
-    """On a rank: a run that the other rank's Ctrl-C ends, the same to its end, or one that nothing ends."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # which whoever started the tests may ignore
-    home, own = Path(directory), int(os.environ["RANK"])
-    job = replace(JOB, model=str(home / "start"), shard=shard, output=home / "run", local_rank=own)
-    console = Console(quiet=own > 0)
-    if name == "part":
-        with ended_in(2, press_ctrl_c, rank=1), pytest.raises(KeyboardInterrupt, match=f"step 2 of {STEPS}"):
-            finetune(job, console)
-    elif name == "rest":
-        finetune(replace(job, resume=True), console)
-    else:
-        finetune(replace(job, output=home / "whole"), console)
-
-
+@pytest.mark.full("8 s; what of ZeRO-3 is saved differs by DeepSpeed alone", but=("fsdp2",))
 @pytest.mark.dist
-@pytest.mark.parametrize("shard", ["fsdp2", "zero3"])
-def test_ranks(shard: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("pool", "shard"), [((2, "own"), "fsdp2"), ((2, "own, zero3"), "zero3")], indirect=["pool"], ids=["fsdp2", "zero3"]
+)
+def test_ranks(pool: Pool, shard: str, tmp_path: Path) -> None:
     save_with_dropout(tmp_path / "start")
-    runs = ("part", "rest", "whole")
-    printed = "".join(ranks(2, "recipes.test_resume:run_of_a_rank", str(tmp_path), shard, name) for name in runs)
-    assert printed.count(f"seqtile: goes on after step 2 of {STEPS}\n") == 1, "one rank prints"
+    _, printed, _ = (pool.run(run_of_a_rank, str(tmp_path), shard, name) for name in ("part", "rest", "whole"))
+    assert "".join(printed).count(f"seqtile: goes on after step 2 of {STEPS}\n") == 1, "one rank prints"
     rest, whole = (json.loads((tmp_path / name / "report.json").read_text()) for name in ("run", "whole"))
     assert rest["seqtile"]["losses"] == whole["seqtile"]["losses"] and rest["steps"] == STEPS
     assert_same_weights(tmp_path / "run", tmp_path / "whole")
@@ -229,12 +180,8 @@ def with_small_files(save: Callable) -> Callable:
     """`save`, which the system lets write no file of more than some bytes."""
 
     def limited(training: Training, directory: Path) -> None:
-        soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
-        try:
+        with small_files_only():
             save(training, directory)
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
     return limited
 

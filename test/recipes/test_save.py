@@ -1,7 +1,6 @@
 """Saving: the earlier model stays until the new one is complete, nothing is left half-written, and nothing is lost."""
 
 import errno
-import resource
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -10,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from recipes.tiny_pretrained import save_tiny
+from recipes.tiny_pretrained import save_tiny, small_files_only
 from seqtile.recipes import Job, check_output
 from seqtile.recipes.data import load_config
 from seqtile.recipes.output import remove_incomplete, save_model, written_beside
@@ -75,13 +74,9 @@ def test_no_disk_has_room(tmp_path: Path, elsewhere: Path) -> None:
     """A limit that the system sets: writing fails in the middle of the weights, as on a full disk."""
     model = build("llama")
     (tmp_path / "model").mkdir()
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
-    try:
+    with small_files_only():
         with pytest.raises(OSError, match=r"could be saved neither in .*model.* nor in .*elsewhere.*; make room"):
             save_model(model, dict(model.named_parameters()), None, tmp_path / "model")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert not names(elsewhere) and names(tmp_path) == {"model", "elsewhere"} and not names(tmp_path / "model")
 
 

@@ -1,5 +1,8 @@
-"""A tiny model, a Llama by default, and a character tokenizer, as save_pretrained writes them."""
+"""A tiny model, a Llama by default, and a character tokenizer, as save_pretrained writes them; a disk that is full."""
 
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from tokenizers import Tokenizer, models, pre_tokenizers
@@ -14,3 +17,14 @@ def save_tiny(directory: Path, arch: str = "llama") -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="</s>", unk_token="<unk>").save_pretrained(directory)
     build(arch).save_pretrained(directory)
+
+
+@contextmanager
+def small_files_only() -> Iterator[None]:
+    """A limit that the system sets: writing fails in the middle of weights, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))

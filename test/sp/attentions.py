@@ -5,7 +5,7 @@ import sys
 from types import ModuleType, SimpleNamespace
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.attention import flex_attention
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import eager_mask, sdpa_mask
@@ -18,14 +18,7 @@ OWN = {"of booleans": sdpa_mask, "of addends": eager_mask, "of squares": None}
 INSTALLED = ("sdpa", "eager", "flash_attention_3", "flex_attention")
 
 
-def dense(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    seen: torch.Tensor,
-    scale: float | None,
-    sinks: torch.Tensor | None = None,
-):
+def dense(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float | None, sinks: Tensor | None = None) -> Tensor:
     """q [..., H, n, K], k and v [..., KV, m, K]; seen [n, m] bools or addends; sinks [H]."""
     k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
     scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
@@ -37,18 +30,10 @@ def dense(
 
 
 def flash_attn_varlen_func(
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    cu_seqlens_q: torch.Tensor,
-    cu_seqlens_k: torch.Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    softmax_scale: float | None = None,
-    causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1),
-    s_aux: torch.Tensor | None = None,
-) -> torch.Tensor:
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    softmax_scale: float | None = None, causal: bool = False, window_size: tuple[int, int] = (-1, -1),
+    s_aux: Tensor | None = None,
+) -> Tensor:  # fmt: skip
     """Sequences one behind the other, [tokens, heads, K]; a causal mask and a window end at the lower right corner."""
     assert causal and cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32 and len(cu_seqlens_q) == len(cu_seqlens_k)
     found = []
@@ -66,15 +51,9 @@ def flash_attn_varlen_func(
 
 
 def own(
-    module: nn.Module,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: torch.Tensor | None,
-    scaling: float | None = None,
-    is_causal: bool | None = None,
-    **_: object,
-) -> tuple[torch.Tensor, None]:
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
+    scaling: float | None = None, is_causal: bool | None = None, **_: object,
+) -> tuple[Tensor, None]:  # fmt: skip
     name = module.config._attn_implementation
     assert name in OWN, "an attention is called under its own name"
     assert q.shape[1] == k.shape[1] * module.num_key_value_groups and is_causal
@@ -86,15 +65,9 @@ def own(
 
 
 def flex_with_sinks(
-    module: nn.Module,
-    q: torch.Tensor,
-    k: torch.Tensor,
-    v: torch.Tensor,
-    mask: flex_attention.BlockMask,
-    scaling: float | None = None,
-    s_aux: torch.Tensor | None = None,
-    **_: object,
-) -> tuple[torch.Tensor, None]:
+    module: nn.Module, q: Tensor, k: Tensor, v: Tensor, mask: flex_attention.BlockMask,
+    scaling: float | None = None, s_aux: Tensor | None = None, **_: object,
+) -> tuple[Tensor, None]:  # fmt: skip
     """Flex attention, which with sinks runs on a GPU alone, by the mask that it is given."""
     queries, keys = torch.arange(q.shape[2])[:, None], torch.arange(k.shape[2])
     rows = []
@@ -119,13 +92,9 @@ def install() -> None:
 
 
 def asked(
-    implementation: str,
-    documents: tuple[Rows, ...],
-    length: int,
-    share: RankHeads,
-    window: int | None,
+    implementation: str, documents: tuple[Rows, ...], length: int, share: RankHeads, window: int | None,
     **options: object,
-) -> LocalAttention:
+) -> LocalAttention:  # fmt: skip
     """An attention over one rank's sequence, asked by no model."""
     module = SimpleNamespace(
         config=SimpleNamespace(_attn_implementation="seqtile_ulysses"), training=True, is_causal=True, modules=list

@@ -12,78 +12,48 @@ HEADS = {  # architecture and shape: query heads / kv heads
     "mha 4/4": ("qwen2", {"num_key_value_heads": 4}),
     "gqa 4/2": ("qwen3", {"num_key_value_heads": 2}),
     "mqa 4/1": ("qwen2", {"num_key_value_heads": 1}),
-    "odd 9/3": ("qwen2", {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3}),
-    "few 2/1": (
-        "mistral",
-        {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 12, "sliding_window": None},
-    ),
-    "one 1/1": ("qwen3", {"num_attention_heads": 1, "num_key_value_heads": 1}),
-    "eager, soft cap": ("gemma2", {"attn_implementation": "eager", "attn_logit_softcapping": 2.0}),
-    "three 3/3": ("gemma3_text", {"num_attention_heads": 3, "num_key_value_heads": 3}),
-    "flash 4/2": ("mistral", {"num_key_value_heads": 2, "sliding_window": None}),
-    "flash 2/1": ("qwen2", {"num_attention_heads": 2, "num_key_value_heads": 1}),
-    "flex 6/3": ("qwen3", {"num_attention_heads": 6, "num_key_value_heads": 3, "head_dim": 16}),  # on a GPU no fewer
+    "odd 9/3": ("qwen2", dict(hidden_size=72, num_attention_heads=9, num_key_value_heads=3)),
+    "few 2/1": ("mistral", dict(num_attention_heads=2, num_key_value_heads=1, head_dim=12, sliding_window=None)),
+    "one 1/1": ("qwen3", dict(num_attention_heads=1, num_key_value_heads=1)),
+    "eager, soft cap": ("gemma2", dict(attn_implementation="eager", attn_logit_softcapping=2.0)),
+    "three 3/3": ("gemma3_text", dict(num_attention_heads=3, num_key_value_heads=3)),
+    "flash 4/2": ("mistral", dict(num_key_value_heads=2, sliding_window=None)),
+    "flash 2/1": ("qwen2", dict(num_attention_heads=2, num_key_value_heads=1)),
+    "flex 6/3": ("qwen3", dict(num_attention_heads=6, num_key_value_heads=3, head_dim=16)),  # on a GPU no fewer
 }
-_ROPE = {"rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 40}
-LONG_ROPE = _ROPE | {
-    "rope_type": "longrope",
-    "short_factor": [1.0] * 6,
-    "long_factor": [1.0, 1.5, 2.0, 3.0, 4.0, 6.0],
-}
+_ROPE = dict(rope_theta=10000.0, factor=4.0, original_max_position_embeddings=40)
+LONG_ROPE = _ROPE | dict(rope_type="longrope", short_factor=[1.0] * 6, long_factor=[1.0, 1.5, 2.0, 3.0, 4.0, 6.0])
+_PHI3 = dict(rope_parameters=LONG_ROPE, max_position_embeddings=160, original_max_position_embeddings=60)
 ROTARY = {  # whose angles depend on the length of the whole sequence, which is past the original one on the last rank
-    "long": (
-        "phi3",
-        {"rope_parameters": LONG_ROPE, "max_position_embeddings": 160, "original_max_position_embeddings": 60},
-    ),
-    "dynamic": ("llama", {"rope_parameters": _ROPE | {"rope_type": "dynamic"}, "max_position_embeddings": 40}),
+    "long": ("phi3", _PHI3),
+    "dynamic": ("llama", dict(rope_parameters=_ROPE | {"rope_type": "dynamic"}, max_position_embeddings=40)),
 }
 WRAPPED = {"flash": "flash_attention_3", "flex": "flex_attention"}
 _WINDOW = {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 0}
-KINDS = {  # changes to the configuration, where the architecture knows them
-    "plain": {},
-    "ragged": {},
-    "packed": {},
-    "window": _WINDOW,
-    "packed, window": _WINDOW,
-    "padded": {},
-    "padded, window": _WINDOW,
-    "mostly padding": {},
-}
-REDUCERS = {
-    "torch": ("ddp", "fsdp2"),
-    "zero": ("zero0", "zero1", "zero2"),
-    "zero3": ("zero3", "zero3_all_reduce"),
-}
-
-
+_NAMES = ("plain", "ragged", "packed", "window", "packed, window", "padded", "padded, window", "mostly padding")
+KINDS = {kind: _WINDOW if "window" in kind else {} for kind in _NAMES}
+"""Changes to the configuration, where the architecture knows them."""
+REDUCERS = {"torch": ("ddp", "fsdp2"), "zero": ("zero0", "zero1", "zero2"), "zero3": ("zero3", "zero3_all_reduce")}
 LAYER_REDUCERS = {"fsdp2": None, "zero2": 2, "zero3": 2}  # with whole layers tiled as well: groups of heads
 
 
 def reducer_cases(family: str) -> Iterator[tuple[str, str, dict, bool]]:
-    """Models, reducers, what seqtile applies besides to the model, and whether that runs every day: of the others than
-    llama one reducer each."""
+    """Models, reducers, what seqtile applies besides to the model, and whether that runs every day: of ZeRO's first
+    stages, and of the others than llama, a few."""
     found = [(strategy, {}) for strategy in REDUCERS[family]]
     layers = {name: groups for name, groups in LAYER_REDUCERS.items() if name in REDUCERS[family]}
     found += [(name, {"layer": True, "head_groups": groups}) for name, groups in layers.items()]
-    yield from (("llama", *case, True) for case in found)
-    for i, model in enumerate(("qwen3_5", "gpt_oss")):
-        reducers = [strategy for strategy in REDUCERS[family] if strategy not in ("zero0", "zero3_all_reduce")]
-        for j, strategy in enumerate(reducers):
-            # Experts run in chunks, which ZeRO-3 cannot have.
-            yield model, strategy, {"mlp": strategy not in REDUCERS["zero3"]}, j == i % len(reducers)
+    yield from (("llama", *case, family != "zero" or case == ("zero2", {})) for case in found)
+    for model, every_day in (("qwen3_5", "ddp"), ("gpt_oss", "fsdp2")):
+        for strategy in REDUCERS[family]:
+            if strategy not in ("zero0", "zero3_all_reduce"):
+                # Experts run in chunks, which ZeRO-3 cannot have.
+                yield model, strategy, {"mlp": strategy not in REDUCERS["zero3"]}, strategy == every_day
 
 
-QWEN2_VL = {
-    "vocab_size": VOCAB,
-    "hidden_size": 48,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2]},
-    "max_position_embeddings": 256,
-    "pad_token_id": 0,
-}
+QWEN2_VL = dict(vocab_size=VOCAB, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+QWEN2_VL |= dict(num_key_value_heads=2, max_position_embeddings=256, pad_token_id=0)
+QWEN2_VL["rope_parameters"] = dict(rope_type="default", rope_theta=1e4, mrope_section=[2, 2, 2])
 
 
 def attention_cases() -> list[tuple[str, str, str, dict]]:
@@ -119,13 +89,13 @@ def layer_cases() -> list[tuple[str, str, str, dict, int | str | None, bool]]:
 
 
 def on_ranks(count: int, cases: list[tuple]) -> list[tuple]:
-    """Which cases so many ranks run every day: one in eleven one alone; of the product of heads and kinds of sequences
-    a quarter two ranks and an eighth four, so that each head and each kind meets either; of the others each half."""
+    """Which cases so many ranks run every day: a few one alone; of the product of heads and kinds an eighth two ranks
+    and half as many four, so that each head and each kind of sequence meets two; of the others each half."""
     if count == 1:
-        return cases[:: len(HEADS) - 1]
+        return cases[:: 2 * len(HEADS) - 3]
     times = Counter(heads for heads, *_ in cases)
-    periods = [2 * count if times[heads] > 1 else 2 for heads, *_ in cases]
-    found = [(i + i // len(KINDS)) % period == (count // 2 - 1) * period // 2 for i, period in enumerate(periods)]
+    periods = [len(KINDS) * count // 2 if times[heads] > 1 else 2 for heads, *_ in cases]
+    found = [(i + i // len(KINDS)) % period == (count > 2) * 13 % period for i, period in enumerate(periods)]
     return [case for case, is_run in zip(cases, found, strict=True) if is_run]
 
 

@@ -11,7 +11,7 @@ from tqdm import tqdm
 from seqtile import sp
 from seqtile.sp.data import _parcels
 from seqtile.sp.groups import gather
-from sp.first_rank import context
+from sp.over_ranks import context
 
 SAMPLES = 23
 Batch = dict[str, torch.Tensor]
@@ -33,8 +33,8 @@ def collate(rows: list[Batch]) -> Batch:
 def made(kind: str, ctx: sp.SequenceParallel) -> sp.ShardedDataLoader:
     rank, world = dist.get_rank(), dist.get_world_size()
     if kind == "sampler":
-        options = {"sampler": DistributedSampler(range(SAMPLES), world, rank, shuffle=True, drop_last=True)}
-        return sp.ShardedDataLoader(DataLoader(samples(), collate_fn=collate, **options), ctx)
+        sampler = DistributedSampler(range(SAMPLES), world, rank, shuffle=True, drop_last=True)
+        return sp.ShardedDataLoader(DataLoader(samples(), collate_fn=collate, sampler=sampler), ctx)
     mine = samples()[rank::world]  # unequal numbers
     generator = torch.Generator().manual_seed(rank) if kind == "generator" else None
     return sp.ShardedDataLoader(DataLoader(mine, shuffle=True, generator=generator, collate_fn=collate), ctx)
@@ -43,9 +43,8 @@ def made(kind: str, ctx: sp.SequenceParallel) -> sp.ShardedDataLoader:
 def read(loader: sp.ShardedDataLoader, ctx: sp.SequenceParallel) -> Iterator[int]:
     """Which sample each step holds, put together from its shards and compared with the whole."""
     for shard in loader:
-        whole = torch.cat(gather(shard["input_ids"], ctx), 1)[0]
-        shifted = torch.cat(gather(shard["shift_labels"], ctx), 1)[0]
-        positions = torch.cat(gather(shard["position_ids"], ctx), 1)[0]
+        names = ("input_ids", "shift_labels", "position_ids")
+        whole, shifted, positions = (torch.cat(gather(shard[name], ctx), 1)[0] for name in names)
         i = int(shard["name"])
         ids = samples()[i]["input_ids"]
         assert whole[: len(ids)].equal(ids) and shifted[: len(ids) - 1].equal(ids[1:])
@@ -100,10 +99,6 @@ def lengths() -> None:
         assert len(list(loader)) == steps, "which asks for a length, and goes on without"
 
 
-def same_everywhere(steps: list[int], ctx: sp.SequenceParallel) -> None:
-    assert all(other.tolist() == steps for other in gather(torch.tensor(steps), ctx))
-
-
 def epochs_of(kind: str) -> None:
     """Three epochs, each sample once in an order of its own, the same on every rank; resumed at many steps of one."""
     ctx = context(2)
@@ -121,7 +116,7 @@ def epochs_of(kind: str) -> None:
             if epoch == 1:
                 states.append((step, whole.state_dict()))
         assert len(names) == len(whole) and len(set(names)) == len(names)
-        same_everywhere(names, ctx)
+        assert all(other.tolist() == names for other in gather(torch.tensor(names), ctx))
         epochs.append(names)
     assert len({tuple(names) for names in epochs}) > 1, "shuffled anew"
     for step, state in [states[0], *states[1::3]]:

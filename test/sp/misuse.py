@@ -12,10 +12,9 @@ from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments
 
 from seqtile import sp
-from sp.first_rank import context
+from sp.over_ranks import assert_same_step, context
 from sp.trainer import Documents, SequenceParallelTrainer, collate, model_of
-from support.assertions import relative_error
-from support.tiny import VOCAB, build, loss_and_gradients
+from support.tiny import VOCAB, build, checkpointing, loss_and_gradients
 
 LENGTH = 60
 Batch = dict[str, torch.Tensor]
@@ -59,14 +58,9 @@ def embedded(ctx: sp.SequenceParallel) -> Batch:
 
 def sampled(ctx: sp.SequenceParallel) -> Batch:
     """A sampler that deals samples out to ranks, rather than to groups of them."""
-    rows = [{"input_ids": batch_of(i)["input_ids"][0]} for i in range(4)]
-
-    def with_labels(rows: list[Batch]) -> Batch:
-        ids = torch.stack([row["input_ids"] for row in rows])
-        return {"input_ids": ids, "labels": ids}
-
+    rows = [batch_of(i) for i in range(4)]
     sampler = torch.utils.data.DistributedSampler(rows, dist.get_world_size(), dist.get_rank(), shuffle=False)
-    collator = sp.DataShardingCollator(with_labels, ctx)
+    collator = sp.DataShardingCollator(lambda rows: rows[0], ctx)
     return next(iter(DataLoader(rows, sampler=sampler, collate_fn=collator, num_workers=1)))
 
 
@@ -120,13 +114,13 @@ def by_hand() -> None:
 def after_a_failure() -> None:
     """A forward that failed leaves nothing of its batch to the next, be it the base model's alone."""
     model, right, _ = spread()
-    base, expected = model.model, model.model(input_ids=right["input_ids"], position_ids=right["position_ids"])[0]
-    moved = right | {"position_ids": right["position_ids"] + 7}
+    base, inputs = model.model, {name: right[name] for name in ("input_ids", "position_ids")}
+    expected = base(**inputs)[0]
     with pytest.raises(TypeError, match="multiple values for argument 'input_ids'"):
-        model(right["input_ids"], **moved, use_cache=False)
+        model(right["input_ids"], **right | {"position_ids": right["position_ids"] + 7}, use_cache=False)
     with pytest.raises(ValueError, match=NO_POSITIONS):
         base(input_ids=right["input_ids"])
-    assert base(input_ids=right["input_ids"], position_ids=right["position_ids"])[0].equal(expected)
+    assert base(**inputs)[0].equal(expected)
 
 
 def cut_twice() -> None:
@@ -178,8 +172,7 @@ def losses(reentrant: bool | None) -> None:
     """A share's backward raises before any parameter has a gradient, unless it was reduced, however it was computed
     with; then gradients are those of one process."""
     ctx, batch_pair, model = context(), (batch_of(0), batch_of(1, 83)), build("llama")
-    if reentrant is not None:
-        model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    checkpointing(model, reentrant)
     found = [loss_and_gradients(model, **batch, use_cache=False)[1] for batch in batch_pair]
     expected = {name: (found[0][name] + found[1][name]) / 2 for name in found[0]}
     sp.apply_ulysses(model, ctx)
@@ -191,11 +184,9 @@ def losses(reentrant: bool | None) -> None:
             assert all(parameter.grad is None for parameter in model.parameters()), name
     for name, make in REDUCED.items():
         model.zero_grad()
-        make(*(raw(model, batch, ctx) for batch in batch_pair), ctx).backward()
-        for parameter_name, parameter in model.named_parameters():
-            dist.all_reduce(parameter.grad)
-            error = relative_error(parameter.grad / ctx.size, expected[parameter_name])
-            assert error <= 1e-5, f"{name}: {parameter_name} is {error:.1e} off"
+        loss = make(*(raw(model, batch, ctx) for batch in batch_pair), ctx)
+        loss.backward()
+        assert_same_step(loss, model, (loss.detach(), expected), name)
 
 
 def reduced_twice() -> None:

@@ -13,7 +13,7 @@ from distributed.worker import fsdp2
 from seqtile import sp
 from sp import recurrences
 from sp.cases import batch_of_kind
-from sp.first_rank import context
+from sp.over_ranks import context
 from support.assertions import assert_each_as_exact, relative_error
 from support.tiny import build, checkpointing, loss_and_gradients
 

@@ -10,7 +10,6 @@ from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.integrations import hub_kernels
@@ -22,7 +21,7 @@ from seqtile.sp.layout import Layout
 from seqtile.sp.recurrence import Recurrence
 from sp.attentions import flex_with_sinks, install
 from sp.cases import batch_of_kind
-from sp.first_rank import by_first_rank, context
+from sp.over_ranks import Traffic, assert_same_step, averaged, by_first_rank, context
 from support.assertions import relative_error
 from support.measure import LiveBytes
 from support.tiny import VOCAB, checkpointing, loss_and_gradients
@@ -30,94 +29,43 @@ from support.tiny import build as build_tiny
 
 SEQUENCES = ("plain", "ragged", "packed", "padded")
 CHECKPOINTING = (None, False, True)  # reentrant
-BASE = {
-    "vocab_size": VOCAB,
-    "hidden_size": 48,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 12,
-    "pad_token_id": 0,
-}
-DELTA = {
-    "linear_num_key_heads": 3,
-    "linear_num_value_heads": 6,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 10,
-    "linear_conv_kernel_dim": 4,
-    "layer_types": ["linear_attention", "full_attention"],
-}
-EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
-MAMBA = {"mamba_n_heads": 6, "mamba_d_head": 16, "mamba_d_state": 8, "mamba_n_groups": 2, "mamba_d_conv": 4}
-MAMBA |= {"mamba_expand": 2, "mamba_chunk_size": 16}
-MLA = {"kv_lora_rank": 8, "q_lora_rank": None, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 10}
-MLA |= {
-    "num_attention_heads": 6,
-    "num_key_value_heads": 6,
-    "n_routed_experts": 4,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-}
-MLA |= {
-    "topk_group": 1,
-    "moe_intermediate_size": 32,
-    "n_shared_experts": 1,
-    "first_k_dense_replace": 1,
-    "head_dim": None,
-}
+BASE = dict(vocab_size=VOCAB, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+BASE |= dict(num_key_value_heads=2, head_dim=12, pad_token_id=0)
+LINEAR = {"layer_types": ["linear_attention", "full_attention"]}
+DELTA = LINEAR | dict(linear_num_key_heads=3, linear_num_value_heads=6, linear_key_head_dim=8, linear_value_head_dim=10)
+DELTA |= {"linear_conv_kernel_dim": 4}
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+SHARED = EXPERTS | {"shared_expert_intermediate_size": 32}
+MAMBA = dict(mamba_n_heads=6, mamba_d_head=16, mamba_d_state=8, mamba_n_groups=2, mamba_d_conv=4, mamba_expand=2)
+MAMBA |= {"mamba_chunk_size": 16}
+LATENT = dict(q_lora_rank=None, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=10, n_group=1, topk_group=1)
+MLA = LATENT | dict(kv_lora_rank=8, num_attention_heads=6, num_key_value_heads=6, n_routed_experts=4, head_dim=None)
+MLA |= dict(num_experts_per_tok=2, moe_intermediate_size=32, n_shared_experts=1, first_k_dense_replace=1)
+KIMI = LINEAR | LATENT | EXPERTS | dict(linear_num_heads=5, linear_head_dim=8, linear_conv_kernel_dim=4)
+KIMI |= dict(kv_lora_rank=16, num_key_value_heads=4, num_local_experts=4)
+NEMOTRON = dict(mamba_num_heads=6, mamba_head_dim=16, ssm_state_size=8, n_groups=2, conv_kernel=4, chunk_size=16)
+NEMOTRON |= {"layer_types": ["linear_attention", "mlp", "full_attention", "linear_attention"]}
+MAMBA2 = dict(num_heads=6, head_dim=16, state_size=8, n_groups=2, expand=2, chunk_size=16, num_attention_heads=None)
+ZAMBA = dict(n_mamba_heads=6, mamba_ngroups=2, mamba_d_state=8, mamba_expand=2, chunk_size=16, num_mem_blocks=1)
+ZAMBA |= dict(layers_block_type=["linear_attention", "hybrid"], layer_types=["linear_attention", "hybrid"])
+GPT_OSS = dict(num_local_experts=4, num_experts_per_tok=2, attn_implementation="eager", sliding_window=20)
+GPT_OSS |= dict(layer_types=["sliding_attention", "full_attention"], num_attention_heads=6, num_key_value_heads=3)
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
-    "qwen3_next": ("qwen3_next", DELTA | EXPERTS | {"shared_expert_intermediate_size": 32}),
-    "qwen3_5": ("qwen3_5_text", DELTA | {"linear_num_key_heads": 4, "linear_num_value_heads": 4}),
-    "qwen3_5_moe": ("qwen3_5_moe_text", DELTA | EXPERTS | {"shared_expert_intermediate_size": 32}),
+    "qwen3_next": ("qwen3_next", DELTA | SHARED),
+    "qwen3_5": ("qwen3_5_text", DELTA | dict(linear_num_key_heads=4, linear_num_value_heads=4)),
+    "qwen3_5_moe": ("qwen3_5_moe_text", DELTA | SHARED),
     "olmo_hybrid": ("olmo_hybrid", DELTA | {"linear_num_key_heads": 6}),
-    "kimi_linear": (
-        "kimi_linear",
-        {"linear_num_heads": 5, "linear_head_dim": 8, "linear_conv_kernel_dim": 4, "num_experts": 4}
-        | {
-            "layer_types": ["linear_attention", "full_attention"],
-            "kv_lora_rank": 16,
-            "q_lora_rank": None,
-            "num_key_value_heads": 4,
-        }
-        | {"qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 10, "num_local_experts": 4}
-        | {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "n_group": 1, "topk_group": 1},
-    ),
-    "nemotron_h": (
-        "nemotron_h",
-        {"mamba_num_heads": 6, "mamba_head_dim": 16, "ssm_state_size": 8, "n_groups": 2, "conv_kernel": 4}
-        | {"chunk_size": 16, "layer_types": ["linear_attention", "mlp", "full_attention", "linear_attention"]},
-    ),
-    "mamba2": (
-        "mamba2",
-        {"num_heads": 6, "head_dim": 16, "state_size": 8, "n_groups": 2, "expand": 2, "chunk_size": 16}
-        | {"num_attention_heads": None, "num_key_value_heads": None},
-    ),
+    "kimi_linear": ("kimi_linear", KIMI),
+    "nemotron_h": ("nemotron_h", NEMOTRON),
+    "mamba2": ("mamba2", MAMBA2 | {"num_key_value_heads": None}),
     "bamba": ("bamba", MAMBA | {"attn_layer_indices": [1]}),
-    "granitemoehybrid": (
-        "granitemoehybrid",
-        MAMBA
-        | {
-            "num_local_experts": 0,
-            "shared_intermediate_size": 64,
-            "layer_types": ["linear_attention", "full_attention"],
-        },
-    ),
+    "granitemoehybrid": ("granitemoehybrid", MAMBA | LINEAR | dict(num_local_experts=0, shared_intermediate_size=64)),
     "falcon_h1": ("falcon_h1", MAMBA | {"mamba_d_ssm": 96}),
-    "zamba2": (
-        "zamba2",
-        {"n_mamba_heads": 6, "mamba_ngroups": 2, "mamba_d_state": 8, "mamba_expand": 2, "chunk_size": 16}
-        | {"num_mem_blocks": 1, "layers_block_type": ["linear_attention", "hybrid"], "num_key_value_heads": 4}
-        | {"layer_types": ["linear_attention", "hybrid"]},
-    ),
-    "gpt_oss": (
-        "gpt_oss",
-        {"num_local_experts": 4, "num_experts_per_tok": 2, "attn_implementation": "eager", "sliding_window": 20}
-        | {"layer_types": ["sliding_attention", "full_attention"], "num_attention_heads": 6, "num_key_value_heads": 3},
-    ),
+    "zamba2": ("zamba2", ZAMBA | {"num_key_value_heads": 4}),
+    "gpt_oss": ("gpt_oss", GPT_OSS),
     "deepseek_v3": ("deepseek_v3", MLA),
     "glm4_moe_lite": ("glm4_moe_lite", MLA | {"q_lora_rank": 16}),
-    "lfm2": ("lfm2", {"layer_types": ["conv", "full_attention"], "conv_L_cache": 3, "block_ff_dim": 64}),
+    "lfm2": ("lfm2", dict(layer_types=["conv", "full_attention"], conv_L_cache=3, block_ff_dim=64)),
 }
 
 
@@ -129,11 +77,11 @@ class Case(NamedTuple):
 
 
 def every_day(count: int, case: Case) -> bool:
-    """Whether a case is one of those of every day: on a number of ranks one kind of sequence for every family, each
-    kind and each way of checkpointing in turn; on one rank of every third family."""
+    """Whether a case is one of those of every day: each family on two ranks or four, and every fifth on one; there with
+    one kind of sequence, each kind and each way of checkpointing in turn."""
     i = list(FAMILIES).index(case.family)
     turn = case.kind == SEQUENCES[(i + count) % 4] and case.reentrant == CHECKPOINTING[(i + count) % 3]
-    return turn and (count > 1 or i % 3 == 0)
+    return turn and (i % 5 == 0 if count == 1 else count == (2, 4)[i % 2] or case.family == "lfm2")
 
 
 def build(family: str, **changes: Any) -> nn.Module:
@@ -195,34 +143,6 @@ def nudged(model: nn.Module, batch: dict[str, torch.Tensor], gradients: dict[str
     return most | pooled
 
 
-class Traffic:
-    """The all-to-alls inside: of each the bytes that this rank sends to others."""
-
-    def __enter__(self) -> "Traffic":
-        self.sent, self.function = [], dist.all_to_all_single
-        dist.all_to_all_single = self.counted
-        return self
-
-    def counted(
-        self, received: torch.Tensor, sent: torch.Tensor, counts: list[int], sent_counts: list[int], **options: Any
-    ) -> object:
-        self.sent.append((sum(sent_counts) - sent_counts[dist.get_rank()]) * sent.itemsize)
-        return self.function(received, sent, counts, sent_counts, **options)
-
-    def __exit__(self, *_: object) -> None:
-        dist.all_to_all_single = self.function
-
-
-def summed(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The gradients as a reducer leaves them that averages over all ranks."""
-    found = {}
-    for name, parameter in model.named_parameters():
-        gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.clone()
-        dist.all_reduce(gradient)
-        found[name] = gradient / dist.get_world_size()
-    return found
-
-
 def compared(case: Case, attention: str | None = None, options: dict[str, Any] | None = None) -> None:
     """Loss, all gradients, and how many all-to-alls there are: two a module in which tokens meet, and direction."""
     ctx = context()
@@ -240,24 +160,19 @@ def compared(case: Case, attention: str | None = None, options: dict[str, Any] |
         forward = len(traffic.sent)
         ours.backward()
     assert relative_error(ours.detach(), loss) <= 1e-5, f"{case}: loss"
-    found = {name: x for name, x in summed(many).items() if name in gradients}
-    assert found.keys() == gradients.keys()
-    errors = {name: relative_error(x, gradients[name]) for name, x in found.items()}
+    found = averaged(many)
+    errors = {name: relative_error(found[name], gradient) for name, gradient in gradients.items()}
     if max(errors.values()) > 1e-5:  # where the model itself is as sensitive
         least = by_first_rank(nudged, one, batch, gradients)
         errors = {name: error for name, error in errors.items() if error > max(1e-5, 2 * least[name])}
         assert not errors, f"{case}: {errors}, by a bit of the weights { ({name: least[name] for name in errors}) }"
-    mixers = 2 * sum(isinstance(vars(x).get("forward"), Recurrence) or is_attention(x) for x in many.modules())
+    mixers = 2 * sum(isinstance(vars(x).get("forward"), Recurrence) or hasattr(x, "is_causal") for x in many.modules())
     assert forward == mixers, f"{case}: {forward} all-to-alls in the forward"
     expected = mixers * (1 if case.reentrant is None else 2)
     if case.family != "zamba2":  # Hugging Face checkpoints a block and the layer that is inside it
         assert len(traffic.sent) - forward == expected, f"{case}: {len(traffic.sent) - forward} in the backward"
     if ctx.size > 1:
         assert traffic.sent[:2] == [sum(sizes) for sizes in sent_by(case.family, ctx, ours.dtype.itemsize, batch)], case
-
-
-def is_attention(module: nn.Module) -> bool:
-    return hasattr(module, "is_causal")
 
 
 def sent_by(family: str, ctx: sp.SequenceParallel, itemsize: int, batch: dict) -> list[list[int]]:
@@ -315,17 +230,16 @@ def balance(arch: str, shape: dict, tiled: bool, kind: str) -> None:
     """The loss that balances experts, of all ranks' tokens but padding, as one process has it."""
     ctx, one = context(), build_tiny(arch, router_aux_loss_coef=0.1, **shape)
     many, batch = copy.deepcopy(one), batch_of_kind(kind) | {"output_router_logits": True}
-    loss, gradients = by_first_rank(loss_and_gradients, one, **batch)
-    expected = by_first_rank(lambda: one(**batch).aux_loss.detach())
+    expected = by_first_rank(loss_and_gradients, one, **batch)
+    balancing = by_first_rank(lambda: one(**batch).aux_loss.detach())
     sp.apply_ulysses(many, ctx)
     if tiled:
         seqtile.apply_seqtile(many, chunk_tokens=11, check=False)
     output = many(**sp.shard(batch, ctx))
     ours = sp.reduce_loss(output.loss, ctx)
     ours.backward()
-    assert relative_error(output.aux_loss, expected) <= 1e-5 and relative_error(ours.detach(), loss) <= 1e-5
-    for name, gradient in summed(many).items():
-        assert relative_error(gradient, gradients[name]) <= 1e-5, name
+    assert relative_error(output.aux_loss, balancing) <= 1e-5
+    assert_same_step(ours, many, expected)
 
 
 def memory(family: str) -> None:
@@ -375,7 +289,7 @@ def halves() -> None:
         ours = sp.reduce_loss(many(**sp.shard(batch, ctx)).loss, ctx)
         ours.backward()
     assert relative_error(ours.detach(), loss) <= 1e-2
-    errors = {name: relative_error(x, gradients[name]) for name, x in summed(many).items()}
+    errors = {name: relative_error(x, gradients[name]) for name, x in averaged(many).items()}
     assert max(errors.values()) <= 0.1, errors
     heads, groups, a_head, a_group, _ = delta(3, 6, gate=2)  # of twice as many bytes as others
     share = rank_heads(1 - ctx.rank, 2, heads, groups, 96)
@@ -417,11 +331,8 @@ class Kernels:
                 return plain(q, k, v, g=g, beta=beta, **kept)
             assert len(q) == 1 and cu_seqlens.dtype == torch.int64 and int(cu_seqlens[-1]) == q.shape[1]
             self.asked += 1
-            spans = [slice(*ends) for ends in pairwise(cu_seqlens.tolist())]
-            found = [
-                plain(*(x[:, span] for x in (q, k, v)), g=g[:, span], beta=beta[:, span], **kept) for span in spans
-            ]
-            return torch.cat([out for out, _ in found], 1), None
+            parts = [[x[:, a:b] for x in (q, k, v, g, beta)] for a, b in pairwise(cu_seqlens.tolist())]
+            return torch.cat([plain(*part[:3], g=part[3], beta=part[4], **kept)[0] for part in parts], 1), None
 
         return chunk_gated_delta_rule
 
@@ -438,9 +349,8 @@ class Kernels:
             x, dt, A, B, C, chunk_size, D=None, z=None, dt_bias=None, initial_states=None, dt_softplus=False,
             dt_limit=(0.0, float("inf")), return_final_states=False,
         ):  # fmt: skip
-            return plain(
-                x, dt, A, B, C, chunk_size=chunk_size, D=D, dt_bias=dt_bias, dt_softplus=dt_softplus, dt_limit=dt_limit
-            )
+            own = {"chunk_size": chunk_size, "D": D, "dt_bias": dt_bias, "dt_softplus": dt_softplus}
+            return plain(x, dt, A, B, C, **own, dt_limit=dt_limit)
 
         return mamba_chunk_scan_combined
 

@@ -10,24 +10,12 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from transformers import (
-    BertConfig,
-    BertForMaskedLM,
-    DeepseekV32Config,
-    DeepseekV32ForCausalLM,
-    GlmMoeDsaConfig,
-    GlmMoeDsaForCausalLM,
-    JambaConfig,
-    JambaForCausalLM,
-    MambaConfig,
-    MambaForCausalLM,
-    MiniMaxConfig,
-    MiniMaxForCausalLM,
+    CONFIG_MAPPING,
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
-    RobertaConfig,
-    RobertaForCausalLM,
-    T5Config,
-    T5ForConditionalGeneration,
 )
 
 import seqtile
@@ -37,46 +25,34 @@ from seqtile.models.first_step import outcome_of
 from seqtile.sp.attention import ulysses_attention
 from seqtile.sp.layout import Layout
 from sp import recurrences
-from sp.first_rank import by_first_rank, context
+from sp.over_ranks import by_first_rank, context
 from support.assertions import relative_error
 from support.tiny import batch_of, build
+from support.training import halved
 
 WINDOW = 2  # batches a step
-_TINY = {"vocab_size": 50, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
-_SMALL = _TINY | {"num_key_value_heads": 2, "intermediate_size": 16}
-_INDEXED = {"kv_lora_rank": 8, "q_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8}
-_INDEXED |= {"index_topk": 4, "index_n_heads": 2, "index_head_dim": 8, "n_routed_experts": 4, "n_group": 1}
-_INDEXED |= {"topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 8, "first_k_dense_replace": 1}
-NOT_SPREAD = (  # what mixes tokens in other ways
-    (
-        MiniMaxForCausalLM,
-        MiniMaxConfig(**_SMALL, layer_types=["linear_attention", "full_attention"], num_local_experts=2, head_dim=8),
-        "MiniMaxForCausalLM has MiniMaxLightningAttention, whose recurrence is not known",
-    ),
-    (
-        JambaForCausalLM,
-        JambaConfig(**_SMALL, attn_layer_period=2, attn_layer_offset=1, num_experts=2, mamba_dt_rank=4),
-        "JambaForCausalLM has JambaMambaMixer, whose recurrence is not known",
-    ),
-    (DeepseekV32ForCausalLM, DeepseekV32Config(**_SMALL, **_INDEXED), "DeepseekV32ForCausalLM has indexed_attention"),
-    (GlmMoeDsaForCausalLM, GlmMoeDsaConfig(**_SMALL, **_INDEXED), "GlmMoeDsaForCausalLM has indexed_attention"),
-    (
-        MambaForCausalLM,
-        MambaConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1),
-        "MambaForCausalLM has MambaMixer, whose recurrence is not known",
-    ),
-    (
-        T5ForConditionalGeneration,
-        T5Config(vocab_size=50, d_model=16, d_ff=16, num_layers=1, num_heads=2),
-        "T5ForConditionalGeneration has an encoder",
-    ),
-    (BertForMaskedLM, BertConfig(**_TINY, intermediate_size=16), "the attention of BertForMaskedLM is not causal"),
-    (
-        RobertaForCausalLM,
-        RobertaConfig(**_TINY, intermediate_size=16, is_decoder=True),
-        "RobertaForCausalLM makes its own position_ids",
-    ),
-)
+_TINY = dict(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2)
+_SMALL = _TINY | dict(num_key_value_heads=2, intermediate_size=16)
+_INDEXED = dict(kv_lora_rank=8, q_lora_rank=8, qk_nope_head_dim=8, qk_rope_head_dim=4, v_head_dim=8, index_topk=4)
+_INDEXED |= dict(index_n_heads=2, index_head_dim=8, n_routed_experts=4, n_group=1, topk_group=1, num_experts_per_tok=2)
+_INDEXED = _SMALL | _INDEXED | dict(moe_intermediate_size=8, first_k_dense_replace=1)
+_HYBRID = {"layer_types": ["linear_attention", "full_attention"]}
+_MINIMAX = _SMALL | _HYBRID | dict(num_local_experts=2, head_dim=8)
+_JAMBA = _SMALL | dict(attn_layer_period=2, attn_layer_offset=1, num_experts=2, mamba_dt_rank=4)
+_MAMBA = dict(vocab_size=50, hidden_size=16, num_hidden_layers=1)
+_T5 = dict(vocab_size=50, d_model=16, d_ff=16, num_layers=1, num_heads=2)
+_ROBERTA = _TINY | dict(intermediate_size=16, is_decoder=True)
+NOT_SPREAD: dict[str, tuple[dict, str]] = {  # what mixes tokens in other ways: model type, and what is said of it
+    "minimax": (_MINIMAX, "MiniMaxForCausalLM has MiniMaxLightningAttention, whose recurrence is not known"),
+    "jamba": (_JAMBA, "JambaForCausalLM has JambaMambaMixer, whose recurrence is not known"),
+    "deepseek_v32": (_INDEXED, "DeepseekV32ForCausalLM has indexed_attention"),
+    "glm_moe_dsa": (_INDEXED, "GlmMoeDsaForCausalLM has indexed_attention"),
+    "mamba": (_MAMBA, "MambaForCausalLM has MambaMixer, whose recurrence is not known"),
+    "t5": (_T5, "T5ForConditionalGeneration has an encoder"),
+    "bert": (_TINY | {"intermediate_size": 16}, "the attention of BertForMaskedLM is not causal"),
+    "roberta": (_ROBERTA, "RobertaForCausalLM makes its own position_ids"),
+}
+OF_OTHER_CLASSES = {"t5": MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING, "bert": MODEL_FOR_MASKED_LM_MAPPING}
 STRATEGIES: dict[str, Callable] = {
     "ddp": ddp,
     "fsdp2": fsdp2,
@@ -88,17 +64,9 @@ STRATEGIES: dict[str, Callable] = {
 }
 
 
-QWEN2_MOE = _TINY | {
-    "num_key_value_heads": 2,
-    "intermediate_size": 16,
-    "moe_intermediate_size": 8,
-    "shared_expert_intermediate_size": 8,
-    "num_experts": 2,
-    "num_experts_per_tok": 1,
-    "use_sliding_window": True,
-    "sliding_window": 8,
-    "layer_types": ["sliding_attention"] * 2,
-}
+QWEN2_MOE = _SMALL | dict(moe_intermediate_size=8, shared_expert_intermediate_size=8, num_experts=2)
+QWEN2_MOE |= {"num_experts_per_tok": 1, "use_sliding_window": True, "sliding_window": 8}
+QWEN2_MOE |= {"layer_types": ["sliding_attention"] * 2}
 
 
 def window_of(group: int, step: int) -> list[dict[str, torch.Tensor]]:
@@ -170,10 +138,7 @@ def reducers(name: str, strategy: str, options: dict) -> None:
     """Two groups of two ranks, windows of two batches, tiled: each step leaves all parameters as one process does.
     Whole sequences are evaluated between the steps, and a share's backward raises."""
     ctx = context(2)
-    one = build(name, tie_word_embeddings=False) if name == "llama" else recurrences.build(name)
-    with torch.no_grad():
-        for parameter in one.parameters():
-            parameter.mul_(0.5)  # learning rate 1 must not diverge
+    one = halved(build(name, tie_word_embeddings=False) if name == "llama" else recurrences.build(name))
     many = copy.deepcopy(one)
     start = full(one)
     sp.apply_ulysses(many, ctx)
@@ -222,8 +187,9 @@ def refusals() -> None:
     for function in (lambda model: sp.apply_ulysses(model, ctx), sp.restore):
         with pytest.raises(TypeError, match=r"a Hugging Face model, got a DistributedDataParallel; .*module"):
             function(nn.parallel.DistributedDataParallel(build("llama")))
-    for kind, config, match in NOT_SPREAD:
-        other = kind(config)
+    for model_type, (fields, match) in NOT_SPREAD.items():
+        config = CONFIG_MAPPING[model_type](**fields)
+        other = OF_OTHER_CLASSES.get(model_type, MODEL_FOR_CAUSAL_LM_MAPPING)[type(config)](config)
         before = other.config._attn_implementation
         with pytest.raises(ValueError, match=match):
             sp.apply_ulysses(other, ctx)
@@ -251,19 +217,14 @@ def refusals() -> None:
     ):
         with pytest.raises(ValueError, match=match):
             model(**shard | changes)
-    unequal = {
-        name: value[:, : 20 + rank] if value.ndim == 2 else value
-        for name, value in shard.items()
-        if isinstance(value, torch.Tensor)
-    }
+    tensors = {name: value for name, value in shard.items() if isinstance(value, torch.Tensor)}
+    unequal = {name: value[:, : 20 + rank] if value.ndim == 2 else value for name, value in tensors.items()}
     with pytest.raises(ValueError, match="batches of different shapes"):
         model(**unequal, use_cache=False)
     with pytest.raises(ValueError, match="the batch has no labels"):
         sp.reduce_loss(None, ctx)
     with pytest.raises(TypeError, match="expected a dict of tensors as batch, got a tuple"):
         sp.shard((batch["input_ids"],), ctx)
-    with pytest.raises(ValueError, match="expected input_ids or inputs_embeds in it"):
-        sp.shard({"labels": batch["labels"]}, ctx)
     with pytest.raises(ValueError, match="before generating"):
         model.generate(batch["input_ids"], max_new_tokens=3)
     q, k, v = (torch.randn(1, 2, 30, 8) for _ in range(3))
@@ -342,10 +303,7 @@ def keep(hidden_states: torch.Tensor, **_: object) -> tuple[torch.Tensor, None]:
 
 def death() -> None:
     """A step of all ranks, then one without rank 1."""
-    dist.init_process_group("gloo")
-    ctx = sp.initialize(3)
-    torch.manual_seed(0)
-    model = build("llama")
+    ctx, model = context(), build("llama")
     sp.apply_ulysses(model, ctx)
     for step in range(2):
         if step == 1 and ctx.rank == 1:

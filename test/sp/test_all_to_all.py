@@ -8,10 +8,12 @@ import torch
 import torch.distributed as dist
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from seqtile.sp.all_to_all import AllToAll
 from sp.test_heads import shapes
+from support.choice import every_pair
 
 
 class Wire:
@@ -40,7 +42,7 @@ class Wire:
         self.calls = {}
 
 
-def exchanged(plans: list[AllToAll], tensors: list[list[torch.Tensor]], to_heads: bool) -> list[list[torch.Tensor]]:
+def exchanged(plans: list[AllToAll], tensors: list[list[Tensor]], to_heads: bool) -> list[list[Tensor]]:
     """What each rank has afterwards, of what each sends."""
     with Wire() as wire:
         waiting = [plan.start(own, to_heads=to_heads) for plan, own in zip(plans, tensors, strict=True)]
@@ -53,12 +55,12 @@ def plans_of(size: int, q_heads: int, kv_heads: int, by_kv: tuple[bool, ...], lo
     return [AllToAll(group, q_heads, kv_heads, by_kv, local) for group in groups]
 
 
-def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Integers that every dtype has; their sums bfloat16 rounds, and float32 does not."""
     return torch.randint(-255, 256, shape).to(dtype)
 
 
-def strided(x: torch.Tensor, kind: int) -> torch.Tensor:
+def strided(x: Tensor, kind: int) -> Tensor:
     """The same numbers [B, heads, tokens, K], laid out as they are; as [B, tokens, heads, K]; or with gaps."""
     if kind == 0:
         return x
@@ -89,9 +91,8 @@ def test_what_arrives(
     dtypes = [narrow if wide is None or is_kv else wide for is_kv in by_kv]
     counts = [kv_heads if is_kv else q_heads for is_kv in by_kv]
     widths = [3 + i for i in range(len(by_kv))]
-    whole = [
-        numbers(batch, n, local * size, k, dtype=dtype) for n, k, dtype in zip(counts, widths, dtypes, strict=True)
-    ]
+    parts = zip(counts, widths, dtypes, strict=True)
+    whole = [numbers(batch, n, local * size, k, dtype=dtype) for n, k, dtype in parts]
     plans = plans_of(size, q_heads, kv_heads, by_kv, local)
     shards = [[strided(x[:, :, rank * local : (rank + 1) * local], kind) for x in whole] for rank in range(size)]
     expected = [[part_of(x, plan, is_kv) for x, is_kv in zip(whole, by_kv, strict=True)] for plan in plans]
@@ -110,7 +111,7 @@ def test_what_arrives(
             assert x.equal(wanted) and x.dtype == dtype and x.transpose(1, 2).is_contiguous()
 
 
-def part_of(x: torch.Tensor, plan: AllToAll, is_kv: bool, add: torch.Tensor | None = None) -> torch.Tensor:
+def part_of(x: Tensor, plan: AllToAll, is_kv: bool, add: Tensor | None = None) -> Tensor:
     """What a rank computes with of a whole tensor; to which something is added there."""
     rows = [slice(None)] if is_kv else [slice(*row) for row in plan.heads.rows]
     places = [x[:, plan.heads.kv if is_kv else plan.heads.q, row] for row in rows]
@@ -131,7 +132,7 @@ class Written(TorchDispatchMode):
         found = function(*args, **kwargs or {})
         returned = function._schema.returns[0].alias_info
         allocates = function in (torch.ops.aten.new_empty.default, torch.ops.aten.empty.memory_format)
-        if isinstance(found, torch.Tensor) and not allocates and (returned is None or returned.is_write):
+        if isinstance(found, Tensor) and not allocates and (returned is None or returned.is_write):
             self.calls += 1
             self.bytes += found.nbytes
         return found
@@ -145,6 +146,7 @@ EXCHANGES = {  # of each tensor: whether its heads are the kv heads, and whether
 }
 
 
+@pytest.mark.full("of 60 cases", but=every_pair)
 @pytest.mark.parametrize("to_heads", [True, False])
 @pytest.mark.parametrize("batch", [1, 3])
 @pytest.mark.parametrize("kind", EXCHANGES)
@@ -159,11 +161,8 @@ def test_one_copy_a_tensor_on_either_side(
     here = [numbers(batch, n, 5, 7, dtype=dtype) for n, dtype in zip(counts, dtypes, strict=True)]
     last = SimpleNamespace(group=size - 1, rank=size - 1, size=size)
     plan = AllToAll(last, q_heads, kv_heads, by_kv, 5)
-    tensors = (
-        here
-        if to_heads
-        else [part_of(x.repeat(1, 1, size, 1), plan, is_kv) for x, is_kv in zip(here, by_kv, strict=True)]
-    )
+    repeated = zip([x.repeat(1, 1, size, 1) for x in here], by_kv, strict=True)
+    tensors = here if to_heads else [part_of(x, plan, is_kv) for x, is_kv in repeated]
     with Wire() as wire, Written() as written:
         wait = plan.start(tensors, to_heads=to_heads)
         (received, sent, _, _), wire.calls = wire.calls[size - 1], {}

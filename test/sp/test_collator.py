@@ -29,29 +29,19 @@ def test_labels_are_shifted_before_the_cut() -> None:
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
 def test_every_token_once(size: int) -> None:
     """Tensors with a sequence are cut and padded, whatever their other dimensions; the rest is kept whole."""
-    batch = {
-        "input_ids": torch.randint(1, 9, (2, 10)),
-        "labels": torch.randint(1, 9, (2, 10)),
-        "attention_mask": torch.ones(2, 10, dtype=torch.long),
-        "token_type_ids": torch.randint(0, 2, (2, 10)),
-        "position_ids": torch.randint(0, 9, (3, 2, 10)),  # multimodal rotary embeddings
-        "inputs_weights": torch.randn(2, 10, 5),
-        "pixel_values": torch.randn(7, 3, 4),
-        "names": ["a", "b"],
-    }
-    parts = shards(batch, size)
-    missing = -10 % size
+    ids, labels, kinds = (torch.randint(0, 9, (2, 10)) for _ in range(3))
+    batch = {"input_ids": ids, "labels": labels, "attention_mask": torch.ones_like(ids), "token_type_ids": kinds}
+    batch["position_ids"] = torch.randint(0, 9, (3, 2, 10))  # multimodal rotary embeddings
+    batch |= {"inputs_weights": torch.randn(2, 10, 5), "pixel_values": torch.randn(7, 3, 4), "names": ["a", "b"]}
+    parts, missing = shards(batch, size), -10 % size
     for name, value in batch.items():
         if name in ("pixel_values", "names"):
             assert all(part[name] is value for part in parts)
             continue
-        whole = torch.cat([part[name] for part in parts], 2 if name == "position_ids" else 1)
-        kept = whole[..., :10] if name == "position_ids" else whole[:, :10]
-        assert kept.equal(value)
-        padding = whole[..., 10:] if name == "position_ids" else whole[:, 10:]
-        expected = torch.arange(missing).expand_as(padding) if name == "position_ids" else None
-        fill = -100 if name == "labels" else 0
-        assert padding.equal(torch.full_like(padding, fill) if expected is None else expected)
+        axis = 2 if name == "position_ids" else 1
+        kept, padding = torch.cat([part[name] for part in parts], axis).split([10, missing], axis)
+        fill = torch.arange(missing) if axis == 2 else torch.tensor(-100 if name == "labels" else 0)
+        assert kept.equal(value) and padding.equal(fill.to(padding.dtype).expand_as(padding))
 
 
 def test_a_batch_is_padded_once_for_all_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,12 +69,8 @@ def test_a_batch_has_its_hash() -> None:
     """The same in every shard, over any number of ranks, saved and loaded; another where an integer is another, or
     elsewhere."""
     ids = torch.randperm(1000)[:40].view(2, 20)
-    batch = {
-        "input_ids": ids,
-        "labels": ids.clone(),
-        "weights": torch.randn(2, 20),
-        "position_ids": torch.arange(20)[None],
-    }
+    batch = {"input_ids": ids, "labels": ids.clone(), "weights": torch.randn(2, 20)}
+    batch["position_ids"] = torch.arange(20)[None]
     parts = [part for size in (1, 2, 3) for part in shards(batch, size)]
     found = {int(part["batch_hash"]) for part in parts}
     assert len(found) == 1 and {int(part["batch_hash"]) for part in shards(batch | {"weights": ids / 3}, 2)} == found

@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 from seqtile.sp import backends
 from seqtile.sp.all_to_all import RankHeads, Rows, rank_heads
@@ -35,7 +36,7 @@ def sequences(draw: st.DrawFn) -> tuple[int, Rows]:
     return at + draw(st.integers(0, 5)), tuple(found)
 
 
-def dense(length: int, documents: Rows, window: int | None) -> torch.Tensor:
+def dense(length: int, documents: Rows, window: int | None) -> Tensor:
     """[length, length]: True where a query sees a key."""
     row = torch.full((length,), -1)
     for i, (start, stop) in enumerate(documents):
@@ -47,9 +48,7 @@ def dense(length: int, documents: Rows, window: int | None) -> torch.Tensor:
 
 @given(sequences(), st.one_of(st.none(), st.integers(1, 50)), st.integers(1, 3), st.sampled_from([4, 60, 2**24]))
 @settings(deadline=None)
-def test_blocks_are_the_dense_mask(
-    sequence: tuple[int, Rows], window: int | None, size: int, mask_elements: int
-) -> None:
+def test_blocks_are_the_dense_mask(sequence: tuple, window: int | None, size: int, mask_elements: int) -> None:
     length, found = sequence
     reach = length if window is None else window
     expected, seen = dense(length, found, window), torch.zeros(length, length, dtype=torch.bool)
@@ -76,12 +75,7 @@ def test_blocks_are_the_dense_mask(
 )
 @settings(deadline=None, max_examples=150)
 def test_attention(
-    sequence: tuple[int, Rows],
-    window: int | None,
-    size: int,
-    heads: tuple[int, int],
-    implementation: str,
-    mask_elements: int,
+    sequence: tuple, window: int | None, size: int, heads: tuple[int, int], implementation: str, mask_elements: int
 ) -> None:
     """Outputs and gradients, of every rank's rows, of two sequences in a batch with other documents each."""
     length, found = sequence
@@ -137,7 +131,7 @@ def test_documents_of_positions() -> None:
     assert documents_of(torch.tensor([[0, 1, 3, 4, 5]]), torch.ones(1, 5, dtype=torch.bool)) == (((0, 2), (2, 5)),)
 
 
-def one_rank(values: torch.Tensor, ctx: object) -> list[torch.Tensor]:
+def one_rank(values: Tensor, ctx: object) -> list[Tensor]:
     return [values]
 
 

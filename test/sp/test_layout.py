@@ -1,4 +1,4 @@
-"""What is found once a forward, whatever the layers, and how often the host waits for it."""
+"""What is found once a forward, whatever the layers, and how often the host waits for it; groups of ranks."""
 
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
@@ -15,6 +15,7 @@ from seqtile.sp.layout import Layout, documents_of
 from seqtile.sp.recurrence import Recurrence
 from sp import recurrences
 from sp.cases import batch_of_kind
+from sp.over_ranks import alone
 from support.tiny import build, checkpointing
 
 WAITS = ("cpu", "tolist", "item", "nonzero", "__bool__", "__int__", "__index__", "__float__")
@@ -31,6 +32,11 @@ class OnDevice(torch.Tensor):
         if function in [getattr(torch.Tensor, name) for name in WAITS]:
             OnDevice.waits += 1
         return found.as_subclass(torch.Tensor) if function is torch.Tensor.cpu else found
+
+
+def test_without_torch_distributed() -> None:
+    with pytest.raises(ValueError, match="start the script by torchrun"):
+        sp.initialize(2)
 
 
 @pytest.mark.parametrize("rows", [1, 5])
@@ -66,11 +72,8 @@ def test_more_ranks_than_channels() -> None:
 
 
 @pytest.fixture(scope="module")
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[sp.SequenceParallel]:
-    store = tmp_path_factory.mktemp("gloo") / "store"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=0, world_size=1)
-    yield sp.initialize(1)
-    dist.destroy_process_group()
+def one_rank() -> Iterator[sp.SequenceParallel]:
+    yield from alone("gloo")
 
 
 COUNTED = ((all_to_all, "rank_heads"), (backends, "segments_of"), (backends, "blocks"), (attention, "check"))
@@ -91,11 +94,9 @@ def test_layers_ask_for_what_is_found_once(
         monkeypatch.setattr(module, name, counted(name, getattr(module, name)))
     found = []
     for repeated in (1, 5):
-        if family == "llama":
-            model = build("llama", num_hidden_layers=repeated)
-        else:
-            kinds = ["linear_attention"] * repeated + ["full_attention"] * repeated
-            model = recurrences.build(family, num_hidden_layers=2 * repeated, layer_types=kinds)
+        kinds = ["linear_attention"] * repeated + ["full_attention"] * repeated
+        many = {"num_hidden_layers": 2 * repeated, "layer_types": kinds}
+        model = build("llama", num_hidden_layers=repeated) if family == "llama" else recurrences.build(family, **many)
         sp.apply_ulysses(model, one_rank)
         checkpointing(model, False)
         calls.clear()

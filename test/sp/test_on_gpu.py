@@ -4,13 +4,13 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from seqtile import sp
 from seqtile.sp.all_to_all import RankHeads, rank_heads
 from seqtile.sp.backends import attend
-from sp.attentions import asked, dense
+from sp.attentions import INSTALLED, asked, dense
 from sp.cases import WRAPPED, attention_cases, batch_of_kind
+from sp.over_ranks import alone
 from support.assertions import assert_as_exact, relative_error
 from support.tiny import build, loss_and_gradients
 
@@ -18,9 +18,7 @@ pytestmark = pytest.mark.gpu
 LENGTH, DOCUMENTS = 1000, ((0, 300), (300, 910))
 
 
-@pytest.mark.parametrize(
-    "implementation", ["sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention"]
-)
+@pytest.mark.parametrize("implementation", [*INSTALLED, "flash_attention_2"])
 @pytest.mark.parametrize("window", [None, 130])
 @pytest.mark.parametrize(("rank", "size"), [(0, 1), (0, 2), (1, 2)])
 def test_attention(implementation: str, window: int | None, rank: int, size: int) -> None:
@@ -55,11 +53,8 @@ def test_attention(implementation: str, window: int | None, rank: int, size: int
 
 
 @pytest.fixture(scope="module")
-def one_rank(tmp_path_factory: pytest.TempPathFactory) -> Iterator[sp.SequenceParallel]:
-    store = tmp_path_factory.mktemp("nccl") / "store"
-    dist.init_process_group("nccl", init_method=f"file://{store}", rank=0, world_size=1)
-    yield sp.initialize(1)
-    dist.destroy_process_group()
+def one_rank() -> Iterator[sp.SequenceParallel]:
+    yield from alone("nccl")
 
 
 IN_FLOAT32 = [case for case in attention_cases() if not WRAPPED.get(case[0].split()[0], "").startswith("flash")]

@@ -1,14 +1,16 @@
 """One sequence over several real processes, against one process that has it whole."""
 
+import re
 from collections.abc import Callable, Iterator
+from functools import cache
 from itertools import product
 
 import pytest
 
 from sp import loading, misuse, mixed_precision, post_training, recurrences, steps, trainer, worker
 from sp.cases import REDUCERS, attention_cases, layer_cases, on_ranks, reducer_cases
-from support.launch import ended, ranks
-from support.pool import Pool
+from support.choice import every_value
+from support.pool import Pool, RankError
 
 pytestmark = pytest.mark.dist
 OF_TWO, OF_FOUR = (pytest.mark.parametrize("pool", [count], indirect=True) for count in (2, 4))
@@ -43,6 +45,7 @@ def test_whole_layers(pool: Pool, i: int, case: tuple) -> None:
     pool.run(worker.whole_layer, i, *case)
 
 
+@pytest.mark.full("ranks are counted by the cases above", but=("2",))
 @pytest.mark.parametrize("pool", [1, 2, 4], indirect=True)
 def test_positions_of_three_axes(pool: Pool) -> None:
     pool.run(worker.axes)
@@ -62,6 +65,7 @@ def test_reducers(pool: Pool, case: tuple) -> None:
     pool.run(steps.reducers, *case)
 
 
+@pytest.mark.full("each way of tiling with each of checkpointing", but=("0-*", "4-*", "8-*", "10-*", "12-*", "13-*"))
 @OF_TWO
 @pytest.mark.parametrize(("i", "case"), list(enumerate(mixed_precision.CASES)))
 def test_mixed_precision(pool: Pool, i: int, case: tuple) -> None:
@@ -96,6 +100,7 @@ def test_families_with_whole_layers(pool: Pool, family: str) -> None:
     pool.run(recurrences.compared, recurrences.Case(family, "packed", False), None, {"layer": True})
 
 
+@pytest.mark.full("of 4 cases", but=every_value)
 @OF_TWO
 @pytest.mark.parametrize("kind", ["packed", "padded"])
 @pytest.mark.parametrize("attention", ["flash_attention_3", "flex_attention"])
@@ -108,18 +113,14 @@ def test_families_in_bfloat16(pool: Pool) -> None:
     pool.run(recurrences.halves)
 
 
+@pytest.mark.full("10 to 30 s each", but=("qwen3_5-*", "lfm2-*"))
 @OF_TWO
-@pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(family, marks=pytest.mark.full("half a minute") if family == "kimi_linear" else ())
-        for family in recurrences.MIXERS
-    ],
-)
+@pytest.mark.parametrize("family", recurrences.MIXERS)
 def test_memory_of_a_rank(pool: Pool, family: str) -> None:
     pool.run(recurrences.memory, family)
 
 
+@pytest.mark.full("of 24 cases", but=every_value)
 @pytest.mark.parametrize("pool", [2, 4], indirect=True)
 @pytest.mark.parametrize("kind", recurrences.SEQUENCES)
 @pytest.mark.parametrize(("arch", "shape", "tiled"), recurrences.BALANCED)
@@ -177,20 +178,19 @@ def test_what_a_loader_says(pool: Pool, case: Callable[[], None]) -> None:
     pool.run(case)
 
 
-def test_a_rank_that_dies() -> None:
+@pytest.mark.parametrize("pool", [3], indirect=True)
+def test_a_rank_that_dies(pool: Pool) -> None:
     """The others end with an error within the process group's time limit, and none waits for ever."""
-    first, dead, last = ended(3, "sp.steps:death", together=False)
-    assert dead.code == 7, dead.err
-    for rank in (first, last):
-        assert rank.code != 0 and "RuntimeError" in rank.err, rank.err
+    with pytest.raises(RankError) as raised:
+        pool.run(steps.death)
+    first, dead, last = re.split(r"^rank [12]: ", str(raised.value), flags=re.MULTILINE)
+    assert dead.startswith("it ended with exit code 7") and all("RuntimeError" in said for said in (first, last))
 
 
 @pytest.fixture(scope="module")
-def one_process(tmp_path_factory: pytest.TempPathFactory) -> str:
+def one_process() -> Callable[[str], trainer.Run]:
     """What Trainer does in one process."""
-    file = str(tmp_path_factory.mktemp("trainer") / "one_process.pt")
-    ranks(1, "sp.trainer:one_process", file)
-    return file
+    return cache(trainer.one_process)
 
 
 @pytest.mark.parametrize(
@@ -198,13 +198,16 @@ def one_process(tmp_path_factory: pytest.TempPathFactory) -> str:
     [pytest.param(2, 2, marks=pytest.mark.full("two groups of two ranks do all that one does")), (4, 2)],
     indirect=["pool"],
 )
-@pytest.mark.parametrize("name", trainer.MODELS)
-def test_trainer(pool: Pool, size: int, name: str, one_process: str) -> None:
+@pytest.mark.parametrize(
+    "name", [pytest.param("llama", marks=pytest.mark.full("the others do all that it does")), *trainer.MODELS[1:]]
+)
+@pytest.mark.usefixtures("one_thread")
+def test_trainer(pool: Pool, size: int, name: str, one_process: Callable) -> None:
     """Three epochs, accumulating over batches of uneven labels, with PEFT too; resumed in the middle of an epoch."""
-    pool.run(trainer.train, one_process, size, name, leaves_traces=True)
+    pool.run(trainer.train, one_process(name), size, name, leaves_traces=True)
 
 
 @pytest.mark.full("11 s; Trainer, and ZeRO-3, are among the other cases")
 @pytest.mark.parametrize("pool", [(4, "zero3")], indirect=True)
-def test_trainer_with_deepspeed(pool: Pool, one_process: str) -> None:
-    pool.run(trainer.train_zero3, one_process, 2, leaves_traces=True)
+def test_trainer_with_deepspeed(pool: Pool, one_process: Callable) -> None:
+    pool.run(trainer.train_zero3, one_process("llama"), 2, leaves_traces=True)

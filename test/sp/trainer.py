@@ -1,7 +1,6 @@
 """Hugging Face's Trainer on ranks that share sequences, against Trainer in one process."""
 
 import json
-import os
 import tempfile
 from contextlib import nullcontext
 
@@ -13,8 +12,9 @@ from transformers import Trainer, TrainerCallback, TrainingArguments
 
 from seqtile import apply_seqtile, sp
 from sp import recurrences
-from sp.first_rank import context
+from sp.over_ranks import context
 from support.tiny import build
+from support.training import halved, with_lora
 
 SAMPLES, EPOCHS, ACCUMULATE = 24, 3, 4
 
@@ -77,51 +77,21 @@ MODELS = ("llama", "llama, adapter", "qwen3_5")
 
 def model_of(name: str) -> nn.Module:
     torch.manual_seed(0)
-    model = build("llama") if "llama" in name else recurrences.build(name)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(0.5)
-    if "adapter" in name:
-        import peft
-
-        model = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=["q_proj", "up_proj"]))
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                if "lora_B" in name:
-                    parameter.normal_(std=0.1)
-    return model
+    model = halved(build("llama") if "llama" in name else recurrences.build(name))
+    return with_lora(model, "q_proj", "up_proj") if "adapter" in name else model
 
 
 def trainer(
     output: str, name: str, accumulate: int, ctx: sp.SequenceParallel | None, **options: object
 ) -> tuple[Trainer, Recorded]:
-    arguments = TrainingArguments(
-        output_dir=output,
-        per_device_train_batch_size=1,
-        gradient_accumulation_steps=accumulate,
-        gradient_checkpointing=True,
-        num_train_epochs=EPOCHS,
-        learning_rate=0.3,
-        lr_scheduler_type="constant",
-        optim="sgd",
-        max_grad_norm=0.5,
-        logging_steps=1,
-        save_steps=4,
-        prediction_loss_only=True,
-        report_to=[],
-        use_cpu=True,
-        disable_tqdm=True,
-        seed=1,
-        data_seed=7,
-        **options,
-    )
+    common = dict(per_device_train_batch_size=1, gradient_accumulation_steps=accumulate, gradient_checkpointing=True)
+    common |= dict(num_train_epochs=EPOCHS, learning_rate=0.3, lr_scheduler_type="constant", optim="sgd")
+    common |= dict(max_grad_norm=0.5, logging_steps=1, save_steps=4, prediction_loss_only=True, report_to=[])
+    common |= dict(use_cpu=True, disable_tqdm=True, seed=1, data_seed=7)
+    arguments = TrainingArguments(output, **common, **options)
     recorded = Recorded()
-    data = {
-        "train_dataset": Documents(),
-        "eval_dataset": Documents(),
-        "data_collator": collate,
-        "callbacks": [recorded],
-    }
+    data = {"train_dataset": Documents(), "eval_dataset": Documents(), "data_collator": collate}
+    data["callbacks"] = [recorded]
     if ctx is None:
         return Trainer(model_of(name), arguments, **data), recorded
 
@@ -145,24 +115,22 @@ def evaluate(run: Trainer, batch_size: int) -> float:
     return loss
 
 
-def one_process(file: str) -> None:
-    """What a process does that is no rank, for the ranks to compare with: written to `file`."""
-    for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"):
-        del os.environ[name]
-    found = {}
-    for name in MODELS:
-        with tempfile.TemporaryDirectory() as output:
-            run, recorded = trainer(output, name, ACCUMULATE, None)
-            run.train()
-            evaluated = {batch_size: evaluate(run, batch_size) for batch_size in (4, 5)}
-            found[name] = (losses_of(run), evaluated, torch.stack(recorded.weights))
-    torch.save(found, file)
+Run = tuple[list[float], dict[int, float], torch.Tensor]
+"""Losses, evaluations by size of a batch, and the weights after each update."""
 
 
-def train(file: str, size: int, name: str) -> None:
+def one_process(name: str) -> Run:
+    """What a process does that is no rank, for the ranks to compare with."""
+    with tempfile.TemporaryDirectory() as output:
+        run, recorded = trainer(output, name, ACCUMULATE, None)
+        run.train()
+        return losses_of(run), {size: evaluate(run, size) for size in (4, 5)}, torch.stack(recorded.weights)
+
+
+def train(expected: Run, size: int, name: str) -> None:
     """Every update is that of one process, resumed in the middle of an epoch too."""
     ctx = context(size)
-    losses, evaluated, weights = torch.load(file)[name]
+    losses, evaluated, weights = expected
     shared = [tempfile.mkdtemp()]
     dist.broadcast_object_list(shared)
     accumulate = ACCUMULATE // ctx.data_parallel_size
@@ -178,22 +146,16 @@ def train(file: str, size: int, name: str) -> None:
     check(again.weights, weights[8:], start, losses_of(resumed), losses)
 
 
-def train_zero3(file: str, size: int) -> None:
+def train_zero3(expected: Run, size: int) -> None:
     """Under DeepSpeed, as Trainer starts it."""
     ctx = context(size)
-    losses, _, weights = torch.load(file)["llama"]
-    config = {
-        "zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0},
-        "train_micro_batch_size_per_gpu": "auto",
-        "gradient_accumulation_steps": "auto",
-        "gradient_clipping": "auto",
-        "zero_allow_untested_optimizer": True,
-        "zero_force_ds_cpu_optimizer": False,
-    }
+    losses, _, weights = expected
+    config = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}, "gradient_clipping": "auto"}
+    config |= {"train_micro_batch_size_per_gpu": "auto", "gradient_accumulation_steps": "auto"}
+    config |= {"zero_allow_untested_optimizer": True, "zero_force_ds_cpu_optimizer": False}
     with tempfile.TemporaryDirectory() as output:
-        run, recorded = trainer(
-            output, "llama", ACCUMULATE // ctx.data_parallel_size, ctx, deepspeed=config, save_strategy="no"
-        )
+        options = {"deepspeed": config, "save_strategy": "no"}
+        run, recorded = trainer(output, "llama", ACCUMULATE // ctx.data_parallel_size, ctx, **options)
         start = weights_of(run.model)
         run.train()
     check(recorded.weights, weights, start, losses_of(run), losses)

@@ -4,7 +4,6 @@ import copy
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from transformers import Qwen2VLConfig, Qwen2VLForConditionalGeneration
 
@@ -13,34 +12,8 @@ from seqtile import sp
 from seqtile.models.layer import groups_of
 from sp.attentions import install
 from sp.cases import QWEN2_VL, WRAPPED, batch_of_kind
-from sp.first_rank import by_first_rank, context
-from support.assertions import relative_error
+from sp.over_ranks import Traffic, assert_same_step, by_first_rank, context
 from support.tiny import build, checkpointing, loss_and_gradients
-
-
-class Collectives:
-    """Counts the all-to-alls inside."""
-
-    def __enter__(self) -> "Collectives":
-        self.calls, self.function = 0, dist.all_to_all_single
-        dist.all_to_all_single = self.counted
-        return self
-
-    def counted(self, *args: object, **kwargs: object) -> object:
-        self.calls += 1
-        return self.function(*args, **kwargs)
-
-    def __exit__(self, *_: object) -> None:
-        dist.all_to_all_single = self.function
-
-
-def averaged(model: nn.Module) -> dict[str, torch.Tensor]:
-    """The gradients as a reducer leaves them that averages over all ranks."""
-    parameters = dict(model.named_parameters())
-    total = torch.cat([parameter.grad.flatten() for parameter in parameters.values()])
-    dist.all_reduce(total)
-    parts = (total / dist.get_world_size()).split([parameter.numel() for parameter in parameters.values()])
-    return {name: part.view_as(parameters[name]) for name, part in zip(parameters, parts, strict=True)}
 
 
 class Spread(NamedTuple):
@@ -63,21 +36,18 @@ def compared(i: int, case: str, kind: str, arch: str, shape: dict, **options: ob
     heads = case.removeprefix("layer ").split()[0]
     many.config._attn_implementation = WRAPPED.get(heads, one.config._attn_implementation)
     batch = batch_of_kind(kind)
-    loss, gradients = by_first_rank(loss_and_gradients, one, **batch)
+    expected = by_first_rank(loss_and_gradients, one, **batch)
     sp.apply_ulysses(many, ctx)
     if options:
         seqtile.apply_seqtile(many, chunk_tokens=11, **options, check=False)  # all-to-alls are counted
     reentrant = (None, False, True)[i % 3]
     checkpointing(many, reentrant)
-    with Collectives() as count:
+    with Traffic() as traffic:
         ours = sp.reduce_loss(many(**sp.shard(batch, ctx)).loss, ctx)
-        forward = count.calls
+        forward = len(traffic.sent)
         ours.backward()
-    assert relative_error(ours.detach(), loss) <= 1e-5, f"{case}, {kind}: loss"
-    for name, gradient in averaged(many).items():
-        error = relative_error(gradient, gradients[name])
-        assert error <= 1e-5, f"{case}, {kind}: {name} is {error:.1e} off"
-    return Spread(many, forward, count.calls - forward, reentrant is not None)
+    assert_same_step(ours, many, expected, f"{case}, {kind}")
+    return Spread(many, forward, len(traffic.sent) - forward, reentrant is not None)
 
 
 def attention(i: int, *case: Any, **options: object) -> None:
@@ -117,14 +87,9 @@ def axes() -> None:
     positions[:, 0, 40:56] = 40 + torch.stack([torch.zeros_like(image), image // 4, image % 4])
     positions[:, :, 56:] = 44 + torch.arange(embedded.shape[1] - 56)
     batch |= {"inputs_embeds": embedded, "position_ids": positions}
-    loss, gradients = loss_and_gradients(one, **batch)
+    expected = loss_and_gradients(one, **batch)
     sp.apply_ulysses(one, ctx)
     one.zero_grad()
     ours = sp.reduce_loss(one(**sp.shard(batch, ctx)).loss, ctx)
     ours.backward()
-    assert relative_error(ours.detach(), loss) <= 1e-5
-    for name, parameter in one.named_parameters():
-        if parameter.grad is not None:
-            dist.all_reduce(parameter.grad)
-            error = relative_error(parameter.grad / ctx.size, gradients[name])
-            assert error <= 1e-5, f"three axes: {name} is {error:.1e} off"
+    assert_same_step(ours, one, expected, "three axes")

@@ -4,19 +4,24 @@
 
 A rank that waits for another for ever ends by itself after `CASE_LIMIT` and says where it waited. After a failure the
 next case gets new ranks, and so does one behind a case that changes its process (`leaves_traces`).
+
+An idle rank holds about 55 MB of its own; of the 460 MB that are resident in it, 400 are those of the process that all
+ranks are forked from. One pool has ranks at a time, four of them at most: 0.7 GB for as long as tests use it.
 """
 
 import faulthandler
+import gc
 import importlib
 import importlib.util
 import os
 import signal
+import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import suppress
-from multiprocessing import connection, forkserver, get_context
+from multiprocessing import connection, forkserver, get_context, set_start_method
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -26,10 +31,13 @@ from unittest.mock import patch
 from filelock import FileLock
 from torch.distributed import TCPStore
 
-from support.launch import ENVIRONMENT, IMPORTED, prepare
-
-CASE_LIMIT = 300  # seconds, a thousand times what a case takes on an idle machine
-GRACE = 5  # seconds for the others to fail, or to end, once one has failed
+CASE_LIMIT = 300  # seconds, a hundred times what a case takes on an idle machine
+GRACE = 30  # seconds for the others to fail, or to end, once one has failed
+IMPORTED = (  # by the process that ranks are forked from: nothing that is patched, nor what knows Triton's interpreter
+    "accelerate", "deepspeed", "peft", "pytest", "torch._inductor.compile_fx", "torch.distributed.fsdp",
+    "transformers.generation", "transformers.integrations.moe", "transformers.trainer",
+)  # fmt: skip
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
 
 
 class RankError(AssertionError):
@@ -39,17 +47,25 @@ class RankError(AssertionError):
 class Rank(NamedTuple):
     process: BaseProcess
     pipe: Connection
-    file: Path
-    """Where its output goes, with .out and .err behind it."""
+    errors: Path
+    """What it writes to stderr."""
 
 
 class Pool:
-    """`count` ranks with a process group of gloo's, DeepSpeed's where that is asked for."""
+    """`count` ranks. Of what `kind` says, "own" leaves it to each case to start a process group; else they have one of
+    gloo's, which with "zero" DeepSpeed has started."""
 
-    def __init__(self, count: int, deepspeed: bool = False, case_limit: float = CASE_LIMIT):
-        self.count, self._deepspeed, self._case_limit = count, deepspeed, case_limit
+    def __init__(self, count: int, kind: str = "", case_limit: float = CASE_LIMIT):
+        self.count, self._kind, self._case_limit = count, kind, case_limit
         self._ranks: list[Rank] = []
+        self._stores: list[TCPStore] = []
         self._folder: tempfile.TemporaryDirectory | None = None
+
+    def __enter__(self) -> "Pool":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
 
     def run(self, function: Callable[..., Any], *arguments: Any, leaves_traces: bool = False) -> list[Any]:
         """Returns what function(*arguments) returns on each rank. The function is found by its name, and the arguments
@@ -58,74 +74,22 @@ class Pool:
         Raises RankError if it raises on a rank, or if a rank ends; then, and where it `leaves_traces` in its process,
         the next call starts new ranks.
         """
-        with FileLock(_lock()):  # ranks that wait for each other take the time of all cores
+        run_id, well = os.environ.get("PYTEST_XDIST_TESTRUNUID", os.getpid()), False
+        with FileLock(Path(tempfile.gettempdir()) / f"ranks-{run_id}.lock"):  # those that wait take the time of all
             if not self._ranks:
                 self._start()
-            answers: dict[int, tuple[bool, Any]] = {}
+            own = self._new_store() if "own" in self._kind else {}
             try:
                 for rank in self._ranks:
-                    rank.pipe.send((function, arguments))
-                self._collect(answers)
-                if any(not well for well, _ in answers.values()):
+                    rank.pipe.send((function, arguments, own))
+                answers = self._collect()
+                well = all(fine for fine, _ in answers.values())
+                if not well:
                     raise RankError(self._report(answers))
+                return [answers[i][1] for i in range(self.count)]
             finally:
-                if leaves_traces or len(answers) < self.count or any(not well for well, _ in answers.values()):
+                if leaves_traces or not well:
                     self.close()
-            return [answers[i][1] for i in range(self.count)]
-
-    def _start(self) -> None:
-        context = get_context("forkserver")
-        context.set_forkserver_preload([name for name in IMPORTED if importlib.util.find_spec(name.partition(".")[0])])
-        with patch.dict(os.environ, ENVIRONMENT):
-            forkserver.ensure_running()
-        store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # as torchrun has one
-        self._folder, self._store = tempfile.TemporaryDirectory(), store
-        shared = {"MASTER_ADDR": "localhost", "MASTER_PORT": str(store.port), "TORCHELASTIC_USE_AGENT_STORE": "True"}
-        shared |= {"WORLD_SIZE": str(self.count), "LOCAL_WORLD_SIZE": str(self.count), "TORCHELASTIC_RUN_ID": "test"}
-        for i in range(self.count):
-            ours, theirs = context.Pipe()
-            file, own = Path(self._folder.name) / str(i), {"RANK": str(i), "LOCAL_RANK": str(i)}
-            process = context.Process(
-                target=_serve, args=(theirs, str(file), shared | own, self._deepspeed, self._case_limit)
-            )
-            process.start()
-            theirs.close()
-            self._ranks.append(Rank(process, ours, file))
-
-    def _collect(self, answers: dict[int, tuple[bool, Any]]) -> None:
-        """Receives an answer from each rank; once one has failed, for `GRACE` seconds more."""
-        last = None
-        while waiting := [i for i in range(self.count) if i not in answers]:
-            left = None if last is None else last - time.monotonic()
-            if left is not None and left <= 0:
-                return self._where_they_wait(waiting, answers)
-            ready = connection.wait([self._ranks[i].pipe for i in waiting], timeout=left)
-            for i in waiting:
-                if self._ranks[i].pipe in ready:
-                    answers[i] = self._answer(i)
-                    if not answers[i][0] and last is None:
-                        last = time.monotonic() + GRACE
-        return None
-
-    def _answer(self, i: int) -> tuple[bool, Any]:
-        try:
-            return self._ranks[i].pipe.recv()
-        except (EOFError, ConnectionError):
-            self._ranks[i].process.join()
-            return False, f"it ended with exit code {self._ranks[i].process.exitcode}"
-
-    def _where_they_wait(self, waiting: Sequence[int], answers: dict[int, tuple[bool, Any]]) -> None:
-        for i in waiting:
-            os.kill(self._ranks[i].process.pid, signal.SIGUSR1)  # writes its stack
-            answers[i] = False, "it still waits"
-        time.sleep(0.5)
-
-    def _report(self, answers: dict[int, tuple[bool, Any]]) -> str:
-        texts = []
-        for i, (well, answer) in sorted(answers.items()):
-            written = self._ranks[i].file.with_suffix(".err").read_text()[-4000:]
-            texts.append(f"rank {i}: {'well' if well else answer}" + ("" if well else f"\n{written}"))
-        return "\n".join(texts)
 
     def close(self) -> None:
         """Ends the ranks."""
@@ -135,38 +99,95 @@ class Pool:
             rank.process.kill()
         for rank in self._ranks:
             rank.process.join()
-        self._ranks = []
+        self._ranks, self._stores = [], []
         if self._folder is not None:
             self._folder.cleanup()
-            self._folder = self._store = None
+
+    def _new_store(self) -> dict[str, str]:
+        """As torchrun has one: no port is guessed."""
+        self._stores.append(TCPStore("localhost", 0, is_master=True, wait_for_workers=False))
+        return {"MASTER_PORT": str(self._stores[-1].port)}
+
+    def _start(self) -> None:
+        context = get_context("forkserver")
+        context.set_forkserver_preload([name for name in IMPORTED if importlib.util.find_spec(name.partition(".")[0])])
+        with patch.dict(os.environ, ENVIRONMENT):
+            forkserver.ensure_running()
+        self._folder = tempfile.TemporaryDirectory()
+        shared = {"MASTER_ADDR": "localhost", "TORCHELASTIC_USE_AGENT_STORE": "True", "TORCHELASTIC_RUN_ID": "test"}
+        shared |= {"WORLD_SIZE": str(self.count), "LOCAL_WORLD_SIZE": str(self.count), **self._new_store()}
+        for i in range(self.count):
+            (ours, theirs), file = context.Pipe(), f"{self._folder.name}/{i}"
+            environment = shared | {"RANK": str(i), "LOCAL_RANK": str(i)}
+            arguments = (theirs, file, environment, self._kind, self._case_limit)
+            process = context.Process(target=_serve, args=arguments)
+            process.start()
+            theirs.close()
+            self._ranks.append(Rank(process, ours, Path(f"{file}.err")))
+
+    def _collect(self) -> dict[int, tuple[bool, Any]]:
+        """Of each rank whether it went well, and its answer; once one has failed others have `GRACE` seconds more."""
+        answers: dict[int, tuple[bool, Any]] = {}
+        last = None
+        while waiting := [i for i in range(self.count) if i not in answers]:
+            left = None if last is None else max(0, last - time.monotonic())
+            ready = connection.wait([self._ranks[i].pipe for i in waiting], timeout=left)
+            if not ready:
+                for i in waiting:
+                    os.kill(self._ranks[i].process.pid, signal.SIGUSR1)  # writes its stack
+                    answers[i] = False, "it still waits"
+                time.sleep(0.5)
+            for i in waiting:
+                if self._ranks[i].pipe in ready:
+                    answers[i] = self._answer(self._ranks[i])
+                    if not answers[i][0] and last is None:
+                        last = time.monotonic() + GRACE
+        return answers
+
+    def _answer(self, rank: Rank) -> tuple[bool, Any]:
+        try:
+            return rank.pipe.recv()
+        except (EOFError, ConnectionError):
+            rank.process.join()
+            return False, f"it ended with exit code {rank.process.exitcode}"
+
+    def _report(self, answers: dict[int, tuple[bool, Any]]) -> str:
+        said = {i: "well" if well else answer for i, (well, answer) in sorted(answers.items())}
+        written = {i: "" if answers[i][0] else "\n" + self._ranks[i].errors.read_text()[-4000:] for i in said}
+        return "\n".join(f"rank {i}: {said[i]}{written[i]}" for i in said)
 
 
-def _lock() -> Path:
-    return Path(tempfile.gettempdir()) / f"ranks-{os.environ.get('PYTEST_XDIST_TESTRUNUID', os.getpid())}.lock"
-
-
-def _serve(pipe: Connection, file: str, environment: dict[str, str], deepspeed: bool, case_limit: float) -> None:
-    """Runs what comes through the pipe, until that is closed."""
-    prepare(file, environment)
+def _serve(pipe: Connection, file: str, environment: dict[str, str], kind: str, case_limit: float) -> None:
+    """Runs what comes through the pipe, until that is closed. Output goes to `file`, with .out and .err behind it."""
+    for end, descriptor in ((".out", 1), (".err", 2)):
+        os.dup2(os.open(file + end, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
+    os.environ |= environment
+    gc.freeze()  # what all ranks have in common is not searched for garbage again and again
+    set_start_method(None, force=True)  # of a DataLoader's workers: not the one that this process was started by
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # which whoever started the tests may ignore
     faulthandler.register(signal.SIGUSR1, all_threads=False)
     import torch
     import torch.distributed as dist
 
-    if deepspeed:
-        importlib.import_module("deepspeed").init_distributed("gloo")
-    else:
-        dist.init_process_group("gloo")
+    if "deepspeed" in sys.modules:  # it would compile collectives for inference in C++: 40 s on a new machine
+        sys.modules["deepspeed"].ops.__compatible_ops__ = {}
+    if "own" not in kind:
+        (importlib.import_module("deepspeed").init_distributed if "zero" in kind else dist.init_process_group)("gloo")
     torch.set_num_threads(1)
     while True:
         try:
-            function, arguments = pipe.recv()
+            function, arguments, own = pipe.recv()
         except EOFError:
             return
+        os.environ |= own
         faulthandler.dump_traceback_later(case_limit, exit=True)
         torch.manual_seed(0)
         try:
             answer = True, function(*arguments)
         except BaseException:  # pytest's own Failed among them
             answer = False, traceback.format_exc()
+        if "own" in kind and dist.is_initialized():
+            gc.collect()  # a DDP that outlives its group may wait for gloo's thread, which waits for Python's lock
+            dist.destroy_process_group()
         faulthandler.cancel_dump_traceback_later()
         pipe.send(answer)

@@ -5,6 +5,7 @@ small_example.py NAME MODEL tiled|untiled FILE"""
 import gc
 import inspect
 import json
+import os
 import re
 import sys
 from contextlib import ExitStack, redirect_stdout
@@ -52,18 +53,17 @@ def figures(names: dict[str, Any]) -> list[tuple[float, float]]:
     return [(float(loss), float(norm)) for loss, norm in STEP.findall(names["printed"])]
 
 
-def on_rank(name: str, directory: str, how: str, file: str) -> None:
-    """One rank of an example, `how` is tiled or untiled. The first one writes its figures to a file, with the number of
-    its tiled MLPs and of the ranks that share a sequence."""
+def on_rank(name: str, directory: str, how: str) -> dict[str, Any]:
+    """One rank of an example, `how` is tiled or untiled: its figures, with the number of its tiled MLPs and of the
+    ranks that share a sequence."""
     names = run(name, directory, tiled=how == "tiled", LENGTH=LENGTH)
-    if names["ctx"].rank == 0:
-        found = {"figures": figures(names), "mlps": names["status"].mlp.tiled, "ranks": names["ctx"].size}
-        Path(file).write_text(json.dumps(found))
-    if dist.is_initialized():
-        names.clear()
-        gc.collect()  # a DDP that outlives its process group may wait for gloo's thread, which waits for Python's lock
-        dist.destroy_process_group()
+    return {"figures": figures(names), "mlps": names["status"].mlp.tiled, "ranks": names["ctx"].size}
 
 
 if __name__ == "__main__":
-    on_rank(*sys.argv[1:])
+    found = on_rank(*sys.argv[1:4])
+    if os.environ["RANK"] == "0":
+        Path(sys.argv[4]).write_text(json.dumps(found))
+    if dist.is_initialized():
+        gc.collect()  # a DDP that outlives its process group may wait for gloo's thread, which waits for Python's lock
+        dist.destroy_process_group()

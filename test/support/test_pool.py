@@ -9,23 +9,20 @@ import torch.distributed as dist
 
 from support.pool import Pool, RankError
 
+pytestmark = pytest.mark.dist
 
-def total(value: int) -> tuple[int, int, int]:
-    """Rank and process of each, and what all have added up."""
+
+def total(value: int) -> tuple[int, int]:
+    """The process of each, and what all have added up."""
     x = torch.tensor(value + dist.get_rank())
     dist.all_reduce(x)
-    return dist.get_rank(), os.getpid(), int(x)
+    return os.getpid(), int(x)
 
 
-def fails_on_one_rank() -> None:
+def goes_wrong_on_one_rank(how: str) -> None:
     if dist.get_rank() == 1:
-        raise KeyError("of rank 1")
+        raise KeyError("of rank 1") if how == "raises" else SystemExit(os._exit(7))
     dist.barrier()
-
-
-def ends_on_one_rank() -> None:
-    if dist.get_rank() == 1:
-        os._exit(7)
 
 
 def waits_for_ever() -> None:
@@ -33,38 +30,36 @@ def waits_for_ever() -> None:
     dist.recv(torch.zeros(1), 1 - dist.get_rank())
 
 
-@pytest.mark.dist
 @pytest.mark.parametrize("pool", [2], indirect=True)
-def test_ranks_stay(pool: Pool) -> None:
-    (rank, first, x), (other, second, y) = pool.run(total, 3)
-    assert (rank, other, x, y) == (0, 1, 7, 7) and first != second
-    assert pool.run(total, 4) == [(0, first, 9), (1, second, 9)]
+def test_ranks_stay_until_a_case_leaves_traces_or_fails(pool: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("support.pool.GRACE", 0.5)
+    (first, x), (second, y) = pool.run(total, 3)
+    assert (x, y) == (7, 7) and first != second
+    assert pool.run(total, 4, leaves_traces=True) == [(first, 9), (second, 9)]
+    processes = {first, second}
+    waits = "rank 0: it still waits.*in goes_wrong_on_one_rank.*"
+    for how, said in (("raises", f"{waits}rank 1: .*KeyError: 'of rank 1'"), ("ends", "rank 1: .* exit code 7")):
+        with pytest.raises(RankError) as raised:
+            pool.run(goes_wrong_on_one_rank, how)
+        assert re.search(said, str(raised.value), re.DOTALL), raised.value
+        new = {process for process, _ in pool.run(total, 0)}
+        assert not new & processes
+        processes |= new
 
 
-@pytest.mark.dist
-@pytest.mark.parametrize("pool", [2], indirect=True)
-@pytest.mark.parametrize(
-    ("function", "said"),
-    [(fails_on_one_rank, "rank 1: .*KeyError: 'of rank 1'"), (ends_on_one_rank, "rank 1: it ended with exit code 7")],
-)
-def test_a_failure_is_told_and_ends_the_ranks(pool: Pool, function: object, said: str) -> None:
-    processes = [process for _, process, _ in pool.run(total, 0)]
-    with pytest.raises(RankError) as raised:
-        pool.run(function)
-    assert re.search(said, str(raised.value), re.DOTALL)
-    assert not {process for _, process, _ in pool.run(total, 0)} & set(processes)
-
-
-@pytest.mark.dist
 def test_a_case_that_hangs_is_named_with_its_stack() -> None:
-    pool = Pool(2, case_limit=5)
-    with pytest.raises(RankError) as raised:
-        pool.run(waits_for_ever)
-    assert str(raised.value).count("in waits_for_ever") == 2 and "it ended with exit code 1" in str(raised.value)
+    with Pool(2, case_limit=2) as pool:
+        with pytest.raises(RankError) as raised:
+            pool.run(waits_for_ever)
+        assert str(raised.value).count("in waits_for_ever") == 2 and "it ended with exit code 1" in str(raised.value)
+        assert len(pool.run(total, 0)) == 2, "the pool starts anew"
 
 
-@pytest.mark.dist
-@pytest.mark.parametrize("pool", [2], indirect=True)
-def test_a_case_that_leaves_traces_has_its_ranks_to_itself(pool: Pool) -> None:
-    before = pool.run(total, 0, leaves_traces=True)
-    assert {process for _, process, _ in before}.isdisjoint(process for _, process, _ in pool.run(total, 0))
+def started_alone() -> int:
+    dist.init_process_group("gloo")
+    return total(1)[1]
+
+
+def test_each_case_may_start_a_group_of_its_own() -> None:
+    with Pool(2, "own") as pool:
+        assert pool.run(started_alone) == pool.run(started_alone) == [3, 3]

@@ -1,0 +1,71 @@
+"""What ranks of a pool have in common: groups, what one computes for all, and how a step is compared with one
+process's."""
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from seqtile import sp
+from support.assertions import relative_error
+
+Step = tuple[Tensor, dict[str, Tensor]]
+"""The loss, and every gradient."""
+
+
+def by_first_rank(function: Callable[..., Any], *arguments: Any, **options: Any) -> Any:
+    """What `function` returns on rank 0, the only one that calls it."""
+    found = [function(*arguments, **options) if dist.get_rank() == 0 else None]
+    dist.broadcast_object_list(found)
+    return found[0]
+
+
+@cache
+def context(size: int | None = None) -> sp.SequenceParallel:
+    """Groups of `size` ranks, of all if not said: made once, since every one keeps its connections."""
+    return sp.initialize(size or dist.get_world_size())
+
+
+def alone(backend: str) -> Iterator[sp.SequenceParallel]:
+    """A group of this process."""
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    yield sp.initialize(1)
+    dist.destroy_process_group()
+
+
+class Traffic:
+    """The all-to-alls inside: of each the bytes that this rank sends to others."""
+
+    def __enter__(self) -> "Traffic":
+        self.sent, self.function = [], dist.all_to_all_single
+        dist.all_to_all_single = self.counted
+        return self
+
+    def counted(self, received: Tensor, sent: Tensor, counts: list[int], sent_counts: list[int], **rest: Any) -> object:
+        self.sent.append((sum(sent_counts) - sent_counts[dist.get_rank()]) * sent.itemsize)
+        return self.function(received, sent, counts, sent_counts, **rest)
+
+    def __exit__(self, *_: object) -> None:
+        dist.all_to_all_single = self.function
+
+
+def averaged(model: nn.Module) -> dict[str, Tensor]:
+    """The gradients as a reducer leaves them that averages over all ranks."""
+    named = dict(model.named_parameters())
+    total = torch.cat([(torch.zeros_like(p) if p.grad is None else p.grad).flatten() for p in named.values()])
+    dist.all_reduce(total)
+    parts = (total / dist.get_world_size()).split([parameter.numel() for parameter in named.values()])
+    return {name: part.view_as(named[name]) for name, part in zip(named, parts, strict=True)}
+
+
+def assert_same_step(loss: Tensor, model: nn.Module, expected: Step, what: str = "") -> None:
+    """A loss, and the gradients of a model that was computed over the ranks, are those of one process."""
+    assert relative_error(loss.detach(), expected[0]) <= 1e-5, f"{what}: loss"
+    found = averaged(model)
+    for name, gradient in expected[1].items():
+        if gradient is not None:
+            error = relative_error(found[name], gradient)
+            assert error <= 1e-5, f"{what}: {name} is {error:.1e} off"

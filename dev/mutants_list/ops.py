@@ -5,7 +5,7 @@ from mutants_list.mutant import Mutant
 LOSS = ("ops/test_linear_cross_entropy.py",)
 OPTIONS = ("ops/test_head_options.py",)
 MLP = ("ops/test_gated_mlp.py",)
-MLP_OPTIONS = ("ops/test_gated_mlp_options.py",)
+MLP_OPTIONS = ("ops/test_gated_mlp.py",)
 TILED = ("ops/test_tiled.py",)
 STATE = ("ops/test_tiled_state.py",)
 

@@ -3,8 +3,8 @@
 from mutants_list.mutant import Mutant
 
 LOG_PROBS = ("ops/test_linear_log_probs.py",)
-DIVERGENCE = ("ops/test_linear_divergence.py",)
-TOP_K = ("ops/test_linear_topk_divergence.py",)
+DIVERGENCE = ("ops/test_divergences.py",)
+TOP_K = ("ops/test_divergences.py",)
 TRL = ("integrations/test_trl.py",)
 
 MUTANTS = (

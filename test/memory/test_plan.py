@@ -1,7 +1,6 @@
 """What a plan is: read from any configuration, consistent with itself, refused where it cannot be."""
 
 import json
-import re
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
@@ -9,19 +8,15 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedConfig
-from typer.testing import CliRunner
 
 from seqtile import memory
 from seqtile.arch import ARCHS
-from seqtile.cli import app
 from seqtile.memory.layer import chunk_tokens
 from seqtile.ops.chunks import resolve_chunk_tokens
 from support.tiny import config_of
 
 LLAMA = "meta-llama/Llama-3.1-8B"
 GIB = 2**30
-DOCS = Path(__file__).parents[2] / "docs"
-PAGE = (DOCS / "planning.md").read_text()
 PARAMETERS = {  # as their model cards have them, in millions
     "meta-llama/Llama-3.1-8B": 8030,
     "meta-llama/Llama-3.1-70B": 70554,
@@ -338,60 +333,6 @@ def test_a_setup_can_be_changed() -> None:
     with pytest.raises(ValueError, match="expected a divisor"):
         replace(setup, sequence_parallel=3)
     assert json.dumps(memory.plan(LLAMA, seq_len=8).host) == "{}"
-
-
-def test_the_pages_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command that docs/planning.md begins with prints what is shown there."""
-    monkeypatch.setenv("COLUMNS", "100")
-    command, output = re.search(
-        r"```bash\nseqtile (plan [^\n]*)\n```.*?```text\n(.*?)\n```\n", PAGE, re.DOTALL
-    ).groups()
-    assert CliRunner().invoke(app, command.split()).output.rstrip() == output
-
-
-def test_the_pages_tables() -> None:
-    """The tables of docs/planning.md say what is predicted now."""
-    names = {name.split("/")[1]: name for name in memory.KNOWN}
-    rows = re.findall(r"^\| (\S+) +\| +(\d+) \| +\S+ \| +([\d,]+) \| +([\d,]+) \| (\S+ memory)", PAGE, re.MULTILINE)
-    assert len(rows) == 10
-    for model, gpus, *lengths, bound in rows:
-        offload = ("activations", "optimizer", "weights")[: 3 if gpus == "1" else 2]
-        setup = {"gpus": int(gpus), "sequence_parallel": int(gpus), "offload": offload}
-        plain, light = (memory.longest(names[model], **setup, liger=liger) for liger in (False, True))
-        assert lengths == [f"{plain.tokens:,}", f"{light.tokens:,}"] and light.bound.startswith(bound)
-    ladder = memory.ladder(LLAMA, gpus=8, sequence_parallel=8, offload=("optimizer",))
-    *published, shared = [longest for rung, longest in ladder if not rung.liger]
-    for longest in published:
-        assert re.search(rf"^\| .* \| +{longest.tokens:,} \|$", PAGE, re.MULTILINE), longest
-    assert f"the prediction for Llama-3.1-8B is {shared.tokens:,} tokens" in " ".join(PAGE.split())
-    rows = re.findall(r"^\| (\S+) +\| +(\d+) GiB \|(.*)\|$", PAGE, re.MULTILINE)
-    assert len(rows) == 6
-    whole = ({}, {"liger": True}, {"tiles": memory.TILES}, {"tiles": memory.TILES, "head_groups": "auto"})
-    for model, gib, lengths in rows:
-        setup = {"gpu_memory_gib": int(gib), "offload": ("activations", "optimizer", "weights")}
-        found = [f"{memory.longest(names[model], **setup, **more).tokens:,}" for more in whole]
-        assert [cell.strip() for cell in lengths.split("|")] == found
-    rows = re.findall(r"^\| (\S+) +\| +(\d+) \| +([\d,]+) \| +[\d.]+ \| +([\d.]+) \|$", PAGE, re.MULTILINE)
-    assert len(rows) == 4
-    for model, gpus, tokens, gib in rows:
-        offload = memory.OFFLOAD if gpus == "1" else ("activations", "optimizer")
-        setup = {"gpus": int(gpus), "sequence_parallel": int(gpus), "offload": offload, "liger": True}
-        planned = memory.plan(names[model], seq_len=int(tokens.replace(",", "")), **setup)
-        assert gib == f"{planned.gpu_bytes / GIB:.1f}"
-
-
-def test_the_lengths_over_4_bits() -> None:
-    """The table of docs/quantised-bases.md."""
-    names = {name.split("/")[1]: name for name in memory.KNOWN}
-    page = (DOCS / "quantised-bases.md").read_text()
-    rows = re.findall(r"^\| (\S+) +\| +(\d+) GiB \|(.*)\|$", page, re.MULTILINE)
-    assert len(rows) == 9
-    whole = {"tiles": memory.TILES, "head_groups": "auto"}
-    more = {"tiles": ()}, {}, whole, whole | {"offload": ("activations",)}
-    for model, gib, lengths in rows:
-        setup = {"gpu_memory_gib": int(gib), "lora_rank": 16, "load_in_4bit": True}
-        found = [f"{memory.longest(names[model], **setup | each).tokens:,}" for each in more]
-        assert [cell.strip() for cell in lengths.split("|")] == found
 
 
 def test_the_weights_of_4_bits() -> None:

@@ -137,28 +137,6 @@ def test_ignored_tokens_are_not_multiplied(share: float) -> None:
     assert flops.calls == 3 * round(16 * share)
 
 
-@pytest.mark.parametrize("frozen", ["hidden", "weight", "neither", "grad mode"])
-def test_products(frozen: str) -> None:
-    """Three products of the labelled tokens; what is frozen costs none."""
-    tokens, size, vocab = 190, 64, 1000
-    hidden, weight = torch.randn(tokens, size), torch.randn(vocab, size) * 0.3
-    hidden.requires_grad_(frozen != "hidden")
-    weight.requires_grad_(frozen != "weight")
-    target = torch.randint(0, vocab, (tokens,))
-    with FlopCount() as flops, torch.set_grad_enabled(frozen != "grad mode"):
-        loss = linear_cross_entropy(hidden, weight, target, chunk_tokens=63)
-        if frozen != "grad mode":
-            loss.backward()
-    units = {"hidden": 2, "weight": 2, "neither": 3, "grad mode": 1}[frozen]
-    assert flops.total == units * 2 * tokens * size * vocab and not flops.unknown
-    truth = values_and_gradients(cross_entropy_reference, hidden, weight, target, dtype=torch.float64)
-    for operand, true in ((hidden, truth[1]), (weight, truth[2])):
-        if operand.requires_grad and frozen != "grad mode":
-            assert relative_error(operand.grad, true) <= 1e-6
-        else:
-            assert operand.grad is None
-
-
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 @pytest.mark.parametrize("op", ["cross_entropy", "topk_divergence", "divergence", "divergence, trained teacher"])
 def test_one_chunk_is_one_product(op: str, reduction: str) -> None:

@@ -3,7 +3,7 @@ import torch
 
 from seqtile.kernels import LossOptions
 from seqtile.kernels.dispatch import cross_entropy_
-from support.assertions import assert_as_exact, poisoned, relative_error
+from support.assertions import assert_all_as_exact, assert_as_exact, poisoned, relative_error
 from support.choice import every_pair
 from support.head_reference import entropies_of, logits_of, losses_of
 
@@ -103,8 +103,7 @@ def test_real_vocabularies(rows: int, vocab: int, device: str) -> None:
     products, _, target = inputs(rows, vocab, torch.bfloat16, device)
     same, truth = (reference(chunk, target, PLAIN, NONE) for chunk in (products, products.double()))
     ours = run(products, target, write_grad=True)
-    for value, theirs, true in zip(values_of(ours, products), same, truth, strict=True):
-        assert_as_exact(value, theirs, true)
+    assert_all_as_exact(values_of(ours, products), same, truth)
 
 
 @pytest.mark.parametrize("vocab", [1000, 5000, 12289])
@@ -169,8 +168,7 @@ def test_softcap_of_small_and_large_logits(device: str) -> None:
     target = torch.tensor([0, 3999], device=device)
     same, truth = (reference(chunk, target, OPTIONS["softcap"], NONE) for chunk in (products, products.double()))
     ours = run(products, target, OPTIONS["softcap"], write_grad=True)
-    for value, theirs, true in zip((ours["losses"], products), (same[0], same[3]), (truth[0], truth[3]), strict=True):
-        assert_as_exact(value, theirs, true)
+    assert_all_as_exact((ours["losses"], products), (same[0], same[3]), (truth[0], truth[3]))
 
 
 def test_softcap_where_its_polynomial_ends(device: str) -> None:

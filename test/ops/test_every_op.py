@@ -226,10 +226,11 @@ BREAKS = {  # why a graph breaks; the others are in one
     ),
     **{name: f"seqtile.{name}" for name in OTHERS},
 }
-COMPILED = [name for name in OPS if name not in DIVERGENCES]
+DAILY = ("loss", "losses of all tokens", "metrics", "summed", *OTHERS)
 
 
-@pytest.mark.parametrize("name", COMPILED)
+@pytest.mark.full("a second and more of compiler each", but=DAILY)
+@pytest.mark.parametrize("name", [name for name in OPS if name not in DIVERGENCES])
 def test_compiled_equals_eager(name: str, device: str) -> None:
     """In one graph, or with breaks at one place that say why."""
     op = OPS[name](device)

@@ -41,7 +41,7 @@ def test_memory_does_not_grow_with_length(size: int, vocab: int, reduction: str,
     """Simulated at full size on fake tensors: beyond inputs, d_hidden, d_weight in float32 and its rounding, one chunk
     of logits and 5 %, the same at 8 thousand tokens and at a million."""
     chunk = resolve_chunk_tokens(None, size) * vocab * 2
-    for tokens in (8 * K, 128 * K, 1024 * K):
+    for tokens in (8 * K, 1024 * K):
         with FakeTensorMode():
             hidden = torch.empty(tokens, size, dtype=torch.bfloat16, requires_grad=True)
             weight = torch.empty(vocab, size, dtype=torch.bfloat16, requires_grad=True)
@@ -60,10 +60,10 @@ def test_memory_does_not_grow_with_length(size: int, vocab: int, reduction: str,
 def test_memory_of_the_eager_twin(dtype: torch.dtype, reduction: str) -> None:
     """The same law on real tensors, a third of them ignored: the eager twin reuses its buffers, and what it has to
     upcast it upcasts in blocks."""
-    size, vocab, chunk_tokens = 64, 32768, 3000
+    size, vocab, chunk_tokens = 64, 32768, 1000
     chunk = chunk_tokens * vocab * dtype.itemsize
     weight = (torch.randn(vocab, size) * 0.1).to(dtype).requires_grad_()
-    for tokens in (5_000, 10_000):
+    for tokens in (1_700, 3_400):
         hidden = torch.randn(tokens, size).to(dtype).requires_grad_()
         target = torch.randint(0, vocab, (tokens,))
         target[::3] = IGNORE

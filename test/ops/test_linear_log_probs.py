@@ -3,7 +3,7 @@ import torch
 
 from seqtile import linear_cross_entropy, linear_log_probs
 from seqtile.ops.linear_log_probs import TokenValues
-from support.assertions import assert_as_exact
+from support.assertions import assert_all_as_exact, assert_as_exact
 from support.choice import every_value
 from support.head_reference import IGNORE, D, V, entropies_of, logits_of, make
 from support.measure import FlopCount
@@ -83,8 +83,7 @@ def test_only_entropies_are_differentiated(summed: bool, device: str) -> None:
         h, w = (x.detach().to(dtype).requires_grad_() for x in (hidden, weight))
         entropy = entropies_of(h @ w.T) * (target != IGNORE)
         results.append(torch.autograd.grad(entropy.sum(), (h, w)))
-    for value, same, true in zip(ours, *results, strict=True):
-        assert_as_exact(value, same, true)
+    assert_all_as_exact(ours, *results)
 
 
 @pytest.mark.parametrize("summed", [False, True])
@@ -118,8 +117,7 @@ def test_to_be_summed(dtype: torch.dtype, upstream: str, device: str) -> None:
     with FlopCount() as flops:
         ours = gradients(dtype, to_be_summed=True)
     assert flops.total == (3 if upstream == "equal" else 6) * unit
-    for value, same, true in zip(ours, gradients(dtype), gradients(torch.float32), strict=True):
-        assert_as_exact(value, same, true)
+    assert_all_as_exact(ours, gradients(dtype), gradients(torch.float32))
 
 
 @pytest.mark.parametrize(

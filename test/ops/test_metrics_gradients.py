@@ -135,7 +135,7 @@ def test_backward_again_and_again(reduction: str, device: str) -> None:
 @pytest.mark.parametrize("parts", ["loss", "loss z"])
 def test_memory(parts: str) -> None:
     """One d_hidden and one d_weight alive, not those of the loss beside those of its metrics."""
-    chunk_tokens, vocab = 1500, 30_000
+    chunk_tokens, vocab = 1000, 10_000
     hidden, weight = (torch.randn(rows, D, requires_grad=True) for rows in (2 * chunk_tokens, vocab))
     target = torch.randint(0, vocab, (2 * chunk_tokens,))
     with LiveBytes() as memory:

@@ -36,13 +36,8 @@ def reference(
     leaf = products.detach().clone().requires_grad_()
     scales = {"logit_scale": options.logit_scale, "softcap": options.softcap, "temperature": options.temperature}
     logits = logits_of(leaf, vectors["bias"], **scales)
-    losses = losses_of(
-        logits,
-        target,
-        label_smoothing=options.label_smoothing,
-        z_loss=options.z_loss,
-        class_weight=vectors["class_weight"],
-    )
+    more = {"label_smoothing": options.label_smoothing, "z_loss": options.z_loss}
+    losses = losses_of(logits, target, class_weight=vectors["class_weight"], **more)
     entropies = entropies_of(logits)
     total = losses if vectors["row_scale"] is None else losses * vectors["row_scale"]
     lse = logits.logsumexp(1)
@@ -61,10 +56,8 @@ def run(
     names = ("losses", "lse", "entropy", "squares", *(("mean",) if arguments.get("class_weight") is None else ()))
     outputs = {name: poisoned(rows, dtype=torch.float32, device=device) for name in names}
     outputs["predicted"] = torch.full_like(target, -7)
-    losses = outputs["losses"]
-    cross_entropy_(
-        products, target, losses, options, **{k: v for k, v in outputs.items() if k != "losses"}, **arguments
-    )
+    others = {name: vector for name, vector in outputs.items() if name != "losses"}
+    cross_entropy_(products, target, outputs["losses"], options, **others, **arguments)
     return outputs
 
 
@@ -74,6 +67,8 @@ def values_of(ours: dict[str, torch.Tensor], products: torch.Tensor) -> list[tor
     return [ours["losses"], ours["lse"], ours["entropy"], products, ours["squares"], *means]
 
 
+@pytest.mark.full("of 180 cases of one kernel's twin", but=every_pair)
+@pytest.mark.on_gpu("every case of a kernel")
 @pytest.mark.in_interpreter("of 396 cases of two kernels", only=every_pair)
 @pytest.mark.parametrize(
     "given", [(), ("bias", "class_weight"), ("row_scale", "entropy_scale"), ("lse_scale",), VECTORS], ids=str

@@ -3,64 +3,35 @@ import torch
 
 from seqtile import linear_cross_entropy, linear_log_probs
 from seqtile.ops.linear_log_probs import TokenValues
-from support.assertions import assert_all_as_exact, assert_as_exact
+from support.assertions import assert_all_as_exact
 from support.choice import every_value
-from support.head_reference import IGNORE, D, V, entropies_of, logits_of, make
+from support.head_reference import IGNORE, D, V, entropies_of, logits_of, losses_of, make
 from support.measure import FlopCount
-
-
-def policy_loss(log_probs: torch.Tensor, entropies: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor):
-    """A clipped policy-gradient loss with an entropy bonus: what the op is for."""
-    ratio = (log_probs - old.to(log_probs.dtype)).exp()
-    advantage = advantage.to(log_probs.dtype)
-    return -(torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage) + 0.01 * entropies).mean()
 
 
 @pytest.mark.in_interpreter("one end-to-end case of each op and dtype", only=every_value)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_policy_gradient(dtype: torch.dtype, device: str) -> None:
+def test_values_and_gradients(dtype: torch.dtype, device: str) -> None:
+    """Gradients of log-probabilities and entropies; the other values have none."""
     hidden, weight, target = make(190, dtype, device)
-    advantage = torch.randn(190, device=device)
-    old, results = None, []
-    for reference_dtype in (torch.float64, dtype):
-        h, w = (x.detach().to(reference_dtype).requires_grad_() for x in (hidden, weight))
-        logits = logits_of(h @ w.T, temperature=0.8)
-        labelled = target != IGNORE
-        log_probs = logits.log_softmax(1).gather(1, target.clamp(min=0)[:, None]).squeeze(1) * labelled
-        if old is None:
-            old = log_probs.detach() + 0.1 * torch.sin(torch.arange(190, device=device))
-        loss = policy_loss(log_probs, entropies_of(logits) * labelled, old, advantage)
-        results.append([log_probs, *torch.autograd.grad(loss, (h, w))])
-    log_probs, (entropies, *_) = linear_log_probs(
-        hidden, weight, target, temperature=0.8, outputs=["entropy"], chunk_tokens=63
-    )
-    assert log_probs.dtype == entropies.dtype == torch.float32
-    loss = policy_loss(log_probs, entropies, old, advantage)
-    ours = [log_probs, *torch.autograd.grad(loss, (hidden, weight))]
-    for value, true, same in zip(ours, *results, strict=True):
-        assert_as_exact(value, same, true)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_values(dtype: torch.dtype, device: str) -> None:
-    hidden, weight, target = make(190, dtype, device)
-    results = []
-    for reference_dtype in (dtype, torch.float64):
-        logits = logits_of(hidden.to(reference_dtype) @ weight.to(reference_dtype).T, temperature=0.8)
-        labelled = target != IGNORE
-        squares = logits.softmax(1).square().sum(1) * labelled
-        results.append([entropies_of(logits) * labelled, logits.mean(1) * labelled, squares])
-    largest = ((hidden @ weight.T).argmax(1) == target) & labelled
-    target[:20] = (hidden @ weight.T).argmax(1)[:20].where(labelled[:20], IGNORE)  # some are predicted right
-    largest[:20] = labelled[:20]
+    labelled, largest = target != IGNORE, (hidden @ weight.T).argmax(1)
+    target[:20] = largest[:20].where(labelled[:20], IGNORE)  # some are predicted right
+    upstream, results = torch.randn(2, 190, device=device), []
+    for d in (dtype, torch.float64):
+        leaves = [x.detach().to(d).requires_grad_() for x in (hidden, weight)]
+        logits = logits_of(leaves[0] @ leaves[1].T, temperature=0.8)
+        found = [-losses_of(logits, target), entropies_of(logits), logits.mean(1), logits.softmax(1).square().sum(1)]
+        found = [value * labelled for value in found]
+        loss = (found[0] * upstream[0] + found[1] * upstream[1]).sum()
+        results.append([*found, *torch.autograd.grad(loss, leaves)])
     options = {"temperature": 0.8, "chunk_tokens": 63}
     log_probs, values = linear_log_probs(hidden, weight, target, outputs=TokenValues._fields, **options)
-    assert values.is_largest.equal(largest) and values.is_largest.any()
+    gradients = torch.autograd.grad((log_probs * upstream[0] + values.entropy * upstream[1]).sum(), (hidden, weight))
+    ours = [log_probs, values.entropy, values.mean_logit, values.sum_squared_probs]
+    assert all(value.dtype == torch.float32 and not value[~labelled].any() for value in ours)
+    assert_all_as_exact([*ours, *gradients], *results)
+    assert values.is_largest.equal((largest == target) & labelled) and values.is_largest.any()
     torch.testing.assert_close(log_probs, linear_log_probs(hidden, weight, target, **options), rtol=0, atol=0)
-    ours = (values.entropy, values.mean_logit, values.sum_squared_probs)
-    for value, same, true in zip(ours, *results, strict=True):
-        assert_as_exact(value, same, true)
-        assert not value[~labelled].any()
     assert [value.requires_grad for value in values] == [True, False, False, False]
     _, some = linear_log_probs(hidden, weight, target, outputs=["mean_logit"], **options)
     assert some.mean_logit.equal(values.mean_logit) and (some.entropy, some.is_largest) == (None, None)

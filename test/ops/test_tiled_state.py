@@ -55,34 +55,22 @@ class Caller:
         return self.module(x)
 
 
-def in_closure(module: nn.Module) -> Function:
-    return lambda x: module(x) * 2
-
-
 def in_list(module: nn.Module) -> Function:
     modules = {"all": [module]}
     return lambda x: sum(each(x) for each in modules["all"])
-
-
-def in_default(module: nn.Module) -> Function:
-    return lambda x, of=module: of(x)
 
 
 HOLDERS = {
     "the module": lambda module: module,
     "its forward, bound": lambda module: module.forward,
     "its forward, partial": lambda module: partial(type(module).forward, module),
-    "a closure": in_closure,
+    "a closure": lambda module: lambda x: module(x) * 2,
     "a closure's list": in_list,
-    "a default": in_default,
+    "a default": lambda module: lambda x, of=module: of(x),
     "a method": lambda module: Caller(module).of_chunk,
-    "compiled": lambda module: torch.compile(in_closure(module), backend="aot_eager"),
+    "compiled": lambda module: torch.compile(lambda x: module(x) * 2, backend="aot_eager"),
 }
-KEEPING = {  # what keeps state -> how its state is named
-    Deep: "layers.1.num_batches_tracked",
-    spectral: "weight_u",
-    Counting: "calls",
-}
+KEEPING = {Deep: "layers.1.num_batches_tracked", spectral: "weight_u", Counting: "calls"}  # and its state's name
 
 
 def state_of(module: nn.Module) -> list[torch.Tensor]:

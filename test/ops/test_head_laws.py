@@ -57,10 +57,10 @@ def test_memory_does_not_grow_with_length(size: int, vocab: int, reduction: str,
 def test_memory_of_the_eager_twin(dtype: torch.dtype, reduction: str) -> None:
     """The same law on real tensors, a third of them ignored: the eager twin reuses its buffers, and what it has to
     upcast it upcasts in blocks."""
-    size, vocab, chunk_tokens = 64, 32768, 1000
+    size, vocab, chunk_tokens = 64, 32768, 3000
     chunk = chunk_tokens * vocab * dtype.itemsize
     weight = (torch.randn(vocab, size) * 0.1).to(dtype).requires_grad_()
-    for tokens in (1_700, 3_400):
+    for tokens in (5_000, 10_000):
         hidden = torch.randn(tokens, size).to(dtype).requires_grad_()
         target = torch.randint(0, vocab, (tokens,))
         target[::3] = IGNORE

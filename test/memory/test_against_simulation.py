@@ -140,7 +140,7 @@ CASES: dict[str, list[Case]] = {
         layers(64 * K, GROUPS, HOST, keep_last=2),
         layers(64 * K, LAYER, gpus=8),
         layers(64 * K, GROUPS, HOST, gpus=8),
-        layers_daily(12 * K, GROUPS, HOST, gpus=8),
+        layers_daily(6 * K, GROUPS, HOST, gpus=8),
         layers_daily(512 * K, LAYER, over(8)),
         layers(512 * K, LAYER, over(8), HOST, LORA),
     ],
@@ -179,7 +179,7 @@ CASES: dict[str, list[Case]] = {
     ],
     "whole_model": [Case("llama", 32 * K, SMOLLM2, a | b) for a in ({}, HOST) for b in ({}, LIGER)],
     "heads_that_do_not_divide": [  # 9 heads and 3 of keys
-        Case("llama", 24 * K * gpus, UNEVEN, LIGER | over(gpus), gpus == 4) for gpus in (2, 4, 12)
+        Case("llama", 24 * K * gpus, UNEVEN, LIGER | over(gpus), gpus == 2) for gpus in (2, 4, 12)
     ],
     "under_autocast": [  # the residual stream in float32, a copy for each projection, copies of weights
         *(
@@ -193,8 +193,8 @@ CASES: dict[str, list[Case]] = {
         layers_daily(8 * K, AUTOCAST),
         layers(40 * K, AUTOCAST, GROUPS),
         layers(40 * K, AUTOCAST, LORA, GROUPS),
-        layers_daily(12 * K, AUTOCAST, GROUPS),
-        layers_daily(12 * K, AUTOCAST, LORA, GROUPS),
+        layers_daily(6 * K, AUTOCAST, GROUPS),
+        layers_daily(6 * K, AUTOCAST, LORA, GROUPS),
         llama(40 * K, **AUTOCAST, dtype="float16", liger=True),
         layers(40 * K, AUTOCAST, LIGER, tiles=()),
         Case("llama", 32 * K, SMOLLM2, AUTOCAST | HOST),

@@ -5,7 +5,6 @@ import torch
 
 from seqtile import linear_cross_entropy
 from support.assertions import assert_as_exact
-from support.choice import every_value
 from support.head_reference import IGNORE, D, V, entropies_of, logits_of, losses_of, make, reduced
 from support.measure import LiveBytes, eager_memory
 
@@ -103,14 +102,12 @@ def test_backward_again_and_again(reduction: str, device: str) -> None:
         torch.testing.assert_close(weight.grad, *expected)
 
 
-@pytest.mark.full(
-    "sizes, dtypes and reductions by themselves: the buffers of one do not depend on the other", but=every_value
-)
+@pytest.mark.full("2 s each; with a metric everything of the loss is there too", but=("loss z",))
 @eager_memory
 @pytest.mark.parametrize("parts", ["loss", "loss z"])
 def test_memory(parts: str) -> None:
     """One d_hidden and one d_weight alive, not those of the loss beside those of its metrics."""
-    chunk_tokens, vocab = 1000, 10_000
+    chunk_tokens, vocab = 1500, 30_000
     hidden, weight = (torch.randn(rows, D, requires_grad=True) for rows in (2 * chunk_tokens, vocab))
     target = torch.randint(0, vocab, (2 * chunk_tokens,))
     with LiveBytes() as memory:

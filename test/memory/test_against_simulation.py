@@ -33,7 +33,7 @@ GROUPS = LAYER | {"head_groups": "auto"}
 QLORA = LORA | {"load_in_4bit": True}
 AUTOCAST = {"autocast": True}
 LIMITS = {"cohere": 0.08}  # of its rotary embedding, in autocast, a plan has too little: 7 %
-FIELDS = ("norm", "norm_before", "norm_after", "head_norm", "parallel", "fused", "routed", "float32_routing")
+FIELDS = ("norm", "norm_before", "norm_after", "head_norm", "parallel", "merged", "routed", "float32_routing")
 OTHERS = [name for name, arch in ARCHS.items() if any(getattr(arch, x) != getattr(ARCHS["llama"], x) for x in FIELDS)]
 
 

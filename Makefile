@@ -108,5 +108,5 @@ endif
 bench-smoke: $(STAMP)  ## every benchmark, one case of tiny size each, without a GPU
 	$(BIN)/python -m benchmark.run --size smoke
 
-table: $(STAMP)  ## the pages' tables and README's picture, from the results in benchmark/results; these in the terminal
+table: $(STAMP)  ## what the pages and README's picture show of plans and of benchmark/results; these in the terminal
 	$(BIN)/python -m benchmark.pages

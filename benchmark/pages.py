@@ -1,15 +1,16 @@
-"""make table: the tables of the pages, from the results that are committed; and these in full, in the terminal."""
+"""make table: what the pages show of plans and of the results that are committed; these in full in the terminal."""
 
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmark import prediction
+from benchmark import plans, prediction
+from benchmark.markdown import rewritten, table
 from benchmark.results import RESULTS, Results, Row, load, newest
 from benchmark.terminal import figure, in_host_memory, longest, print_tables, sent
 
-DOCS = Path(__file__).parent.parent / "docs"
-PAGES = {"gpu": DOCS / "benchmarks.md", "ulysses": DOCS / "sequence-parallelism.md"}  # the block of each page
+ROOT = Path(__file__).parent.parent
+PAGES = {"gpu": "docs/benchmarks.md", "ulysses": "docs/sequence-parallelism.md"}  # the block of each page
 UNMEASURED = "Not yet measured on a GPU."
 TITLES = {
     "linear_cross_entropy": "The loss",
@@ -23,24 +24,19 @@ SHAPE = "llama3_8b"
 
 
 def blocks(directory: Path = RESULTS) -> dict[str, str]:
-    """Returns what stands in the pages between `<!-- name -->` and `<!-- end of name -->`."""
+    """Returns what the pages show of results."""
     on_gpu, spread = newest(directory, gpu=True), newest(directory, subject="ulysses")
     found = {"gpu": UNMEASURED if on_gpu is None else "\n\n".join(measured_on_gpu(load(on_gpu), on_gpu))}
     return found | ({} if spread is None else {"ulysses": ulysses(load(spread))})
 
 
-def rewritten(text: str, name: str, block: str) -> str:
-    """Returns a page's text with another block of this name."""
-    begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
-    before, rest = text.split(begin)
-    _, after = rest.split(end)
-    return f"{before}{begin}\n{block}\n\n{end}{after}"
-
-
-def table(rows: list[list[str]], words: int = 1) -> str:
-    """Markdown; the first row is the header, the first columns are words and the others figures."""
-    rows = [rows[0], ["---"] * words + ["---:"] * (len(rows[0]) - words), *rows[1:]]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+def write(root: Path = ROOT) -> None:
+    """Writes the pages' blocks and README's picture below `root`."""
+    places = PAGES | plans.PAGES
+    for name, block in (blocks() | plans.blocks(root)).items():
+        page = root / places[name]
+        page.write_text(rewritten(page.read_text(), name, block))
+    prediction.draw(root / prediction.PICTURE)
 
 
 def measured_on_gpu(results: Results, file: Path) -> list[str]:
@@ -138,9 +134,7 @@ def ulysses(results: Results) -> str:
 
 
 def main() -> None:
-    for name, block in blocks().items():
-        PAGES[name].write_text(rewritten(PAGES[name].read_text(), name, block))
-    prediction.draw()
+    write()
     file = newest(gpu=True) or newest()
     if file is None:
         sys.exit(f"the pages are up to date; no results in {RESULTS} yet: run make bench")

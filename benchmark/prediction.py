@@ -1,6 +1,7 @@
 """The picture on top of README: predicted peak memory against length. `make table` draws it."""
 
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 import matplotlib
@@ -13,7 +14,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.ticker import FuncFormatter, NullFormatter
 
-PICTURE = Path(__file__).parent.parent / "docs" / "images" / "peak.svg"
+PICTURE = "docs/images/peak.svg"
 MODEL, GPU_GIB = "meta-llama/Llama-3.1-8B", 80
 COMMON = {"lora_rank": 16, "gpu_memory_gib": GPU_GIB}
 LINES: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {  # label -> features of seqtile.memory, style
@@ -35,7 +36,20 @@ def longest() -> dict[str, int]:
     return {label: memory.longest(MODEL, **setup).tokens for label, setup in setups().items()}
 
 
-def draw(file: Path = PICTURE) -> None:
+def caption() -> str:
+    """Returns what README says below the picture."""
+    said = [f"{n / 1e6:.1f}M" if n > 1e6 else f"{n / 1000:.0f}K" for n in longest().values()]
+    text = (
+        "*Predicted by `seqtile.memory`, not measured: Llama-3.1-8B with LoRA of rank 16 in bfloat16 on one GPU of "
+        f"{GPU_GIB} GiB, layers checkpointed, FlashAttention. The longest sequence that fits: {said[0]} tokens with "
+        f"Hugging Face, {said[1]} with Liger (its norms and RoPE, a tiled loss), {said[2]} with seqtile, {said[3]} "
+        f"with whole layers and attention by groups of heads, {said[4]} with the layers' inputs in host memory too. "
+        "Nothing has been measured on a GPU yet; [how it is predicted and tested](docs/planning.md).*"
+    )
+    return fill(text, 130)
+
+
+def draw(file: Path) -> None:
     """Writes the picture, the same bytes every time; its words stay text."""
     matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "seqtile", "font.size": 11})
     figure, axes = pyplot.subplots(figsize=(8, 4.6), layout="constrained")
@@ -56,8 +70,3 @@ def draw(file: Path = PICTURE) -> None:
     figure.legend(loc="outside upper left", ncols=2, frameon=False)
     figure.savefig(file, metadata={"Date": None})
     pyplot.close(figure)
-
-
-if __name__ == "__main__":
-    draw()
-    print(PICTURE)

@@ -15,16 +15,9 @@ from seqtile.memory.simulate import Simulation
 from seqtile.models.find import is_checkpointed
 from support.tiny import batch_of, build
 
-LLAMA_8B = LlamaConfig(
-    hidden_size=4096,
-    intermediate_size=14336,
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    vocab_size=128256,
-)
-QLORA = {"lora_rank": 16, "dtype": "bfloat16"}
-ON_24 = {"gpu_memory_gib": 24, "host_memory_gib": 200}
+SIZES = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
+LLAMA_8B = LlamaConfig(**SIZES, num_key_value_heads=8, vocab_size=128256)
+ON_24 = {"lora_rank": 16, "dtype": "bfloat16", "gpu_memory_gib": 24, "host_memory_gib": 200}
 
 
 def on_meta(config: object, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
@@ -39,11 +32,11 @@ def on(found: object) -> tuple[str, ...]:
 @pytest.mark.parametrize("seq_len", [5_000, 30_000, 40_000, 100_000, 135_000])
 def test_the_cheapest_that_fits(seq_len: int) -> None:
     """The first of a fixed order, by memory.plan."""
-    found = cheapest(LLAMA_8B, seq_len=seq_len, **QLORA, **ON_24)
+    found = cheapest(LLAMA_8B, seq_len=seq_len, **ON_24)
     host = {"offload": ("activations",)}
     rungs = [{"tiles": ("loss", "mlp")}, {"tiles": memory.TILES}, {"tiles": memory.TILES} | host]
     rungs.append(rungs[-1] | {"head_groups": "auto"})
-    plans = [memory.plan(LLAMA_8B, seq_len=seq_len, **QLORA, **ON_24, **rung) for rung in rungs]
+    plans = [memory.plan(LLAMA_8B, seq_len=seq_len, **ON_24, **rung) for rung in rungs]
     first = next(plan for plan in plans if plan.fits)
     assert found.plan == first and found.setup == first.setup and len(on(found)) == plans.index(first) + 1
     assert found.offload == ("activations" in first.setup.offload)
@@ -53,35 +46,28 @@ def test_the_cheapest_that_fits(seq_len: int) -> None:
 
 def test_every_feature_is_needed_somewhere() -> None:
     lengths = [2**n for n in range(10, 17)]
-    longest = [
-        memory.longest(LLAMA_8B, **QLORA, **ON_24, tiles=tiles).tokens for tiles in (("loss", "mlp"), memory.TILES)
-    ]
+    longest = [memory.longest(LLAMA_8B, **ON_24, tiles=tiles).tokens for tiles in (("loss", "mlp"), memory.TILES)]
     assert 0 < longest[0] < longest[1]
-    sizes = {
-        len(on(cheapest(LLAMA_8B, seq_len=n, **QLORA, **ON_24))) for n in (*lengths, longest[0], longest[1], 135_000)
-    }
+    sizes = {len(on(cheapest(LLAMA_8B, seq_len=n, **ON_24))) for n in (*lengths, longest[0], longest[1], 135_000)}
     assert sizes == {1, 2, 3, 4}
 
 
 def test_too_long_tells_the_longest() -> None:
-    most = memory.longest(LLAMA_8B, **QLORA, **ON_24, tiles=memory.TILES, offload="activations", head_groups="auto")
-    found = cheapest(LLAMA_8B, seq_len=most.tokens, **QLORA, **ON_24)
+    most = memory.longest(LLAMA_8B, **ON_24, tiles=memory.TILES, offload="activations", head_groups="auto")
+    found = cheapest(LLAMA_8B, seq_len=most.tokens, **ON_24)
     assert len(on(found)) == 4
     with pytest.raises(ValueError, match=f"seq_len: expected at most {most.tokens:,} tokens, got {most.tokens + 1:,}"):
-        cheapest(LLAMA_8B, seq_len=most.tokens + 1, **QLORA, **ON_24)
+        cheapest(LLAMA_8B, seq_len=most.tokens + 1, **ON_24)
     with pytest.raises(ValueError, match="seq_len: weights and optimizer alone are too large, got 100"):
-        cheapest(LLAMA_8B, seq_len=100, **ON_24)
+        cheapest(LLAMA_8B, seq_len=100, gpu_memory_gib=24, host_memory_gib=200)
 
 
 def test_dry_run_changes_nothing(capsys: pytest.CaptureFixture) -> None:
     """On a machine without a GPU, for one that is meant."""
-    model = on_meta(LLAMA_8B)
-    found = seqtile.fit(model, seq_len=400_000, gpu_memory_gib=160, host_memory_gib=1900, dry_run=True)
+    model, given = on_meta(LLAMA_8B), {"seq_len": 400_000, "gpu_memory_gib": 160, "host_memory_gib": 1900}
+    found = seqtile.fit(model, **given, dry_run=True)
     assert capsys.readouterr().out == f"{found}\n" and found.offload
-    same = memory.plan(
-        LLAMA_8B, seq_len=400_000, gpu_memory_gib=160, host_memory_gib=1900, tiles=memory.TILES, offload="activations"
-    )
-    assert found.plan == same
+    assert found.plan == memory.plan(LLAMA_8B, **given, tiles=memory.TILES, offload="activations")
     assert not is_checkpointed(model) and seqtile.status(model).mlp.tiled == 0
 
 
@@ -100,9 +86,8 @@ def test_what_is_chosen_is_applied(checkpointed: bool) -> None:
 def test_layers_groups_and_offload_are_applied() -> None:
     model = build("llama")
     at_most = {"seq_len": 900_000, "host_memory_gib": 8}
-    needed = memory.plan(
-        model.config, seq_len=900_000, dtype="float32", tiles=memory.TILES, offload="activations", head_groups="auto"
-    )
+    wanted = {"dtype": "float32", "tiles": memory.TILES, "offload": "activations", "head_groups": "auto"}
+    needed = memory.plan(model.config, **at_most, **wanted)
     with pytest.warns(UserWarning, match="checkpoint"):  # on a CPU offload is that
         seqtile.fit(model, gpu_memory_gib=needed.gpu_bytes / 2**30, **at_most)
     status = seqtile.status(model)

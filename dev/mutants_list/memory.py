@@ -78,7 +78,7 @@ MUTANTS = (
         "min(waiting, max(kept, 1) + backward)",
         "min(waiting, max(kept, 1))",
         SIMULATION,
-        select="every_feature",
+        select="every_feature or as_a_whole",
     ),
     Mutant(
         "step: all GPUs' host memory on one node",

@@ -2,10 +2,10 @@
 
 from mutants_list.mutant import Mutant
 
+EVERY_OP = ("ops/test_every_op.py",)
 LOSS = ("ops/test_linear_cross_entropy.py",)
 OPTIONS = ("ops/test_head_options.py",)
 MLP = ("ops/test_gated_mlp.py",)
-MLP_OPTIONS = ("ops/test_gated_mlp_options.py",)
 TILED = ("ops/test_tiled.py",)
 STATE = ("ops/test_tiled_state.py",)
 
@@ -36,7 +36,8 @@ MUTANTS = (
         "ChunkedHeadsFunction.backward",
         "gradients, ctx.gradients = ctx.gradients, None",
         "gradients = ctx.gradients",
-        LOSS,
+        EVERY_OP,
+        select="again",
     ),
     Mutant(
         "loss: upstream gradients beyond float16 are not brought into its range",
@@ -99,7 +100,7 @@ MUTANTS = (
         "main_grad_of",
         "(main_grad.dtype != torch.float32 or main_grad.shape != parameter.shape)",
         "main_grad.dtype != torch.float32",
-        MLP_OPTIONS,
+        MLP,
         select="main_grad",
     ),
     Mutant(
@@ -160,7 +161,7 @@ MUTANTS = (
         "Projection.backward",
         "out.addmm_(torch.mm(d_y, self.b), self.a, alpha=self.scale)",
         "out.addmm_(torch.mm(d_y, self.b), self.a)",
-        MLP_OPTIONS,
+        MLP,
     ),
     Mutant(
         "saved inputs: the first comes back in the place of the others",
@@ -217,7 +218,8 @@ MUTANTS = (
         "check_first_derivative",
         "    if torch.is_grad_enabled():\n",
         "    if False:\n",
-        TILED,
+        EVERY_OP,
+        select="second",
     ),
     Mutant(
         "modules: class weights are not passed on",

@@ -3,8 +3,7 @@
 from mutants_list.mutant import Mutant
 
 LOG_PROBS = ("ops/test_linear_log_probs.py",)
-DIVERGENCE = ("ops/test_linear_divergence.py",)
-TOP_K = ("ops/test_linear_topk_divergence.py",)
+DIVERGENCE = ("ops/test_divergences.py",)
 TRL = ("integrations/test_trl.py",)
 
 MUTANTS = (
@@ -63,14 +62,14 @@ MUTANTS = (
         "_divergences",
         "if options.softcap > 0:\n    taken_out",
         "if False:\n    taken_out",
-        TOP_K,
+        DIVERGENCE,
     ),
     Mutant(
         "top-k: the tail's gradient forgets the teacher",
         "_divergences",
         "(total * logs.exp() - rest)",
         "(total * logs.exp())",
-        TOP_K,
+        DIVERGENCE,
     ),
     Mutant(
         "trl: every trainer's log-probabilities are taken for summed",

@@ -3,7 +3,7 @@ import torch
 
 from seqtile.kernels import LossOptions
 from seqtile.kernels.dispatch import cross_entropy_
-from support.assertions import assert_as_exact, poisoned, relative_error
+from support.assertions import assert_all_as_exact, assert_as_exact, poisoned, relative_error
 from support.choice import every_pair
 from support.head_reference import entropies_of, logits_of, losses_of
 
@@ -36,13 +36,8 @@ def reference(
     leaf = products.detach().clone().requires_grad_()
     scales = {"logit_scale": options.logit_scale, "softcap": options.softcap, "temperature": options.temperature}
     logits = logits_of(leaf, vectors["bias"], **scales)
-    losses = losses_of(
-        logits,
-        target,
-        label_smoothing=options.label_smoothing,
-        z_loss=options.z_loss,
-        class_weight=vectors["class_weight"],
-    )
+    more = {"label_smoothing": options.label_smoothing, "z_loss": options.z_loss}
+    losses = losses_of(logits, target, class_weight=vectors["class_weight"], **more)
     entropies = entropies_of(logits)
     total = losses if vectors["row_scale"] is None else losses * vectors["row_scale"]
     lse = logits.logsumexp(1)
@@ -61,10 +56,8 @@ def run(
     names = ("losses", "lse", "entropy", "squares", *(("mean",) if arguments.get("class_weight") is None else ()))
     outputs = {name: poisoned(rows, dtype=torch.float32, device=device) for name in names}
     outputs["predicted"] = torch.full_like(target, -7)
-    losses = outputs["losses"]
-    cross_entropy_(
-        products, target, losses, options, **{k: v for k, v in outputs.items() if k != "losses"}, **arguments
-    )
+    others = {name: vector for name, vector in outputs.items() if name != "losses"}
+    cross_entropy_(products, target, outputs["losses"], options, **others, **arguments)
     return outputs
 
 
@@ -74,6 +67,8 @@ def values_of(ours: dict[str, torch.Tensor], products: torch.Tensor) -> list[tor
     return [ours["losses"], ours["lse"], ours["entropy"], products, ours["squares"], *means]
 
 
+@pytest.mark.full("of 180 cases of one kernel's twin", but=every_pair)
+@pytest.mark.on_gpu("every case of a kernel")
 @pytest.mark.in_interpreter("of 396 cases of two kernels", only=every_pair)
 @pytest.mark.parametrize(
     "given", [(), ("bias", "class_weight"), ("row_scale", "entropy_scale"), ("lse_scale",), VECTORS], ids=str
@@ -103,8 +98,7 @@ def test_real_vocabularies(rows: int, vocab: int, device: str) -> None:
     products, _, target = inputs(rows, vocab, torch.bfloat16, device)
     same, truth = (reference(chunk, target, PLAIN, NONE) for chunk in (products, products.double()))
     ours = run(products, target, write_grad=True)
-    for value, theirs, true in zip(values_of(ours, products), same, truth, strict=True):
-        assert_as_exact(value, theirs, true)
+    assert_all_as_exact(values_of(ours, products), same, truth)
 
 
 @pytest.mark.parametrize("vocab", [1000, 5000, 12289])
@@ -169,8 +163,7 @@ def test_softcap_of_small_and_large_logits(device: str) -> None:
     target = torch.tensor([0, 3999], device=device)
     same, truth = (reference(chunk, target, OPTIONS["softcap"], NONE) for chunk in (products, products.double()))
     ours = run(products, target, OPTIONS["softcap"], write_grad=True)
-    for value, theirs, true in zip((ours["losses"], products), (same[0], same[3]), (truth[0], truth[3]), strict=True):
-        assert_as_exact(value, theirs, true)
+    assert_all_as_exact((ours["losses"], products), (same[0], same[3]), (truth[0], truth[3]))
 
 
 def test_softcap_where_its_polynomial_ends(device: str) -> None:

@@ -3,7 +3,7 @@ import torch
 
 from seqtile.kernels import LossOptions
 from seqtile.kernels.dispatch import divergence_
-from support.assertions import assert_as_exact, poisoned
+from support.assertions import assert_all_as_exact, assert_as_exact, poisoned
 from support.choice import every_pair
 from support.head_reference import entropies_of, logits_of
 
@@ -100,5 +100,4 @@ def test_a_real_vocabulary(device: str) -> None:
     )
     losses = poisoned(2, dtype=torch.float32, device=device)
     divergence_(*products, losses, *options, write=(True, True))
-    for value, theirs, true in zip([losses, *products], [same[0], *same[2:]], [truth[0], *truth[2:]], strict=True):
-        assert_as_exact(value, theirs, true)
+    assert_all_as_exact([losses, *products], [same[0], *same[2:]], [truth[0], *truth[2:]])

@@ -63,89 +63,74 @@ def test_forward(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> Non
     assert poison_left(slabs, tensors), "wrote past a row"
 
 
+PLACES = [  # shape, where the gradient goes, whether something is added to it
+    *((shape, "out", False) for shape in SHAPES),
+    *((shape, place, True) for shape in SHAPES[:2] for place in ("out", "x", "d_y", "add")),
+    *((SHAPES[2], place, False) for place in ("x", "d_y")),
+]
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_backward(shape: tuple[int, ...], dtype: torch.dtype, device: str) -> None:
-    """Also: the weight's gradient is added to what is there, and asking for it or not changes nothing else."""
-    slabs, tensors = inputs(shape, dtype, device, count=3)
-    x, d_y, out = tensors
-    weight = torch.randn(shape[-1], device=device).to(dtype)
-    (_, *same), (_, *truth) = both(x, weight, d_y)
-    there = torch.randn(shape[-1], device=device)
-    d_weight, before = there.clone(), [tensor.clone() for tensor in (x, d_y, weight)]
-    assert rms_norm_backward(x, weight, EPS, d_y, out, d_weight=d_weight) is out
+@pytest.mark.parametrize(("shape", "place", "added"), PLACES, ids=str)
+def test_backward(shape: tuple[int, ...], place: str, added: bool, dtype: torch.dtype, device: str) -> None:
+    """Also: it may overwrite what it reads, the weight's gradient is added to what is there, and asking for it or not
+    changes nothing else."""
+    slabs, tensors = inputs(shape, dtype, device)
+    named = dict(zip(("x", "d_y", "add", "out"), tensors, strict=True))
+    x, d_y, out, add = named["x"], named["d_y"], named[place], named["add"] if added else None
+    weight, there = torch.randn(shape[-1], device=device).to(dtype), torch.randn(shape[-1], device=device)
+    (_, *same), (_, *truth) = both(x, weight, d_y, add)
+    before = {name: tensor.clone() for name, tensor in named.items() if name not in (place, "out")}
+    frozen, d_weight = torch.empty_like(out), there.clone()
+    rms_norm_backward(x, weight, EPS, d_y, frozen, add=add)
+    assert rms_norm_backward(x, weight, EPS, d_y, out, add=add, d_weight=d_weight) is out
     assert_as_exact(out, same[0], truth[0])
     assert_as_exact(d_weight, there + same[1], there + truth[1])
-    assert all(tensor.equal(old) for tensor, old in zip((x, d_y, weight), before, strict=True))
-    frozen = torch.empty_like(out)
-    rms_norm_backward(x, weight, EPS, d_y, frozen)
     torch.testing.assert_close(frozen, out)
-    assert poison_left(slabs, tensors), "wrote past a row"
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("rows", "width"), [(63, 1000), (5, 4097)])
-@pytest.mark.parametrize("place", ["out", "x", "d_y", "add"])
-def test_backward_adds_and_may_overwrite_what_it_reads(
-    rows: int, width: int, place: str, dtype: torch.dtype, device: str
-) -> None:
-    slabs, tensors = inputs((rows, width), dtype, device)
-    x, d_y, add, out = tensors
-    weight, d_weight = torch.randn(width, device=device).to(dtype), torch.zeros(width, device=device)
-    (_, *same), (_, *truth) = both(x, weight, d_y, add)
-    named = {"x": x, "d_y": d_y, "add": add, "out": out}
-    before = {name: tensor.clone() for name, tensor in named.items() if name not in (place, "out")}
-    rms_norm_backward(x, weight, EPS, d_y, named[place], add=add, d_weight=d_weight)
-    assert_as_exact(named[place], same[0], truth[0])
-    assert_as_exact(d_weight, same[1], truth[1])
     assert all(named[name].equal(old) for name, old in before.items())
     assert poison_left(slabs, tensors), "wrote past a row"
 
 
-@pytest.mark.parametrize("place", ["x", "d_y"])
-def test_backward_of_heads_in_place(place: str, device: str) -> None:
-    slabs, tensors = inputs((63, 3, 128), torch.float32, device)
-    x, d_y, *_ = tensors
-    weight, d_weight = torch.randn(128, device=device), torch.zeros(128, device=device)
-    (_, *same), (_, *truth) = both(x, weight, d_y)
-    out = x if place == "x" else d_y
-    rms_norm_backward(x, weight, EPS, d_y, out, d_weight=d_weight)
-    assert_as_exact(out, same[0], truth[0])
-    assert_as_exact(d_weight, same[1], truth[1])
-    assert poison_left(slabs, tensors), "wrote past a row"
+def check(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    d_y: torch.Tensor,
+    add: torch.Tensor | None = None,
+    eps: float = EPS,
+    of_out: torch.dtype = torch.float32,
+) -> None:
+    """As exact as torch in float32, rounded once to the dtype of the output."""
+    same, truth = both(*(None if each is None else each.float() for each in (x, weight, d_y, add)), eps=eps)
+    out, d_weight = torch.full_like(x, torch.nan, dtype=of_out), torch.zeros_like(weight, dtype=torch.float32)
+    assert_as_exact(rms_norm(x, weight, eps, out), same[0].to(of_out), truth[0])
+    rms_norm_backward(x, weight, eps, d_y, out, add=add, d_weight=d_weight)
+    assert_as_exact(out, same[1].to(of_out), truth[1])
+    assert_as_exact(d_weight, same[2], truth[2])
+
+
+FLOAT, BFLOAT, HALF = DTYPES
 
 
 @pytest.mark.parametrize(
     ("of_x", "of_weight", "of_d_y", "of_out"),
     [
-        (torch.bfloat16, torch.float32, torch.bfloat16, torch.bfloat16),
-        (torch.float32, torch.bfloat16, torch.bfloat16, torch.float32),
-        (torch.float32, torch.float32, torch.float16, torch.bfloat16),
-        (torch.float16, torch.bfloat16, torch.float32, torch.float32),
+        (BFLOAT, FLOAT, BFLOAT, BFLOAT),
+        (FLOAT, BFLOAT, BFLOAT, FLOAT),
+        (FLOAT, FLOAT, HALF, BFLOAT),
+        (HALF, BFLOAT, FLOAT, FLOAT),
     ],
 )
 def test_mixed_dtypes(
     of_x: torch.dtype, of_weight: torch.dtype, of_d_y: torch.dtype, of_out: torch.dtype, device: str
 ) -> None:
-    """Every operand in a dtype of its own; as exact as torch in float32, rounded once to the dtype of the output."""
     x, d_y, add = (torch.randn(63, 1000, device=device).to(dtype) for dtype in (of_x, of_d_y, of_d_y))
-    weight, d_weight = torch.randn(1000, device=device).to(of_weight), torch.zeros(1000, device=device)
-    same, truth = both(*(tensor.float() for tensor in (x, weight, d_y, add)))
-    out = poisoned(63, 1000, dtype=of_out, device=device)
-    assert_as_exact(rms_norm(x, weight, EPS, out), same[0].to(of_out), truth[0])
-    rms_norm_backward(x, weight, EPS, d_y, out, add=add, d_weight=d_weight)
-    assert_as_exact(out, same[1].to(of_out), truth[1])
-    assert_as_exact(d_weight, same[2], truth[2])
+    check(x, torch.randn(1000, device=device).to(of_weight), d_y, add, of_out=of_out)
 
 
 def test_more_rows_than_one_round_of_programs(device: str) -> None:
     """Four rows a block: the 256 programs of a backward go round twice, the last of them past the end."""
     x, d_y = torch.randn(2, 1030, 1000, device=device)
-    weight, d_weight = torch.randn(1000, device=device), torch.zeros(1000, device=device)
-    (_, *same), (_, *truth) = both(x, weight, d_y)
-    out = rms_norm_backward(x, weight, EPS, d_y, torch.full_like(x, torch.nan), d_weight=d_weight)
-    assert_as_exact(out, same[0], truth[0])
-    assert_as_exact(d_weight, same[1], truth[1])
+    check(x, torch.randn(1000, device=device), d_y)
 
 
 @pytest.mark.alone
@@ -171,23 +156,14 @@ def test_offsets_are_int64(heads: int, device: str) -> None:
 def test_eps_of_zero(device: str) -> None:
     """Five rows in blocks of four: those past the end, all zero, have no rms to be divided by."""
     x, d_y = torch.randn(2, 5, 1000, device=device)
-    weight, d_weight = torch.randn(1000, device=device), torch.zeros(1000, device=device)
-    same, truth = both(x, weight, d_y, eps=0.0)
-    assert_as_exact(rms_norm(x, weight, 0.0, torch.empty_like(x)), same[0], truth[0])
-    out = rms_norm_backward(x, weight, 0.0, d_y, torch.empty_like(x), d_weight=d_weight)
-    assert_as_exact(out, same[1], truth[1])
-    assert_as_exact(d_weight, same[2], truth[2])
+    check(x, torch.randn(1000, device=device), d_y, eps=0.0)
 
 
 @pytest.mark.parametrize("size", [0.0, 1e-3, 3e4])
 def test_eps_and_extreme_rows(size: float, device: str) -> None:
     """Zeros, rows to which eps matters, and float16 whose squares float16 does not hold."""
     x = (torch.rand(3, 257, device=device) * size).half()
-    d_y, weight = torch.randn(3, 257, device=device), torch.randn(257, device=device)
-    same, truth = both(x.float(), weight, d_y, eps=1e-6)
-    assert_as_exact(rms_norm(x, weight, 1e-6, torch.empty_like(d_y)), same[0], truth[0])
-    out = rms_norm_backward(x, weight, 1e-6, d_y, torch.empty_like(d_y))
-    assert_as_exact(out, same[1], truth[1])
+    check(x, torch.randn(257, device=device), torch.randn(3, 257, device=device), eps=1e-6)
 
 
 def test_only_rows_of_tokens_are_added(device: str) -> None:

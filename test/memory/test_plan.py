@@ -9,19 +9,16 @@ from pathlib import Path
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, PreTrainedConfig
-from typer.testing import CliRunner
 
 from seqtile import memory
 from seqtile.arch import ARCHS
-from seqtile.cli import app
 from seqtile.memory.layer import chunk_tokens
 from seqtile.ops.chunks import resolve_chunk_tokens
+from support.choice import every_value
 from support.tiny import config_of
 
 LLAMA = "meta-llama/Llama-3.1-8B"
 GIB = 2**30
-DOCS = Path(__file__).parents[2] / "docs"
-PAGE = (DOCS / "planning.md").read_text()
 PARAMETERS = {  # as their model cards have them, in millions
     "meta-llama/Llama-3.1-8B": 8030,
     "meta-llama/Llama-3.1-70B": 70554,
@@ -101,6 +98,7 @@ def test_the_rule_of_tiles_is_that_of_ops(arch: str) -> None:
     assert chunk_tokens(shape, memory.Setup(), mlp=True) == resolve_chunk_tokens(None, shape.hidden, spread)
 
 
+@pytest.mark.full("of 28 ladders", but=every_value)
 @pytest.mark.parametrize(
     ("gpus", "sequence_parallel", "offload"),
     [(1, 1, ("optimizer", "weights")), (8, 8, ()), (16, 4, ("optimizer",)), (64, 64, ("optimizer",))],
@@ -170,21 +168,22 @@ def test_host_memory_of_a_node(gpus: int, on_a_node: int) -> None:
 
 
 @pytest.mark.parametrize(
-    ("optimizer", "dtype", "expected"),
-    [("adamw", "bfloat16", 12), ("adamw", "float32", 8), ("adamw_8bit", "bfloat16", 2), ("sgd", "float16", 0)],
+    ("setup", "weights", "optimizer"),
+    [
+        ({}, 2, 12),
+        ({"dtype": "float32"}, 4, 8),
+        ({"autocast": True}, 4, 8),
+        ({"optimizer": "adamw_8bit"}, 2, 2),
+        ({"optimizer": "sgd", "dtype": "float16"}, 2, 0),
+    ],
+    ids=str,
 )
-def test_optimizers(optimizer: str, dtype: str, expected: int) -> None:
-    plan = memory.plan(LLAMA, seq_len=8, optimizer=optimizer, dtype=dtype)
-    assert plan.peak.parts["optimizer"] == plan.shape.parameters * expected
-
-
-def test_weights_under_autocast() -> None:
-    """16 bytes a parameter, as with weights in half precision and a float32 copy, which are others: 4 of weights, 4 of
-    gradients, 8 of AdamW's; layer inputs in host memory have 4 bytes."""
-    plan = memory.plan(LLAMA, seq_len=8192, autocast=True, offload=("activations",))
-    assert plan.peak.parts["weights"] == plan.shape.parameters * 4
-    assert plan.peak.parts["optimizer"] == plan.shape.parameters * 8
-    assert plan.host["inputs"] == 31 * 8192 * 4096 * 4
+def test_bytes_a_parameter(setup: dict, weights: int, optimizer: int) -> None:
+    """With AdamW 16, of gradients 2 or 4; layer inputs in host memory have 4 bytes a number under autocast."""
+    plan = memory.plan(LLAMA, seq_len=8192, offload=("activations",), **setup)
+    assert plan.peak.parts["weights"] == plan.shape.parameters * weights
+    assert plan.peak.parts["optimizer"] == plan.shape.parameters * optimizer
+    assert plan.host["inputs"] == 31 * 8192 * 4096 * weights
 
 
 def test_adapters() -> None:
@@ -286,18 +285,23 @@ def test_one_name_is_taken_as_one(option: str, name: str) -> None:
     assert longest == found != memory.longest(LLAMA, gpus=8)
 
 
-def test_wrong_names() -> None:
-    for name, closest in (
-        ("gpu", "gpus"),
-        ("offlod", "offload"),
-        ("batchsize", "batch_size"),
-        ("headgroups", "head_groups"),
-    ):
-        for function in (memory.longest, partial(memory.plan, seq_len=8), lambda *a, **b: list(memory.ladder(*a, **b))):
-            with pytest.raises(TypeError, match=f"{name} is no option of a plan; did you mean {closest}\\?"):
-                function(LLAMA, **{name: 8})
-    with pytest.raises(TypeError, match="colour is no option of a plan; expected some of batch_size, gpus, "):
-        memory.longest(LLAMA, colour="red")
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("gpu", "did you mean gpus?"),
+        ("offlod", "did you mean offload?"),
+        ("batchsize", "did you mean batch_size?"),
+        ("headgroups", "did you mean head_groups?"),
+        ("colour", "expected some of batch_size, gpus, "),
+    ],
+)
+def test_wrong_names(name: str, hint: str) -> None:
+    for function in (memory.longest, partial(memory.plan, seq_len=8), lambda *a, **b: list(memory.ladder(*a, **b))):
+        with pytest.raises(TypeError, match=re.escape(f"{name} is no option of a plan; {hint}")):
+            function(LLAMA, **{name: 8})
+
+
+def test_wrong_models() -> None:
     for name in ("no/such", "x" * 5000):
         with pytest.raises(ValueError, match=r"model '.*': expected .* one of meta-llama/Llama-3\.1-8B, "):
             memory.longest(name)
@@ -338,60 +342,6 @@ def test_a_setup_can_be_changed() -> None:
     with pytest.raises(ValueError, match="expected a divisor"):
         replace(setup, sequence_parallel=3)
     assert json.dumps(memory.plan(LLAMA, seq_len=8).host) == "{}"
-
-
-def test_the_pages_output(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The command that docs/planning.md begins with prints what is shown there."""
-    monkeypatch.setenv("COLUMNS", "100")
-    command, output = re.search(
-        r"```bash\nseqtile (plan [^\n]*)\n```.*?```text\n(.*?)\n```\n", PAGE, re.DOTALL
-    ).groups()
-    assert CliRunner().invoke(app, command.split()).output.rstrip() == output
-
-
-def test_the_pages_tables() -> None:
-    """The tables of docs/planning.md say what is predicted now."""
-    names = {name.split("/")[1]: name for name in memory.KNOWN}
-    rows = re.findall(r"^\| (\S+) +\| +(\d+) \| +\S+ \| +([\d,]+) \| +([\d,]+) \| (\S+ memory)", PAGE, re.MULTILINE)
-    assert len(rows) == 10
-    for model, gpus, *lengths, bound in rows:
-        offload = ("activations", "optimizer", "weights")[: 3 if gpus == "1" else 2]
-        setup = {"gpus": int(gpus), "sequence_parallel": int(gpus), "offload": offload}
-        plain, light = (memory.longest(names[model], **setup, liger=liger) for liger in (False, True))
-        assert lengths == [f"{plain.tokens:,}", f"{light.tokens:,}"] and light.bound.startswith(bound)
-    ladder = memory.ladder(LLAMA, gpus=8, sequence_parallel=8, offload=("optimizer",))
-    *published, shared = [longest for rung, longest in ladder if not rung.liger]
-    for longest in published:
-        assert re.search(rf"^\| .* \| +{longest.tokens:,} \|$", PAGE, re.MULTILINE), longest
-    assert f"the prediction for Llama-3.1-8B is {shared.tokens:,} tokens" in " ".join(PAGE.split())
-    rows = re.findall(r"^\| (\S+) +\| +(\d+) GiB \|(.*)\|$", PAGE, re.MULTILINE)
-    assert len(rows) == 6
-    whole = ({}, {"liger": True}, {"tiles": memory.TILES}, {"tiles": memory.TILES, "head_groups": "auto"})
-    for model, gib, lengths in rows:
-        setup = {"gpu_memory_gib": int(gib), "offload": ("activations", "optimizer", "weights")}
-        found = [f"{memory.longest(names[model], **setup, **more).tokens:,}" for more in whole]
-        assert [cell.strip() for cell in lengths.split("|")] == found
-    rows = re.findall(r"^\| (\S+) +\| +(\d+) \| +([\d,]+) \| +[\d.]+ \| +([\d.]+) \|$", PAGE, re.MULTILINE)
-    assert len(rows) == 4
-    for model, gpus, tokens, gib in rows:
-        offload = memory.OFFLOAD if gpus == "1" else ("activations", "optimizer")
-        setup = {"gpus": int(gpus), "sequence_parallel": int(gpus), "offload": offload, "liger": True}
-        planned = memory.plan(names[model], seq_len=int(tokens.replace(",", "")), **setup)
-        assert gib == f"{planned.gpu_bytes / GIB:.1f}"
-
-
-def test_the_lengths_over_4_bits() -> None:
-    """The table of docs/quantised-bases.md."""
-    names = {name.split("/")[1]: name for name in memory.KNOWN}
-    page = (DOCS / "quantised-bases.md").read_text()
-    rows = re.findall(r"^\| (\S+) +\| +(\d+) GiB \|(.*)\|$", page, re.MULTILINE)
-    assert len(rows) == 9
-    whole = {"tiles": memory.TILES, "head_groups": "auto"}
-    more = {"tiles": ()}, {}, whole, whole | {"offload": ("activations",)}
-    for model, gib, lengths in rows:
-        setup = {"gpu_memory_gib": int(gib), "lora_rank": 16, "load_in_4bit": True}
-        found = [f"{memory.longest(names[model], **setup | each).tokens:,}" for each in more]
-        assert [cell.strip() for cell in lengths.split("|")] == found
 
 
 def test_the_weights_of_4_bits() -> None:

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from seqtile import gated_mlp, linear_cross_entropy
-from support.assertions import assert_as_exact
+from support.assertions import assert_all_as_exact, assert_as_exact
 
 pytestmark = [pytest.mark.gpu, pytest.mark.alone]
 
@@ -51,8 +51,7 @@ def test_loss_chunk_beyond_int32() -> None:
         theirs.backward()
         results.append([theirs * 64, leaf.grad * 64])
     ours = (losses[tokens - 64 : tokens].sum(), hidden.grad[tokens - 64 : tokens])
-    for value, same, true in zip(ours, *results, strict=True):
-        assert_as_exact(value, same, true)
+    assert_all_as_exact(ours, *results)
 
 
 @pytest.mark.parametrize("ignored", [0.0, 0.75])

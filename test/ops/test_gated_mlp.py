@@ -1,261 +1,287 @@
+"""The gated MLP, and all that an architecture or an adapter may add: activations, biases, fused weights, LoRA, frozen
+parameters, and gradients that go to `main_grad`."""
+
+import itertools
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from seqtile import gated_mlp
-from support.assertions import assert_as_exact
+from seqtile import LowRank, gated_mlp
+from support.assertions import assert_as_exact, relative_error
+from support.choice import every_value
 from support.measure import FlopCount, LiveBytes, eager_memory
+from support.tiny import interpreted
 
-D, M = 48, 130
-NAMES = ("y", "d_x", "d_gate_weight", "d_up_weight", "d_down_weight")
-
-
-def make(tokens: int, dtype: torch.dtype = torch.float32, device: str = "cpu") -> list[torch.Tensor]:
-    """x, gate_weight, up_weight, down_weight, all requiring gradients."""
-    shapes = [(tokens, D), (M, D), (M, D), (D, M)]
-    scales = [1.0, D**-0.5, D**-0.5, M**-0.5]
-    return [
-        (torch.randn(shape, device=device) * scale).to(dtype).requires_grad_()
-        for shape, scale in zip(shapes, scales, strict=True)
-    ]
+D, M, R, SCALE = 48, 130, 4, 0.5
+ACTIVATION = {"silu": F.silu, "gelu_tanh": partial(F.gelu, approximate="tanh")}
+VARIANTS = list(itertools.product(ACTIVATION, (False, True), ((), ("bias",), ("lora",), ("bias", "lora"))))
 
 
-def plain(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor) -> torch.Tensor:
-    return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+def make(
+    fused: bool, parts: tuple[str, ...], device: str, dtype: torch.dtype = torch.float32
+) -> dict[str, torch.Tensor]:
+    """Every parameter by name, all requiring gradients."""
+    into = {"gate": (2 * M, D)} if fused else {"gate": (M, D), "up": (M, D)}
+    parameters = {}
+    for name, (rows, columns) in (into | {"down": (D, M)}).items():
+        parameters[f"{name}_weight"] = torch.randn(rows, columns, device=device) * columns**-0.5
+        if "bias" in parts:
+            parameters[f"{name}_bias"] = torch.randn(rows, device=device)
+        if "lora" in parts:
+            parameters[f"{name}_a"] = torch.randn(R, columns, device=device) * columns**-0.5
+            parameters[f"{name}_b"] = torch.randn(rows, R, device=device)
+    return {name: value.to(dtype).requires_grad_() for name, value in parameters.items()}
 
 
-def run(function, operands: list[torch.Tensor], d_y: torch.Tensor, dtype: torch.dtype | None = None, **options):
-    """y and the gradients of `operands`, in `dtype`."""
-    leaves = [operand.detach().to(dtype or operand.dtype).requires_grad_(operand.requires_grad) for operand in operands]
-    y = function(*leaves, **options)
-    y.backward(d_y.to(y.dtype))
-    return [y, *(leaf.grad for leaf in leaves)]
+def tiled(x: torch.Tensor, p: dict[str, torch.Tensor], activation: str, chunk_tokens: int) -> torch.Tensor:
+    adapters = {f"{n}_lora": LowRank(p[f"{n}_a"], p[f"{n}_b"], SCALE) for n in ("gate", "up", "down") if f"{n}_a" in p}
+    biases = {name: value for name, value in p.items() if name.endswith("bias")}
+    weights = (p["gate_weight"], p.get("up_weight"), p["down_weight"])
+    return gated_mlp(x, *weights, **biases, **adapters, activation=activation, chunk_tokens=chunk_tokens)
 
 
-def assert_right(operands: list[torch.Tensor], d_y: torch.Tensor, ours: list[torch.Tensor], dtype: torch.dtype) -> None:
-    same, truth = run(plain, operands, d_y, dtype), run(plain, operands, d_y, torch.float64)
-    for name, mine, theirs, true in zip(NAMES, ours, same, truth, strict=True):
-        assert (mine is None) == (theirs is None), name
-        if mine is not None:
-            assert_as_exact(mine, theirs, true)
+def untiled(x: torch.Tensor, p: dict[str, torch.Tensor], activation: str) -> torch.Tensor:
+    def linear(name: str, x: torch.Tensor) -> torch.Tensor:
+        y = F.linear(x, p[f"{name}_weight"], p.get(f"{name}_bias"))
+        return y + F.linear(F.linear(x, p[f"{name}_a"]), p[f"{name}_b"]) * SCALE if f"{name}_a" in p else y
+
+    gate, up = (linear("gate", x), linear("up", x)) if "up_weight" in p else linear("gate", x).chunk(2, dim=-1)
+    return linear("down", ACTIVATION[activation](gate) * up)
+
+
+def run(
+    function, x: torch.Tensor, p: dict, d_y: torch.Tensor, dtype: torch.dtype, **options
+) -> dict[str, torch.Tensor]:
+    """y, d_x and the gradients of the parameters that require one, in `dtype`."""
+    leaf = x.detach().to(dtype).requires_grad_()
+    copies = {name: value.detach().to(dtype).requires_grad_(value.requires_grad) for name, value in p.items()}
+    y = function(leaf, copies, **options)
+    y.backward(d_y.to(dtype))
+    return {"y": y, "x": leaf.grad} | {name: copy.grad for name, copy in copies.items()}
+
+
+@pytest.mark.in_interpreter("one end-to-end case of each op and dtype", only=every_value)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("activation", "fused", "parts"), VARIANTS, ids=str)
+def test_output_and_gradients(
+    activation: str, fused: bool, parts: tuple[str, ...], dtype: torch.dtype, device: str
+) -> None:
+    p = make(fused, parts, device, dtype)
+    x, d_y = (torch.randn(190, D, device=device).to(dtype) for _ in range(2))
+    same, truth = (run(untiled, x, p, d_y, kind, activation=activation) for kind in (dtype, torch.float64))
+    for chunk_tokens in (63, 190):
+        ours = run(tiled, x, p, d_y, dtype, activation=activation, chunk_tokens=chunk_tokens)
+        for name, true in truth.items():
+            assert ours[name].dtype == dtype
+            assert_as_exact(ours[name], same[name], true)
 
 
 @pytest.mark.in_interpreter("one end-to-end case of each op and dtype", only=("63-16-dtype0", "190-63-*"))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("tokens", "chunk_tokens"), [(63, 63), (63, 16), (190, 63), (5, 1), (1024, 4)])
-def test_output_and_gradients(tokens: int, chunk_tokens: int, dtype: torch.dtype, device: str) -> None:
-    operands, d_y = make(tokens, dtype, device), torch.randn(tokens, D, device=device).to(dtype)
-    ours = run(gated_mlp, operands, d_y, chunk_tokens=chunk_tokens)
-    assert all(mine.dtype == dtype for mine in ours)
-    assert_right(operands, d_y, ours, dtype)
+def test_lengths(tokens: int, chunk_tokens: int, dtype: torch.dtype, device: str) -> None:
+    p = make(False, (), device, dtype)
+    x, d_y = (torch.randn(tokens, D, device=device).to(dtype) for _ in range(2))
+    same, truth = (run(untiled, x, p, d_y, kind, activation="silu") for kind in (dtype, torch.float64))
+    ours = run(tiled, x, p, d_y, dtype, activation="silu", chunk_tokens=chunk_tokens)
+    for name, true in truth.items():
+        assert_as_exact(ours[name], same[name], true)
 
 
-@pytest.mark.parametrize(
-    "trainable", [(True, False, False, False), (False, True, True, True), (False, False, True, False)]
-)
-def test_frozen_operands(trainable: tuple[bool, ...], device: str) -> None:
-    operands, d_y = make(190, device=device), torch.randn(190, D, device=device)
-    for operand, wanted in zip(operands, trainable, strict=True):
-        operand.requires_grad_(wanted)
-    ours = run(gated_mlp, operands, d_y, chunk_tokens=63)
-    assert_right(operands, d_y, ours, torch.float32)
+@pytest.mark.parametrize("fused", [False, True])
+def test_plain_lora(fused: bool, device: str) -> None:
+    """A frozen base: adapters get gradients, the base none, and no product is spent on it."""
+    p = make(fused, ("lora",), device)
+    for name, value in p.items():
+        value.requires_grad_(not name.endswith("weight"))
+    x, d_y = torch.randn(190, D, device=device), torch.randn(190, D, device=device)
+    same, truth = (run(untiled, x, p, d_y, kind, activation="silu") for kind in (torch.float32, torch.float64))
+    ours = run(tiled, x, p, d_y, torch.float32, activation="silu", chunk_tokens=63)
+    for name, true in truth.items():
+        assert (ours[name] is None) == (true is None)
+        if true is not None:
+            assert_as_exact(ours[name], same[name], true)
+    with FlopCount() as flops:
+        run(tiled, x, p, d_y, torch.float32, activation="silu", chunk_tokens=63)
+    unit, low = 2 * 190 * D * M, 2 * 190 * R * (D + M)
+    assert unit * 8 < flops.total <= unit * 8 + 3 * 6 * low * (2 if fused else 1)
 
 
-@pytest.mark.parametrize("reentrant", [False, True])
-def test_under_checkpointing(reentrant: bool, device: str) -> None:
-    operands, d_y = make(190, device=device), torch.randn(190, D, device=device)
-
-    def checkpointed(*leaves: torch.Tensor) -> torch.Tensor:
-        return checkpoint(lambda *args: gated_mlp(*args, chunk_tokens=63), *leaves, use_reentrant=reentrant)
-
-    assert_right(operands, d_y, run(checkpointed, operands, d_y), torch.float32)
-
-
-def test_nested_checkpoints_and_saved_on_cpu(device: str) -> None:
-    operands, d_y = make(190, device=device), torch.randn(190, D, device=device)
-
-    def inner(*leaves: torch.Tensor) -> torch.Tensor:
-        return checkpoint(lambda *args: gated_mlp(*args, chunk_tokens=63), *leaves, use_reentrant=False)
-
-    def nested(*leaves: torch.Tensor) -> torch.Tensor:
-        with torch.autograd.graph.save_on_cpu():
-            return checkpoint(inner, *leaves, use_reentrant=False)
-
-    assert_right(operands, d_y, run(nested, operands, d_y), torch.float32)
-
-
-def test_retained_graph_accumulates_the_same_again(device: str) -> None:
-    x, *weights = make(190, device=device)
-    y = gated_mlp(x, *weights, chunk_tokens=63)
-    d_y = torch.randn_like(y)
-    y.backward(d_y, retain_graph=True)
-    once = [tensor.grad.clone() for tensor in (x, *weights)]
+@pytest.mark.parametrize("adapters", [torch.float32, torch.bfloat16])
+def test_adapters_of_another_dtype(adapters: torch.dtype, device: str) -> None:
+    """PEFT keeps the adapters of a bfloat16 model in float32; their gradients come back in their own dtype."""
+    p = make(False, ("lora",), device, torch.bfloat16)
+    p = {n: v.detach().to(adapters if n[-1] in "ab" else v.dtype).requires_grad_() for n, v in p.items()}
+    x, d_y = (torch.randn(190, D, device=device).bfloat16() for _ in range(2))
+    same, truth = (run(untiled, x, p, d_y, kind, activation="silu") for kind in (torch.bfloat16, torch.float64))
+    y = tiled(x, p, "silu", 63)
     y.backward(d_y)
-    for tensor, first in zip((x, *weights), once, strict=True):
-        torch.testing.assert_close(tensor.grad, 2 * first)
-
-
-def test_a_weight_changed_before_the_backward_raises(device: str) -> None:
-    x, gate, up, down = make(190, device=device)
-    y = gated_mlp(x, gate, up, down, chunk_tokens=63)
-    with torch.no_grad():
-        up.add_(1)
-    with pytest.raises(RuntimeError, match="inplace operation"):
-        y.sum().backward()
+    assert_as_exact(y, same["y"], truth["y"])
+    for name, value in p.items():
+        assert value.grad.dtype == value.dtype
+        assert_as_exact(value.grad.to(torch.bfloat16), same[name], truth[name])
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_gradients_arrive_in_the_order_of_the_untiled_mlp(checkpointed: bool, device: str) -> None:
+@pytest.mark.parametrize(
+    ("fused", "parts"), [(False, ()), (False, ("bias", "lora")), (True, ("bias", "lora"))], ids=str
+)
+def test_gradients_arrive_once_and_in_one_order(
+    fused: bool, parts: tuple[str, ...], checkpointed: bool, device: str
+) -> None:
     """ZeRO-1 and -2 reduce gradients as they arrive: a rank with chunks and one without must agree on the order."""
     orders = []
     for chunk_tokens in (16, 63, 190):
-        arrived = []
-        x, *weights = make(190, device=device)
-        for i, weight in enumerate(weights):
-            weight.register_post_accumulate_grad_hook(lambda _, i=i, arrived=arrived: arrived.append(i))
-
-        def mlp(*operands: torch.Tensor, chunk_tokens: int = chunk_tokens) -> torch.Tensor:
-            return gated_mlp(*operands, chunk_tokens=chunk_tokens)
-
-        y = checkpoint(mlp, x, *weights, use_reentrant=False) if checkpointed else mlp(x, *weights)
-        y.sum().backward()
+        p = make(fused, parts, device)
+        arrived: list[str] = []
+        for name, value in p.items():
+            value.register_post_accumulate_grad_hook(lambda _, name=name, arrived=arrived: arrived.append(name))
+        call, x = partial(tiled, p=p, activation="silu", chunk_tokens=chunk_tokens), torch.randn(190, D, device=device)
+        x.requires_grad_()
+        (checkpoint(call, x, use_reentrant=False) if checkpointed else call(x)).sum().backward()
         orders.append(arrived)
-    assert orders == [[2, 1, 0]] * 3
+    assert len(orders[0]) == len(p) and orders[0] == orders[1] == orders[2]
+    assert parts or orders[0] == ["down_weight", "up_weight", "gate_weight"]
 
 
-def test_second_derivatives_raise(device: str) -> None:
-    x, *weights = make(190, device=device)
-    with pytest.raises(RuntimeError, match="create_graph"):
-        torch.autograd.grad(gated_mlp(x, *weights, chunk_tokens=63).sum(), x, create_graph=True)
+@pytest.mark.parametrize("micro_batches", [1, 2, 3, 4])
+@pytest.mark.parametrize("chunk_tokens", [16, 1000])
+def test_main_grad(chunk_tokens: int, micro_batches: int, device: str) -> None:
+    """Chunks and micro-batches add up in float32 in `main_grad`; `.grad` stays empty, and would be less exact."""
+    p = make(False, ("bias",), device, torch.bfloat16)
+    batches = [[torch.randn(63, D, device=device).bfloat16() for _ in range(2)] for _ in range(micro_batches)]
+    expected = {name: torch.zeros(value.shape, dtype=torch.float64) for name, value in p.items()}
+    for x, d_y in batches:
+        truth = run(untiled, x, p, d_y, torch.float64, activation="silu")
+        expected = {name: total + truth[name].cpu() for name, total in expected.items()}
+    for x, d_y in batches:
+        tiled(x, p, "silu", chunk_tokens).backward(d_y)
+    usual = {name: value.grad for name, value in p.items()}
+    for value in p.values():
+        value.grad, value.main_grad = None, torch.zeros_like(value, dtype=torch.float32)
+    for x, d_y in batches:
+        leaf = x.detach().requires_grad_()
+        tiled(leaf, p, "silu", chunk_tokens).backward(d_y)
+        assert leaf.grad is not None
+    for name, value in p.items():
+        assert value.grad is None
+        assert_as_exact(value.main_grad.bfloat16(), usual[name], expected[name])
+
+    def error(gradients: dict[str, torch.Tensor]) -> float:
+        flat = (torch.cat([of[name].double().flatten().cpu() for name in p]) for of in (gradients, expected))
+        return relative_error(*flat)
+
+    if not interpreted():  # whose bfloat16 is truncated
+        assert error({name: value.main_grad for name, value in p.items()}) < error(usual)
 
 
-def test_expanded_upstream_gradient(device: str) -> None:
-    """What sum() and mean() send back has stride 0."""
-    operands = make(190, device=device)
-    ours = run(gated_mlp, operands, torch.ones(1, 1, device=device).expand(190, D), chunk_tokens=63)
-    assert_right(operands, torch.ones(190, D, device=device), ours, torch.float32)
-
-
-def test_weights_reach_autograd_once(device: str) -> None:
-    x, *weights = make(190, device=device)
-    calls = [0, 0, 0]
-    for i, weight in enumerate(weights):
-        weight.register_post_accumulate_grad_hook(lambda _, i=i: calls.__setitem__(i, calls[i] + 1))
-    gated_mlp(x, *weights, chunk_tokens=16).sum().backward()
-    assert calls == [1, 1, 1]
+def test_main_grad_that_does_not_fit(device: str) -> None:
+    p = make(False, (), device)
+    before = {name: value.detach().clone() for name, value in p.items()}
+    for wrong in (torch.zeros(M, D, dtype=torch.bfloat16), torch.zeros(M)):
+        p["up_weight"].main_grad = wrong
+        with pytest.raises(ValueError, match=r"main_grad is .*expected torch.float32 .*allocate it so"):
+            tiled(torch.randn(190, D, device=device), p, "silu", 63)
+    assert all(value.equal(before[name]) for name, value in p.items())
 
 
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_flops(checkpointed: bool) -> None:
     """11 u tiled, with and without checkpointing; 9 u for a sequence no longer than a chunk."""
-    operands, d_y = make(190), torch.randn(190, D)
+    p, (x, d_y) = make(False, (), "cpu"), torch.randn(2, 190, D)
     unit = 2 * 190 * D * M
 
-    def forward(*leaves: torch.Tensor, chunk_tokens: int) -> torch.Tensor:
-        if not checkpointed:
-            return gated_mlp(*leaves, chunk_tokens=chunk_tokens)
-        return checkpoint(lambda *args: gated_mlp(*args, chunk_tokens=chunk_tokens), *leaves, use_reentrant=False)
+    def forward(x: torch.Tensor, p: dict, chunk_tokens: int) -> torch.Tensor:
+        call = partial(tiled, p=p, activation="silu", chunk_tokens=chunk_tokens)
+        return checkpoint(call, x, use_reentrant=False) if checkpointed else call(x)
 
-    with FlopCount() as flops:
-        run(forward, operands, d_y, chunk_tokens=63)
-    assert flops.total == 11 * unit and not flops.unknown
-    with FlopCount() as flops:
-        run(forward, operands, d_y, chunk_tokens=190)
-    assert flops.total == (11 if checkpointed else 9) * unit and not flops.unknown
-
-
-def saved_and_peak_bytes(tokens: int) -> tuple[int, int]:
-    operands = make(tokens)
-    with LiveBytes() as memory:
-        y = gated_mlp(*operands, chunk_tokens=63)
-        saved = memory.live - y.nbytes
-        y.backward(torch.ones_like(y))
-    return saved, memory.peak
+    for chunk_tokens, units in ((63, 11), (190, 11 if checkpointed else 9)):
+        with FlopCount() as flops:
+            run(forward, x, p, d_y, torch.float32, chunk_tokens=chunk_tokens)
+        assert flops.total == units * unit and not flops.unknown
 
 
 @eager_memory
 def test_memory() -> None:
     """Nothing is saved beside x; the peak grows by y, d_y and d_x alone, never by a [T, M] tensor."""
-    saved, peak = saved_and_peak_bytes(1000)
-    saved_longer, peak_longer = saved_and_peak_bytes(4000)
+
+    def saved_and_peak(tokens: int) -> tuple[int, int]:
+        x, p = torch.randn(tokens, D, requires_grad=True), make(False, (), "cpu")
+        with LiveBytes() as memory:
+            y = tiled(x, p, "silu", 63)
+            saved = memory.live - y.nbytes
+            y.backward(torch.ones_like(y))
+        return saved, memory.peak
+
+    (saved, peak), (saved_longer, peak_longer) = saved_and_peak(1000), saved_and_peak(4000)
     assert saved == saved_longer == 0
     assert (peak_longer - peak) / 3000 == 3 * 4 * D
 
 
-def test_no_gradient_needed(device: str) -> None:
-    x, *weights = make(190, device=device)
-    expected = plain(x, *weights)
-    for context in (torch.no_grad, torch.inference_mode):
-        with context():
-            y = gated_mlp(x, *weights, chunk_tokens=63)
-        assert not y.requires_grad
-        torch.testing.assert_close(y, expected, rtol=1e-5, atol=1e-5)
-
-
-def test_autocast(device: str) -> None:
-    operands, d_y = make(190, device=device), torch.randn(190, D, device=device)
-    with torch.autocast(device, torch.bfloat16):
-        leaves = [operand.detach().requires_grad_() for operand in operands]
-        y = gated_mlp(*leaves, chunk_tokens=63)
-    assert y.dtype == torch.bfloat16
-    y.backward(d_y.bfloat16())
-    assert all(leaf.grad.dtype == torch.float32 for leaf in leaves)
-    ours = [y, *(leaf.grad.bfloat16() for leaf in leaves)]
-    assert_right(operands, d_y.bfloat16().float(), ours, torch.bfloat16)
-
-
 def test_leading_dimensions(device: str) -> None:
-    x, *weights = make(180, device=device)
-    flat = gated_mlp(x, *weights, chunk_tokens=50)
-    shaped = gated_mlp(x.view(3, 4, 15, D), *weights, chunk_tokens=50)
+    x, p = torch.randn(180, D, device=device), make(False, (), device)
+    flat, shaped = (tiled(each, p, "silu", 50) for each in (x, x.view(3, 4, 15, D)))
     assert shaped.shape == (3, 4, 15, D)
     torch.testing.assert_close(shaped.view(-1, D), flat, rtol=0, atol=0)
-    strided = gated_mlp(x.view(12, 15, D).transpose(0, 1), *weights, chunk_tokens=50)
+    strided = tiled(x.view(12, 15, D).transpose(0, 1), p, "silu", 50)
     torch.testing.assert_close(strided.transpose(0, 1).reshape(-1, D), flat)
 
 
-def test_compiled_equals_eager(device: str) -> None:
-    operands, d_y = make(190, device=device), torch.randn(190, D, device=device)
-    compiled = torch.compile(
-        lambda x, *weights: gated_mlp(x * 1.0, *weights, chunk_tokens=63) * 1.0, backend="aot_eager"
-    )
-    assert_right(operands, d_y, run(compiled, operands, d_y), torch.float32)
+def test_a_sequence_of_one_chunk_breaks_no_graph() -> None:
+    p = make(False, (), "cpu")
+    explained = torch._dynamo.explain(lambda x: tiled(x * 1.0, p, "silu", 190) * 1.0)(torch.randn(190, D))
+    assert explained.graph_break_count == 0
 
 
-def test_compiling_breaks_the_graph_once_and_by_name() -> None:
-    def step(x: torch.Tensor, *weights: torch.Tensor, chunk_tokens: int) -> torch.Tensor:
-        return gated_mlp(x * 1.0, *weights, chunk_tokens=chunk_tokens) * 1.0
+BASE = {"x": torch.randn(63, D)} | make(False, (), "cpu")
+REFUSED = [
+    ({"x": torch.randn(0, D)}, ValueError, "at least one token"),
+    ({"x": torch.randn(63, D + 1)}, ValueError, r"gate_weight has shape \[130, 48\], expected \[M, D\] with D = 49"),
+    ({"x": torch.randn(63, D, dtype=torch.bfloat16)}, TypeError, "cast one of them"),
+    ({"x": torch.zeros(63, D, dtype=torch.int64)}, TypeError, "x is torch.int64"),
+    ({"x": torch.randn(63, D).to_sparse()}, TypeError, "x is sparse_coo, expected a dense tensor"),
+    ({"gate_weight": torch.randn(M, D).to_sparse()}, TypeError, "gate_weight is sparse_coo, expected a dense tensor"),
+    ({"up_weight": torch.randn(M + 1, D)}, ValueError, "up_weight has shape"),
+    ({"up_weight": torch.randn(M, D, device="meta")}, ValueError, "up_weight is on meta"),
+    ({"down_weight": torch.randn(M, D)}, ValueError, r"down_weight has shape \[130, 48\], expected \[D, M\]"),
+    ({"chunk_tokens": 0}, ValueError, "chunk_tokens"),
+    ({"gate_bias": torch.randn(M + 1)}, ValueError, r"gate_bias has shape \[131\]"),
+    (
+        {"down_bias": torch.randn(M)},
+        ValueError,
+        r"down_bias has shape \[130\], expected one number a row of down_weight",
+    ),
+    (
+        {"up_lora": LowRank(torch.randn(R, D), torch.randn(M, R + 1), 1.0)},
+        ValueError,
+        r"up_lora.b has shape \[130, 5\]",
+    ),
+    ({"up_lora": LowRank(torch.randn(R, M), torch.randn(M, R), 1.0)}, ValueError, r"up_lora.a has shape \[4, 130\]"),
+    (
+        {"up_lora": LowRank(torch.zeros(R, D, dtype=torch.int8), torch.randn(M, R), 1.0)},
+        ValueError,
+        "up_lora.a is torch.int8",
+    ),
+    (
+        {"up_lora": LowRank(torch.randn(R, D), torch.randn(M, R), torch.tensor(2.0))},
+        TypeError,
+        r"up_lora.scale is tensor\(2.\), expected",
+    ),
+    ({"up_lora": LowRank(torch.randn(R, D), None, 2.0)}, TypeError, "up_lora.b is a NoneType, expected a tensor"),
+    ({"up_lora": LowRank(None, torch.randn(M, R), 2.0)}, TypeError, "up_lora.a is a NoneType, expected a tensor"),
+    ({"gate_lora": (1, 2)}, TypeError, r"gate_lora is a tuple, expected seqtile\.LowRank\(a, b, scale\) or None"),
+    ({"up_weight": None}, ValueError, "down_weight has shape"),
+    ({"up_weight": None, "up_bias": torch.randn(M)}, ValueError, "gate_weight holds up too"),
+    ({"up_weight": None, "gate_weight": torch.randn(M + 1, D)}, ValueError, r"expected \[2M, D\]"),
+    ({"activation": "gelu"}, ValueError, "activation is 'gelu', expected one of silu, gelu_tanh"),
+]
 
-    tiled = torch._dynamo.explain(step)(*make(190), chunk_tokens=63)
-    assert tiled.graph_break_count == 1 and "seqtile.gated_mlp" in tiled.break_reasons[0].reason
-    assert torch._dynamo.explain(step)(*make(190), chunk_tokens=190).graph_break_count == 0
 
-
-def bad(**changes: object) -> dict:
-    names = ("x", "gate_weight", "up_weight", "down_weight")
-    return dict(zip(names, make(63), strict=True)) | changes
-
-
-@pytest.mark.parametrize(
-    ("arguments", "error", "message"),
-    [
-        (bad(x=torch.randn(0, D)), ValueError, "at least one token"),
-        (
-            bad(x=torch.randn(63, D + 1)),
-            ValueError,
-            r"gate_weight has shape \[130, 48\], expected \[M, D\] with D = 49",
-        ),
-        (bad(up_weight=torch.randn(M + 1, D)), ValueError, "up_weight has shape"),
-        (bad(down_weight=torch.randn(M, D)), ValueError, r"down_weight has shape \[130, 48\], expected \[D, M\]"),
-        (bad(x=torch.randn(63, D, dtype=torch.bfloat16)), TypeError, "cast one of them"),
-        (bad(x=torch.zeros(63, D, dtype=torch.int64)), TypeError, "x is torch.int64"),
-        (bad(up_weight=torch.randn(M, D, device="meta")), ValueError, "up_weight is on meta"),
-        (bad(activation="relu"), ValueError, "activation is 'relu'"),
-        (bad(chunk_tokens=0), ValueError, "chunk_tokens"),
-    ],
-    ids=lambda value: value if isinstance(value, str) else "",
-)
-def test_bad_input(arguments: dict, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        gated_mlp(**arguments)
+@pytest.mark.parametrize(("changes", "error", "message"), REFUSED, ids=lambda x: x if isinstance(x, str) else "")
+def test_bad_input(changes: dict, error: type[Exception], message: str) -> None:
+    prefix = "" if "chunk_tokens" in changes else "gated_mlp: .*"
+    with pytest.raises(error, match=prefix + message):
+        gated_mlp(**BASE | changes)

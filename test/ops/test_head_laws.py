@@ -14,7 +14,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from seqtile import linear_cross_entropy, linear_divergence, linear_topk_divergence
 from seqtile.ops.chunks import resolve_chunk_tokens
 from support.assertions import relative_error
-from support.choice import every_value
 from support.head_reference import IGNORE, cross_entropy_reference, values_and_gradients
 from support.measure import FlopCount, LiveBytes, eager_memory
 
@@ -32,16 +31,14 @@ def counted(*operands: torch.Tensor, **options: object) -> tuple[int, int, int]:
     return flops.total, forward, memory.peak
 
 
-@pytest.mark.full(
-    "sizes, dtypes and reductions by themselves: the buffers of one do not depend on the other", but=every_value
-)
+@pytest.mark.full("sizes and reductions by themselves: 3 s each", but=("llama3_8b-mean--100", "qwen3_32b-none-None"))
 @pytest.mark.parametrize(("reduction", "ignore_index"), [("mean", IGNORE), ("mean", None), ("none", None)])
 @pytest.mark.parametrize(("size", "vocab"), [(4096, 128256), (5120, 151936)], ids=["llama3_8b", "qwen3_32b"])
 def test_memory_does_not_grow_with_length(size: int, vocab: int, reduction: str, ignore_index: int | None) -> None:
     """Simulated at full size on fake tensors: beyond inputs, d_hidden, d_weight in float32 and its rounding, one chunk
     of logits and 5 %, the same at 8 thousand tokens and at a million."""
     chunk = resolve_chunk_tokens(None, size) * vocab * 2
-    for tokens in (8 * K, 128 * K, 1024 * K):
+    for tokens in (8 * K, 1024 * K):
         with FakeTensorMode():
             hidden = torch.empty(tokens, size, dtype=torch.bfloat16, requires_grad=True)
             weight = torch.empty(vocab, size, dtype=torch.bfloat16, requires_grad=True)
@@ -135,28 +132,6 @@ def test_ignored_tokens_are_not_multiplied(share: float) -> None:
         linear_cross_entropy(hidden, weight, target, chunk_tokens=250).backward()
     assert flops.total == round(3 * 2 * share * tokens * size * vocab) and not flops.unknown
     assert flops.calls == 3 * round(16 * share)
-
-
-@pytest.mark.parametrize("frozen", ["hidden", "weight", "neither", "grad mode"])
-def test_products(frozen: str) -> None:
-    """Three products of the labelled tokens; what is frozen costs none."""
-    tokens, size, vocab = 190, 64, 1000
-    hidden, weight = torch.randn(tokens, size), torch.randn(vocab, size) * 0.3
-    hidden.requires_grad_(frozen != "hidden")
-    weight.requires_grad_(frozen != "weight")
-    target = torch.randint(0, vocab, (tokens,))
-    with FlopCount() as flops, torch.set_grad_enabled(frozen != "grad mode"):
-        loss = linear_cross_entropy(hidden, weight, target, chunk_tokens=63)
-        if frozen != "grad mode":
-            loss.backward()
-    units = {"hidden": 2, "weight": 2, "neither": 3, "grad mode": 1}[frozen]
-    assert flops.total == units * 2 * tokens * size * vocab and not flops.unknown
-    truth = values_and_gradients(cross_entropy_reference, hidden, weight, target, dtype=torch.float64)
-    for operand, true in ((hidden, truth[1]), (weight, truth[2])):
-        if operand.requires_grad and frozen != "grad mode":
-            assert relative_error(operand.grad, true) <= 1e-6
-        else:
-            assert operand.grad is None
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])

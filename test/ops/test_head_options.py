@@ -165,10 +165,5 @@ def test_linear_log_probs(device: str, head: dict, data: st.DataObject) -> None:
         return torch.stack([result[0], result[1].entropy]) if outputs else result
 
     check(
-        ours,
-        log_probs_reference,
-        head,
-        device,
-        torch.randn(2, tokens) if outputs else torch.randn(tokens),
-        **options,
+        ours, log_probs_reference, head, device, torch.randn(2, tokens) if outputs else torch.randn(tokens), **options
     )

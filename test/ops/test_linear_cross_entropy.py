@@ -1,13 +1,14 @@
+"""The loss and its gradients, whatever comes back to it, and what it refuses."""
+
 import math
-from contextlib import nullcontext
 
 import numpy as np
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from seqtile import linear_cross_entropy
-from support.assertions import assert_as_exact
+from support.assertions import assert_all_as_exact, assert_as_exact
+from support.choice import every_pair
 from support.head_reference import (
     IGNORE,
     D,
@@ -18,56 +19,130 @@ from support.head_reference import (
     make,
     values_and_gradients,
 )
-from support.measure import eager_memory
+
+Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def reference(*operands: torch.Tensor, dtype: torch.dtype, **options) -> list[torch.Tensor]:
-    return values_and_gradients(cross_entropy_reference, *operands, dtype=dtype, **options)
+def references(*operands: torch.Tensor, dtype: torch.dtype, **options: object) -> list[list[torch.Tensor]]:
+    """Torch's loss and gradients in a dtype, and the truth."""
+    return [
+        values_and_gradients(cross_entropy_reference, *operands, dtype=d, **options) for d in (dtype, torch.float64)
+    ]
 
 
-OPTIONS = [{}, {"reduction": "sum"}, {"num_items": 37}, {"reduction": "none"}]
+def compare(operands: Operands, dtype: torch.dtype, chunk_tokens: int | None = 63, **options: object) -> None:
+    """Loss and gradients by the tolerance law."""
+    given = {"dtype": dtype, "chunk_tokens": chunk_tokens} | options
+    ours = values_and_gradients(linear_cross_entropy, *operands, **given)
+    assert [value.dtype for value in ours] == [torch.float32, *(dtype for _ in ours[1:])]
+    for value, same, true in zip(ours, *references(*operands, dtype=dtype, **options), strict=True):
+        assert value.shape == true.shape
+        assert_as_exact(value, same, true)
 
 
+@pytest.mark.full("of 60 cases, beside those that test_head_options.py draws", but=every_pair)
 @pytest.mark.in_interpreter(
     "one end-to-end case of each op and dtype",
     only=("63-16-dtype0-*sum*", "190-63-dtype0-*none*", "190-63-dtype1-*num*", "190-63-dtype2-{}"),
 )
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", [{}, {"reduction": "sum"}, {"num_items": 37}, {"reduction": "none"}], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize(("tokens", "chunk_tokens"), [(63, 1000), (63, 16), (190, 63), (5, 1), (1024, 4)])
 def test_loss_and_gradients(tokens: int, chunk_tokens: int, dtype: torch.dtype, options: dict, device: str) -> None:
-    hidden, weight, target = make(tokens, dtype, device)
-    same = reference(hidden, weight, target, dtype=dtype, **options)
-    truth = reference(hidden, weight, target, dtype=torch.float64, **options)
-    loss = linear_cross_entropy(hidden, weight, target, chunk_tokens=chunk_tokens, **options)
-    assert loss.dtype == torch.float32 and loss.shape == (target.shape if options.get("reduction") == "none" else ())
-    loss.sum().backward()
-    assert hidden.grad.dtype == weight.grad.dtype == dtype
-    for ours, theirs, true in zip((loss, hidden.grad, weight.grad), same, truth, strict=True):
-        assert_as_exact(ours, theirs, true)
+    compare(make(tokens, dtype, device), dtype, chunk_tokens, **options)
 
 
 @pytest.mark.parametrize("vocab", [49152, 128256])
 def test_real_vocabularies(vocab: int, device: str) -> None:
     hidden, weight, target = make(9, device=device, vocab=vocab)
     target.clamp_(min=0)  # all labelled: a CPU's product of other rows has another error
-    same = reference(hidden, weight, target, dtype=torch.float32)
-    truth = reference(hidden, weight, target, dtype=torch.float64)
-    loss = linear_cross_entropy(hidden, weight, target)
-    loss.backward()
-    for ours, theirs, true in zip((loss, hidden.grad, weight.grad), same, truth, strict=True):
-        assert_as_exact(ours, theirs, true)
+    compare((hidden, weight, target), torch.float32, None)
 
 
 @pytest.mark.parametrize("upstream", [0.0, 1 / 32, -3.0, 65536.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_upstream_gradient(upstream: float, dtype: torch.dtype, device: str) -> None:
-    hidden, weight, target = make(190, dtype, device)
-    same = reference(hidden, weight, target, dtype=dtype, upstream=upstream)
-    truth = reference(hidden, weight, target, dtype=torch.float64, upstream=upstream)
-    (linear_cross_entropy(hidden, weight, target, chunk_tokens=63) * upstream).backward()
-    for ours, theirs, true in zip((hidden.grad, weight.grad), same[1:], truth[1:], strict=True):
-        assert_as_exact(ours, theirs, true)
+    compare(make(190, dtype, device), dtype, upstream=upstream)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_class_weights_beyond_float16(reduction: str, device: str) -> None:
+    """Weights of a million: their products with probabilities fit no float16, the gradient of their mean does."""
+    class_weight = (torch.rand(V, device=device) + 0.5) * 1e6
+    upstream = torch.randn(190, device=device) / 190 / 1e6 if reduction == "none" else 1.0
+    operands = make(190, torch.float16, device)
+    compare(operands, torch.float16, reduction=reduction, class_weight=class_weight, upstream=upstream)
+
+
+@pytest.mark.parametrize(("scale", "factor"), [(1, 1.0), (1, 65536.0 / 190), (256, 2.0**18)])
+def test_upstream_of_every_token_beyond_float16(scale: int, factor: float, device: str) -> None:
+    """A GradScaler's factor on a different gradient for every token: nothing overflows on the way; and gradients that
+    fit float16, through logits whose own gradients do not."""
+    hidden, weight, target = make(190, torch.float16, device)
+    hidden, weight = ((x.detach() / scale).requires_grad_() for x in (hidden, weight))
+    upstream = torch.randn(190, device=device)
+    losses = linear_cross_entropy(hidden, weight, target, chunk_tokens=63, reduction="none")
+    ours = torch.autograd.grad((losses * upstream * factor).sum(), (hidden, weight))
+    same, truth = references(hidden, weight, target, dtype=torch.float16, reduction="none", upstream=upstream)
+    for gradient, theirs, true in zip(ours, same[1:], truth[1:], strict=True):
+        assert_as_exact(gradient.double() / factor, theirs, true)
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+def test_main_grad(reduction: str, device: str) -> None:
+    """Two micro-batches add up, unrounded, in the weight's own float32 buffer; nothing goes to .grad."""
+    batches = [make(190, torch.bfloat16, device), make(77, torch.bfloat16, device)]
+    weight, bias = batches[0][1], torch.randn(V, device=device).bfloat16().requires_grad_()
+    options = {"bias": bias, "reduction": reduction}
+    found = [references(hidden, weight, target, dtype=torch.bfloat16, **options) for hidden, _, target in batches]
+    for parameter in (weight, bias):
+        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
+    for hidden, _, target in batches:
+        linear_cross_entropy(hidden, weight, target, chunk_tokens=63, **options).sum().backward()
+        assert hidden.grad is not None
+    for i, parameter in enumerate((weight, bias), start=2):
+        assert parameter.grad is None
+        assert_as_exact(parameter.main_grad, *(found[0][kind][i] + found[1][kind][i] for kind in (0, 1)))
+
+
+STRIDED = {
+    "every second": lambda hidden, target: (hidden[::2], target[::2]),
+    "column": lambda hidden, target: (hidden.view(63, 2, D)[:, 1], target.view(63, 2)[:, 1]),
+    "expanded": lambda hidden, target: (hidden[:63], target[:1].expand(63)),
+}
+
+
+@pytest.mark.parametrize("reduction", ["mean", "none"])
+@pytest.mark.parametrize("strided", STRIDED)
+def test_strided_inputs(strided: str, reduction: str, device: str) -> None:
+    """Also bias and class weights that are columns of something."""
+    hidden, weight, target = make(126, device=device)
+    bias, class_weight = torch.rand(V, 2, device=device).unbind(1)
+    views = (*STRIDED[strided](hidden, target), bias, class_weight)
+    ours, whole = (
+        linear_cross_entropy(h, weight, t, bias=b, class_weight=c, reduction=reduction, chunk_tokens=16)
+        for h, t, b, c in (views, [view.contiguous() for view in views])
+    )
+    torch.testing.assert_close(ours, whole, rtol=0, atol=0)
+
+
+NONE_COUNTED = [
+    ({"reduction": "sum"}, 0.0),
+    ({"num_items": 5}, 0.0),
+    ({}, math.nan),
+    ({"num_items": torch.tensor(0)}, math.nan),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+@pytest.mark.parametrize(("options", "value"), NONE_COUNTED, ids=str)
+def test_no_token_labelled(options: dict, value: float, dtype: torch.dtype, device: str) -> None:
+    """A batch whose labels are all masked, be its count of 0 a tensor or not: the gradients are zeros."""
+    hidden, weight, target = make(63, dtype, device)
+    loss = linear_cross_entropy(hidden, weight, target.fill_(IGNORE), chunk_tokens=16, **options)
+    loss.backward()
+    torch.testing.assert_close(loss.item(), value, equal_nan=True)
+    assert hidden.grad.count_nonzero() == weight.grad.count_nonzero() == 0
 
 
 def test_gradients_are_scaled_once_in_float32(device: str) -> None:
@@ -86,32 +161,6 @@ def test_gradients_are_scaled_once_in_float32(device: str) -> None:
     torch.testing.assert_close(weight_scaled, weight_sum / n, rtol=1e-6, atol=0)
 
 
-@pytest.mark.parametrize("strided", ["every second", "column", "expanded"])
-def test_strided_inputs(strided: str, device: str) -> None:
-    hidden, weight, target = make(126, device=device)
-    if strided == "every second":
-        views = hidden[::2], target[::2]
-    elif strided == "column":
-        views = hidden.view(63, 2, D)[:, 1], target.view(63, 2)[:, 1]
-    else:
-        views = hidden[:63], target[:1].expand(63)
-    loss = linear_cross_entropy(views[0], weight, views[1], chunk_tokens=16)
-    expected = linear_cross_entropy(views[0].contiguous(), weight, views[1].contiguous(), chunk_tokens=16)
-    torch.testing.assert_close(loss, expected, rtol=0, atol=0)
-
-
-def test_strided_vectors(device: str) -> None:
-    """Bias and class weights that are columns of something."""
-    hidden, weight, target = make(63, device=device)
-    table = torch.rand(V, 2, device=device)
-    for reduction in ("mean", "none"):
-        options = {"reduction": reduction, "chunk_tokens": 16}
-        columns = linear_cross_entropy(hidden, weight, target, bias=table[:, 0], class_weight=table[:, 1], **options)
-        bias, class_weight = table.t().contiguous()
-        whole = linear_cross_entropy(hidden, weight, target, bias=bias, class_weight=class_weight, **options)
-        torch.testing.assert_close(columns, whole, rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("weight_dtype", [torch.float32, torch.float16])
 def test_accumulating_without_float32_under_autocast(weight_dtype: torch.dtype, device: str) -> None:
     """accumulate_dtype=None where the products are in another dtype than the weight."""
@@ -120,30 +169,9 @@ def test_accumulating_without_float32_under_autocast(weight_dtype: torch.dtype, 
     with torch.autocast(device, torch.bfloat16):
         loss = linear_cross_entropy(hidden, weight, target, chunk_tokens=63, accumulate_dtype=None)
     loss.backward()
-    same, truth = (
-        reference(hidden.detach().bfloat16(), weight.detach().bfloat16(), target, dtype=dtype)
-        for dtype in (torch.bfloat16, torch.float64)
-    )
+    same, truth = references(hidden.bfloat16(), weight.bfloat16(), target, dtype=torch.bfloat16)
     assert weight.grad.dtype == weight_dtype
     assert_as_exact(weight.grad.bfloat16(), same[2], truth[2])
-
-
-def test_batched_shape_equals_flat(device: str) -> None:
-    hidden, weight, target = make(189, device=device)
-    flat = linear_cross_entropy(hidden, weight, target, chunk_tokens=50)
-    batched = linear_cross_entropy(hidden.view(3, 63, D), weight, target.view(3, 63), chunk_tokens=50)
-    torch.testing.assert_close(batched, flat, rtol=0, atol=0)
-
-
-def test_all_ignored(device: str) -> None:
-    hidden, weight, _ = make(63, device=device)
-    target = torch.full((63,), IGNORE, device=device)
-    for options, value in (({"reduction": "sum"}, 0.0), ({"num_items": 5}, 0.0), ({}, math.nan)):
-        hidden.grad = weight.grad = None
-        loss = linear_cross_entropy(hidden, weight, target, chunk_tokens=16, **options)
-        loss.backward()
-        assert loss.item() == value or (math.isnan(value) and loss.isnan())
-        assert hidden.grad.count_nonzero() == weight.grad.count_nonzero() == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.int64, torch.float64, torch.float32])
@@ -157,16 +185,6 @@ def test_num_items_as_a_tensor(dtype: torch.dtype, device: str) -> None:
             torch.testing.assert_close(tensor, number)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_no_token_labelled_and_none_counted(dtype: torch.dtype, device: str) -> None:
-    """A batch whose labels are all masked, and its count of 0 as a tensor: the loss is NaN, the gradients are zeros."""
-    hidden, weight, _ = make(63, dtype, device)
-    target = torch.full((63,), IGNORE, device=device)
-    loss = linear_cross_entropy(hidden, weight, target, num_items=torch.tensor(0, device=device), chunk_tokens=16)
-    loss.backward()
-    assert loss.isnan() and hidden.grad.count_nonzero() == weight.grad.count_nonzero() == 0
-
-
 def test_an_infinite_upstream_stays_in_its_row(device: str) -> None:
     """As in torch: one token's overflow spoils its own row of d_hidden, and d_weight, nothing else."""
     hidden, weight, target = make(190, device=device)
@@ -175,7 +193,7 @@ def test_an_infinite_upstream_stays_in_its_row(device: str) -> None:
     upstream[7] = torch.inf
     losses = linear_cross_entropy(hidden, weight, target, reduction="none", chunk_tokens=63)
     (d_hidden,) = torch.autograd.grad((losses * upstream).sum(), hidden)
-    truth = reference(hidden, weight, target, dtype=torch.float64, reduction="none", upstream=upstream)[1]
+    _, (_, truth, _) = references(hidden, weight, target, dtype=torch.float32, reduction="none", upstream=upstream)
     rows = torch.arange(190, device=device) != 7
     assert not d_hidden[7].isfinite().any()
     torch.testing.assert_close(d_hidden[rows].double(), truth[rows], rtol=1e-4, atol=1e-5)
@@ -189,50 +207,6 @@ def test_numbers_of_numpy(device: str) -> None:
     torch.testing.assert_close(linear_cross_entropy(hidden, weight, target, **theirs), expected, rtol=0, atol=0)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16])
-def test_autocast(dtype: torch.dtype, device: str) -> None:
-    hidden, weight, target = make(190, device=device)
-    same = reference(hidden, weight, target, dtype=dtype)
-    truth = reference(hidden, weight, target, dtype=torch.float64)
-    with torch.autocast(device, dtype):
-        loss = linear_cross_entropy(hidden, weight, target, chunk_tokens=63)
-    loss.backward()
-    assert hidden.grad.dtype == weight.grad.dtype == torch.float32
-    assert_as_exact(loss, same[0], truth[0])
-    assert_as_exact(hidden.grad.to(dtype), same[1], truth[1])
-    assert_as_exact(weight.grad.to(dtype), same[2], truth[2])
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("hooks", [False, True])
-def test_backward_again_and_again(hooks: bool, reduction: str, device: str) -> None:
-    """With `retain_graph`, also under saved-tensor hooks, and with another upstream gradient."""
-    hidden, weight, target = make(190, device=device)
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x) if hooks else nullcontext():
-        loss = linear_cross_entropy(hidden, weight, target, chunk_tokens=63, reduction=reduction)
-    loss.sum().backward(retain_graph=True)
-    first = hidden.grad.clone(), weight.grad.clone()
-    (only,) = torch.autograd.grad(loss.sum(), weight, retain_graph=True)
-    torch.testing.assert_close(only, first[1], rtol=0, atol=0)
-    (loss.sum() * -3).backward()
-    for gradient, once in zip((hidden.grad, weight.grad), first, strict=True):
-        torch.testing.assert_close(gradient, -2 * once)
-
-
-@pytest.mark.parametrize("chunk_tokens", [20, None])
-def test_weight_changed_before_a_backward(chunk_tokens: int | None, device: str) -> None:
-    """Of several chunks the first backward has its gradients already; what recomputes or multiplies raises, as
-    torch."""
-    hidden, weight, target = make(63, device=device)
-    loss = linear_cross_entropy(hidden, weight, target, chunk_tokens=chunk_tokens)
-    with torch.no_grad():
-        weight.mul_(2)
-    if chunk_tokens is not None:
-        loss.backward(retain_graph=True)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
 def test_loss_changed_in_place_inside_a_larger_graph(device: str) -> None:
     hidden, weight, target = make(190, device=device)
     scale = torch.tensor(0.7, device=device, requires_grad=True)
@@ -244,78 +218,7 @@ def test_loss_changed_in_place_inside_a_larger_graph(device: str) -> None:
         h, w, s = (x.detach().to(dtype).requires_grad_() for x in (hidden, weight, scale))
         total = cross_entropy_reference(h * s, w, target, reduction="sum") * 3 + h.square().sum() * s
         grads += torch.autograd.grad(total, (h, w, s))
-    for ours, theirs, true in zip((hidden.grad, weight.grad, scale.grad), same, truth, strict=True):
-        assert_as_exact(ours, theirs, true)
-
-
-def test_gradients_accumulate(device: str) -> None:
-    """Two micro-batches into one .grad."""
-    first, second = make(190, device=device), make(77, device=device)
-    weight = first[1]
-    for hidden, _, target in (first, second):
-        linear_cross_entropy(hidden, weight, target, chunk_tokens=63, reduction="sum").backward()
-    same, truth = (
-        sum(reference(h, weight, t, dtype=dtype, reduction="sum")[2] for h, _, t in (first, second))
-        for dtype in (torch.float32, torch.float64)
-    )
-    assert_as_exact(weight.grad, same, truth)
-
-
-def test_tied_embeddings(device: str) -> None:
-    """One weight as embedding and as head."""
-    _, weight, target = make(190, device=device)
-    ids = torch.randint(0, V, (190,), device=device)
-    linear_cross_entropy(weight[ids], weight, target, chunk_tokens=63).backward()
-    gradients = []
-    for dtype in (torch.float32, torch.float64):
-        leaf = weight.detach().to(dtype).requires_grad_()
-        gradients += torch.autograd.grad(cross_entropy_reference(leaf[ids], leaf, target), leaf)
-    assert_as_exact(weight.grad, *gradients)
-
-
-@pytest.mark.parametrize("scaler", [65536.0, 1.0])
-def test_upstream_of_every_token(scaler: float, device: str) -> None:
-    """float16, a GradScaler's factor on a different gradient for every token: nothing overflows on the way."""
-    hidden, weight, target = make(190, torch.float16, device)
-    upstream = torch.randn(190, device=device) / 190 * scaler
-    truth = reference(hidden, weight, target, dtype=torch.float64, reduction="none", upstream=upstream)
-    unscaled = reference(hidden, weight, target, dtype=torch.float16, reduction="none", upstream=upstream / scaler)
-    losses = linear_cross_entropy(hidden, weight, target, chunk_tokens=63, reduction="none")
-    ours = torch.autograd.grad((losses * upstream).sum(), (hidden, weight))
-    for gradient, theirs, true in zip(ours, unscaled[1:], truth[1:], strict=True):
-        assert_as_exact(gradient / scaler, theirs, true / scaler)
-
-
-def test_upstream_beyond_float16(device: str) -> None:
-    """Gradients that fit float16, through logits whose own gradients do not."""
-    hidden, weight, target = make(190, torch.float16, device)
-    hidden, weight = ((x.detach() / 256).requires_grad_() for x in (hidden, weight))
-    upstream, factor = torch.randn(190, device=device), 2.0**18
-    same, truth = (
-        reference(hidden, weight, target, dtype=dtype, reduction="none", upstream=upstream)
-        for dtype in (torch.float16, torch.float64)
-    )
-    losses = linear_cross_entropy(hidden, weight, target, chunk_tokens=63, reduction="none")
-    ours = torch.autograd.grad((losses * upstream * factor).sum(), (hidden, weight))
-    for gradient, theirs, true in zip(ours, same[1:], truth[1:], strict=True):
-        assert_as_exact(gradient.double() / factor, theirs, true)
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_class_weights_beyond_float16(reduction: str, device: str) -> None:
-    """Weights of a million: their products with probabilities fit no float16, the gradient of their mean does."""
-    hidden, weight, target = make(190, torch.float16, device)
-    class_weight = torch.rand(V, device=device) + 0.5
-    upstream = torch.randn(190, device=device) / 190 / 1e6 if reduction == "none" else 1.0
-    options = {"reduction": reduction, "class_weight": class_weight * 1e6, "upstream": upstream}
-    same, truth = (
-        reference(hidden, weight, target, dtype=dtype, **options) for dtype in (torch.float16, torch.float64)
-    )
-    ours = values_and_gradients(
-        linear_cross_entropy, hidden, weight, target, dtype=torch.float16, chunk_tokens=63, **options
-    )
-    for value, theirs, true in zip(ours, same, truth, strict=True):
-        assert_as_exact(value, theirs, true)
+    assert_all_as_exact((hidden.grad, weight.grad, scale.grad), same, truth)
 
 
 def test_metrics(device: str) -> None:
@@ -341,42 +244,6 @@ def test_metrics(device: str) -> None:
             torch.testing.assert_close(ours, expected, rtol=0, atol=0)
 
 
-def test_second_derivatives_raise(device: str) -> None:
-    hidden, weight, target = make(63, device=device)
-    with pytest.raises(RuntimeError, match="create_graph"):
-        torch.autograd.grad(linear_cross_entropy(hidden, weight, target), hidden, create_graph=True)
-
-
-@eager_memory
-def test_on_fake_tensors() -> None:
-    """A memory simulation runs it: nothing looks at values."""
-    with FakeTensorMode():
-        hidden, weight, target = make(1000)
-        linear_cross_entropy(hidden, weight, target, chunk_tokens=63).backward()
-        assert hidden.grad.shape == hidden.shape
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-@pytest.mark.parametrize("ignore_index", [None, IGNORE])
-def test_compiled_equals_eager(ignore_index: int | None, reduction: str, device: str) -> None:
-    """With ignore_index=None in one graph; with ignored tokens too."""
-    hidden, weight, target = make(190, device=device)
-    if ignore_index is None:
-        target.clamp_(min=0)
-    bias = torch.randn(V, device=device, requires_grad=True)
-    leaves = (hidden, weight, bias)
-
-    def step(hidden, weight, bias, target):
-        options = {"label_smoothing": 0.1, "softcap": 5.0, "ignore_index": ignore_index, "reduction": reduction}
-        loss = linear_cross_entropy(hidden * 1.0, weight, target, bias=bias, chunk_tokens=63, **options)
-        return (loss * 1.5).square().sum()
-
-    eager = step(*leaves, target)
-    compiled = torch.compile(step, backend="aot_eager", fullgraph=ignore_index is None)(*leaves, target)
-    torch.testing.assert_close(compiled, eager)
-    torch.testing.assert_close(torch.autograd.grad(compiled, leaves), torch.autograd.grad(eager, leaves))
-
-
 @pytest.mark.full("10 s of compiler each, of the same graph", but=("dynamic",))
 @pytest.mark.parametrize("how", ["inductor", "dynamic"])
 def test_compiles_in_one_graph(how: str, device: str) -> None:
@@ -385,7 +252,7 @@ def test_compiles_in_one_graph(how: str, device: str) -> None:
     target.clamp_(min=0)
 
     def step(hidden, weight, target, z_loss):
-        return linear_cross_entropy(hidden * 1.0, weight, target, ignore_index=None, chunk_tokens=63, z_loss=z_loss)
+        return linear_cross_entropy(hidden * 1.0, weight, target, ignore_index=None, chunk_tokens=100, z_loss=z_loss)
 
     how = {"backend": "inductor"} if how == "inductor" else {"backend": "aot_eager", "dynamic": True}
     compiled = torch.compile(step, fullgraph=True, **how)
@@ -394,12 +261,6 @@ def test_compiles_in_one_graph(how: str, device: str) -> None:
         torch.testing.assert_close(ours, eager)
         gradients = (torch.autograd.grad(loss, (hidden, weight)) for loss in (ours, eager))
         torch.testing.assert_close(*gradients)
-
-
-def test_compiling_breaks_the_graph_once_and_by_name() -> None:
-    explained = torch._dynamo.explain(lambda hidden, *rest: linear_cross_entropy(hidden * 1.0, *rest) * 1.0)(*make(63))
-    assert explained.graph_break_count == 1
-    assert "seqtile counts the labelled tokens" in explained.break_reasons[0].reason
 
 
 def bad(**changes: object) -> dict:
@@ -475,26 +336,3 @@ def test_a_sharded_weight_is_refused() -> None:
         torch.testing.assert_close(whole, linear_cross_entropy(hidden, weight, target), rtol=0, atol=0)
     finally:
         dist.destroy_process_group()
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_main_grad(reduction: str, device: str) -> None:
-    """Two micro-batches add up, unrounded, in the weight's own float32 buffer; nothing goes to .grad."""
-    batches = [make(190, torch.bfloat16, device), make(77, torch.bfloat16, device)]
-    weight, bias = batches[0][1], torch.randn(V, device=device).bfloat16().requires_grad_()
-    usual, truth = [], []
-    for hidden, _, target in batches:
-        same, exact = (
-            reference(hidden, weight, target, bias=bias, dtype=dtype, reduction=reduction)[2:]
-            for dtype in (torch.bfloat16, torch.float64)
-        )
-        usual, truth = [*usual, same], [*truth, exact]
-    for parameter in (weight, bias):
-        parameter.main_grad = torch.zeros_like(parameter, dtype=torch.float32)
-    for hidden, _, target in batches:
-        loss = linear_cross_entropy(hidden, weight, target, bias=bias, chunk_tokens=63, reduction=reduction)
-        loss.sum().backward()
-        assert hidden.grad is not None
-    for i, parameter in enumerate((weight, bias)):
-        assert parameter.grad is None
-        assert_as_exact(parameter.main_grad, usual[0][i] + usual[1][i], truth[0][i] + truth[1][i])

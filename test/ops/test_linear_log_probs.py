@@ -3,81 +3,42 @@ import torch
 
 from seqtile import linear_cross_entropy, linear_log_probs
 from seqtile.ops.linear_log_probs import TokenValues
-from support.assertions import assert_as_exact
+from support.assertions import assert_all_as_exact
 from support.choice import every_value
-from support.head_reference import IGNORE, entropies_of, logits_of
+from support.head_reference import IGNORE, D, V, entropies_of, logits_of, losses_of, make
 from support.measure import FlopCount
-
-D, V = 64, 1000
-
-
-def make(tokens: int, device: str, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, ...]:
-    hidden = torch.randn(tokens, D, device=device).to(dtype).requires_grad_()
-    weight = (torch.randn(V, D, device=device) * 0.3).to(dtype).requires_grad_()
-    target = torch.randint(0, V, (tokens,), device=device)
-    target[torch.rand(tokens, device=device) < 0.3] = IGNORE
-    return hidden, weight, target
-
-
-def policy_loss(log_probs: torch.Tensor, entropies: torch.Tensor, old: torch.Tensor, advantage: torch.Tensor):
-    """A clipped policy-gradient loss with an entropy bonus: what the op is for."""
-    ratio = (log_probs - old.to(log_probs.dtype)).exp()
-    advantage = advantage.to(log_probs.dtype)
-    return -(torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage) + 0.01 * entropies).mean()
 
 
 @pytest.mark.in_interpreter("one end-to-end case of each op and dtype", only=every_value)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_policy_gradient(dtype: torch.dtype, device: str) -> None:
-    hidden, weight, target = make(190, device, dtype)
-    advantage = torch.randn(190, device=device)
-    old, results = None, []
-    for reference_dtype in (torch.float64, dtype):
-        h, w = (x.detach().to(reference_dtype).requires_grad_() for x in (hidden, weight))
-        logits = logits_of(h @ w.T, temperature=0.8)
-        labelled = target != IGNORE
-        log_probs = logits.log_softmax(1).gather(1, target.clamp(min=0)[:, None]).squeeze(1) * labelled
-        if old is None:
-            old = log_probs.detach() + 0.1 * torch.sin(torch.arange(190, device=device))
-        loss = policy_loss(log_probs, entropies_of(logits) * labelled, old, advantage)
-        results.append([log_probs, *torch.autograd.grad(loss, (h, w))])
-    log_probs, (entropies, *_) = linear_log_probs(
-        hidden, weight, target, temperature=0.8, outputs=["entropy"], chunk_tokens=63
-    )
-    assert log_probs.dtype == entropies.dtype == torch.float32
-    loss = policy_loss(log_probs, entropies, old, advantage)
-    ours = [log_probs, *torch.autograd.grad(loss, (hidden, weight))]
-    for value, true, same in zip(ours, *results, strict=True):
-        assert_as_exact(value, same, true)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_values(dtype: torch.dtype, device: str) -> None:
-    hidden, weight, target = make(190, device, dtype)
-    results = []
-    for reference_dtype in (dtype, torch.float64):
-        logits = logits_of(hidden.to(reference_dtype) @ weight.to(reference_dtype).T, temperature=0.8)
-        labelled = target != IGNORE
-        squares = logits.softmax(1).square().sum(1) * labelled
-        results.append([entropies_of(logits) * labelled, logits.mean(1) * labelled, squares])
-    largest = ((hidden @ weight.T).argmax(1) == target) & labelled
-    target[:20] = (hidden @ weight.T).argmax(1)[:20].where(labelled[:20], IGNORE)  # some are predicted right
-    largest[:20] = labelled[:20]
+def test_values_and_gradients(dtype: torch.dtype, device: str) -> None:
+    """Gradients of log-probabilities and entropies; the other values have none."""
+    hidden, weight, target = make(190, dtype, device)
+    labelled, largest = target != IGNORE, (hidden @ weight.T).argmax(1)
+    target[:20] = largest[:20].where(labelled[:20], IGNORE)  # some are predicted right
+    upstream, results = torch.randn(2, 190, device=device), []
+    for d in (dtype, torch.float64):
+        leaves = [x.detach().to(d).requires_grad_() for x in (hidden, weight)]
+        logits = logits_of(leaves[0] @ leaves[1].T, temperature=0.8)
+        found = [-losses_of(logits, target), entropies_of(logits), logits.mean(1), logits.softmax(1).square().sum(1)]
+        found = [value * labelled for value in found]
+        loss = (found[0] * upstream[0] + found[1] * upstream[1]).sum()
+        results.append([*found, *torch.autograd.grad(loss, leaves)])
     options = {"temperature": 0.8, "chunk_tokens": 63}
     log_probs, values = linear_log_probs(hidden, weight, target, outputs=TokenValues._fields, **options)
-    assert values.is_largest.equal(largest) and values.is_largest.any()
+    gradients = torch.autograd.grad((log_probs * upstream[0] + values.entropy * upstream[1]).sum(), (hidden, weight))
+    ours = [log_probs, values.entropy, values.mean_logit, values.sum_squared_probs]
+    assert all(value.dtype == torch.float32 and not value[~labelled].any() for value in ours)
+    assert_all_as_exact([*ours, *gradients], *results)
+    assert values.is_largest.equal((largest == target) & labelled) and values.is_largest.any()
     torch.testing.assert_close(log_probs, linear_log_probs(hidden, weight, target, **options), rtol=0, atol=0)
-    ours = (values.entropy, values.mean_logit, values.sum_squared_probs)
-    for value, same, true in zip(ours, *results, strict=True):
-        assert_as_exact(value, same, true)
-        assert not value[~labelled].any()
     assert [value.requires_grad for value in values] == [True, False, False, False]
     _, some = linear_log_probs(hidden, weight, target, outputs=["mean_logit"], **options)
     assert some.mean_logit.equal(values.mean_logit) and (some.entropy, some.is_largest) == (None, None)
 
 
 def test_is_minus_the_loss_of_every_token(device: str) -> None:
-    hidden, weight, target = make(189, device)
+    hidden, weight, target = make(189, device=device)
     losses = linear_cross_entropy(hidden, weight, target, reduction="none", chunk_tokens=50)
     log_probs = linear_log_probs(hidden.view(3, 63, D), weight, target.view(3, 63), chunk_tokens=50)
     torch.testing.assert_close(log_probs.view(-1), -losses, rtol=0, atol=0)
@@ -85,7 +46,7 @@ def test_is_minus_the_loss_of_every_token(device: str) -> None:
 
 @pytest.mark.parametrize("summed", [False, True])
 def test_only_entropies_are_differentiated(summed: bool, device: str) -> None:
-    hidden, weight, target = make(190, device)
+    hidden, weight, target = make(190, device=device)
     _, values = linear_log_probs(hidden, weight, target, outputs=["entropy"], to_be_summed=summed, chunk_tokens=63)
     ours = torch.autograd.grad(values.entropy.sum(), (hidden, weight))
     results = []
@@ -93,28 +54,12 @@ def test_only_entropies_are_differentiated(summed: bool, device: str) -> None:
         h, w = (x.detach().to(dtype).requires_grad_() for x in (hidden, weight))
         entropy = entropies_of(h @ w.T) * (target != IGNORE)
         results.append(torch.autograd.grad(entropy.sum(), (h, w)))
-    for value, same, true in zip(ours, *results, strict=True):
-        assert_as_exact(value, same, true)
-
-
-@pytest.mark.parametrize("frozen", ["hidden", "weight", None])
-def test_products(frozen: str | None) -> None:
-    """One product of the labelled tokens in the forward; the same again and one a gradient in the backward."""
-    hidden, weight, target = make(190, "cpu")
-    for name, operand in (("hidden", hidden), ("weight", weight)):
-        operand.requires_grad_(name != frozen)
-    unit = 2 * int((target != IGNORE).sum()) * D * V
-    with FlopCount() as flops:
-        log_probs = linear_log_probs(hidden, weight, target, chunk_tokens=63)
-    assert flops.total == unit and not flops.unknown
-    with FlopCount() as flops:
-        log_probs.sum().backward()
-    assert flops.total == (3 if frozen is None else 2) * unit and not flops.unknown
+    assert_all_as_exact(ours, *results)
 
 
 @pytest.mark.parametrize("summed", [False, True])
 def test_no_token_labelled(summed: bool, device: str) -> None:
-    hidden, weight, _ = make(63, device)
+    hidden, weight, _ = make(63, device=device)
     target = torch.full((63,), IGNORE, device=device)
     log_probs, values = linear_log_probs(hidden, weight, target, outputs=TokenValues._fields, to_be_summed=summed)
     assert all(value.count_nonzero() == 0 for value in (log_probs, *values))
@@ -122,22 +67,11 @@ def test_no_token_labelled(summed: bool, device: str) -> None:
     assert hidden.grad.count_nonzero() == weight.grad.count_nonzero() == 0
 
 
-def test_autocast(device: str) -> None:
-    hidden, weight, target = make(190, device)
-    with torch.autocast(device, torch.bfloat16):
-        log_probs = linear_log_probs(hidden, weight, target, chunk_tokens=63)
-    log_probs.sum().backward()
-    assert hidden.grad.dtype == weight.grad.dtype == torch.float32
-    half = [x.detach().bfloat16().requires_grad_() for x in (hidden, weight)]
-    expected = linear_log_probs(*half, target, chunk_tokens=63)
-    torch.testing.assert_close(log_probs, expected, rtol=0, atol=0)
-
-
 @pytest.mark.parametrize("upstream", ["equal", "different", "with entropies"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_to_be_summed(dtype: torch.dtype, upstream: str, device: str) -> None:
     """The same gradients, whatever they turn out to be; for 3 u if they are those of one sum."""
-    hidden, weight, target = make(190, device, dtype)
+    hidden, weight, target = make(190, dtype, device)
     factors = torch.full((190,), -0.25, device=device)
     if upstream == "different":
         factors += torch.randn(190, device=device)
@@ -154,32 +88,7 @@ def test_to_be_summed(dtype: torch.dtype, upstream: str, device: str) -> None:
     with FlopCount() as flops:
         ours = gradients(dtype, to_be_summed=True)
     assert flops.total == (3 if upstream == "equal" else 6) * unit
-    for value, same, true in zip(ours, gradients(dtype), gradients(torch.float32), strict=True):
-        assert_as_exact(value, same, true)
-
-
-def test_second_derivatives_raise(device: str) -> None:
-    hidden, weight, target = make(63, device)
-    with pytest.raises(RuntimeError, match="create_graph"):
-        torch.autograd.grad(linear_log_probs(hidden, weight, target).sum(), hidden, create_graph=True)
-
-
-@pytest.mark.parametrize("summed", [False, True])
-def test_compiles_in_one_graph(summed: bool, device: str) -> None:
-    hidden, weight, target = make(190, device)
-    target.clamp_(min=0)
-
-    def step(hidden, weight):
-        log_probs, values = linear_log_probs(
-            hidden * 1.0, weight, target, ignore_index=None, outputs=["entropy"], to_be_summed=summed, chunk_tokens=63
-        )
-        return (log_probs * values.entropy).sum()
-
-    eager = step(hidden, weight)
-    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)(hidden, weight)
-    torch.testing.assert_close(compiled, eager)
-    expected = torch.autograd.grad(eager, (hidden, weight))
-    torch.testing.assert_close(torch.autograd.grad(compiled, (hidden, weight)), expected)
+    assert_all_as_exact(ours, gradients(dtype), gradients(torch.float32))
 
 
 @pytest.mark.parametrize(
@@ -195,7 +104,7 @@ def test_compiles_in_one_graph(summed: bool, device: str) -> None:
     ids=str,
 )
 def test_bad_input(options: dict, error: type[Exception], message: str) -> None:
-    hidden, weight, target = make(63, "cpu")
+    hidden, weight, target = make(63)
     target[0] = IGNORE
     with pytest.raises(error, match=f"linear_log_probs: {message}"):
         linear_log_probs(hidden, weight, target, **options)

@@ -2,13 +2,11 @@
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from seqtile import linear_cross_entropy
 from support.assertions import assert_as_exact
-from support.choice import every_pair, every_value
 from support.head_reference import IGNORE, D, V, entropies_of, logits_of, losses_of, make, reduced
-from support.measure import FlopCount, LiveBytes, eager_memory
+from support.measure import LiveBytes, eager_memory
 
 Operands = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
@@ -35,39 +33,32 @@ def reference(operands: Operands, parts: str, dtype: torch.dtype, upstream: floa
     return list(torch.autograd.grad(value * upstream, (hidden, weight)))
 
 
-PARTS = ["loss z entropy", "loss z", "loss entropy", "z", "entropy"]
-
-
-@pytest.mark.on_gpu("of 45; the kernel's test has every output", only=every_pair)
-@pytest.mark.in_interpreter(
-    "one end-to-end case of each op and dtype",
-    only=("dtype0-loss z entropy-mean", "dtype1-loss z-sum", "dtype2-loss entropy-none"),
-)
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("parts", PARTS)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_gradients(dtype: torch.dtype, parts: str, reduction: str, device: str) -> None:
-    operands = make(190, dtype, device)
-    same, truth = (
-        reference(operands, parts, reference_dtype, reduction=reduction) for reference_dtype in (dtype, torch.float64)
-    )
-    gradients = torch.autograd.grad(ours(operands, parts, reduction=reduction), operands[:2])
+def compare(operands: Operands, parts: str, upstream: float = 1.0, **options: object) -> None:
+    """By the tolerance law."""
+    dtype = operands[0].dtype
+    same, truth = (reference(operands, parts, d, upstream, **options) for d in (dtype, torch.float64))
+    gradients = torch.autograd.grad(ours(operands, parts, **options) * upstream, operands[:2])
     for gradient, theirs, true in zip(gradients, same, truth, strict=True):
         assert gradient.dtype == dtype
         assert_as_exact(gradient, theirs, true)
 
 
-@pytest.mark.parametrize("upstream", [0.0, 1 / 32, -3.0, 65536.0])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_upstream_gradient(upstream: float, dtype: torch.dtype, device: str) -> None:
-    """A GradScaler's factor included."""
-    operands = make(190, dtype, device)
-    same, truth = (
-        reference(operands, "loss z entropy", reference_dtype, upstream) for reference_dtype in (dtype, torch.float64)
-    )
-    gradients = torch.autograd.grad(ours(operands, "loss z entropy") * upstream, operands[:2])
-    for gradient, theirs, true in zip(gradients, same, truth, strict=True):
-        assert_as_exact(gradient, theirs, true)
+@pytest.mark.in_interpreter("one end-to-end case of each op and dtype", only=("1.0-*",))
+@pytest.mark.parametrize(
+    ("upstream", "dtype", "parts", "reduction"),
+    [
+        (1.0, torch.float32, "loss z entropy", "mean"),
+        (1.0, torch.bfloat16, "loss z", "sum"),
+        (1.0, torch.float16, "loss entropy", "none"),
+        (0.0, torch.float32, "loss z entropy", "mean"),
+        (1 / 32, torch.float16, "z", "mean"),
+        (-3.0, torch.float32, "entropy", "sum"),
+        (65536.0, torch.float16, "loss z entropy", "mean"),
+    ],
+)
+def test_gradients(upstream: float, dtype: torch.dtype, parts: str, reduction: str, device: str) -> None:
+    """A GradScaler's factor included; every option beside every other: test_head_options.py."""
+    compare(make(190, dtype, device), parts, upstream, reduction=reduction)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
@@ -76,37 +67,7 @@ def test_z_loss_by_hand_beside_class_weights_beyond_float16(reduction: str, devi
     operands = make(190, torch.float16, device)
     class_weight = torch.rand(V, device=device) * 1e9
     for parts, upstream in (("loss z", 64e-9 if reduction == "none" else 64.0), ("z", 2.0**14)):
-        options = {"reduction": reduction, "class_weight": class_weight}
-        same, truth = (
-            reference(operands, parts, dtype, upstream, **options) for dtype in (torch.float16, torch.float64)
-        )
-        gradients = torch.autograd.grad(ours(operands, parts, **options) * upstream, operands[:2])
-        for gradient, theirs, true in zip(gradients, same, truth, strict=True):
-            assert_as_exact(gradient, theirs, true)
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-def test_z_loss_by_hand_is_the_option(reduction: str, device: str) -> None:
-    operands = make(190, torch.float32, device)
-    labelled = int((operands[2] != IGNORE).sum())
-    loss, metrics = linear_cross_entropy(*operands, reduction=reduction, return_metrics=True, chunk_tokens=63)
-    by_hand = loss.sum() + 0.01 * metrics.logsumexp.square().sum() / (labelled if reduction == "mean" else 1)
-    option = linear_cross_entropy(*operands, reduction=reduction, z_loss=0.01, chunk_tokens=63).sum()
-    torch.testing.assert_close(by_hand, option)
-    pairs = zip(*(torch.autograd.grad(value, operands[:2]) for value in (by_hand, option)), strict=True)
-    for ours, expected in pairs:
-        torch.testing.assert_close(ours, expected)
-
-
-def test_z_loss_over_the_number_of_labels_beside_class_weights(device: str) -> None:
-    """Liger's mean, as the docstring says to write it."""
-    hidden, weight, target = make(190, torch.float32, device)
-    class_weight, n = torch.rand(V, device=device), int((target != IGNORE).sum())
-    loss, metrics = linear_cross_entropy(hidden, weight, target, class_weight=class_weight, return_metrics=True)
-    logits = hidden @ weight.T
-    z_loss = 0.01 * logits.logsumexp(1)[target != IGNORE].square().mean()
-    by_hand = loss + 0.01 * metrics.logsumexp.square().sum() / n
-    torch.testing.assert_close(by_hand, F.cross_entropy(logits, target, class_weight) + z_loss)
+        compare(operands, parts, upstream, reduction=reduction, class_weight=class_weight)
 
 
 def test_what_has_gradients(device: str) -> None:
@@ -141,85 +102,7 @@ def test_backward_again_and_again(reduction: str, device: str) -> None:
         torch.testing.assert_close(weight.grad, *expected)
 
 
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_weight_changed_before_the_backward(reduction: str, device: str) -> None:
-    """The chunks are recomputed: from another weight they would give the gradient of something else."""
-    operands = make(63, torch.float32, device)
-    loss = ours(operands, "loss z", reduction=reduction)
-    with torch.no_grad():
-        operands[1].mul_(2)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        loss.backward()
-
-
-def test_autocast(device: str) -> None:
-    operands = make(190, torch.float32, device)
-    same, truth = (reference(operands, "loss z entropy", dtype) for dtype in (torch.bfloat16, torch.float64))
-    with torch.autocast(device, torch.bfloat16):
-        loss = ours(operands, "loss z entropy")
-    for gradient, theirs, true in zip(torch.autograd.grad(loss, operands[:2]), same, truth, strict=True):
-        assert gradient.dtype == torch.float32
-        assert_as_exact(gradient.bfloat16(), theirs, true)
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_main_grad(reduction: str, device: str) -> None:
-    operands = make(190, torch.bfloat16, device)
-    hidden, weight, _ = operands
-    weight.main_grad = torch.ones_like(weight, dtype=torch.float32)
-    ours(operands, "loss z entropy", reduction=reduction).backward()
-    same, truth = (
-        reference(operands, "loss z entropy", dtype, reduction=reduction) for dtype in (torch.bfloat16, torch.float64)
-    )
-    assert weight.grad is None and hidden.grad is not None
-    assert_as_exact(weight.main_grad - 1, same[1], truth[1])
-
-
-def test_second_derivatives_raise(device: str) -> None:
-    operands = make(63, torch.float32, device)
-    with pytest.raises(RuntimeError, match="create_graph"):
-        torch.autograd.grad(ours(operands, "z"), operands[0], create_graph=True)
-
-
-@pytest.mark.parametrize("reduction", ["mean", "none"])
-def test_compiles_in_one_graph(reduction: str, device: str) -> None:
-    hidden, weight, target = make(190, torch.float32, device)
-    target.clamp_(min=0)
-
-    def step(hidden: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        return ours((hidden * 1.0, weight, target), "loss z entropy", ignore_index=None, reduction=reduction)
-
-    eager = step(hidden, weight)
-    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)(hidden, weight)
-    torch.testing.assert_close(compiled, eager)
-    expected = torch.autograd.grad(eager, (hidden, weight))
-    torch.testing.assert_close(torch.autograd.grad(compiled, (hidden, weight)), expected)
-
-
-@eager_memory
-@pytest.mark.parametrize("frozen", ["hidden", "weight", None])
-@pytest.mark.parametrize(
-    ("parts", "reduction", "units"),
-    [("loss", "mean", 3), ("loss z", "mean", 6), ("entropy", "sum", 6), ("loss", "none", 4), ("loss z", "none", 4)],
-)
-def test_products(parts: str, reduction: str, units: int, frozen: str | None) -> None:
-    """Metrics cost products only where their gradients are asked for: three more, or with "none" no more."""
-    hidden, weight, target = make(190, torch.float32, "cpu")
-    hidden.requires_grad_(frozen != "hidden")
-    weight.requires_grad_(frozen != "weight")
-    unit = 2 * int((target != IGNORE).sum()) * D * V
-    with FlopCount() as flops:
-        loss, metrics = linear_cross_entropy(
-            hidden, weight, target, return_metrics=True, reduction=reduction, chunk_tokens=63
-        )
-        total(loss, metrics.logsumexp, metrics.mean_entropy, parts).backward()
-    sweeps_with_gradients = 2 if units == 6 else 1
-    assert flops.total == (units - (frozen is not None) * sweeps_with_gradients) * unit and not flops.unknown
-
-
-@pytest.mark.full(
-    "sizes, dtypes and reductions by themselves: the buffers of one do not depend on the other", but=every_value
-)
+@pytest.mark.full("2 s each; with a metric everything of the loss is there too", but=("loss z",))
 @eager_memory
 @pytest.mark.parametrize("parts", ["loss", "loss z"])
 def test_memory(parts: str) -> None:

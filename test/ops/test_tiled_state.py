@@ -7,11 +7,10 @@ from functools import partial
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from seqtile import gated_mlp, tiled
+from seqtile import tiled
 from support.assertions import relative_error
 from support.choice import every_value
 
@@ -56,34 +55,22 @@ class Caller:
         return self.module(x)
 
 
-def in_closure(module: nn.Module) -> Function:
-    return lambda x: module(x) * 2
-
-
 def in_list(module: nn.Module) -> Function:
     modules = {"all": [module]}
     return lambda x: sum(each(x) for each in modules["all"])
-
-
-def in_default(module: nn.Module) -> Function:
-    return lambda x, of=module: of(x)
 
 
 HOLDERS = {
     "the module": lambda module: module,
     "its forward, bound": lambda module: module.forward,
     "its forward, partial": lambda module: partial(type(module).forward, module),
-    "a closure": in_closure,
+    "a closure": lambda module: lambda x: module(x) * 2,
     "a closure's list": in_list,
-    "a default": in_default,
+    "a default": lambda module: lambda x, of=module: of(x),
     "a method": lambda module: Caller(module).of_chunk,
-    "compiled": lambda module: torch.compile(in_closure(module), backend="aot_eager"),
+    "compiled": lambda module: torch.compile(lambda x: module(x) * 2, backend="aot_eager"),
 }
-KEEPING = {  # what keeps state -> how its state is named
-    Deep: "layers.1.num_batches_tracked",
-    spectral: "weight_u",
-    Counting: "calls",
-}
+KEEPING = {Deep: "layers.1.num_batches_tracked", spectral: "weight_u", Counting: "calls"}  # and its state's name
 
 
 def state_of(module: nn.Module) -> list[torch.Tensor]:
@@ -139,11 +126,7 @@ def doubled_shared(x: torch.Tensor, table: torch.Tensor) -> torch.Tensor:
     return x * table
 
 
-MODES = {
-    "trained": nullcontext,
-    "no_grad": torch.no_grad,
-    "inference": torch.inference_mode,
-}
+MODES = {"trained": nullcontext, "no_grad": torch.no_grad, "inference": torch.inference_mode}
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -266,54 +249,6 @@ def test_generator_of_a_module(device: str) -> None:
     with pytest.raises(ValueError, match=r"draws random numbers from module\.generator"):
         tiled(fn, x, params=module.parameters(), chunk_tokens=20)
     assert tiled(module, x, params=module.parameters(), chunk_tokens=20).shape == x.shape
-
-
-def transformed(op: Callable[[torch.Tensor], torch.Tensor], how: str) -> torch.Tensor:
-    x = torch.randn(2, 95, D)
-    if how == "vmap":
-        return torch.vmap(op)(x)
-    if how == "grad":
-        return torch.func.grad(lambda x: op(x).sum())(x)
-    return torch.func.jvp(op, (x,), (x,))[1]
-
-
-MLP = [torch.randn(*shape) for shape in ((30, D), (30, D), (D, 30))]
-OPS = {
-    "tiled": lambda x, chunk_tokens: tiled(torch.sin, x, chunk_tokens=chunk_tokens),
-    "gated_mlp": lambda x, chunk_tokens: gated_mlp(x, *MLP, chunk_tokens=chunk_tokens),
-}
-
-
-@pytest.mark.parametrize("how", ["vmap", "grad", "jvp"])
-@pytest.mark.parametrize("op", OPS)
-def test_transforms_of_functions_are_refused(op: str, how: str) -> None:
-    """Where nothing is tiled they work, since nothing of ours is in their way."""
-    with pytest.raises(ValueError, match=f"{op} cannot be transformed by torch.vmap or torch.func; loop"):
-        transformed(lambda x: OPS[op](x, 20), how)
-    assert transformed(lambda x: OPS[op](x, 1000), how).shape == (2, 95, D)
-
-
-@pytest.mark.in_interpreter("one end-to-end case of each op and dtype", only=every_value)
-@pytest.mark.parametrize("op", OPS)
-def test_meta_tensors(op: str) -> None:
-    x = torch.empty(2, 95, D, device="meta", requires_grad=True)
-    parameters = [weight.to("meta").requires_grad_() for weight in MLP]
-    calls = {
-        "tiled": lambda: tiled(lambda x: F.linear(x, parameters[0]), x, params=parameters[:1], chunk_tokens=20),
-        "gated_mlp": lambda: gated_mlp(x, *parameters, chunk_tokens=20),
-    }
-    y = calls[op]()
-    y.sum().backward()
-    assert y.is_meta and x.grad.shape == x.shape and parameters[0].grad.shape == parameters[0].shape
-
-
-@pytest.mark.parametrize("name", ["x", "gate_weight"])
-def test_sparse_tensors_are_refused(name: str) -> None:
-    operands = dict(zip(("x", "gate_weight", "up_weight", "down_weight"), (torch.randn(95, D), *MLP), strict=True))
-    operands[name] = operands[name].to_sparse()
-    for chunk_tokens in (20, 100):
-        with pytest.raises(TypeError, match=f"gated_mlp: {name} is sparse_coo, expected a dense tensor"):
-            gated_mlp(**operands, chunk_tokens=chunk_tokens)
 
 
 def test_sparse_gradients_are_added(device: str) -> None:

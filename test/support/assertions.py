@@ -4,12 +4,22 @@ Triton's interpreter (3.7) truncates float32 to bfloat16 where a GPU rounds to n
 value: that is the floor for bfloat16 there, and there alone.
 """
 
+from collections.abc import Iterable
+
 import torch
 from benchmark.errors import FLOOR, relative_error
 
 from seqtile.kernels.dispatch import triton
 
-__all__ = ["FLOOR", "assert_as_exact", "assert_each_as_exact", "floor_of", "poisoned", "relative_error"]
+__all__ = [
+    "FLOOR",
+    "assert_all_as_exact",
+    "assert_as_exact",
+    "assert_each_as_exact",
+    "floor_of",
+    "poisoned",
+    "relative_error",
+]
 INTERPRETER_BFLOAT16_FLOOR = 2**-7
 
 
@@ -22,6 +32,14 @@ def assert_as_exact(ours: torch.Tensor, same_dtype: torch.Tensor, truth: torch.T
     """`ours` is at most twice as far from the `truth` (float64) as what torch computes in the same dtype."""
     error, allowed = relative_error(ours, truth), 2 * relative_error(same_dtype, truth) + floor_of(ours.dtype)
     assert error <= allowed, f"relative error {error:.2e}, allowed {allowed:.2e}"
+
+
+def assert_all_as_exact(
+    ours: Iterable[torch.Tensor], same_dtype: Iterable[torch.Tensor], truth: Iterable[torch.Tensor]
+) -> None:
+    """The same for each of several."""
+    for tensors in zip(ours, same_dtype, truth, strict=True):
+        assert_as_exact(*tensors)
 
 
 def assert_each_as_exact(

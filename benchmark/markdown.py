@@ -1,0 +1,15 @@
+"""Tables in Markdown, and blocks of pages that are written by a command: what stands between two comments."""
+
+
+def rewritten(text: str, name: str, block: str) -> str:
+    """Returns a page's text with another block between `<!-- name -->` and `<!-- end of name -->`."""
+    begin, end = f"<!-- {name} -->\n", f"<!-- end of {name} -->\n"
+    before, rest = text.split(begin)
+    _, after = rest.split(end)
+    return f"{before}{begin}\n{block}\n\n{end}{after}"
+
+
+def table(rows: list[list[str]], words: int = 1) -> str:
+    """Markdown; the first row is the header, the first columns are words and the others figures."""
+    rows = [rows[0], ["---"] * words + ["---:"] * (len(rows[0]) - words), *rows[1:]]
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)

@@ -1,0 +1,135 @@
+"""What the pages show of `seqtile.memory`'s predictions, beside what others have published."""
+
+import re
+from pathlib import Path
+from textwrap import fill
+from typing import Any
+
+from benchmark import prediction
+from benchmark.markdown import table
+from typer.testing import CliRunner
+
+from seqtile import memory
+from seqtile.cli import app
+from seqtile.fitting import cheapest
+from seqtile.memory.setup import GIB
+
+PLANNING, QUANTISED = "docs/planning.md", "docs/quantised-bases.md"
+PAGES = {  # the block of each page
+    "longest of each line": "README.md",
+    "output of the command": PLANNING,
+    "what fit prints": PLANNING,
+    "beside what was measured": PLANNING,
+    "beside what was published": PLANNING,
+    "whole layers": PLANNING,
+    "4-bit bases": QUANTISED,
+}
+COMMAND = re.compile(r"```bash\nseqtile (plan [^\n]*)\n```")
+LLAMA, LLAMA_70B, QWEN, QWEN_32B = (
+    "meta-llama/Llama-3.1-8B",
+    "meta-llama/Llama-3.1-70B",
+    "Qwen/Qwen3-8B",
+    "Qwen/Qwen3-32B",
+)
+EVERYTHING = ("activations", "optimizer", "weights")
+MEASURED = [  # by others, of ALST's step: model, GPUs, tokens, GiB
+    (LLAMA, 1, 1_200_000, 136.2),
+    (LLAMA_70B, 32, 4_000_000, 47.7),
+    (LLAMA_70B, 64, 10_000_000, 53.8),
+    (QWEN_32B, 32, 7_000_000, 71.6),
+]
+PUBLISHED = {  # the longest of ALST, by GPUs
+    LLAMA: {1: "500K", 8: "3.7M", 32: "15M"},
+    LLAMA_70B: {16: "1.2M", 32: "4M", 64: "10M"},
+    QWEN_32B: {1: "230K", 8: "1.55M", 32: "7M", 64: "15M"},
+}
+ABLATION = {  # of ALST, in the order of `memory.ladder`
+    "checkpointing, ZeRO-3, optimizer on the host": "32K",
+    "+ tiled loss": "160K",
+    "+ 8 GPUs share the sequence": "1.1M",
+    "+ tiled MLP": "1.2M",
+    "(without it) + inputs on the host": "2.4M",
+    "all of these": "3.7M",
+}
+GROUPS = {"tiles": memory.TILES, "head_groups": "auto"}
+
+
+def blocks(root: Path) -> dict[str, str]:
+    """Returns what stands in the pages below `root` between `<!-- name -->` and `<!-- end of name -->`."""
+    made = (prediction.caption(), command((root / PLANNING).read_text()), fit())
+    made += (measured(), published(), whole_layers(), quantised())
+    return dict(zip(PAGES, made, strict=True))
+
+
+def command(page: str) -> str:
+    """What the page's first command prints on 100 columns."""
+    found = CliRunner().invoke(app, COMMAND.search(page)[1].split(), env={"COLUMNS": "100"})
+    return f"```text\n{found.output.rstrip()}\n```"
+
+
+def fit() -> str:
+    return f"```text\n{cheapest(LLAMA, seq_len=400_000, gpu_memory_gib=160, host_memory_gib=1900)}\n```"
+
+
+def longest(model: str, **setup: Any) -> str:
+    return f"{memory.longest(model, **setup).tokens:,}"
+
+
+def alst(gpus: int) -> dict[str, Any]:
+    """The step of Arctic Long Sequence Training, without Liger's norms."""
+    return {"gpus": gpus, "sequence_parallel": gpus, "offload": EVERYTHING[: 3 if gpus == 1 else 2]}
+
+
+def short(model: str) -> str:
+    return model.split("/")[1]
+
+
+def measured() -> str:
+    rows = [["", "GPUs", "tokens", "measured by others, GiB", "planned, GiB"]]
+    for model, gpus, tokens, gib in MEASURED:
+        planned = memory.plan(model, seq_len=tokens, **alst(gpus), liger=True).gpu_bytes / GIB
+        rows.append([short(model), str(gpus), f"{tokens:,}", f"{gib}", f"{planned:.1f}"])
+    return table(rows)
+
+
+def published() -> str:
+    rows = [["", "GPUs", "published", "predicted", "with Liger", "bound by"]]
+    for model, lengths in PUBLISHED.items():
+        for gpus, length in lengths.items():
+            light = memory.longest(model, **alst(gpus), liger=True)
+            figures = [longest(model, **alst(gpus)), f"{light.tokens:,}", light.bound.partition(":")[0]]
+            rows.append([short(model), str(gpus), length, *figures])
+    ladder = memory.ladder(LLAMA, gpus=8, sequence_parallel=8, offload=("optimizer",))
+    *found, _ = (f"{longest.tokens:,}" for rung, longest in ladder if not rung.liger)
+    steps = [[step, length, tokens] for (step, length), tokens in zip(ABLATION.items(), found, strict=True)]
+    about = (
+        "`bound by` is of the column before it. The paper's ablation (its table 1: Llama-8B, 8 GPUs), and what is "
+        "predicted for the same steps, without Liger's norms:"
+    )
+    return f"{table(rows)}\n\n{fill(about, 130)}\n\n{table([['', 'published', 'predicted'], *steps])}"
+
+
+def whole_layers() -> str:
+    rows = [["", "GPU", "predicted", "with Liger", "layer tiled", "groups of heads"]]
+    setups = ({}, {"liger": True}, {"tiles": memory.TILES}, GROUPS)
+    for model in (LLAMA, QWEN, QWEN_32B):
+        for gib in (80, 141):
+            found = [longest(model, gpu_memory_gib=gib, offload=EVERYTHING, **setup) for setup in setups]
+            rows.append([short(model), f"{gib} GiB", *found])
+    shared = longest(LLAMA, **alst(8), tiles=memory.TILES)
+    about = (
+        "On 8 GPUs of 80 GiB that share the sequence, with layers tiled as a whole, optimizer and layer inputs on the "
+        f"host, the prediction for Llama-3.1-8B is {shared} tokens; its 8 kv heads leave none to make groups of."
+    )
+    return f"{table(rows)}\n\n{fill(about, 130)}"
+
+
+def quantised() -> str:
+    header = ["checkpointed", "loss and MLP in chunks", "whole layers, groups of heads", "and their inputs on the host"]
+    rows = [["", "GPU", *header]]
+    setups = ({"tiles": ()}, {}, GROUPS, GROUPS | {"offload": ("activations",)})
+    for model in (LLAMA, QWEN, QWEN_32B):
+        for gib in (24, 48, 80):
+            common = {"gpu_memory_gib": gib, "lora_rank": 16, "load_in_4bit": True}
+            rows.append([short(model), f"{gib} GiB", *(longest(model, **common | setup) for setup in setups)])
+    return table(rows)

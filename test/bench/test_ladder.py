@@ -1,5 +1,7 @@
 """The ladder finds the longest length that fits, and says so where it could not."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from benchmark import climb as module
@@ -20,17 +22,7 @@ LIMIT = 139 * 2**30
 SHAPE = SHAPES["llama3_8b"]
 
 
-class Clock:
-    """In place of the module `time`."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def time(self) -> float:
-        return self.now
-
-
-CLOCK = Clock()
+CLOCK = SimpleNamespace(now=0.0, time=lambda: CLOCK.now)  # in place of the module `time`
 
 
 @pytest.fixture(autouse=True)
@@ -90,20 +82,18 @@ def planned(name: str, gibibytes: float) -> int:
     return memory.longest(SHAPE, gpu_memory_gib=1 + gibibytes, host_memory_gib=2**20, **setup).tokens
 
 
-@pytest.mark.parametrize(
-    "size, gibibytes, minutes, subjects, all_methods",
-    [
-        ("full", 139, MINUTES["full"], list(SUBJECTS), False),
-        ("full", 139, 60, ["model_step"], True),
-        ("full", 74.5, 29, ["model_step"], True),
-        ("quick", 74.5, 8.5, ["model_step"], False),
-    ],
-    ids=["in a full run", "alone", "alone, on 80 GB", "quick, on 80 GB"],
-)
-def test_methods_have_time_for_their_longest_length(
-    size: str, gibibytes: float, minutes: float, subjects: list[str], all_methods: bool
-) -> None:
+HAVE_TIME = {
+    "in a full run": ("full", 139, MINUTES["full"], list(SUBJECTS), False),
+    "alone": ("full", 139, 60, ["model_step"], True),
+    "alone, on 80 GB": ("full", 74.5, 29, ["model_step"], True),
+    "quick, on 80 GB": ("quick", 74.5, 8.5, ["model_step"], False),
+}
+
+
+@pytest.mark.parametrize("run", HAVE_TIME)
+def test_methods_have_time_for_their_longest_length(run: str) -> None:
     """At 400 TFLOP/s, if 15 s go by in each process before a step: what is planned to fit is reached."""
+    size, gibibytes, minutes, subjects, all_methods = HAVE_TIME[run]
     seconds = 60 * minutes - STARTING_A_SUBJECT * len(subjects)
     end = CLOCK.now + seconds * SUBJECTS["model_step"] / sum(SUBJECTS[name] for name in subjects)
     for name in methods(size):
@@ -166,7 +156,7 @@ def test_flops_of_a_model() -> None:
     assert step.utilisation == pytest.approx(0.5) and step.tokens_per_second == pytest.approx(4e14 / a_token)
 
 
-@pytest.mark.full("each method asks it of itself", but=("seqtile_loss_mlp",))
+@pytest.mark.full("each method asks it of itself, two of them in make bench-smoke")
 @pytest.mark.parametrize("name", [name for name, method in METHODS.items() if not method.needs])
 def test_what_runs_is_right(name: str) -> None:
     ours, theirs = error(METHODS[name], small(SHAPES["tiny"]))

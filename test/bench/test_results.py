@@ -72,9 +72,13 @@ def test_ratios(results: Results) -> None:
     assert not [key for key in found["cce", 64 * K, "llama3_8b"] if "_x_" in key]
 
 
-def test_what_readme_would_show(results: Results) -> None:
-    text = "\n\n".join(measured_on_gpu(results, Path("nvidia-h200-2026-11-21.json")))
-    for line in (
+def lines_of(results: Results) -> list[str]:
+    return "\n\n".join(measured_on_gpu(results, Path("nvidia-h200-2026-11-21.json"))).splitlines()
+
+
+def test_what_pages_would_show(results: Results) -> None:
+    lines, text = lines_of(results), "\n".join(lines_of(results))
+    assert set(lines) >= {
         "| The MLP, checkpointed | 8K | 64K |",
         "| huggingface | x 4.00, 8.00 | out of memory |",
         "| seqtile | x 2.00, 2.00 | x 1.25, 3.00 |",
@@ -82,14 +86,9 @@ def test_what_readme_would_show(results: Results) -> None:
         "| huggingface |  |  | 61,440 | 63,488 | 2 | 6,467 | 50% |",
         "| seqtile_loss | a, b | 57 | > 61,440 |  | 2 | 6,467 | 50% |",
         "| liger |  |  | absent |  |  |  |  |",
-    ):
-        assert line in text.splitlines()
-    assert "over Hugging Face's with Liger's" not in text
-    for part in (
-        "NVIDIA H200, memory limited to 80 GB, driver 580.1, torch 2.11, 2026-11-21, commit abc1234",
-        "from 64K tokens on one repeat",
-    ):
-        assert part in text
+    }
+    assert "NVIDIA H200, memory limited to 80 GB, driver 580.1, torch 2.11, 2026-11-21, commit abc1234" in text
+    assert "from 64K tokens on one repeat" in text and "over Hugging Face's with Liger's" not in text
     assert "quack" not in text and "(benchmark/results/nvidia-h200-2026-11-21-gated_mlp.png)" in text
 
 
@@ -97,7 +96,7 @@ def test_a_layer_over_liger(results: Results) -> None:
     """By length; nothing where Liger has no figure."""
     results.subjects["decoder_layer"] = results.subjects.pop("gated_mlp")
     results.subjects["decoder_layer"].rows[5] = lost("liger", 64 * K, "out of memory")
-    lines = "\n\n".join(measured_on_gpu(results, Path("found.json"))).splitlines()
+    lines = lines_of(results)
     at = lines.index("| Time of a layer over Hugging Face's with Liger's kernels | 8K | 64K |")
     assert lines[at + 2 : at + 4] == ["| seqtile | 0.80 |  |", ""]
 
@@ -108,17 +107,15 @@ def test_what_died_is_shown(results: Results, tmp_path: Path) -> None:
     results.subjects = {"masked_prompt": Subject(None, 1.0, None, None, [died])} | results.subjects
     results.subjects["model_step"].rows.insert(0, died | {"subject": "model_step"})
     results.subjects["gated_mlp"].rows[-1] = lost("cce", 64 * K, "wrong") | {"error": 3.0}
-    needs_two = {
-        "contestant": "seqtile",
-        "shape": "llama3_8b 32/8",
-        "tokens": 8 * K,
-        "status": "absent",
-        "group_size": 1,
-    }
+    needs_two = {"contestant": "seqtile", "shape": "llama3_8b 32/8", "tokens": 8 * K, "status": "absent"}
+    needs_two["group_size"] = 1
     results.subjects["ulysses"] = Subject("abc1234", 1.0, 800.0, 4300.0, [needs_two])
-    text = "\n\n".join(measured_on_gpu(results, Path("found.json")))
-    assert "| cce |  | wrong, error 3e+00 |" in text.splitlines() and "commit None and abc1234; 800 TFLOP/s" in text
-    assert "| Longest sequence, llama3_8b, 80 GB |" in text
+    lines = lines_of(results)
+    assert "| cce |  | wrong, error 3e+00 |" in lines
+    assert all(
+        part in "\n".join(lines)
+        for part in ("commit None and abc1234; 800 TFLOP/s", "| Longest sequence, llama3_8b, 80 GB |")
+    )
     print_tables(results)
     save(results, tmp_path / "a.json")
     assert newest(tmp_path, subject="ulysses") is None and newest(tmp_path, gpu=True) is not None
@@ -129,13 +126,12 @@ def test_short_lines(results: Results, tmp_path: Path, capsys: pytest.CaptureFix
     save(results, tmp_path / "found.json")
     rows.append(tmp_path / "found-gated_mlp.jsonl", {"device": "NVIDIA H100", "matmul_tflops": 700.0})
     rows.append(tmp_path / "found-gated_mlp.jsonl", {"id": "test[a]", "row": row("liger", 8 * K, 33, 6)})
-    (tmp_path / "model_step-liger.unfinished").write_text(
-        json.dumps({"status": "measured", "ended_by": "death", "steps": STEPS})
-    )
+    unfinished = {"status": "measured", "ended_by": "death", "steps": STEPS}
+    (tmp_path / "model_step-liger.unfinished").write_text(json.dumps(unfinished))
     monkeypatch.setattr(sys, "argv", ["summary", str(tmp_path)])
     summary.main()
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    for line in (
+    assert set(lines) >= {
         "NVIDIA H200, 2026-11-21, quick",
         "gated_mlp: 800 TFLOP/s, 60 s",
         "gated_mlp llama3_8b 8,192 seqtile 20.00 ms +- 20.00 xfloor 2.00 xhf 0.50 xliger 0.80 2.00 GiB",
@@ -144,8 +140,7 @@ def test_short_lines(results: Results, tmp_path: Path, capsys: pytest.CaptureFix
         "NVIDIA H100, not ended, found-gated_mlp",
         "gated_mlp llama3_8b 8,192 liger 33.00 ms +- 33.00 xfloor 2.89 xliger 1.00 6.00 GiB",
         "model_step 0 liger longest > 61,440, predicted -, 6,467 tokens/s, 50%",
-    ):
-        assert line in lines, line
+    }
 
 
 def test_pictures(results: Results, tmp_path: Path) -> None:

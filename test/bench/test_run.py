@@ -48,45 +48,39 @@ class Processes:
         return code
 
 
-@pytest.fixture
-def results() -> Results:
-    return Results("NVIDIA H200", "2026-11-21", "smoke")
-
-
 def contestants(subject: run.Subject) -> dict[str, str]:
     return {row["contestant"]: row["status"] for row in subject.rows}
 
 
-def measured(results: Results, tmp_path: Path) -> run.Subject:
-    return run.measured("gated_mlp", results, "abc", time.time() + 60, tmp_path / "rows.jsonl")
-
-
-def test_a_lost_device(results: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("ends", "expected"),
+    [
+        ((([line("c"), line("seqtile")], 0),), {"c": "measured", "seqtile": "measured"}),
+        ((([], pytest.ExitCode.NO_TESTS_COLLECTED),), {}),
+    ],
+    ids=["others are left", "none are left"],
+)
+def test_a_lost_device(ends: tuple, expected: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process goes on without the contestant, and without what was measured."""
-    processes = Processes(([line("a"), line("b", "failed")], LOST), ([line("c"), line("seqtile")], 0))
-    monkeypatch.setattr(run, "ran", processes)
-    found = measured(results, tmp_path)
-    assert contestants(found) == {"a": "measured", "b": "failed", "c": "measured", "seqtile": "measured"}
+    processes = Processes(([line("a"), line("b", "failed")], LOST), *ends)
+    found = measured(processes, tmp_path, monkeypatch)
+    assert contestants(found) == {"a": "measured", "b": "failed"} | expected
     assert processes.calls == [("gated_mlp", [], []), ("gated_mlp", ["test[a]", "test[b]"], ["b"])]
     assert processes.machines == [{}, MACHINE | {"commit": "abc"}]
     assert found.matmul_tflops == 800 and found.copy_gbs == 4000 and not run.failed(found)
 
 
-def test_a_lost_device_at_the_end(results: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    processes = Processes(([line("a"), line("b", "failed")], LOST), ([], pytest.ExitCode.NO_TESTS_COLLECTED))
-    monkeypatch.setattr(run, "ran", processes)
-    found = measured(results, tmp_path)
-    assert contestants(found) == {"a": "measured", "b": "failed"} and not run.failed(found)
-
-
 @pytest.mark.parametrize("found_before", [[line("a")], [], None])
-def test_a_process_that_dies(
-    results: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found_before: list | None
-) -> None:
-    monkeypatch.setattr(run, "ran", Processes((found_before, -11)))
-    found = measured(results, tmp_path)
+def test_a_process_that_dies(found_before: list | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = measured(Processes((found_before, -11)), tmp_path, monkeypatch)
     assert contestants(found) == {"a": "measured"} | {"(all)": "failed"} if found_before else {"(all)": "failed"}
     assert run.failed(found) and found.rows[-1]["why"] == "pytest ended with -11"
+
+
+def measured(processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> run.Subject:
+    monkeypatch.setattr(run, "ran", processes)
+    results = Results("NVIDIA H200", "2026-11-21", "smoke")
+    return run.measured("gated_mlp", results, "abc", time.time() + 60, tmp_path / "rows.jsonl")
 
 
 @pytest.fixture
@@ -111,10 +105,8 @@ def test_a_run_goes_on(main: Callable[..., None], monkeypatch: pytest.MonkeyPatc
     assert processes.machines == [{}, MACHINE | {"commit": "abc"}, {}]
     (file,) = tmp_path.iterdir()
     found = load(file)
-    assert {name: contestants(subject) for name, subject in found.subjects.items()} == {
-        "gated_mlp": {"a": "measured"},
-        "offload": {"b": "measured"},
-    }
+    statuses = {name: contestants(subject) for name, subject in found.subjects.items()}
+    assert statuses == {"gated_mlp": {"a": "measured"}, "offload": {"b": "measured"}}
     assert found.machine == {"device": "NVIDIA H200"}
     assert [subject.matmul_tflops for subject in found.subjects.values()] == [800, 800]
     processes.ends = [([line("a")], 0), ([line("b")], 0)]

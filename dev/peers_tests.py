@@ -2,8 +2,8 @@
 
     .venv/bin/python dev/peers_tests.py --files DIR [--source SRC] [--json FILE] [SUITE ...]
 
-`dev/peers_tests.md` says where the files come from (none of them is part of this project) and holds the table of the last
-run. Needs no GPU; what needs one is left out and counted as not run. SUITE, a part of a name, chooses some.
+`dev/peers_tests.md` says where the files come from (none of them is part of this project) and holds the last table.
+Needs no GPU; what needs one is left out and counted as not run. SUITE, a part of a name, chooses some.
 """
 
 import argparse

@@ -43,18 +43,17 @@ def contestant(name: str, change: Callable[[torch.Tensor], torch.Tensor] = lambd
     return ready
 
 
+def raising(error: Exception, at_size: bool = False) -> Callable[[torch.Tensor], torch.Tensor]:
+    def change(y: torch.Tensor) -> torch.Tensor:
+        if at_size and len(y) != CASE.tokens:
+            return y
+        raise error
+
+    return change
+
+
 def absent(work: Work) -> Forward:
     raise Absent("it is on holiday")
-
-
-def full(y: torch.Tensor) -> torch.Tensor:
-    if len(y) == CASE.tokens:
-        raise torch.OutOfMemoryError("no room")
-    return y
-
-
-def broken(y: torch.Tensor) -> torch.Tensor:
-    raise KeyError("lost")
 
 
 CHANGES = {"huggingface": lambda y: y, "b": lambda y: y * 1, "c": lambda y: y + 0}
@@ -82,8 +81,8 @@ def test_every_contestant_is_named() -> None:
         not_there=lambda work: __import__("there_is_no_such_package"),
         twice=contestant("twice", lambda y: 2 * y),
         nan=contestant("nan", last),
-        full=contestant("full", full),
-        broken=contestant("broken", broken),
+        full=contestant("full", raising(torch.OutOfMemoryError("no room"), at_size=True)),
+        broken=contestant("broken", raising(KeyError("lost"))),
     )
     found = held.run()
     status = {"absent": "absent", "not_there": "absent", "twice": "wrong", "nan": "wrong"}
@@ -120,7 +119,7 @@ def test_a_wrong_row_at_full_size() -> None:
 def test_a_device_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Names who took it with it; nothing is measured after that. What is left out from the start has failed."""
     monkeypatch.setattr("benchmark.contest.is_lost", lambda: True)
-    d = contestant("d", lambda y: broken(y) if len(y) == CASE.tokens else y)
+    d = contestant("d", raising(KeyError("lost"), at_size=True))
     for without, killer, status in (((), "d", "lost"), (("d",), None, "measured")):
         held = contest(without=without, d=d)
         assert statuses(held.run()) == dict.fromkeys(CHANGES, status) | {"d": "failed"} and held.killer == killer

@@ -28,10 +28,7 @@ class Processes:
     """What pytest would do: writes these rows and ends with this status, one pair a call; an exception is raised."""
 
     def __init__(self, *ends: tuple[list[dict[str, Any]] | None, int | type[BaseException]]):
-        self.ends = list(ends)
-        self.calls: list[tuple[str, list[str], list[str]]] = []
-        self.machines: list[dict[str, Any]] = []
-        """That were known already."""
+        self.ends, self.calls, self.machines = list(ends), [], []  # machines: that were known already
 
     def __call__(
         self, subject: str, results: Results, commit: str | None, seconds: float, file: Path, without: list[str]
@@ -52,19 +49,13 @@ def contestants(subject: run.Subject) -> dict[str, str]:
     return {row["contestant"]: row["status"] for row in subject.rows}
 
 
-@pytest.mark.parametrize(
-    ("ends", "expected"),
-    [
-        ((([line("c"), line("seqtile")], 0),), {"c": "measured", "seqtile": "measured"}),
-        ((([], pytest.ExitCode.NO_TESTS_COLLECTED),), {}),
-    ],
-    ids=["others are left", "none are left"],
-)
-def test_a_lost_device(ends: tuple, expected: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another process goes on without the contestant, and without what was measured."""
-    processes = Processes(([line("a"), line("b", "failed")], LOST), *ends)
+@pytest.mark.parametrize("left", [("c", "seqtile"), ()])
+def test_a_lost_device(left: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process goes on without the contestant, and without what was measured, if others are left."""
+    others = ([line(name) for name in left], 0 if left else pytest.ExitCode.NO_TESTS_COLLECTED)
+    processes = Processes(([line("a"), line("b", "failed")], LOST), others)
     found = measured(processes, tmp_path, monkeypatch)
-    assert contestants(found) == {"a": "measured", "b": "failed"} | expected
+    assert contestants(found) == {"a": "measured", "b": "failed"} | dict.fromkeys(left, "measured")
     assert processes.calls == [("gated_mlp", [], []), ("gated_mlp", ["test[a]", "test[b]"], ["b"])]
     assert processes.machines == [{}, MACHINE | {"commit": "abc"}]
     assert found.matmul_tflops == 800 and found.copy_gbs == 4000 and not run.failed(found)

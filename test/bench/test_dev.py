@@ -28,9 +28,13 @@ models.PAGE, models.proof.PROVEN = folder / "page.md", folder / "proven.json"
 models.model_types, models.REAL_CONFIGS = lambda: ["llama"], []
 models.main()
 
+from dev.mutants_first_step import CASES, differs, said
+case = CASES["llama, layer"]
+batch = case.batch()
+wrong = {name: found for name, found in (("differs", differs(case, batch)), ("said", said(case, batch))) if found}
+
 from dev.check_cuda import __main__ as check
 check.DEVICE, check.TOKENS = "cpu", 200
-wrong = {}
 for case in (check.loss(tokens=200, vocab=99, bias=True, class_weight=True), check.mlp(lora=True)):
     with check.CudaRules() as rules:
         case()
@@ -64,9 +68,9 @@ def test_sizes(tmp_path: Path) -> None:
     assert found[-1] == "5 lines of code in 2 files".split()
 
 
-def test_models_and_check_cuda(tmp_path: Path) -> None:
-    """A type is proven as it stands in the repository; on a CPU nothing is wrong with a loss and an MLP, and what is
-    wrong is seen."""
+def test_models_first_steps_and_check_cuda(tmp_path: Path) -> None:
+    """A type is proven as it stands in the repository; nothing is wrong with a layer's first step, nor on a CPU
+    with a loss and an MLP, and what is wrong is seen."""
     (tmp_path / "page.md").write_text("before\n<!-- types -->\nold\n<!-- end of types -->\nafter\n")
     path = os.pathsep.join(["src", "test", os.environ.get("PYTHONPATH", "")])
     *_, found = ran(sys.executable, "-c", PARTS, tmp_path, PYTHONPATH=path).splitlines()
@@ -101,59 +105,46 @@ def test_wheels(tmp_path: Path) -> None:
     assert not [each for each in asked if "==" in each and each not in pins and each.partition("==")[0] in names]
 
 
-SUITES: dict[str, tuple[str, dict[str, str], dict[str, int]]] = {}
-"""Of a suite of dev/peers_tests.py: made-up files in its folder, and how many tests end how."""
-SUITES["Liger: SwiGLU"] = (
-    "liger_kernel-0",
-    {
-        "test/__init__.py": "",
-        "test/utils.py": "supports_bfloat16 = None",
-        "test/transformers/test_swiglu.py": """
+OF_LIGER = """
 import pytest
 import torch
 import torch.nn.functional as F
 from liger_kernel.ops import LigerSiLUMulFunction
 from liger_kernel.transformers.functional import liger_cross_entropy, liger_fused_linear_cross_entropy
-from liger_kernel.transformers.swiglu import (
-    LigerExperts, LigerFalconH1SwiGLUMLP, LigerPhi3SwiGLUMLP, LigerSwiGLUMLP
-)
+from liger_kernel.transformers.swiglu import *
 from transformers import MixtralConfig
 
 CONFIG = MixtralConfig(hidden_size=8, intermediate_size=12, num_local_experts=4, num_experts_per_tok=2)
-CONFIG._experts_implementation, CONFIG.mlp_bias = "eager", False
+CONFIG._experts_implementation, CONFIG.mlp_bias, CONFIG.mlp_multipliers = "eager", False, (1.0, 1.0)
 
 
-@pytest.mark.parametrize("make", [LigerSwiGLUMLP, LigerPhi3SwiGLUMLP, LigerFalconH1SwiGLUMLP, LigerExperts])
-def test_mlps(make):
-    CONFIG.mlp_multipliers = (1.0, 1.0)
-    make = globals()[make.__name__]  # what stands in
-    mlp, x, scores = make(CONFIG), torch.randn(1000, 8), torch.rand(1000, 2)
-    routes = torch.rand(1000, 4).argsort()[:, :2]
-    for parameter in mlp.parameters():
+@pytest.mark.parametrize("name", ["LigerSwiGLUMLP", "LigerPhi3SwiGLUMLP", "LigerFalconH1SwiGLUMLP"])
+def test_mlps(name):
+    mlp, x = globals()[name](CONFIG), torch.randn(50, 8)
+    fused = mlp.gate_up_proj.weight.chunk(2) if "Phi3" in name else (mlp.gate_proj.weight, mlp.up_proj.weight)
+    expected = F.linear(F.silu(F.linear(x, fused[0])) * F.linear(x, fused[1]), mlp.down_proj.weight)
+    torch.testing.assert_close(mlp(x[None])[0], expected)
+    torch.testing.assert_close(LigerSiLUMulFunction.apply(x, 2 * x), F.silu(x) * 2 * x)
+
+
+def test_experts():
+    experts, x, scores = LigerExperts(CONFIG), torch.randn(1000, 8), torch.rand(1000, 2)
+    for parameter in experts.parameters():
         torch.nn.init.normal_(parameter)
-
-    def plain(gate, up, down):
-        return F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
-
-    if "Experts" in make.__name__:
-        of_experts = torch.stack([plain(*g.chunk(2), d) for g, d in zip(mlp.gate_up_proj, mlp.down_proj)], 1)
-        expected = (of_experts.gather(1, routes[..., None].expand(-1, -1, 8)) * scores[..., None]).sum(1)
-        found = mlp(x, routes, scores)
-    else:
-        fused = hasattr(mlp, "gate_up_proj")
-        gate, up = mlp.gate_up_proj.weight.chunk(2) if fused else (mlp.gate_proj.weight, mlp.up_proj.weight)
-        expected, found = plain(gate, up, mlp.down_proj.weight), mlp(x[None])[0]
+    gate, up = (torch.einsum("td,efd->tef", x, half) for half in experts.gate_up_proj.chunk(2, 1))
+    y = torch.einsum("tef,edf->ted", F.silu(gate) * up, experts.down_proj)
+    expected = (y[:, 1] * scores[:, :1]) + (y[:, 3] * scores[:, 1:])
+    found = experts(x, torch.tensor([1, 3]).expand(1000, 2), scores)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-4)
 
 
 def test_losses():
     x, weight, target = torch.randn(30, 8, requires_grad=True), torch.randn(20, 8), torch.randint(0, 20, (30,))
+    expected = F.cross_entropy(x @ weight.T, target)
     for found in (liger_fused_linear_cross_entropy(x, weight, target), liger_cross_entropy(x @ weight.T, target)):
-        expected = F.cross_entropy(x @ weight.T, target)
         torch.testing.assert_close(found, expected)
-        torch.testing.assert_close(torch.autograd.grad(found, x), torch.autograd.grad(expected, x))
-    gate, up = torch.randn(3, 5), torch.randn(3, 5)
-    torch.testing.assert_close(LigerSiLUMulFunction.apply(gate, up), F.silu(gate) * up)
+        gradients = [torch.autograd.grad(loss, x, retain_graph=True) for loss in (found, expected)]
+        torch.testing.assert_close(*gradients)
 
 
 def test_wrong():
@@ -162,14 +153,8 @@ def test_wrong():
 
 def test_legacy_function():
     raise AssertionError
-""",
-    },
-    {"passed": 5, "failed": 1, "not run": 1},
-)
-SUITES["DeepSpeed: tiled compute"] = (
-    "DeepSpeed",
-    {
-        "tests/unit/ulysses_alst/test_tiled_compute.py": """
+"""
+OF_DEEPSPEED = """
 import torch
 from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledMLP, sequence_tiled_compute
 from unit.common import DistributedTest
@@ -185,30 +170,21 @@ class TestTiles(DistributedTest):
         torch.testing.assert_close(found, 2 * layer(x))
         torch.testing.assert_close(TiledMLP.apply(lambda self, x: self(x), layer, x, 3, params), layer(x))
 """
-    },
-    {"passed": 1},
-)
 OF_QUACK = """
+import pytest
 import torch
 from quack.linear_cross_entropy import chunked_linear_cross_entropy, linear_cross_entropy_func_ref
 
 
-def test_{name}():
-    x, weight = torch.randn(40, 8, device="cuda"), torch.randn(30, 8, device="cuda")
+@pytest.mark.parametrize("d", [8, 10_000])
+def test_same(d):
+    x, weight = torch.randn(40, d, device="cuda"), torch.randn(30, d, device="cuda")
     target = torch.randint(0, 30, (40,), device="cuda")
+    assert d <= 256  # cut down
     found = chunked_linear_cross_entropy(x, weight, target, chunk_size=16)
     torch.testing.assert_close(found, linear_cross_entropy_func_ref(x, weight, None, target))
 """
-SUITES["QuACK: linear cross-entropy"] = (
-    "quack-0",
-    {"tests/test_linear_cross_entropy.py": OF_QUACK.format(name="one") + OF_QUACK.format(name="two")},
-    {"passed": 2},
-)
-SUITES["Hugging Face: models, groups"] = (
-    "transformers-0",
-    {
-        "tests/__init__.py": "",
-        "tests/test_modeling_common.py": """
+OF_HUGGING_FACE = """
 import seqtile
 import torch
 from tests.generation.test_utils import GenerationTesterMixin
@@ -225,10 +201,24 @@ class ModelTesterMixin:
         model(**inputs, labels=inputs["input_ids"], use_cache=False).loss.backward()
         assert all(p.grad is not None for p in model.parameters()) or not self.test_all_params_have_gradient
         assert seqtile.status(model).layer.tiled == 2
-""",
-    },
-    {"passed": sum(arch.layer for arch in ARCHS.values())},
-)
+"""
+UTILS = {"liger_kernel-0/test/utils.py": "supports_bfloat16 = None", "liger_kernel-0/test/__init__.py": ""}
+LAYERED = sum(arch.layer for arch in ARCHS.values())
+SUITES = {  # of dev/peers_tests.py: made-up files in its folder, and how many tests end how
+    "Liger: SwiGLU": (
+        UTILS | {"liger_kernel-0/test/transformers/test_swiglu.py": OF_LIGER},
+        {"passed": 5, "failed": 1, "not run": 1},
+    ),
+    "DeepSpeed: tiled compute": (
+        {"DeepSpeed/tests/unit/ulysses_alst/test_tiled_compute.py": OF_DEEPSPEED},
+        {"passed": 1},
+    ),
+    "QuACK: linear cross-entropy": ({"quack-0/tests/test_linear_cross_entropy.py": OF_QUACK}, {"passed": 2}),
+    "Hugging Face: models, groups": (
+        {"transformers-0/tests/__init__.py": "", "transformers-0/tests/test_modeling_common.py": OF_HUGGING_FACE},
+        {"passed": LAYERED},
+    ),
+}
 
 
 def test_functions_that_stand_in() -> None:
@@ -244,9 +234,9 @@ def test_functions_that_stand_in() -> None:
 @pytest.mark.parametrize("suite", SUITES)
 def test_peers(suite: str, tmp_path: Path) -> None:
     """Made-up tests run on what stands in, also where the real ones' packages are not installed."""
-    folder, files, counts = SUITES[suite]
+    files, counts = SUITES[suite]
     for name, text in files.items():
-        (file := tmp_path / folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (file := tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         file.write_text(text)
     (before := tmp_path / "before.json").write_text(json.dumps({suite: [{"test": "gone", "outcome": "passed"}]}))
     options = ("--files", tmp_path, "--json", tmp_path / "found.json", "--before", before)

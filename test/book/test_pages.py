@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import tomllib
 import typer
+from transformers import CONFIG_MAPPING
 from typer.testing import CliRunner
 
 from book.page import ROOT, Block, blocks_of, run_python
@@ -20,6 +21,7 @@ from seqtile.recipes import Job
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md"]
 COMMANDS = [(page, block) for page in PAGES for block in blocks_of(page.read_text()) if block.language == "bash"]
+QUICK = [page.name for page in PAGES if page.name not in ("trainer.md", "trl.md")]
 SCRIPTS = (".py", ".sh")
 SILENT = {"text", "{toctree}", "{eval-rst}", "{include}", "toml", "yaml", ""}  # the languages of what cannot be run
 
@@ -39,6 +41,7 @@ def processes() -> Iterator[ProcessPoolExecutor]:
             yield executor
 
 
+@pytest.mark.full("5 s and more each of trainers; test/models trains with them", but=QUICK)
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_python(page: Path, processes: ProcessPoolExecutor) -> None:
     blocks = blocks_of(page.read_text())
@@ -69,6 +72,8 @@ def check_command(words: list[str]) -> None:
         case ["seqtile", "finetune", *options] | ["torchrun", _, _, "-m", "seqtile.cli", "finetune", *options]:
             if options != ["--help"]:
                 parsed_job(options)
+        case ["seqtile", "check", model_type]:  # takes half a minute; test/recipes/test_check.py runs it
+            assert model_type in CONFIG_MAPPING, f"no model type {model_type}"
         case ["seqtile", *arguments]:
             result = CliRunner().invoke(app, arguments)
             assert result.exit_code == 0, result.output

@@ -68,6 +68,7 @@ def test_sizes(tmp_path: Path) -> None:
     assert found[-1] == "5 lines of code in 2 files".split()
 
 
+@pytest.mark.full("10 s of a process that imports everything")
 def test_models_first_steps_and_check_cuda(tmp_path: Path) -> None:
     """A type is proven as it stands in the repository; nothing is wrong with a layer's first step, nor on a CPU
     with a loss and an MLP, and what is wrong is seen."""

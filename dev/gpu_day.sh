@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# A borrowed GPU's time, in three calls of at most nine minutes each:
-#   dev/gpu_day.sh OUT 1    the machine, each kernel once, how long the parts of a tile take, loss, MLP and layer beside
-#                           Hugging Face and Liger, the tests
-#   dev/gpu_day.sh OUT 2    the contests of loss, MLP, layer and offload
-#   dev/gpu_day.sh OUT 3    the ladder
+# A borrowed GPU's time, in three calls of MINUTES each (default 9; from 20 on the contests and the ladder are in full):
+#   dev/gpu_day.sh OUT 1 [MINUTES]   the machine, each kernel once, how long the parts of a tile take, loss, MLP and layer
+#                                    beside Hugging Face and Liger, the tests
+#   dev/gpu_day.sh OUT 2 [MINUTES]   the contests of loss, MLP, layer and offload
+#   dev/gpu_day.sh OUT 3 [MINUTES]   the ladder
 # or, instead of the number, a file with steps of its own. It needs bash and python3, no make, git or network.
 #   WHEELS=DIR    what that Python lacks, see dev/wheels.sh; default: wheels, if it is there
 #   COMMIT=...    names what is measured, where there is no git
@@ -11,18 +11,23 @@
 # A step that hangs, dies or fails is noted, and the next one begins. In OUT from the first minute on: log.txt, what every
 # step said; summary.txt; found.jsonl; results/. In the end at most 8 files.
 set -uo pipefail
-out=$(mkdir -p "${1:?expected a directory}" && cd "$1" && pwd) || exit
-call=${2:?expected 1, 2, 3 or a file of steps}
+call=${2:?expected a directory, and 1, 2, 3 or a file of steps}
+minutes=${3:-9}
 if [[ -f $call ]]; then
   call=$(realpath "$call")
 elif [[ $call != [123] ]]; then
   echo "expected 1, 2, 3 or a file of steps; got $call" >&2
   exit 2
 fi
+if [[ ! $minutes =~ ^[1-9][0-9]*$ ]]; then
+  echo "expected whole minutes; got $minutes" >&2
+  exit 2
+fi
+end=$((SECONDS + 60 * minutes))
+out=$(mkdir -p "$1" && cd "$1" && pwd) || exit
 cd "$(dirname "$0")/.." || exit
 python=${PYTHON:-python3}
 wheels=${WHEELS:-wheels}
-end=$((SECONDS + ${LIMIT:-540}))
 worst=0
 site=$(mktemp -d)
 trap 'rm -rf "$site"' EXIT
@@ -57,32 +62,40 @@ step() {
   fi
 }
 
-bench() { # SIZE MINUTES SUBJECTS
+minutes_of() { printf "%d.%02d" $(($1 / 60)) $(($1 % 60 * 5 / 3)); }
+
+bench() { # SIZE SECONDS SUBJECTS: and forty more, in which it is ended
   [[ ${SIZE:-} == tiny ]] && set -- smoke "$2" "$3"
-  local options=(--size "$1" --minutes "$2" --subjects "$3" --directory "$out/results")
-  SHOW=1 step "bench $3" $(($2 * 60 + 40)) "$python" -m benchmark.run "${options[@]}" ${COMMIT:+--commit "$COMMIT"}
+  local options=(--size "$1" --minutes "$(minutes_of "$2")" --subjects "$3" --directory "$out/results")
+  SHOW=1 step "bench $3" $(($2 + 40)) "$python" -m benchmark.run "${options[@]}" ${COMMIT:+--commit "$COMMIT"}
 }
 
 call_1() {
   SHOW=40 step probe 60 "$python" -m benchmark.probe "$out/found.jsonl"
   SHOW=40 step canary 90 "$python" -m benchmark.canary "$out/found.jsonl"
   SHOW=20 step "kernel times" 75 "$python" -m benchmark.kernel_times "$out/found.jsonl"
-  bench first 3 "linear_cross_entropy gated_mlp decoder_layer"
+  bench first $((20 * minutes)) "linear_cross_entropy gated_mlp decoder_layer"
   local left=$((end - SECONDS - 30))
   if ((left < 40)); then
     note "tests: no time left"
     worst=1
     return
   fi
-  local tests=(--seconds $((left < 300 ? left : 300)))
+  local tests=(--seconds "$left")
   [[ ${SIZE:-} == tiny ]] && tests+=(--workers 1 --device=cpu -k "extreme_gates or offsets")
-  SHOW=1 step tests 330 "$python" -m dev.gpu_tests "${tests[@]}"
+  SHOW=1 step tests $((left + 30)) "$python" -m dev.gpu_tests "${tests[@]}"
   grep -aE '^(FAILED|ERROR) |^=+ .*(passed|failed|error).* in ' "$out/log.txt" | tail -n 60 | tee -a "$out/summary.txt"
 }
 
-call_2() { bench quick 8 "linear_cross_entropy gated_mlp decoder_layer offload"; }
+rest() { # SUBJECTS: in all that is left
+  local size=quick left=$((end - SECONDS - 60))
+  ((minutes < 20)) || size=full
+  bench $size $((left > 1 ? left : 1)) "$1"
+}
 
-call_3() { bench quick 8 model_step; }
+call_2() { rest "linear_cross_entropy gated_mlp decoder_layer offload"; }
+
+call_3() { rest model_step; }
 
 if [[ -d $wheels ]]; then
   step wheels 60 "$python" -m pip install --quiet --no-index --no-deps --no-compile --upgrade --target "$site" "$wheels"/*.whl

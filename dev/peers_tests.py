@@ -2,8 +2,8 @@
 
     .venv/bin/python dev/peers_tests.py --files DIR [--source SRC] [--json FILE] [SUITE ...]
 
-`dev/peers_tests.md` says where the files come from (none of them is part of this project) and holds the tables of past
-runs. Needs no GPU; what needs one is left out and counted as not run. SUITE, a part of a name, chooses some.
+`dev/peers_tests.md` says where the files come from (none of them is part of this project) and holds the last table.
+Needs no GPU; what needs one is left out and counted as not run. SUITE, a part of a name, chooses some.
 """
 
 import argparse
@@ -152,7 +152,7 @@ def run(suite: Suite, files: Path, source: Path, chosen: list[dict] | None = Non
             tests = sorted({f"{paths[0]}::{test['test'].partition('::')[2]}" for test in chosen})
         report = Path(scratch, "report")
         done = subprocess.run(
-            [*command(suite, folders[0], report), *tests],
+            [*command(suite, Path(scratch) if suite.on_cpu else folders[0], report), *tests],
             cwd=folders[0],
             env=os.environ | environment(source, files, folders[0]),
             stdout=subprocess.PIPE,
@@ -168,8 +168,8 @@ def run(suite: Suite, files: Path, source: Path, chosen: list[dict] | None = Non
     return found
 
 
-def command(suite: Suite, folder: Path, report: Path) -> list[str]:
-    given = ["-q", "--tb=short", "-p", "no:cacheprovider", "-p", "peers_shims.plugin", f"--rootdir={folder}"]
+def command(suite: Suite, root: Path, report: Path) -> list[str]:
+    given = ["-q", "--tb=short", "-p", "no:cacheprovider", "-p", "peers_shims.plugin", f"--rootdir={root}"]
     given += ["-c", str(HERE / "peers_shims" / "pytest.ini"), f"--peer={suite.shim}", f"--peer-mode={suite.mode}"]
     given += [f"--peer-report={report}", f"--peer-seconds={suite.seconds}", "-k", suite.select]
     return [sys.executable, "-m", "pytest", *given]

@@ -1,6 +1,6 @@
-"""Counts the package's files and its lines of code: blank lines, comments and docstrings left out.
+"""Counts the files of the package, or of FOLDER, and their lines of code: no blank line, comment or docstring.
 
-python -m dev.sizes [--files]
+python -m dev.sizes [--files] [FOLDER]
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ def lines_of_code(text: str) -> int:
 
 
 def main() -> None:
-    files = {path.relative_to(SOURCE): lines_of_code(path.read_text()) for path in sorted(SOURCE.rglob("*.py"))}
+    folder = Path(next((given for given in sys.argv[1:] if not given.startswith("--")), SOURCE))
+    files = {path.relative_to(folder): lines_of_code(path.read_text()) for path in sorted(folder.rglob("*.py"))}
     rooms, counts = Counter(), Counter()
     for path, lines in files.items():
         room = path.parts[0] if len(path.parts) > 1 else "top"

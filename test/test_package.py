@@ -50,14 +50,10 @@ def read(name: str) -> Any:
     return yaml.safe_load((ROOT / name).read_text())
 
 
-def test_the_version_stands_in_one_place() -> None:
+def test_the_version_stands_in_one_place_and_begins_the_changelog() -> None:
     assert "version" in PROJECT["project"]["dynamic"] and "version" not in PROJECT["project"]
     assert (ROOT / PROJECT["tool"]["hatch"]["version"]["path"]).samefile(ROOT / "src" / "seqtile" / "__init__.py")
-    assert str(Version(seqtile.__version__)) == seqtile.__version__
-    assert "version" not in read("CITATION.cff")
-
-
-def test_the_changelog_begins_with_the_version() -> None:
+    assert str(Version(seqtile.__version__)) == seqtile.__version__ and "version" not in read("CITATION.cff")
     headings = re.findall(r"^## (.*)", (ROOT / "CHANGELOG.md").read_text(), re.M)
     found = [
         re.fullmatch(r"(\d+\.\d+\.\d+) \((unreleased|\d{4}-\d\d-\d\d)\)", heading).groups() for heading in headings
@@ -67,13 +63,10 @@ def test_the_changelog_begins_with_the_version() -> None:
     assert "unreleased" not in [date for _, date in found[1:]]
 
 
-def test_what_an_extra_names_is_pinned() -> None:
+def test_what_an_extra_or_a_hook_names_is_pinned() -> None:
     extras = PROJECT["project"]["optional-dependencies"]
     named = {Requirement(line).name for lines in extras.values() for line in lines}
     assert {"build", "ruff"} <= named and named - PINS.keys() == set()
-
-
-def test_the_hooks_before_a_commit_have_the_tested_ruff() -> None:
     [ruff] = read(".pre-commit-config.yaml")["repos"]
     assert ruff["rev"] == f"v{PINS['ruff']}"
 
@@ -128,11 +121,8 @@ def test_wheel_and_sdist_hold_what_they_should(built: Built) -> None:
     assert files == wheel_files(built.wheel_of_tree)
     source = {str(file.relative_to(ROOT / "src")) for file in (ROOT / "src").rglob("*.py*") if file.suffix != ".pyc"}
     about = ("METADATA", "WHEEL", "RECORD", "entry_points.txt", "licenses/LICENSE")
-    about = {f"{name}.dist-info/{part}" for part in about}
-    assert (
-        files.keys() == source | {"seqtile/py.typed", "seqtile/models/proven.json"} | about
-        and "seqtile/__init__.pyi" in files
-    )
+    about = {f"{name}.dist-info/{part}" for part in about} | {"seqtile/py.typed", "seqtile/models/proven.json"}
+    assert files.keys() == source | about and "seqtile/__init__.pyi" in files
     assert f"\nVersion: {seqtile.__version__}\n" in files[f"{name}.dist-info/METADATA"].decode()
 
     with tarfile.open(built.sdist) as archive:

@@ -1,4 +1,5 @@
-"""What editors and type checkers read of the package, `__init__.pyi`, is what it has."""
+"""The names of the package, each imported when it is first used, are what editors and type checkers read of it in
+`__init__.pyi`; all work where Triton is not installed."""
 
 import inspect
 import os
@@ -7,12 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 import seqtile
 from seqtile.arch import ARCHS
 from seqtile.models import ENTRIES
 
 STUB = Path(seqtile.__file__).with_suffix(".pyi")
 FACE = runpy.run_path(str(STUB))
+BY_HAND = set(seqtile.__all__) - set(ENTRIES)
 SCRIPT = """\
 from torch import nn
 import seqtile
@@ -31,29 +35,56 @@ ERRORS = [
     'expected "int | None"  [arg-type]',
     'script.py:6: error: Unexpected keyword argument "chunks" for "apply_seqtile_to_llama"  [call-arg]',
 ]
+WITHOUT_TRITON = """
+import sys
+import seqtile
+assert not {"torch", "transformers", "triton"} & sys.modules.keys()
+sys.modules["triton"] = None  # importing it raises ModuleNotFoundError
+import torch
+from seqtile.kernels.dispatch import triton_serves
+assert not triton_serves(torch.zeros(1))
+hidden, weight = torch.randn(63, 8, requires_grad=True), torch.randn(50, 8, requires_grad=True)
+target = torch.randint(0, 50, (63,))
+loss = seqtile.linear_cross_entropy(hidden, weight, target, chunk_tokens=16)
+torch.testing.assert_close(loss, torch.nn.functional.cross_entropy(hidden @ weight.T, target))
+loss.backward()
+gate, up, down = (torch.randn(shape, requires_grad=True) for shape in ((12, 8), (12, 8), (8, 12)))
+seqtile.gated_mlp(hidden, gate, up, down, chunk_tokens=16).sum().backward()
+assert all(weight.grad is not None for weight in (gate, up, down))
+"""
 
 
-def test_the_names_of_the_package() -> None:
-    """All that are written by hand, and of the functions by model type those of the types that can be planned."""
+def test_all_names() -> None:
+    assert set(ENTRIES) < set(seqtile.__all__) <= set(dir(seqtile)) and len(set(seqtile.__all__)) == len(
+        seqtile.__all__
+    )
+    exec("from seqtile import *", found := {})
+    assert set(seqtile.__all__) <= found.keys() and None not in found.values()
+    assert seqtile.apply_seqtile_to_llama is ENTRIES["apply_seqtile_to_llama"]
+    with pytest.raises(AttributeError, match="module 'seqtile' has no attribute 'apply_seqtile_to_vit'"):
+        seqtile.apply_seqtile_to_vit  # noqa: B018
+
+
+def test_nothing_is_loaded_before_and_triton_never_needed() -> None:
+    result = subprocess.run([sys.executable, "-c", WITHOUT_TRITON], capture_output=True, text=True, timeout=900)
+    assert result.returncode == 0, result.stderr
+
+
+def test_the_stub() -> None:
+    """Has all names that are written by hand, and of the functions by model type those of the types that can be
+    planned; all of these have the arguments of one, explained once, with the words of the package."""
     named = {name for name in FACE if name.startswith("apply_seqtile_to_")}
     assert {f"apply_seqtile_to_{model_type}" for model_type in ARCHS} <= named <= set(ENTRIES)
-    assert set(FACE["__all__"]) == set(seqtile.__all__) - set(ENTRIES) | named
-    for name in set(seqtile.__all__) - set(ENTRIES):
+    assert set(FACE["__all__"]) == BY_HAND | named
+    for name in BY_HAND:
         assert FACE[name] is getattr(seqtile, name), name
-
-
-def test_signatures() -> None:
-    """All functions by model type have the arguments of one."""
+    llama = FACE["apply_seqtile_to_llama"]
     for name in ENTRIES:
-        assert inspect.signature(FACE["apply_seqtile_to_llama"]) == inspect.signature(getattr(seqtile, name)), name
+        assert inspect.signature(llama) == inspect.signature(getattr(seqtile, name)), name
+    assert inspect.getdoc(llama) == inspect.getdoc(seqtile.apply_seqtile_to_llama)
 
 
-def test_the_arguments_are_explained() -> None:
-    """Once, with the words of the package."""
-    llama = "apply_seqtile_to_llama"
-    assert inspect.getdoc(FACE[llama]) == inspect.getdoc(getattr(seqtile, llama))
-
-
+@pytest.mark.full("5 s of mypy")
 def test_a_type_checker_finds_what_is_wrong(tmp_path: Path) -> None:
     """And nothing else. Torch is not followed, which would take a minute."""
     (tmp_path / "script.py").write_text(SCRIPT)
@@ -74,5 +105,5 @@ def test_a_type_checker_finds_what_is_wrong(tmp_path: Path) -> None:
 
 def test_every_name_is_on_the_page() -> None:
     page = (Path(__file__).parents[1] / "docs" / "api.md").read_text()
-    for name in set(seqtile.__all__) - set(ENTRIES):
+    for name in BY_HAND:
         assert f":: {name}\n" in page or f"seqtile.{name}" in page, name

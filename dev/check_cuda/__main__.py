@@ -29,6 +29,7 @@ from seqtile.ops.linear import LowRank  # noqa: E402
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 ONE_WAIT = {"nonzero": 1}  # which tokens are labelled, unless ignore_index is None: README names it
+DEVICE = "cuda"  # "cpu" where a case is tried out without a torch for CUDA
 TOKENS = 9000  # three tiles, the last ragged
 
 
@@ -77,11 +78,11 @@ def pretended() -> ExitStack:
 
 
 def cuda(*shape: int, dtype: torch.dtype = BF16, grad: bool = True) -> torch.Tensor:
-    return torch.randn(*shape, device="cuda", dtype=dtype, requires_grad=grad)
+    return torch.randn(*shape, device=DEVICE, dtype=dtype, requires_grad=grad)
 
 
 def autocast(dtype: torch.dtype | None) -> torch.autocast | nullcontext:
-    return nullcontext() if dtype is None else torch.autocast("cuda", dtype)
+    return nullcontext() if dtype is None else torch.autocast(DEVICE, dtype)
 
 
 def loss(
@@ -102,8 +103,8 @@ def loss(
         if bias:
             given["bias"] = cuda(vocab, dtype=of_weight or dtype)
         if class_weight:
-            given["class_weight"] = torch.rand(vocab, device="cuda")
-        target = torch.zeros(tokens, device="cuda", dtype=torch.int64)
+            given["class_weight"] = torch.rand(vocab, device=DEVICE)
+        target = torch.zeros(tokens, device=DEVICE, dtype=torch.int64)
         with autocast(cast):
             result = seqtile.linear_cross_entropy(hidden, weight, target, chunk_tokens=4096, **given)
         backward(result[0] if isinstance(result, tuple) else result)
@@ -158,12 +159,12 @@ def model(
             vocab_size=128_256,
             max_position_embeddings=tokens,
         )
-        with torch.device("cuda"):
+        with torch.device(DEVICE):
             made = AutoModelForCausalLM.from_config(config, dtype=BF16, attn_implementation="sdpa").train()
         seqtile.apply_seqtile(made, **options)
         if checkpointing:
             made.gradient_checkpointing_enable({"use_reentrant": False})
-        ids = torch.zeros(1, tokens, dtype=torch.int64, device="cuda")
+        ids = torch.zeros(1, tokens, dtype=torch.int64, device=DEVICE)
         backward(made(input_ids=ids, labels=ids, use_cache=False).loss)
         missing = [name for name, parameter in made.named_parameters() if parameter.grad is None]
         assert not missing, missing[:5]

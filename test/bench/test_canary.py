@@ -2,6 +2,7 @@
 of every part, beside what is predicted."""
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ from benchmark.rates import Rates
 
 @pytest.fixture(scope="module")
 def tile() -> Tile:
-    return tile_at_hand()
+    return replace(tile_at_hand(), longer=256)
 
 
 @pytest.mark.parametrize("name", canary.CHECKS)
@@ -48,13 +49,15 @@ def test_what_is_wrong(
     assert [row["what"] for row in rows if not row["right"]] == wrong
 
 
-def test_times(tile: Tile) -> None:
+def test_times(tile: Tile, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each part has a time, by turns; and a prediction, by its products and its bytes."""
     turns: list[str] = []
     parts = {name: kernel_times.Part(lambda name=name: turns.append(name)) for name in "abc"}
     found = kernel_times.measured(parts)
     assert found.keys() == parts.keys() and turns[:9] == list("abcbcacab")
     assert len(turns) == 3 * (kernel_times.WARM + kernel_times.TURNS)
+    monkeypatch.setattr(kernel_times, "WARM", 0)
+    monkeypatch.setattr(kernel_times, "TURNS", 2)
     for make in (kernel_times.parts_of_loss, kernel_times.parts_of_mlp, kernel_times.parts_of_layer):
         for name, each in kernel_times.measured(parts := make(tile)).items():
             assert each["ms"] > 0 and each["iqr_ms"] >= 0 and (parts[name].flops > 0 or parts[name].bytes > 0)

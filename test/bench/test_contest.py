@@ -1,7 +1,7 @@
 """Contests are fair: right first, by turns, every contestant named whatever became of it."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 import pytest
@@ -19,7 +19,7 @@ class Work:
     x: torch.Tensor
     weight: torch.Tensor
     upstream: torch.Tensor
-    turns: list[str] = field(default_factory=list)
+    turns: list[str]
 
     @property
     def leaves(self) -> tuple[torch.Tensor, ...]:
@@ -43,44 +43,52 @@ def contestant(name: str, change: Callable[[torch.Tensor], torch.Tensor] = lambd
     return ready
 
 
+def raising(error: Exception, at_size: bool = False) -> Callable[[torch.Tensor], torch.Tensor]:
+    def change(y: torch.Tensor) -> torch.Tensor:
+        if at_size and len(y) != CASE.tokens:
+            return y
+        raise error
+
+    return change
+
+
 def absent(work: Work) -> Forward:
     raise Absent("it is on holiday")
-
-
-def full(y: torch.Tensor) -> torch.Tensor:
-    if len(y) == CASE.tokens:
-        raise torch.OutOfMemoryError("no room")
-    return y
-
-
-def broken(y: torch.Tensor) -> torch.Tensor:
-    raise KeyError("lost")
 
 
 CHANGES = {"huggingface": lambda y: y, "b": lambda y: y * 1, "c": lambda y: y + 0}
 
 
-def contest(turns: list[str], **others: Callable[[Work], Forward]) -> dict[str, Entry]:
+def contest(*, without: tuple[str, ...] = (), turns: list[str] | None = None, **others: Callable) -> Contest:
+    """Of three that are right and some others; ten FLOP a token."""
     contestants = {name: contestant(name, change) for name, change in CHANGES.items()} | others
-    subject = Subject("products", partial(operands, turns), contestants, lambda shape, tokens: 1.0)
-    return Contest(subject, CASE, "small").run()
+    of_work = partial(operands, [] if turns is None else turns)
+    return Contest(Subject("products", of_work, contestants, lambda _, tokens: 10.0 * tokens), CASE, "small", without)
+
+
+def statuses(found: dict[str, Entry]) -> dict[str, str]:
+    return {name: entry.status for name, entry in found.items()}
 
 
 def test_every_contestant_is_named() -> None:
-    """Those that lose have no figure, and the others go on."""
+    """Those that lose have no figure, and the others go on, by turns. The next case takes in proportion to its FLOP: a
+    warm-up and three rounds, beyond 128K tokens one."""
     last = lambda y: y.where(torch.arange(len(y))[:, None] < len(y) - 1, torch.nan)  # noqa: E731
-    found = contest(
-        [],
+    turns: list[str] = []
+    held = contest(
+        turns=turns,
         absent=absent,
         not_there=lambda work: __import__("there_is_no_such_package"),
         twice=contestant("twice", lambda y: 2 * y),
         nan=contestant("nan", last),
-        full=contestant("full", full),
-        broken=contestant("broken", broken),
+        full=contestant("full", raising(torch.OutOfMemoryError("no room"), at_size=True)),
+        broken=contestant("broken", raising(KeyError("lost"))),
     )
+    found = held.run()
     status = {"absent": "absent", "not_there": "absent", "twice": "wrong", "nan": "wrong"}
-    status |= {"full": "out of memory", "broken": "failed"} | dict.fromkeys(CHANGES, "measured")
-    assert {name: entry.status for name, entry in found.items()} == status
+    assert statuses(found) == status | {"full": "out of memory", "broken": "failed"} | dict.fromkeys(
+        CHANGES, "measured"
+    )
     assert found["absent"].why == "it is on holiday" and "there_is_no_such_package" in found["not_there"].why
     assert "no room" in found["full"].why and "KeyError" in found["broken"].why
     assert abs(found["twice"].error - 1) < 1e-6 and found["nan"].error != found["nan"].error
@@ -88,25 +96,13 @@ def test_every_contestant_is_named() -> None:
         assert (len(entry.forward) == len(entry.backward) > 0) == (name in CHANGES)
         assert all(seconds > 0 for seconds in entry.forward + entry.backward)
     assert found["huggingface"].peak_bytes == 300 * 8 * 4 + 300 * 8 * 4 + 8 * 8 * 4  # the output, two gradients
-
-
-def test_contestants_take_turns() -> None:
-    turns: list[str] = []
-    contest(turns)
     assert turns[-6:] == ["huggingface", "b", "c", "b", "c", "huggingface"]  # two rounds, after the warm-up
 
-
-def test_what_the_next_case_will_take() -> None:
-    """In proportion to the FLOPs: a warm-up and three rounds, beyond 128K tokens one."""
-    contestants = {name: contestant(name, change) for name, change in CHANGES.items()}
-    subject = Subject("products", partial(operands, []), contestants, lambda shape, tokens: 10.0 * tokens)
-    held = Contest(subject, CASE, "small")
-    entries = held.run().values()
-    a_pass = sum(sum(entry.forward + entry.backward) / 2 for entry in entries)
+    a_pass = sum(sum(entry.forward + entry.backward) / 2 for entry in found.values())
     assert held.pace == pytest.approx(a_pass / 3000, rel=1e-6)
-    assert expected_seconds(subject, Case("tiny", 3000), "full", held.pace) == pytest.approx(40 * a_pass)
-    assert expected_seconds(subject, Case("tiny", 300_000), "full", held.pace) == pytest.approx(2000 * a_pass)
-    assert expected_seconds(subject, Case("tiny", 60_000), "quick", held.pace) == pytest.approx(400 * a_pass)
+    for size, tokens, passes in (("full", 3000, 40), ("full", 300_000, 2000), ("quick", 60_000, 400)):
+        expected = expected_seconds(held.subject, Case("tiny", tokens), size, held.pace)
+        assert expected == pytest.approx(passes * a_pass), (size, tokens)
 
 
 def test_a_wrong_row_at_full_size() -> None:
@@ -116,20 +112,14 @@ def test_a_wrong_row_at_full_size() -> None:
     right_rows = lambda work: [(work.x @ work.weight).detach()[-1:]]  # noqa: E731
     contestants = {"huggingface": contestant("huggingface"), "late": contestant("late", late)}
     subject = Subject("products", partial(operands, []), contestants, lambda shape, tokens: 1.0, rows, right_rows)
-    found = Contest(subject, CASE, "small").run()
-    assert {name: entry.status for name, entry in found.items()} == {"huggingface": "measured", "late": "wrong"}
+    assert statuses(Contest(subject, CASE, "small").run()) == {"huggingface": "measured", "late": "wrong"}
     assert small_error(subject, "late", small(SHAPE)) < 1e-5 and SMALL != CASE.tokens
 
 
 def test_a_device_that_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
     """Names who took it with it; nothing is measured after that. What is left out from the start has failed."""
     monkeypatch.setattr("benchmark.contest.is_lost", lambda: True)
-    at_size = lambda y: broken(y) if len(y) == CASE.tokens else y  # noqa: E731
-    contestants = {name: contestant(name, change) for name, change in CHANGES.items()} | {"d": contestant("d", at_size)}
-    subject = Subject("products", partial(operands, []), contestants, lambda shape, tokens: 1.0)
-    held = Contest(subject, CASE, "small")
-    status = {name: entry.status for name, entry in held.run().items()}
-    assert held.killer == "d" and status == dict.fromkeys(CHANGES, "lost") | {"d": "failed"}
-    held = Contest(subject, CASE, "small", without=["d"])
-    status = {name: entry.status for name, entry in held.run().items()}
-    assert held.killer is None and status == dict.fromkeys(CHANGES, "measured") | {"d": "failed"}
+    d = contestant("d", raising(KeyError("lost"), at_size=True))
+    for without, killer, status in (((), "d", "lost"), (("d",), None, "measured")):
+        held = contest(without=without, d=d)
+        assert statuses(held.run()) == dict.fromkeys(CHANGES, status) | {"d": "failed"} and held.killer == killer

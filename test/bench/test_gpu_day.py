@@ -1,13 +1,17 @@
-"""dev/gpu_day.sh notes what a step dies of and goes on, and leaves what it has when it is killed itself."""
+"""dev/gpu_day.sh uses the time of its call, notes what a step dies of and goes on, and leaves what it has when it is
+killed itself."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent.parent
+import pytest
+
+SCRIPT = Path(__file__).parents[2] / "dev" / "gpu_day.sh"
 STEPS = """
 step fine 60 bash -c 'echo one; echo two; echo three; echo four'
 SHOW=1 step brief 60 bash -c 'echo five; echo six'
@@ -22,20 +26,25 @@ end=$SECONDS
 step late 60 bash -c 'echo never'
 touch "$out"/results/{a,b,c,d,e,f,g}.png
 """
+ENDS = {
+    **dict.fromkeys(("fine", "brief", "leaves"), "ended well,"),
+    **dict.fromkeys(("hangs", "stubborn"), "time was up, or it was killed, after"),
+    "dies": "ended with 139 after",
+    "memory": "ended with 1 after",
+    "absent": "ended with 127 after",
+    "late": "no",
+}
 
 
-def begun(tmp_path: Path, steps: str) -> tuple[subprocess.Popen, Path]:
-    file, out = tmp_path / "steps.sh", tmp_path / "out"
-    file.write_text(steps)
-    environment = os.environ | {
-        "PYTHON": sys.executable,
-        "WHEELS": str(tmp_path / "none"),
-        "TMPDIR": str(tmp_path),
-        "PATIENCE": "1",
-    }
-    command = ["bash", str(ROOT / "dev" / "gpu_day.sh"), str(out), str(file)]
-    process = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True, start_new_session=True)
-    return process, out
+def begun(tmp_path: Path, call: str, *minutes: str, python: str = sys.executable) -> tuple[subprocess.Popen, Path]:
+    """A call, of a number or of steps, which are written to a file."""
+    if "\n" in call:
+        (tmp_path / "steps.sh").write_text(call)
+        call = str(tmp_path / "steps.sh")
+    environment = {"PYTHON": python, "WHEELS": str(tmp_path / "none"), "TMPDIR": str(tmp_path), "PATIENCE": "1"}
+    command, pipe = ["bash", str(SCRIPT), str(tmp_path / "out"), call, *minutes], subprocess.PIPE
+    options = {"env": os.environ | environment, "stdout": pipe, "stderr": pipe, "text": True}
+    return subprocess.Popen(command, **options, start_new_session=True), tmp_path / "out"
 
 
 def test_steps_that_fail(tmp_path: Path) -> None:
@@ -43,27 +52,15 @@ def test_steps_that_fail(tmp_path: Path) -> None:
     printed, _ = process.communicate(timeout=600)
     assert process.returncode == 1
     summary = (out / "summary.txt").read_text()
-    ends = [line for line in summary.splitlines() if not line.startswith("    ")]
-    words = {line.partition(":")[0]: line.partition(": ")[2].rpartition(" ")[0].rpartition(" ")[0] for line in ends}
-    assert words == {
-        "fine": "ended well,",
-        "brief": "ended well,",
-        "hangs": "time was up, or it was killed, after",
-        "stubborn": "time was up, or it was killed, after",
-        "dies": "ended with 139 after",
-        "memory": "ended with 1 after",
-        "leaves": "ended well,",
-        "absent": "ended with 127 after",
-        "late": "no",
-    }
+    ends = [line.partition(": ") for line in summary.splitlines() if not line.startswith("    ")]
+    assert {name: how.rpartition(" ")[0].rpartition(" ")[0] for name, _, how in ends} == ENDS
     assert printed == summary and "    two\n    three\n    four\n" in summary and "    one\n" not in summary
     assert "    six\n" in summary and "five" not in summary and "    MemoryError: no room\n" in summary
     log = (out / "log.txt").read_text()
-    assert [line.split()[1].rstrip(":") for line in log.splitlines() if line.startswith("=== ")] == list(words)[:-1]
-    assert (
-        all(word in log for word in ("one", "five", "waiting", "deaf", "dying", "no room", "gone"))
-        and "never" not in log
-    )
+    begun_steps = {line.split()[1].rstrip(":") for line in log.splitlines() if line.startswith("=== ")}
+    assert begun_steps == ENDS.keys() - {"late"}
+    assert all(word in log for word in ("one", "five", "waiting", "deaf", "dying", "no room", "gone"))
+    assert "never" not in log
     found = sorted(str(file.relative_to(out)) for file in out.rglob("*") if file.is_file())
     assert found == ["found.jsonl", "log.txt", "pictures.tar.gz", "summary.txt"]
 
@@ -78,3 +75,32 @@ def test_a_call_that_is_killed(tmp_path: Path) -> None:
     first, *said = (out / "summary.txt").read_text().splitlines()
     assert first.startswith("fine: ended well, ") and said == ["    one"]
     assert log.read_text().splitlines()[:2] == ["=== fine: echo one", "one"] and log.read_text().endswith("waiting\n")
+
+
+@pytest.mark.parametrize(
+    ("call", "minutes", "option", "seconds", "size"),
+    [
+        ("1", (), "--seconds ", 510, "first"),
+        ("1", ("25",), "--seconds ", 1470, "first"),
+        ("2", (), "--minutes ", 8, "quick"),
+        ("2", ("25",), "--minutes ", 24, "full"),
+        ("3", ("25",), "--minutes ", 24, "full"),
+    ],
+)
+def test_a_call_uses_its_time(
+    call: str, minutes: tuple[str, ...], option: str, seconds: float, size: str, tmp_path: Path
+) -> None:
+    """Where every step ends at once: the last one, by the options it is given, has what is left but for its end."""
+    process, out = begun(tmp_path, call, *minutes, python="true")
+    assert (process.communicate(timeout=600), process.returncode) == (((out / "summary.txt").read_text(), ""), 0)
+    started = re.findall("^=== .*", (out / "log.txt").read_text(), re.M)
+    assert [f"--size {size} " in line for line in started].count(True) == 1
+    given = float(re.search(rf"{option}([\d.]+)", started[-1])[1])
+    assert 0.9 * seconds < given <= seconds, started
+
+
+@pytest.mark.parametrize(("call", "minutes"), [("4", "9"), ("2", "9.5"), ("2", "0"), ("2", "long")])
+def test_what_is_refused(call: str, minutes: str, tmp_path: Path) -> None:
+    process, out = begun(tmp_path, call, minutes)
+    said = process.communicate(timeout=60)[1]
+    assert process.returncode == 2 and re.match("expected .*; got ", said) and not out.exists()

@@ -5,8 +5,8 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from benchmark.device import LOST
@@ -44,21 +44,12 @@ def test_what_a_gpu_runs() -> None:
         assert any(f"::{test}" in name for name in alone), test
 
 
-@dataclass
-class Plugins:
-    """A configuration of pytest's, as far as `Failures` asks: its terminal, what is written there."""
-
-    lines: list[str] = field(default_factory=list)
-
-    @property
-    def pluginmanager(self) -> "Plugins":
-        return self
-
-    def getplugin(self, name: str) -> "Plugins | None":
-        return self if name == "terminalreporter" else None
-
-    def write_line(self, line: str) -> None:
-        self.lines.append(line)
+def failures() -> tuple[Failures, list[str]]:
+    """What pytest would be told of by a terminal; what is written there."""
+    lines: list[str] = []
+    terminal = SimpleNamespace(write_line=lines.append)
+    plugins = SimpleNamespace(getplugin=lambda name: terminal if name == "terminalreporter" else None)
+    return Failures(SimpleNamespace(pluginmanager=plugins)), lines
 
 
 def reported(failures: Failures, outcome: str) -> None:
@@ -69,11 +60,11 @@ def reported(failures: Failures, outcome: str) -> None:
 
 def test_a_failure_is_shown_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
-    failures = Failures(plugins := Plugins())
-    reported(failures, "passed")
-    assert plugins.lines == []
-    reported(failures, "failed")
-    assert plugins.lines == ["", "it is wrong"]
+    of_one, lines = failures()
+    reported(of_one, "passed")
+    assert lines == []
+    reported(of_one, "failed")
+    assert lines == ["", "it is wrong"]
 
 
 @pytest.mark.parametrize("lost", [False, True])
@@ -83,20 +74,16 @@ def test_a_gpu_that_is_lost_ends_its_process(lost: bool, monkeypatch: pytest.Mon
     monkeypatch.setenv("PYTEST_XDIST_WORKER", "gw3")
     monkeypatch.setattr(on_gpu, "is_lost", lambda: bool(asked.append(1)) or lost)
     monkeypatch.setattr(on_gpu.os, "_exit", ended.append)
-    failures = Failures(plugins := Plugins())
+    of_several, lines = failures()
     for outcome in ("passed", "failed", "passed"):
-        reported(failures, outcome)
-    assert len(asked) == 1 and ended == [LOST] * lost and plugins.lines == []
+        reported(of_several, outcome)
+    assert len(asked) == 1 and ended == [LOST] * lost and lines == []
 
 
 @pytest.mark.skipif(tiny.triton is None, reason="needs triton")
-@pytest.mark.parametrize(
-    ("of_triton", "of_numpy", "broken"),
-    [("3.6.0", "2.5.2", True), ("3.7.1", "2.5.2", False), ("3.6.0", "2.4.6", False)],
-)
-def test_an_interpreter_that_fails(
-    of_triton: str, of_numpy: str, broken: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("of_triton, of_numpy", [("3.6.0", "2.5.2"), ("3.7.1", "2.5.2"), ("3.6.0", "2.4.6")])
+def test_an_interpreter_that_fails(of_triton: str, of_numpy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Triton 3.6 with numpy 2.5."""
     monkeypatch.setattr(tiny.triton, "__version__", of_triton)
     monkeypatch.setattr(tiny.numpy, "__version__", of_numpy)
-    assert bool(broken_interpreter()) == broken
+    assert bool(broken_interpreter()) == ((of_triton, of_numpy) == ("3.6.0", "2.5.2"))

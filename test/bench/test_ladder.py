@@ -1,10 +1,12 @@
 """The ladder finds the longest length that fits, and says so where it could not."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from benchmark import climb as module
 from benchmark.bench_model_step import STARTING, methods, seconds_of
-from benchmark.climb import CLOSE, SIZES, Step, climb, expected_seconds, model_flops, next_length, parts_of_flops
+from benchmark.climb import CLOSE, SIZES, Step, climb, expected_seconds, model_flops, parts_of_flops
 from benchmark.device import DTYPE
 from benchmark.ladder import Runner, host_bytes, predicted
 from benchmark.methods import METHODS, WrongStep, check_step, error
@@ -20,17 +22,7 @@ LIMIT = 139 * 2**30
 SHAPE = SHAPES["llama3_8b"]
 
 
-class Clock:
-    """In place of the module `time`."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def time(self) -> float:
-        return self.now
-
-
-CLOCK = Clock()
+CLOCK = SimpleNamespace(now=0.0, time=lambda: CLOCK.now)  # in place of the module `time`
 
 
 @pytest.fixture(autouse=True)
@@ -90,20 +82,18 @@ def planned(name: str, gibibytes: float) -> int:
     return memory.longest(SHAPE, gpu_memory_gib=1 + gibibytes, host_memory_gib=2**20, **setup).tokens
 
 
-@pytest.mark.parametrize(
-    "size, gibibytes, minutes, subjects, all_methods",
-    [
-        ("full", 139, MINUTES["full"], list(SUBJECTS), False),
-        ("full", 139, 60, ["model_step"], True),
-        ("full", 74.5, 29, ["model_step"], True),
-        ("quick", 74.5, 8.5, ["model_step"], False),
-    ],
-    ids=["in a full run", "alone", "alone, on 80 GB", "quick, on 80 GB"],
-)
-def test_methods_have_time_for_their_longest_length(
-    size: str, gibibytes: float, minutes: float, subjects: list[str], all_methods: bool
-) -> None:
+HAVE_TIME = {
+    "in a full run": ("full", 139, MINUTES["full"], list(SUBJECTS), False),
+    "alone": ("full", 139, 60, ["model_step"], True),
+    "alone, on 80 GB": ("full", 74.5, 29, ["model_step"], True),
+    "quick, on 80 GB": ("quick", 74.5, 8.5, ["model_step"], False),
+}
+
+
+@pytest.mark.parametrize("run", HAVE_TIME)
+def test_methods_have_time_for_their_longest_length(run: str) -> None:
     """At 400 TFLOP/s, if 15 s go by in each process before a step: what is planned to fit is reached."""
+    size, gibibytes, minutes, subjects, all_methods = HAVE_TIME[run]
     seconds = 60 * minutes - STARTING_A_SUBJECT * len(subjects)
     end = CLOCK.now + seconds * SUBJECTS["model_step"] / sum(SUBJECTS[name] for name in subjects)
     for name in methods(size):
@@ -148,15 +138,6 @@ def test_time_of_a_long_step() -> None:
     )
 
 
-def test_the_next_length() -> None:
-    steps = [Step(8 * K, 2, 10 * 2**30, 1, 1, 1), Step(16 * K, 2, 18 * 2**30, 1, 1, 1)]
-    limit = 80 * 2**30
-    assert next_length(steps, None, limit, K) == 75 * K  # 0.97 of 78
-    assert next_length(steps, 20 * K, limit, K) == 18 * K  # what was expected did not fit
-    assert next_length(steps, 17 * K, limit, K) is None
-    assert next_length([], 8 * K, limit, K) == 4 * K
-
-
 def test_flops_of_a_model() -> None:
     """Llama-3.1-8B: 7.5 billion weights in products, 6 FLOP for each and token; and attention's 3 passes of 2 products
     of 2 FLOP for 32 layers, 4,096 elements and half of the tokens. So many tokens a second has the whole model."""
@@ -166,7 +147,7 @@ def test_flops_of_a_model() -> None:
     assert step.utilisation == pytest.approx(0.5) and step.tokens_per_second == pytest.approx(4e14 / a_token)
 
 
-@pytest.mark.full("each method asks it of itself", but=("seqtile_loss_mlp",))
+@pytest.mark.full("each method asks it of itself, two of them in make bench-smoke")
 @pytest.mark.parametrize("name", [name for name, method in METHODS.items() if not method.needs])
 def test_what_runs_is_right(name: str) -> None:
     ours, theirs = error(METHODS[name], small(SHAPES["tiny"]))
@@ -180,9 +161,8 @@ def test_a_step_that_is_wrong() -> None:
     def model(**changed: float | None) -> torch.nn.Module:
         found = torch.nn.Linear(4, 3)
         for name, parameter in found.named_parameters():
-            value = changed.get(name, 1.0)
-            parameter.grad = None if value is None else torch.zeros_like(parameter)
-            if value is not None:
+            if (value := changed.get(name, 1.0)) is not None:
+                parameter.grad = torch.zeros_like(parameter)
                 parameter.grad.view(-1)[-1] = value
         return found
 
@@ -199,10 +179,9 @@ def test_what_is_in_host_memory() -> None:
     """Of Llama-8B at a million tokens: 8 KB a token and layer; two bytes, twice, of each of 7 billion weights."""
     tokens, itemsize = 10**6, DTYPE.itemsize / 2
     inputs, states = (itemsize * size for size in (31 * 8192 * tokens, 4 * 32 * 218_112_000))
-    sizes = [host_bytes(METHODS[name], SHAPE, tokens) for name in ("seqtile_loss_mlp", *ENDS[1::2])]
-    assert sizes == [0, inputs, inputs + states]
-    words = [METHODS[name].in_host_memory for name in ("seqtile_loss_mlp", *ENDS[1::2])]
-    assert words == [[], ["inputs"], ["inputs", "weights", "gradients"]]
+    found = [METHODS[name] for name in ("seqtile_loss_mlp", *ENDS[1::2])]
+    assert [host_bytes(method, SHAPE, tokens) for method in found] == [0, inputs, inputs + states]
+    assert [method.in_host_memory for method in found] == [[], ["inputs"], ["inputs", "weights", "gradients"]]
 
 
 def test_what_is_predicted() -> None:

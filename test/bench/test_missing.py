@@ -59,7 +59,7 @@ def peak(layers: int, tokens: int, offload: tuple[str, ...]) -> int:
     return weights + (missing.weights.nbytes if missing is not None else 0) + memory.peak
 
 
-@pytest.mark.full("of three lengths", but=("700-*",))
+@pytest.mark.full("of three lengths, most that can be in host memory", but=("700-all*",))
 @pytest.mark.parametrize(
     "layers, offload",
     [(2, KEPT), (2, INPUTS), (1, INPUTS), (2, ALL), (1, ALL)],

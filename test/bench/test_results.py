@@ -12,18 +12,18 @@ from benchmark.run import SUBJECTS, file_of, name_of
 from benchmark.terminal import print_tables
 from matplotlib import image
 
-K = 1024
+K, ROOT = 1024, Path(__file__).parents[2]
 
 
-def row(contestant: str, tokens: int, ms: float, peak: int, shape: str = "llama3_8b") -> dict:
-    about = {"subject": "gated_mlp", "contestant": contestant, "shape": shape, "tokens": tokens, "status": "measured"}
+def entry(contestant: str, tokens: int, status: str, shape: str = "llama3_8b", **found: object) -> dict:
+    about = {"subject": "gated_mlp", "contestant": contestant, "shape": shape, "tokens": tokens, "status": status}
+    return about | {"flops": 1e12 * tokens / K} | found
+
+
+def row(contestant: str, tokens: int, ms: float, peak: int, shape: str = "llama3_8b", rounds: int = 3) -> dict:
     times = {f"{name}_{key}": ms for name in ("forward", "backward", "both") for key in ("ms", "iqr_ms")}
-    return about | times | {"rounds": 3, "peak_bytes": peak * 2**30, "error": 1e-3, "flops": 1e12 * tokens / K}
-
-
-def lost(contestant: str, tokens: int, status: str, why: str = "") -> dict:
-    about = {"subject": "gated_mlp", "contestant": contestant, "shape": "llama3_8b", "tokens": tokens}
-    return about | {"status": status, "why": why, "flops": 1.0}
+    about = {"rounds": rounds, "peak_bytes": peak * 2**30, "error": 1e-3}
+    return entry(contestant, tokens, "measured", shape, **times, **about)
 
 
 STEPS = [
@@ -32,21 +32,22 @@ STEPS = [
 ]
 METHOD = {"subject": "model_step", "shape": "llama3_8b", "status": "measured", "steps": STEPS, "tokens": 60 * K}
 METHOD |= {"limit_bytes": 80 * 10**9, "error": 1e-3, "ended_by": "memory", "both_ms": 9500.0}
+ENDED = {"failed_at": 64 * K, "predicted": 62 * K}
+HOST = {"ended_by": "time", "host_bytes": 57 * 2**30, "in_host_memory": ["a", "b"]}
 ROWS = {
     "gated_mlp": [
         row("huggingface", 8 * K, 40, 8),
         row("liger", 8 * K, 25, 6),
         row("seqtile", 8 * K, 20, 2),
-        row("huggingface", 8 * K, 1, 1, shape="qwen3_8b"),
-        lost("huggingface", 64 * K, "out of memory", "CUDA out of memory\nof a long story"),
-        row("liger", 64 * K, 400, 48) | {"rounds": 1},
+        row("huggingface", 8 * K, 1, 1, "qwen3_8b"),
+        entry("huggingface", 64 * K, "out of memory", why="CUDA out of memory\nof a long story"),
+        row("liger", 64 * K, 400, 48, rounds=1),
         row("seqtile", 64 * K, 100, 3),
-        lost("cce", 64 * K, "absent", "not installed"),
+        entry("cce", 64 * K, "absent", why="not installed"),
     ],
     "model_step": [
-        METHOD | {"contestant": "huggingface", "failed_at": 64 * K, "predicted": 62 * K},
-        METHOD
-        | {"contestant": "seqtile_loss", "ended_by": "time", "host_bytes": 57 * 2**30, "in_host_memory": ["a", "b"]},
+        METHOD | {"contestant": "huggingface"} | ENDED,
+        METHOD | {"contestant": "seqtile_loss"} | HOST,
         {"subject": "model_step", "contestant": "liger", "status": "absent", "why": "liger_kernel is not installed"},
     ],
 }
@@ -62,19 +63,22 @@ def results() -> Results:
 
 def test_ratios(results: Results) -> None:
     found = {(row["contestant"], row["tokens"], row["shape"]): row for row in results.rows("gated_mlp")}
-    ours = found["seqtile", 8 * K, "llama3_8b"]
-    assert ours["time_x_floor"] == 20 / 10  # 8e12 FLOP at 800 TFLOP/s: 10 ms
-    assert (ours["time_x_hf"], ours["time_x_peer"]) == (20 / 40, 20 / 25)
-    assert (ours["memory_x_hf"], ours["memory_x_peer"]) == (2 / 8, 2 / 6)
-    assert (ours["time_x_liger"], ours["memory_x_liger"]) == (20 / 25, 2 / 6)
-    longer = found["seqtile", 64 * K, "llama3_8b"]
+    ours, longer = (found["seqtile", tokens, "llama3_8b"] for tokens in (8 * K, 64 * K))
+    ratios = {"time_x_floor": 20 / 10, "time_x_hf": 20 / 40, "memory_x_hf": 2 / 8}  # 8e12 FLOP at 800 TFLOP/s: 10 ms
+    ratios |= dict.fromkeys(("time_x_peer", "time_x_liger"), 20 / 25)
+    ratios |= dict.fromkeys(("memory_x_peer", "memory_x_liger"), 2 / 6)
+    assert {name: ours[name] for name in ratios} == ratios
     assert longer["time_x_peer"] == 0.25 and "time_x_hf" not in longer
     assert not [key for key in found["cce", 64 * K, "llama3_8b"] if "_x_" in key]
 
 
-def test_what_readme_would_show(results: Results) -> None:
-    text = "\n\n".join(measured_on_gpu(results, Path("nvidia-h200-2026-11-21.json")))
-    for line in (
+def lines_of(results: Results) -> list[str]:
+    return "\n\n".join(measured_on_gpu(results, Path("nvidia-h200-2026-11-21.json"))).splitlines()
+
+
+def test_what_pages_would_show(results: Results) -> None:
+    lines, text = lines_of(results), "\n".join(lines_of(results))
+    assert set(lines) >= {
         "| The MLP, checkpointed | 8K | 64K |",
         "| huggingface | x 4.00, 8.00 | out of memory |",
         "| seqtile | x 2.00, 2.00 | x 1.25, 3.00 |",
@@ -82,22 +86,17 @@ def test_what_readme_would_show(results: Results) -> None:
         "| huggingface |  |  | 61,440 | 63,488 | 2 | 6,467 | 50% |",
         "| seqtile_loss | a, b | 57 | > 61,440 |  | 2 | 6,467 | 50% |",
         "| liger |  |  | absent |  |  |  |  |",
-    ):
-        assert line in text.splitlines()
-    assert "over Hugging Face's with Liger's" not in text
-    for part in (
-        "NVIDIA H200, memory limited to 80 GB, driver 580.1, torch 2.11, 2026-11-21, commit abc1234",
-        "from 64K tokens on one repeat",
-    ):
-        assert part in text
+    }
+    assert "NVIDIA H200, memory limited to 80 GB, driver 580.1, torch 2.11, 2026-11-21, commit abc1234" in text
+    assert "from 64K tokens on one repeat" in text and "over Hugging Face's with Liger's" not in text
     assert "quack" not in text and "(benchmark/results/nvidia-h200-2026-11-21-gated_mlp.png)" in text
 
 
 def test_a_layer_over_liger(results: Results) -> None:
     """By length; nothing where Liger has no figure."""
     results.subjects["decoder_layer"] = results.subjects.pop("gated_mlp")
-    results.subjects["decoder_layer"].rows[5] = lost("liger", 64 * K, "out of memory")
-    lines = "\n\n".join(measured_on_gpu(results, Path("found.json"))).splitlines()
+    results.subjects["decoder_layer"].rows[5] = entry("liger", 64 * K, "out of memory", why="")
+    lines = lines_of(results)
     at = lines.index("| Time of a layer over Hugging Face's with Liger's kernels | 8K | 64K |")
     assert lines[at + 2 : at + 4] == ["| seqtile | 0.80 |  |", ""]
 
@@ -107,18 +106,15 @@ def test_what_died_is_shown(results: Results, tmp_path: Path) -> None:
     died = {"subject": "masked_prompt", "contestant": "(all)", "status": "failed", "why": "pytest ended with -11"}
     results.subjects = {"masked_prompt": Subject(None, 1.0, None, None, [died])} | results.subjects
     results.subjects["model_step"].rows.insert(0, died | {"subject": "model_step"})
-    results.subjects["gated_mlp"].rows[-1] = lost("cce", 64 * K, "wrong") | {"error": 3.0}
-    needs_two = {
-        "contestant": "seqtile",
-        "shape": "llama3_8b 32/8",
-        "tokens": 8 * K,
-        "status": "absent",
-        "group_size": 1,
-    }
+    results.subjects["gated_mlp"].rows[-1] = entry("cce", 64 * K, "wrong", why="", error=3.0)
+    needs_two = entry("seqtile", 8 * K, "absent", "llama3_8b 32/8", group_size=1)
     results.subjects["ulysses"] = Subject("abc1234", 1.0, 800.0, 4300.0, [needs_two])
-    text = "\n\n".join(measured_on_gpu(results, Path("found.json")))
-    assert "| cce |  | wrong, error 3e+00 |" in text.splitlines() and "commit None and abc1234; 800 TFLOP/s" in text
-    assert "| Longest sequence, llama3_8b, 80 GB |" in text
+    lines = lines_of(results)
+    assert "| cce |  | wrong, error 3e+00 |" in lines
+    assert all(
+        part in "\n".join(lines)
+        for part in ("commit None and abc1234; 800 TFLOP/s", "| Longest sequence, llama3_8b, 80 GB |")
+    )
     print_tables(results)
     save(results, tmp_path / "a.json")
     assert newest(tmp_path, subject="ulysses") is None and newest(tmp_path, gpu=True) is not None
@@ -129,13 +125,12 @@ def test_short_lines(results: Results, tmp_path: Path, capsys: pytest.CaptureFix
     save(results, tmp_path / "found.json")
     rows.append(tmp_path / "found-gated_mlp.jsonl", {"device": "NVIDIA H100", "matmul_tflops": 700.0})
     rows.append(tmp_path / "found-gated_mlp.jsonl", {"id": "test[a]", "row": row("liger", 8 * K, 33, 6)})
-    (tmp_path / "model_step-liger.unfinished").write_text(
-        json.dumps({"status": "measured", "ended_by": "death", "steps": STEPS})
-    )
+    unfinished = {"status": "measured", "ended_by": "death", "steps": STEPS}
+    (tmp_path / "model_step-liger.unfinished").write_text(json.dumps(unfinished))
     monkeypatch.setattr(sys, "argv", ["summary", str(tmp_path)])
     summary.main()
     lines = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
-    for line in (
+    assert set(lines) >= {
         "NVIDIA H200, 2026-11-21, quick",
         "gated_mlp: 800 TFLOP/s, 60 s",
         "gated_mlp llama3_8b 8,192 seqtile 20.00 ms +- 20.00 xfloor 2.00 xhf 0.50 xliger 0.80 2.00 GiB",
@@ -144,8 +139,7 @@ def test_short_lines(results: Results, tmp_path: Path, capsys: pytest.CaptureFix
         "NVIDIA H100, not ended, found-gated_mlp",
         "gated_mlp llama3_8b 8,192 liger 33.00 ms +- 33.00 xfloor 2.89 xliger 1.00 6.00 GiB",
         "model_step 0 liger longest > 61,440, predicted -, 6,467 tokens/s, 50%",
-    ):
-        assert line in lines, line
+    }
 
 
 def test_pictures(results: Results, tmp_path: Path) -> None:
@@ -177,5 +171,4 @@ def test_files(results: Results, tmp_path: Path) -> None:
 
 
 def test_subjects_have_files() -> None:
-    benches = {path for path in Path(__file__).parents[2].glob("benchmark/**/bench_*.py")}
-    assert {file_of(subject) for subject in SUBJECTS} == benches
+    assert {file_of(subject) for subject in SUBJECTS} == set(ROOT.glob("benchmark/**/bench_*.py"))

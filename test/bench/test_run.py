@@ -28,10 +28,7 @@ class Processes:
     """What pytest would do: writes these rows and ends with this status, one pair a call; an exception is raised."""
 
     def __init__(self, *ends: tuple[list[dict[str, Any]] | None, int | type[BaseException]]):
-        self.ends = list(ends)
-        self.calls: list[tuple[str, list[str], list[str]]] = []
-        self.machines: list[dict[str, Any]] = []
-        """That were known already."""
+        self.ends, self.calls, self.machines = list(ends), [], []  # machines: that were known already
 
     def __call__(
         self, subject: str, results: Results, commit: str | None, seconds: float, file: Path, without: list[str]
@@ -48,45 +45,33 @@ class Processes:
         return code
 
 
-@pytest.fixture
-def results() -> Results:
-    return Results("NVIDIA H200", "2026-11-21", "smoke")
-
-
 def contestants(subject: run.Subject) -> dict[str, str]:
     return {row["contestant"]: row["status"] for row in subject.rows}
 
 
-def measured(results: Results, tmp_path: Path) -> run.Subject:
-    return run.measured("gated_mlp", results, "abc", time.time() + 60, tmp_path / "rows.jsonl")
-
-
-def test_a_lost_device(results: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Another process goes on without the contestant, and without what was measured."""
-    processes = Processes(([line("a"), line("b", "failed")], LOST), ([line("c"), line("seqtile")], 0))
-    monkeypatch.setattr(run, "ran", processes)
-    found = measured(results, tmp_path)
-    assert contestants(found) == {"a": "measured", "b": "failed", "c": "measured", "seqtile": "measured"}
+@pytest.mark.parametrize("left", [("c", "seqtile"), ()])
+def test_a_lost_device(left: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another process goes on without the contestant, and without what was measured, if others are left."""
+    others = ([line(name) for name in left], 0 if left else pytest.ExitCode.NO_TESTS_COLLECTED)
+    processes = Processes(([line("a"), line("b", "failed")], LOST), others)
+    found = measured(processes, tmp_path, monkeypatch)
+    assert contestants(found) == {"a": "measured", "b": "failed"} | dict.fromkeys(left, "measured")
     assert processes.calls == [("gated_mlp", [], []), ("gated_mlp", ["test[a]", "test[b]"], ["b"])]
     assert processes.machines == [{}, MACHINE | {"commit": "abc"}]
     assert found.matmul_tflops == 800 and found.copy_gbs == 4000 and not run.failed(found)
 
 
-def test_a_lost_device_at_the_end(results: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    processes = Processes(([line("a"), line("b", "failed")], LOST), ([], pytest.ExitCode.NO_TESTS_COLLECTED))
-    monkeypatch.setattr(run, "ran", processes)
-    found = measured(results, tmp_path)
-    assert contestants(found) == {"a": "measured", "b": "failed"} and not run.failed(found)
-
-
 @pytest.mark.parametrize("found_before", [[line("a")], [], None])
-def test_a_process_that_dies(
-    results: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, found_before: list | None
-) -> None:
-    monkeypatch.setattr(run, "ran", Processes((found_before, -11)))
-    found = measured(results, tmp_path)
+def test_a_process_that_dies(found_before: list | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = measured(Processes((found_before, -11)), tmp_path, monkeypatch)
     assert contestants(found) == {"a": "measured"} | {"(all)": "failed"} if found_before else {"(all)": "failed"}
     assert run.failed(found) and found.rows[-1]["why"] == "pytest ended with -11"
+
+
+def measured(processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> run.Subject:
+    monkeypatch.setattr(run, "ran", processes)
+    results = Results("NVIDIA H200", "2026-11-21", "smoke")
+    return run.measured("gated_mlp", results, "abc", time.time() + 60, tmp_path / "rows.jsonl")
 
 
 @pytest.fixture
@@ -111,10 +96,8 @@ def test_a_run_goes_on(main: Callable[..., None], monkeypatch: pytest.MonkeyPatc
     assert processes.machines == [{}, MACHINE | {"commit": "abc"}, {}]
     (file,) = tmp_path.iterdir()
     found = load(file)
-    assert {name: contestants(subject) for name, subject in found.subjects.items()} == {
-        "gated_mlp": {"a": "measured"},
-        "offload": {"b": "measured"},
-    }
+    statuses = {name: contestants(subject) for name, subject in found.subjects.items()}
+    assert statuses == {"gated_mlp": {"a": "measured"}, "offload": {"b": "measured"}}
     assert found.machine == {"device": "NVIDIA H200"}
     assert [subject.matmul_tflops for subject in found.subjects.values()] == [800, 800]
     processes.ends = [([line("a")], 0), ([line("b")], 0)]

@@ -1,5 +1,7 @@
-"""Every block of README and of the pages in docs/ is run, and every link leads somewhere."""
+"""Every block of README and of the pages in docs/ is run, every link leads somewhere, and the messages that a page
+explains are those of the code."""
 
+import ast
 import multiprocessing
 import re
 import shlex
@@ -10,6 +12,7 @@ from pathlib import Path
 import pytest
 import tomllib
 import typer
+from transformers import CONFIG_MAPPING
 from typer.testing import CliRunner
 
 from book.page import ROOT, Block, blocks_of, run_python
@@ -17,13 +20,14 @@ from seqtile.cli import app, signature_of
 from seqtile.recipes import Job
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md"]
-PAGES = [page for page in PAGES if page.exists()]
 COMMANDS = [(page, block) for page in PAGES for block in blocks_of(page.read_text()) if block.language == "bash"]
+QUICK = [page.name for page in PAGES if page.name not in ("trainer.md", "trl.md")]
+SCRIPTS = (".py", ".sh")
 SILENT = {"text", "{toctree}", "{eval-rst}", "{include}", "toml", "yaml", ""}  # the languages of what cannot be run
 
 
-def name_of(value: object) -> str:
-    return value.name if isinstance(value, Path) else f"line {value.line}" if isinstance(value, Block) else str(value)
+def name_of(value: Path | Block) -> str:
+    return value.name if isinstance(value, Path) else f"line {value.line}"
 
 
 @pytest.fixture(scope="module")
@@ -37,6 +41,7 @@ def processes() -> Iterator[ProcessPoolExecutor]:
             yield executor
 
 
+@pytest.mark.full("5 s and more each of trainers; test/models trains with them", but=QUICK)
 @pytest.mark.parametrize("page", PAGES, ids=name_of)
 def test_python(page: Path, processes: ProcessPoolExecutor) -> None:
     blocks = blocks_of(page.read_text())
@@ -67,6 +72,8 @@ def check_command(words: list[str]) -> None:
         case ["seqtile", "finetune", *options] | ["torchrun", _, _, "-m", "seqtile.cli", "finetune", *options]:
             if options != ["--help"]:
                 parsed_job(options)
+        case ["seqtile", "check", model_type]:  # takes half a minute; test/recipes/test_check.py runs it
+            assert model_type in CONFIG_MAPPING, f"no model type {model_type}"
         case ["seqtile", *arguments]:
             result = CliRunner().invoke(app, arguments)
             assert result.exit_code == 0, result.output
@@ -77,9 +84,7 @@ def check_command(words: list[str]) -> None:
         case ["python" | "python3", "-m", module, *_]:
             path = ROOT / Path(*module.split("."))
             assert path.with_suffix(".py").exists() or (path / "__main__.py").exists(), f"no {module}"
-        case ["python" | "python3", file, *_] | ["torchrun", _, _, file, *_] | [file, *_] if file.endswith(
-            (".py", ".sh")
-        ):
+        case ["python" | "python3", file, *_] | ["torchrun", _, _, file, *_] | [file, *_] if file.endswith(SCRIPTS):
             assert (ROOT / file).exists(), f"no {file}"
         case ["source" | "git" | "cd", *_]:
             pass
@@ -111,6 +116,25 @@ def test_links(page: Path) -> None:
             headings = re.findall(r"^#+ (.+)$", path.read_text(), re.M)
             slugs = {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
             assert anchor in slugs, f"{target}: no such heading"
+
+
+def strings_of(source: str) -> Iterator[str]:
+    """Yields every string of a file, with `…` in the place of what is formatted into it."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.JoinedStr):
+            yield "".join(part.value if isinstance(part, ast.Constant) else "…" for part in node.values)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield node.value
+
+
+def test_quoted_messages_are_raised() -> None:
+    """Word for word, by docs/troubleshooting.md."""
+    text = (ROOT / "docs" / "troubleshooting.md").read_text()
+    explained = re.findall(r"^### `(.+)`$", text, re.M)
+    messages = "\n".join(text for file in (ROOT / "src").rglob("*.py") for text in strings_of(file.read_text()))
+    quoted = {*explained, *re.findall(r"`([^`\n]*…[^`\n]+)`", text)}
+    assert len(explained) >= 20
+    assert not [each for each in quoted if not re.search(rf"(?<!\w){re.escape(each)}(?!\w)", messages)]
 
 
 def test_readme_is_short() -> None:

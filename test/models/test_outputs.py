@@ -33,6 +33,7 @@ def assert_same_structure(ours: object, theirs: object) -> None:
         assert relative_error(ours, theirs) <= 1e-5
 
 
+@pytest.mark.full("of 8 models", but=("llama-cache", "mixtral-attentions"))
 @pytest.mark.parametrize("asked", ASKED)
 @pytest.mark.parametrize("arch", ["llama", "mixtral"])
 def test_a_tuple_keeps_a_place_for_the_logits(arch: str, asked: str) -> None:
@@ -64,9 +65,7 @@ def other_fixed(source: torch.Tensor, target: torch.Tensor, *args: object, **kwa
         (F, "cross_entropy", "torch.nn.functional.cross_entropy was replaced by"),
     ],
 )
-def test_a_replaced_cross_entropy_is_refused(
-    owner: object, name: str, match: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_replaced_cross_entropy_is_refused(owner: object, name: str, match: str, monkeypatch) -> None:
     """When it is applied and in every forward; nothing is changed, and what does not use it goes on."""
     tiled, fresh, batch = tiled_copy(build("llama")), build("llama"), whole(101)
     monkeypatch.setattr(owner, name, other_fixed)
@@ -107,10 +106,8 @@ def test_a_forward_in_a_wrapper_of_hugging_faces() -> None:
     assert relative_error(model(**batch).loss, truth) < 1e-5
     status = seqtile.status(model)
     assert (status.loss.tiled, status.layer.tiled) == (1, 1)
-    assert (
-        "DecoratedLayer is left untiled: it is a DecoratedLayer, and nothing shows that it treats every token"
-        in str(status)
-    )
+    left = "DecoratedLayer is left untiled: it is a DecoratedLayer, and nothing shows that it treats every token"
+    assert left in str(status)
 
 
 def gradient_of_loss(model: torch.nn.Module) -> object:

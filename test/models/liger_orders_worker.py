@@ -25,7 +25,7 @@ from liger_kernel.transformers.model import llama, mistral, qwen3
 from torch import nn
 from transformers import Trainer, TrainingArguments
 
-sys.path.insert(0, str(Path(__file__).parents[1]))
+sys.path[:0] = map(str, Path(__file__).parents[1:3])
 
 import seqtile
 from models.layered import assert_equal

@@ -1,7 +1,7 @@
 """Makes small wrong changes to the package, one at a time, and tells whether the tests notice them.
 
     .venv/bin/python dev/mutants.py [--only NAME ...] [--check] [--full] [--jobs N] [--json OUT] [--before JSON]
-                                    [--first-step N [--seed S]]
+                                    [--places] [--first-step N [--seed S]]
 
 The changes are in `mutants_list`, each with the tests that should notice it. A change is made in a copy of the source,
 never in the source itself. A mutant dies where a test fails or takes too long; a module that cannot be imported, or
@@ -33,7 +33,7 @@ from pathlib import Path
 from mutants_list import MUTANTS, Mutant
 
 ROOT = Path(__file__).resolve().parents[1]
-SOURCE = ROOT / "src"
+SOURCE, PACKAGE = ROOT / "src", ROOT / "src" / "seqtile"
 SECONDS = 600  # of the tests of one mutant; of tests that must pass, thrice that
 BROKEN = ("SyntaxError", "IndentationError", "NameError", "ImportError", "ModuleNotFoundError")
 DIED, SURVIVED, ERROR = "died", "survived", "error"
@@ -50,19 +50,6 @@ class Outcome:
     seconds: float = 0
 
 
-def mutated(mutant: Mutant, source: Path = SOURCE) -> str:
-    """The text of the mutant's file. ValueError if the old text is not there exactly once, or the new is no Python."""
-    text = (source / "seqtile" / mutant.file).read_text()
-    if (count := text.count(mutant.old)) != 1:
-        raise ValueError(f"{mutant.name}: what is to be changed is {count} times in {mutant.file}, expected once")
-    changed = text.replace(mutant.old, mutant.new)
-    try:
-        compile(changed, mutant.file, "exec")
-    except SyntaxError as error:
-        raise ValueError(f"{mutant.name}: {error}") from error
-    return changed
-
-
 @contextmanager
 def copied(mutant: Mutant | None) -> Iterator[Path]:
     """A folder with a copy of the source, changed if there is a mutant, that is what Python imports."""
@@ -70,7 +57,8 @@ def copied(mutant: Mutant | None) -> Iterator[Path]:
         source = Path(folder) / "src"
         shutil.copytree(SOURCE, source, ignore=shutil.ignore_patterns("__pycache__"))
         if mutant is not None:
-            (source / "seqtile" / mutant.file).write_text(mutated(mutant))
+            file, text = mutant.change(PACKAGE)
+            (source / "seqtile" / file).write_text(text)
         code = "import importlib.util as u; print(u.find_spec('seqtile').origin)"
         found = subprocess.check_output(
             [sys.executable, "-c", code], cwd=ROOT, env=environment(source, False), text=True
@@ -93,13 +81,13 @@ def command(mutant: Mutant, report: Path, full: bool) -> list[str]:
     which = "dist" if mutant.dist else "not gpu and not dist"
     options = ["-x", "-q", "-p", "no:cacheprovider", "--seed", "1", "--hypothesis-seed", "1", "-m", which]
     options += ["-k", mutant.select] if mutant.select else []
-    options += ["--full"] if full and '"--full"' in (ROOT / "test" / "conftest.py").read_text() else []
+    options += ["--full"] if full else []
     return [sys.executable, "-m", "pytest", *options, "-o", "junit_family=xunit1", f"--junitxml={report}", *tests]
 
 
 def tested(mutant: Mutant, full: bool, change: bool = True) -> Outcome:
     """What the mutant's tests say of it; without the `change` of the source as it is."""
-    begun, outcome = time.monotonic(), Outcome(mutant.name, mutant.file, ERROR)
+    begun, outcome = time.monotonic(), Outcome(mutant.name, mutant.change(PACKAGE)[0], ERROR)
     try:
         with copied(mutant if change else None) as folder:
             report = folder / "report.xml"
@@ -180,7 +168,7 @@ def chosen(only: list[str] | None) -> list[Mutant]:
     if len(set(names)) < len(names):
         raise ValueError("two mutants have one name")
     for mutant in MUTANTS:
-        mutated(mutant)
+        mutant.change(PACKAGE)
     found = [mutant for mutant in MUTANTS if only is None or any(part in mutant.name for part in only)]
     if not found:
         raise ValueError(f"no mutant has {' or '.join(only)} in its name")
@@ -224,7 +212,8 @@ def judged_by_first_step(mutant: Mutant) -> list[tuple[str, str, str]]:
 def by_first_step(mutants: list[Mutant], number: int, seed: int, jobs: int) -> list[Outcome]:
     """Draws mutants of kernels, ops and models until so many change a result. SURVIVED: on a model whose result it
     changes the comparison says nothing."""
-    drawn = [each for each in mutants if each.file.split("/")[0] in ("kernels", "ops", "models") and not each.dist]
+    files = {each.name: each.change(PACKAGE)[0] for each in mutants}
+    drawn = [each for each in mutants if files[each.name].startswith(("kernels/", "ops/", "models/")) and not each.dist]
     random.Random(seed).shuffle(drawn)
     found: list[Outcome] = []
     pool = ThreadPoolExecutor(jobs)
@@ -236,7 +225,7 @@ def by_first_step(mutants: list[Mutant], number: int, seed: int, jobs: int) -> l
             if changed:
                 by = f"{len(changed) - len(missed)} of {len(changed)} models, such as {changed[0][0]}: {changed[0][1]}"
                 by += f"; missed: {', '.join(missed)}" if missed else ""
-                found.append(Outcome(mutant.name, mutant.file, SURVIVED if missed else DIED, by))
+                found.append(Outcome(mutant.name, files[mutant.name], SURVIVED if missed else DIED, by))
             if len(found) == number:
                 break
     finally:
@@ -248,7 +237,8 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", metavar="NAME", help="mutants that have one of these in their name")
     parser.add_argument("--check", action="store_true", help="run the tests, each file once, with nothing changed")
-    parser.add_argument("--full", action="store_true", help="run every case of the tests, where they know --full")
+    parser.add_argument("--places", action="store_true", help="only see that what each changes is there, once")
+    parser.add_argument("--full", action="store_true", help="run every case of the tests")
     parser.add_argument("--jobs", type=int, default=1, help="mutants at a time")
     parser.add_argument("--json", type=Path, help="write the outcomes there")
     parser.add_argument("--before", type=Path, help="outcomes of another run: name those that died then and not now")
@@ -260,6 +250,8 @@ def arguments() -> argparse.Namespace:
 def main() -> int:
     options = arguments()
     mutants = chosen(options.only)
+    if options.places:
+        return 0
     if options.first_step:
         outcomes = by_first_step(mutants, options.first_step, options.seed, options.jobs)
         print(table(outcomes))

@@ -1,4 +1,5 @@
 import gc
+import logging
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -23,6 +24,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    for name in ("torchao", "torch.utils._pytree"):  # transformers imports torchao, which tells what it could not load
+        logging.getLogger(name).setLevel(logging.ERROR)
     if config.getoption("--device") == "cuda":
         from support.on_gpu import Failures, share_memory
 

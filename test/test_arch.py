@@ -35,10 +35,10 @@ def test_projections(arch: Arch) -> None:
     model = model_of(arch, attention_bias=True)
     layer = model.model.layers[-1]
     projections = {name: child for name, child in layer.self_attn.named_children() if name.endswith("_proj")}
-    assert projections.keys() == ({"qkv_proj", "o_proj"} if "qkv" in arch.fused else {f"{x}_proj" for x in "qkvo"})
+    assert projections.keys() == ({"qkv_proj", "o_proj"} if "qkv" in arch.merged else {f"{x}_proj" for x in "qkvo"})
     assert {name[0] for name, child in projections.items() if child.bias is not None} == set(arch.attention_bias)
     fused = {hasattr(mlp, "gate_up_proj") for mlp in mlps_of(model)}
-    assert fused == (set() if arch.model_type == "mixtral" else {"gate_up" in arch.fused})
+    assert fused == (set() if arch.model_type == "mixtral" else {"gate_up" in arch.merged})
     assert bool(experts_in(model)) == arch.routed
 
 

@@ -13,14 +13,14 @@ TYPES = ("models/test_types.py",)
 MUTANTS = (
     Mutant(
         "causal LM: labels are not shifted",
-        "models/loss.py",
+        "_loss",
         "F.pad(labels, (0, 1), value=ignore_index)[..., 1:]",
         "F.pad(labels, (0, 1), value=ignore_index)[..., :-1]",
         ("models/test_forward.py",),
     ),
     Mutant(
         "causal LM: logits are not divided",
-        "models/lazy_logits.py",
+        "LazyLogits.affine",
         'value if name == "mul" else 1 / value',
         "value",
         GRADIENTS,
@@ -28,7 +28,7 @@ MUTANTS = (
     ),
     Mutant(
         "causal LM: a head that falls back is not soft-capped",
-        "models/loss.py",
+        "_chunked_losses.losses_of",
         "LazyLogits(hidden, logits.head, logits.steps).real().float()",
         "LazyLogits(hidden, logits.head).real().float()",
         PATHS,
@@ -36,7 +36,7 @@ MUTANTS = (
     ),
     Mutant(
         "causal LM: another loss function is not refused",
-        "models/loss.py",
+        "loss_verdict",
         "elif (unknown := _unknown_loss_reason(model.loss_function)) is not None:",
         "elif (unknown := None) is not None:",
         PATCH,
@@ -44,7 +44,7 @@ MUTANTS = (
     ),
     Mutant(
         "MLP: the biases are not read",
-        "models/mlp.py",
+        "tiled_mlp_forward.forward",
         "params = tuple(projection for projection",
         "params = tuple(projection._replace(bias=None) for projection",
         GRADIENTS,
@@ -52,7 +52,7 @@ MUTANTS = (
     ),
     Mutant(
         "MLP: called under ZeRO-3, and not refused",
-        "models/mlp.py",
+        "_verdict",
         "    error = zero3_error(reason) if reason is not None and sharded else None\n",
         "    error = None\n",
         PATHS,
@@ -60,7 +60,7 @@ MUTANTS = (
     ),
     Mutant(
         "experts: their tiles are as short as an MLP's",
-        "models/mlp.py",
+        "tiled_experts_forward.forward",
         "num_experts(self) / top_k_index.shape[-1]",
         "1",
         PATCH,
@@ -68,7 +68,7 @@ MUTANTS = (
     ),
     Mutant(
         "layer: attention is not told of a window",
-        "models/layer.py",
+        "_attention",
         'options["sliding_window"] = getattr(attention, "sliding_window", of_model)',
         'options["sliding_window"] = None',
         LAYER,
@@ -76,7 +76,7 @@ MUTANTS = (
     ),
     Mutant(
         "layer: attentions that are asked for are not made",
-        "models/layer.py",
+        "tiled_layer_forward.tiled",
         "if records_attentions or _asks_for_attentions(self, given):",
         "if False:",
         LAYER,
@@ -84,7 +84,7 @@ MUTANTS = (
     ),
     Mutant(
         "layer: what attention and MLP add is not scaled",
-        "models/layer.py",
+        "_llama_layer",
         "getattr(layer, form.residual_scale) if form.residual_scale else 1.0",
         "1.0",
         LAYER,
@@ -92,7 +92,7 @@ MUTANTS = (
     ),
     Mutant(
         "layer: positions in layers that have none",
-        "models/layer.py",
+        "_llama_layer",
         "position_embeddings if switch is None or getattr(attention, switch) else None",
         "position_embeddings",
         LAYER,
@@ -100,7 +100,7 @@ MUTANTS = (
     ),
     Mutant(
         "layer: called, without the norms of heads",
-        "models/layer.py",
+        "_chunked_layer.heads_of",
         'return getattr(attention, f"{name}_norm")(heads) if normed else heads',
         "return heads",
         LAYER,
@@ -108,7 +108,7 @@ MUTANTS = (
     ),
     Mutant(
         "plain: a module with hooks is read",
-        "models/weights.py",
+        "call_unfused_reason",
         'return "has hooks"',
         "return None",
         PATHS,
@@ -116,7 +116,7 @@ MUTANTS = (
     ),
     Mutant(
         "called again: a change before the backward is not noticed",
-        "models/in_chunks.py",
+        "_repeatable.call",
         "if (active and active != modes) or not modules.environment().computes_as(environment):",
         "if active and active != modes:",
         PLAIN,
@@ -124,7 +124,7 @@ MUTANTS = (
     ),
     Mutant(
         "projections: an adapter with dropout is read",
-        "models/weights.py",
+        "_adapted",
         "if type(dropout) is nn.Dropout and dropout.training and dropout.p > 0:",
         "if type(dropout) is nn.Dropout and dropout.p > 1:",
         PATHS,
@@ -132,7 +132,7 @@ MUTANTS = (
     ),
     Mutant(
         "projections: a merged adapter is added once more",
-        "models/weights.py",
+        "_lora_layers",
         "if module.merged or module.disable_adapters or not active:",
         "if module.disable_adapters or not active:",
         PATHS,
@@ -140,14 +140,14 @@ MUTANTS = (
     ),
     Mutant(
         "uncached: layers that are tiled make a cache in training",
-        "models/base_model.py",
+        "uncached_forward.forward",
         'return original(self, **given | {"use_cache": False})',
         "return original(self, *args, **kwargs)",
         ("models/test_layer_packed.py",),
     ),
     Mutant(
         "patch: layers that cannot be tiled are not refused",
-        "models/patch.py",
+        "_found",
         "if part is LAYER and (not modules or None not in modules.values()):",
         "if part is LAYER and not modules:",
         LAYER,
@@ -155,7 +155,7 @@ MUTANTS = (
     ),
     Mutant(
         "placement: a tiled forward that is wrapped is not refused",
-        "models/placement.py",
+        "check_unplace",
         "    if placement_at(owner, around) is placement:\n",
         "    if placement is None:\n",
         PATCH,
@@ -163,7 +163,7 @@ MUTANTS = (
     ),
     Mutant(
         "proof: a part that differs is tiled",
-        "models/difference.py",
+        "difference",
         "if not max(error, 2 * along) <= allowed:",
         "if False:",
         TYPES,
@@ -171,7 +171,7 @@ MUTANTS = (
     ),
     Mutant(
         "sweep: a variant that differs is right",
-        "models/proof.py",
+        "compare",
         "if differs else way.refusal",
         "if False else way.refusal",
         ("recipes/test_check.py",),
@@ -179,7 +179,7 @@ MUTANTS = (
     ),
     Mutant(
         "sweep: modules in a tiled layer are watched, and so called",
-        "models/weights.py",
+        "",
         '    "seqtile.models.way_taken.",\n',
         "",
         ("recipes/test_check.py",),
@@ -187,7 +187,7 @@ MUTANTS = (
     ),
     Mutant(
         "proof: what is inside a layer is not looked at",
-        "models/replaced.py",
+        "Made.inside",
         "in modules_by_place(module, place, self._has):",
         "in [(place, inside_wrappers(module))]:",
         TYPES,
@@ -195,7 +195,7 @@ MUTANTS = (
     ),
     Mutant(
         "proof: what was put in place of a module is not tried out",
-        "models/proof.py",
+        "unproven.reason_of",
         "elif (reason := mixes(function)) is not None:",
         "elif False:",
         ("models/test_replaced.py",),
@@ -203,7 +203,7 @@ MUTANTS = (
     ),
     Mutant(
         "proof: gradients of what was put in are not compared",
-        "models/replaced.py",
+        "_results",
         "if y.requires_grad else []",
         "if False else []",
         ("models/test_replaced.py",),
@@ -211,7 +211,7 @@ MUTANTS = (
     ),
     Mutant(
         "proof: what is remembered of a file holds for any config",
-        "models/proof.py",
+        "_Origin.is_known",
         "return self.meaning in meanings or ((of_any_config or self.meaning is None) and bool(meanings))",
         "return bool(meanings)",
         TYPES,
@@ -219,7 +219,7 @@ MUTANTS = (
     ),
     Mutant(
         "layer form: another rotary embedding is taken for Llama's",
-        "models/layer.py",
+        "_reasons",
         "if not is_llamas_rotary(_rotary_of(attention)):",
         "if False:",
         TYPES,
@@ -227,7 +227,7 @@ MUTANTS = (
     ),
     Mutant(
         "any layer: attention is not given the whole of what a chunk was given",
-        "models/layer_arguments.py",
+        "ChunkArguments.whole_options",
         "if not known and (value := self.whole_of(value)) is None:",
         "if False:",
         TYPES,
@@ -235,7 +235,7 @@ MUTANTS = (
     ),
     Mutant(
         "find: a convolution is taken for an MLP's projection",
-        "models/find.py",
+        "_is_mlp",
         "if any(num_experts(part) for part in (module, *children)):",
         "if False:",
         TYPES,
@@ -243,14 +243,14 @@ MUTANTS = (
     ),
     Mutant(
         "lazy logits: a bias behind the head is not scaled with it",
-        "models/lazy_logits.py",
+        "LazyLogits.affine",
         "scale, added = scale * factor, [tensor * factor for tensor in added]",
         "scale = scale * factor",
         ("models/test_lazy_logits.py",),
     ),
     Mutant(
         "loss: torch's cross-entropy gets real logits",
-        "models/lazy_logits.py",
+        "LazyLogits.__torch_function__",
         "if function is F.cross_entropy and isinstance(args[0], cls) and args[0].cross_entropy is not None:",
         "if False:",
         ("models/test_lazy_logits.py",),

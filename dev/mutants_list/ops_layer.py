@@ -9,35 +9,35 @@ HOLES = ("models/test_layer_holes.py",)
 MUTANTS = (
     Mutant(
         "layer: of what the norm returns only the first tile is computed",
-        "ops/decoder_layer/qkv.py",
+        "NormedInput.chunk",
         "self._known = chunk.stop",
         "self._known = len(x)",
         GRADIENTS,
     ),
     Mutant(
         "layer: of the groups' gradients only the last stays",
-        "ops/decoder_layer/qkv.py",
+        "QKVGradients.add",
         "out=self._d_normed[chunk], add=add or i > 0)",
         "out=self._d_normed[chunk], add=i > 0)",
         GRADIENTS,
     ),
     Mutant(
         "layer: the rotary embedding's gradient is turned forwards",
-        "ops/decoder_layer/qkv.py",
+        "QKVGradients.add",
         "rotary_(d_qk, *inputs.angles(chunk), backward=True)",
         "rotary_(d_qk, *inputs.angles(chunk))",
         GRADIENTS,
     ),
     Mutant(
         "layer: the backward takes the groups in the forward's order",
-        "ops/decoder_layer/attention.py",
+        "_Backward.gradients",
         "order = range(self.sizes.groups - 1, -1, -1)",
         "order = range(self.sizes.groups)",
         GRADIENTS,
     ),
     Mutant(
         "layer: the scale of the residual is left out of attention's gradient",
-        "ops/decoder_layer/attention.py",
+        "_Backward._grad_attn_output",
         "            d_out.mul_(sizes.scale)\n",
         "            pass\n",
         LAYER,
@@ -45,14 +45,14 @@ MUTANTS = (
     ),
     Mutant(
         "layer: the gradient beside the MLP is lost",
-        "ops/decoder_layer/post_attention.py",
+        "_backward",
         "add=d_y[chunk]",
         "add=None",
         GRADIENTS,
     ),
     Mutant(
         "layer: adapters' scale is left out of a gradient",
-        "ops/linear.py",
+        "Projection.add_gradients",
         "sums.b.add(d_y, torch.mm(x, self.a.T).mul_(self.scale))",
         "sums.b.add(d_y, torch.mm(x, self.a.T))",
         LAYER,
@@ -60,7 +60,7 @@ MUTANTS = (
     ),
     Mutant(
         "layer: queries that attention changed in place are computed again",
-        "ops/decoder_layer/attention_graph.py",
+        "SavedTensors.pack",
         "if in_base and tensor._version == version:",
         "if in_base:",
         HOLES,
@@ -68,7 +68,7 @@ MUTANTS = (
     ),
     Mutant(
         "layer: an output that was changed in place is not noticed",
-        "ops/decoder_layer/attention_graph.py",
+        "SavedTensors.unpack",
         "if self._qkv_changed if in_qkv else place in self._changed:",
         "if self._qkv_changed if in_qkv else False:",
         HOLES,
@@ -76,7 +76,7 @@ MUTANTS = (
     ),
     Mutant(
         "layer: an attention that saves much is not refused",
-        "ops/decoder_layer/attention_graph.py",
+        "excess_saved_bytes",
         "return size if size > out.numel() * out.element_size() // LARGE else 0",
         "return 0",
         LAYER,
@@ -84,7 +84,7 @@ MUTANTS = (
     ),
     Mutant(
         "layer: a mask for each head is not refused in groups",
-        "ops/decoder_layer/__init__.py",
+        "_check",
         "tensor.dim() == 4 and tensor.shape[1] > 1",
         "tensor.dim() > 4",
         HOLES,
@@ -92,7 +92,7 @@ MUTANTS = (
     ),
     Mutant(
         "layer: an attention that runs again draws other random numbers",
-        "ops/decoder_layer/attention.py",
+        "_Backward._through_attention",
         "with state.forward_autocast(), state.forward_random():",
         "with state.forward_autocast():",
         HOLES,

@@ -29,7 +29,7 @@ class Arch:
     """The weights of the norms of queries and keys: "shared" by all heads, or each head's "own"."""
     parallel: bool = False
     """True if attention and MLP are side by side, behind one norm."""
-    fused: tuple[str, ...] = ()
+    merged: tuple[str, ...] = ()
     """The parts that one projection makes at once: "qkv", "gate_up"."""
     attention_bias: str = "qkvo"
     """The projections that have a bias where the config's attention_bias is true."""
@@ -57,7 +57,7 @@ _TABLE = (
     Arch(
         "glm4",
         norm_after=True,
-        fused=("gate_up",),
+        merged=("gate_up",),
         attention_bias="qkv",
         defaults={"num_key_value_heads": 2, "head_dim": 128, "attention_bias": True},
     ),
@@ -72,7 +72,7 @@ _TABLE = (
         defaults={"num_key_value_heads": 8, "num_local_experts": 8, "num_experts_per_tok": 2},
     ),
     Arch("olmo2", norm="rms_float32", norm_before=False, norm_after=True, head_norm="own"),
-    Arch("phi3", fused=("qkv", "gate_up"), attention_bias=""),
+    Arch("phi3", merged=("qkv", "gate_up"), attention_bias=""),
     Arch("qwen2", layer=True, attention_bias="qkv", defaults={"attention_bias": True}),
     Arch("qwen3", layer=True, head_norm="shared", defaults={"head_dim": 128}),
     Arch(

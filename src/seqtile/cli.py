@@ -2,6 +2,7 @@
 
 import inspect
 import json
+import logging
 import os
 import platform
 import re
@@ -41,6 +42,8 @@ def seqtile(
     ] = False,
 ) -> None:
     """Fine-tune Hugging Face models on long documents, with a loss and MLPs whose memory does not grow with length."""
+    for name in ("torchao", "torch.utils._pytree"):  # transformers imports torchao, which tells what it could not load
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 def command(function: Callable[[Any], None]) -> Callable[[Any], None]:

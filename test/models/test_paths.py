@@ -180,7 +180,7 @@ def test_called_heads_scale_and_cap_their_logits(arch: str) -> None:
 
 @pytest.mark.parametrize("arch", ["phi3", "gemma2", "glm4"])
 def test_lora_of_other_architectures(arch: str) -> None:
-    fused = "gate_up" in ARCHS[arch].fused
+    fused = "gate_up" in ARCHS[arch].merged
     untiled, tiled = pair(lora(*(["gate_up_proj", "down_proj"] if fused else PROJECTIONS)), arch, "after")
     assert seqtile.status(tiled).mlp.reason is None
     assert_same_step(tiled, untiled, batch_of(3, 101))

@@ -12,7 +12,7 @@ from typing import Any
 
 from seqtile.arch import ARCHS
 from seqtile.memory.features import FEATURES, Longest, Predictor, with_features
-from seqtile.memory.layer import groups_of
+from seqtile.memory.layer import planned_groups
 from seqtile.memory.setup import KNOWN, OFFLOAD, OPTIMIZERS, TILES, Setup, Shape, expect, is_count, setup_of, shape_of
 from seqtile.memory.step import Plan, Step
 
@@ -55,7 +55,7 @@ class Formula(Predictor):
         shape, changes = self.shape, FEATURES[name].changes
         if "layer" in changes.get("tiles", ()) and not shape.tiles_whole:
             return f"not planned for {shape.inside or shape.model_type}"
-        if "head_groups" in changes and groups_of(shape, replace(setup, **changes)) is None:
+        if "head_groups" in changes and planned_groups(shape, replace(setup, **changes)) is None:
             return f"{shape.kv_heads} kv heads over {setup.sequence_parallel} GPUs make no groups"
         return "Liger has no norms for it" if "liger" in changes and not shape.arch.liger else None
 
@@ -99,6 +99,6 @@ def ladder(config: Any, *, batch_size: int = 1, **setup: Any) -> Iterator[tuple[
             steps.append(with_features(given, *names))
     if "layer" in steps[-1].tiles:
         grouped = replace(steps[-1], head_groups=groups)
-        steps += [grouped] if groups_of(formula.shape, grouped) is not None else []
+        steps += [grouped] if planned_groups(formula.shape, grouped) is not None else []
     for step in dict.fromkeys(steps):
         yield step, formula.longest(step, batch_size)

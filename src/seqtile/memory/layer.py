@@ -47,7 +47,7 @@ def chunk_tokens(shape: Shape, setup: Setup, mlp: bool = False) -> int:
     return setup.chunk_tokens or default_chunk_tokens(shape.hidden, sparsity)
 
 
-def groups_of(shape: Shape, setup: Setup) -> int | None:
+def planned_groups(shape: Shape, setup: Setup) -> int | None:
     """Returns the number of groups of kv heads; None if all attend at once. ValueError if it does not divide them, or
     leaves a GPU without a kv head of its own in a group, which can be run and has no formula here."""
     heads, ranks = shape.kv_heads, setup.sequence_parallel
@@ -93,7 +93,7 @@ class Layer:
         """Bytes that attention's backward adds: gradients of the output and of q, k, v; the workspace."""
         self.output = tokens * shape.q * setup.bytes if setup.sequence_parallel > 1 else 0
         """Bytes of attention's output for this GPU's tokens, where that is not what attention itself returned."""
-        self.groups = groups_of(shape, setup)
+        self.groups = planned_groups(shape, setup)
         self.final_norm = self.norm(shape.hidden, stream=True, chunked="layer" in setup.tiles)
 
     def moments(self) -> Iterator[Alive]:
@@ -130,20 +130,20 @@ class Layer:
         mlp, in_mlp = self._mlp(chunked), shape.mlp_parameters
         # Kept from forward to backward, in the order of the forward. The norm before attention keeps the layer's input,
         # which is counted where it waits, or a copy of it in float32.
-        copied = self.inputs(1 if "qkv" in arch.fused else 3)
+        copied = self.inputs(1 if "qkv" in arch.merged else 3)
         if arch.norm_before:
             copied += norm.kept - (hidden if setup.liger or setup.weight_bytes == FLOAT else 0)
         elif not setup.autocast:
             copied = 0
         of_heads = self.norm(shape.q + shape.kv).kept if arch.head_norm else 0
-        adapters = (1 if "qkv" in arch.fused else 3) * self._adapter(shape.hidden)
-        fused = self.q + self.kv if "qkv" in arch.fused and not setup.liger else 0  # what the values are a slice of
+        adapters = (1 if "qkv" in arch.merged else 3) * self._adapter(shape.hidden)
+        fused = self.q + self.kv if "qkv" in arch.merged and not setup.liger else 0  # what the values are a slice of
         weights = setup.cast(shape.attention_parameters)
         inside = copied + of_heads + adapters + weights + 2 * self.q + 2 * self.kv + fused + self.lse
         projected = inside + self.output + self._adapter(shape.q)
         after = norm_after.kept if arch.norm_after else 0
         attention = projected + after
-        inputs = self.cast if chunked and setup.autocast else self.inputs(1 if "gate_up" in arch.fused else 2)
+        inputs = self.cast if chunked and setup.autocast else self.inputs(1 if "gate_up" in arch.merged else 2)
         norms = hidden + (0 if arch.parallel else norm.kept * arch.norm_before + inputs)
         if not setup.full:  # what an adapter adds, twice in float32, before that is added
             added = self.cast + 2 * self.tokens * shape.hidden * FLOAT
@@ -218,7 +218,7 @@ class Layer:
             outer = self.cast * (2 if arch.norm_after or setup.autocast else 1)
             outer += setup.decoded(3 * shape.hidden * shape.mlp)
             return ModuleBytes(0, 3 * inner + sums + self._rounded(sums) + outer)
-        adapters = (1 if "gate_up" in arch.fused else 2) * self._adapter(shape.hidden) + self._adapter(shape.mlp)
+        adapters = (1 if "gate_up" in arch.merged else 2) * self._adapter(shape.hidden) + self._adapter(shape.mlp)
         kept = inner * (3 if setup.liger else 4) + adapters + setup.cast(3 * shape.hidden * shape.mlp)
         more = inner * (1 if setup.liger and setup.full else 2)  # Liger's are written over what was kept
         if setup.autocast and not setup.full:  # the recomputation of down with its adapter is the peak

@@ -47,7 +47,7 @@ def any_layer_refusal(layer: nn.Module) -> str | None:
 
 
 @torch.compiler.disable(reason="seqtile runs a layer's forward in two parts")
-def call_layer_tiled(
+def call_layer_in_chunks(
     layer: nn.Module,
     modules: InChunks,
     forward: Callable,

@@ -17,7 +17,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
-from seqtile.models.any_layer import any_layer_refusal, call_layer_tiled
+from seqtile.models.any_layer import any_layer_refusal, call_layer_in_chunks
 from seqtile.models.find import are_experts
 from seqtile.models.further_outputs import call_with_further_outputs, records_attentions
 from seqtile.models.in_chunks import InChunks
@@ -135,7 +135,7 @@ def _compute(
         given.pop("past_key_values", None)
         return _llama_layer(verdict, options, layer, hidden, cache, **given)
     chunk_tokens = resolve_chunk_tokens(options.chunk_tokens, hidden.shape[-1], verdict.sparsity)
-    return call_layer_tiled(layer, verdict.in_chunks[0], inner, hidden, given, chunk_tokens)
+    return call_layer_in_chunks(layer, verdict.in_chunks[0], inner, hidden, given, chunk_tokens)
 
 
 def _note_that_all_is_kept(layer: nn.Module, verdict: Verdict, options: Options, hidden: torch.Tensor) -> None:

@@ -121,9 +121,9 @@ def notes_on(model: nn.Module, loss: PartStatus | None, mlp: PartStatus, layer: 
     if loss is not None and loss.tiled:
         yield "in training the loss is computed without logits, which are None; skip_logits=False asks for them"
     if mlp.tiled:
-        tiles = " or ".join(map(str, mlp.chunk_tokens))
+        lengths = " or ".join(map(str, mlp.chunk_tokens))
         parts = "MLPs and layers" if layer else "MLPs"
-        yield f"a sequence of at most {tiles} tokens fits in a chunk: its {parts} run untiled"
+        yield f"a sequence of at most {lengths} tokens fits in a chunk: its {parts} run untiled"
     if layer is not None and layer.tiled and getattr(model.config.get_text_config(), "use_cache", False):
         yield (
             "the config asks for a cache: in training none is made unless one is given, so packed documents are told "

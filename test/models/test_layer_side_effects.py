@@ -174,6 +174,7 @@ def test_what_is_recorded_inside_a_layer_of_llamas_shape(of: str, monkeypatch: p
     assert_close_steps(tiled, untiled, batch, 1e-5)
 
 
+@pytest.mark.full("10 s of compiler")
 def test_router_logits_compiled() -> None:
     eager = tiled_copy(build("qwen3_moe", output_router_logits=True, router_aux_loss_coef=0.5))
     compiled, batch = copy.deepcopy(eager), ids_of(1, 3 * CHUNK + 2)

@@ -40,7 +40,7 @@ APPLY = {arch: getattr(seqtile, f"apply_seqtile_to_{arch}") for arch in CLASSES}
 KINDS = ("DecoderLayer", "Model", "RMSNorm")
 PARTS = [*((arch, False) for arch in CLASSES), *((arch, True) for arch in LAYERED)]
 of_all_parts = pytest.mark.parametrize(("arch", "layer"), PARTS)
-some_parts = pytest.mark.full("of 20 models", but=("*-True", "gemma3_text-*", "mixtral-*", "phi3-*", "qwen3_moe-*"))
+some_parts = pytest.mark.full("of 20 models", but=("llama-*", "qwen3-True", "gemma3_text-*", "phi3-*", "qwen3_moe-*"))
 
 
 def snapshot(model: nn.Module | None = None) -> list[object]:
@@ -76,7 +76,7 @@ def test_model_alone(arch: str, layer: bool) -> None:
     for fresh in (model, other):
         fresh(**batch_of(1, 101))  # a mixture of experts notes at its first call where it records its routes
     before, others_before = snapshot(model), snapshot(other)
-    APPLY[arch](model, layer=layer, chunk_tokens=CHUNK)
+    APPLY[arch](model, layer=layer, chunk_tokens=CHUNK, check=False)
     assert runs_tiled(model, layer) == [True, True] and runs_tiled(other, layer) == [False, False]
     assert snapshot(other) == others_before
     seqtile.restore(model)
@@ -87,7 +87,7 @@ def test_model_alone(arch: str, layer: bool) -> None:
 @of_all_parts
 def test_classes(arch: str, layer: bool, tmp_path) -> None:
     before, early = snapshot(), build(arch)
-    APPLY[arch](layer=layer, head_groups=2 if layer else None, chunk_tokens=CHUNK)
+    APPLY[arch](layer=layer, head_groups=2 if layer else None, chunk_tokens=CHUNK, check=False)
     model = build(arch)
     assert runs_tiled(model, layer) == [True, True] and type(model) is CLASSES[arch][1]
     assert {type(module).__name__ for module in mlps_of(model) + experts_in(model)} == set(MLPS[arch])

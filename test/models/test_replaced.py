@@ -55,6 +55,17 @@ class OwnNorm(nn.Module):
         return self.weight * x * (x.square().mean(self.over, keepdim=True) + 1e-6).rsqrt()
 
 
+class OwnMLP(nn.Module):
+    """It is no class that a small model has, and computes token by token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(48, 60), nn.Linear(60, 48)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).relu())
+
+
 class MixingLinear(nn.Linear):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return super().__call__(x + x.roll(1, dims=1))
@@ -135,6 +146,7 @@ RIGHT: dict[str, Change] = {
     "norm": in_layer(NORM, lambda _: OwnNorm(48)),
     "projection": in_layer("self_attn.v_proj", lambda one: nn.Sequential(one, nn.Tanh())),
     "dropout": in_layer("input_layernorm", lambda one: nn.Sequential(one, nn.Dropout(0.0))),
+    "mlp": in_layer("mlp", lambda _: OwnMLP()),
     "head": lambda model: setattr(model, "lm_head", LowRank(model.lm_head, False)),
 }
 
@@ -158,7 +170,7 @@ def test_what_mixes_tokens_is_left_untiled(name: str, layer: bool) -> None:
     assert_same_step(model, untiled, batch_of(2, 2 * CHUNK + 3))
 
 
-@pytest.mark.full("of 16 models", but=("*-layer", "head-parts"))
+@pytest.mark.full("of 18 models", but=("*-layer", "head-parts"))
 @pytest.mark.parametrize("layer", [False, True], ids=["parts", "layer"])
 @pytest.mark.parametrize("name", RIGHT)
 def test_what_computes_token_by_token_is_tiled(name: str, layer: bool) -> None:
@@ -178,25 +190,6 @@ def test_one_layer_of_several() -> None:
     status = seqtile.status(tiled_copy(model))
     assert status.mlp.tiled == status.layer.tiled == 1
     assert f"LlamaDecoderLayer is left untiled: its act_fn is a Mixing, {DEPENDS}" in str(status)
-
-
-class OwnMLP(nn.Module):
-    """It is no class that a small model has, and computes token by token."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(48, 60), nn.Linear(60, 48)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.down(self.up(x).relu())
-
-
-def test_an_mlp_of_ones_own() -> None:
-    untiled = build("qwen3")
-    in_layer("mlp", lambda _: OwnMLP())(untiled)
-    tiled = tiled_copy(untiled)
-    assert seqtile.status(tiled).mlp.tiled == seqtile.status(tiled).layer.tiled == 2
-    assert_same_step(tiled, untiled, batch_of(2, 2 * CHUNK + 3))
 
 
 class Noisy(nn.Module):

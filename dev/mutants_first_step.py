@@ -137,7 +137,7 @@ def differs(case: Case, batch: dict[str, Any]) -> str:
 
 
 def said(case: Case, batch: dict[str, Any]) -> str:
-    """Returns what the comparison raises, "" if nothing."""
+    """Returns what the comparison raises, or what the proof at apply leaves untiled; "" if neither says anything."""
     model = prepared(case, case.dtype)
     try:
         seqtile.apply_seqtile(model, chunk_tokens=CHUNK, check="full", **case.options)
@@ -145,7 +145,7 @@ def said(case: Case, batch: dict[str, Any]) -> str:
             model(**batch)
     except Exception as error:
         return f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
-    return ""
+    return next((note for note in seqtile.status(model).notes if " is left untiled: " in note), "")
 
 
 def main() -> None:

@@ -48,8 +48,8 @@ MUTANTS = (
     Mutant(
         "loss: ignored tokens get a gradient",
         "ChunkedHeads._no_gradients",
-        "torch.empty_like if self.rows is None else torch.zeros_like",
-        "torch.empty_like if self.rows is None else torch.ones_like",
+        "to_be_filled if self.rows is None else torch.zeros_like",
+        "to_be_filled if self.rows is None else torch.ones_like",
         LOSS,
     ),
     Mutant(

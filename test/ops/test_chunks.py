@@ -1,8 +1,12 @@
+from importlib import import_module
+
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from seqtile.ops.chunks import chunks, resolve_chunk_tokens
+import seqtile
+from seqtile.ops.chunks import chunk_tokens_everywhere, chunks, resolve_chunk_tokens
 from seqtile.rules import MIN_CHUNK_TOKENS
 
 
@@ -23,3 +27,17 @@ def test_the_rule() -> None:
 def test_bad_chunk_tokens(bad: object, error: type[Exception]) -> None:
     with pytest.raises(error, match="chunk_tokens: expected"):
         resolve_chunk_tokens(bad, 64)
+
+
+@pytest.mark.parametrize("op", ["gated_mlp", "tiled"])
+def test_what_no_chunk_writes_is_nan_in_a_trial(op: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else it would be what the untiled pass left in the same memory, and a lost chunk would be found by luck."""
+    module = import_module(f"seqtile.ops.{op}")
+    monkeypatch.setattr(module, "chunks", lambda tokens, chunk_tokens: chunks(tokens, chunk_tokens)[:-1])
+    x = torch.randn(12, 8, requires_grad=True)
+    gate, up, down = torch.randn(16, 8), torch.randn(16, 8), torch.randn(8, 16)
+    with chunk_tokens_everywhere(5):
+        y = seqtile.gated_mlp(x, gate, up, down) if op == "gated_mlp" else seqtile.tiled(torch.sin, x)
+        y.backward(torch.ones_like(y))
+    for found in (y, x.grad):
+        assert found[10:].isnan().all() and found[:10].isfinite().all()

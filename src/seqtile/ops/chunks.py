@@ -12,7 +12,8 @@ It depends on the model alone: constant in the number of tokens, the same on eve
 At Llama-8B's shape (D 4096, M 14336, V 128256) a chunk is 4096 tokens: 112 MiB a tensor in the MLP, 1.0 GiB of logits.
 """
 
-from collections.abc import Iterator
+import math
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from itertools import pairwise
@@ -62,3 +63,12 @@ def resolve_chunk_tokens(chunk_tokens: int | None, hidden_size: int, sparsity: f
 def chunks(tokens: int, chunk_tokens: int) -> list[slice]:
     """Returns slices of at most `chunk_tokens` rows that cover `tokens` rows in order."""
     return [slice(start, stop) for start, stop in pairwise([*range(0, tokens, chunk_tokens), tokens])]
+
+
+def to_be_filled(
+    like: torch.Tensor, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """Allocates what chunks write, as `like` but for `shape` and `dtype`. In a trial it is full of NaN, so that what
+    none of them writes shows; else it would be what the untiled pass left in the same memory."""
+    out = torch.empty_like(like, dtype=dtype) if shape is None else like.new_empty(shape, dtype=dtype)
+    return out.fill_(math.nan) if is_trial() and out.is_floating_point() else out

@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from seqtile.kernels import LossOptions
 from seqtile.ops.checks import autocast_dtype, check_first_derivative, check_operands, check_shape
-from seqtile.ops.chunks import chunks
+from seqtile.ops.chunks import chunks, to_be_filled
 from seqtile.ops.linear import WeightGrad, main_grad_of, scale_
 
 
@@ -168,7 +168,7 @@ class ChunkedHeads(NamedTuple):
 
     def new_values(self, others: bool = True) -> list[torch.Tensor | None]:
         """Allocates the losses of every token that counts, [n], and the `others` that are wanted, None elsewhere."""
-        losses, dtypes = self.heads[0].hidden.new_empty(self.labelled, dtype=torch.float32), self.spec.values
+        losses, dtypes = to_be_filled(self.heads[0].hidden, (self.labelled,), torch.float32), self.spec.values
         wanted = [dtype if others else None for dtype in dtypes]
         return [losses, *(None if dtype is None else torch.empty_like(losses, dtype=dtype) for dtype in wanted)]
 
@@ -220,7 +220,7 @@ class ChunkedHeads(NamedTuple):
     def _no_gradients(self, i: int, needs: Sequence[bool], main_grad: torch.Tensor | None) -> HeadGradients:
         """Returns what the gradients of a head are added to."""
         (hidden, weight, bias), spec = self.heads[i], self.spec
-        make, dtype = torch.empty_like if self.rows is None else torch.zeros_like, spec.accumulate_dtype
+        make, dtype = to_be_filled if self.rows is None else torch.zeros_like, spec.accumulate_dtype
         one_product = needs[1] and main_grad is None and 0 < self.labelled <= spec.chunk_tokens
         # It is rounded before it is scaled, which float16 has no range for.
         one_product &= weight.dtype != torch.float16 and weight.dtype in (spec.dtypes[i], torch.float32)

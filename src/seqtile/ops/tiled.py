@@ -19,7 +19,7 @@ from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from seqtile.ops.checks import check_dense, check_first_derivative, check_no_transform
-from seqtile.ops.chunks import chunks, resolve_chunk_tokens
+from seqtile.ops.chunks import chunks, resolve_chunk_tokens, to_be_filled
 from seqtile.ops.leaf_gradients import gradients_of
 from seqtile.ops.linear import main_grad_of, weight_grads
 from seqtile.ops.save_early import save_early, saved_for
@@ -179,7 +179,7 @@ class TiledFunction(torch.autograd.Function):
             for result in results if is_first else ():
                 shape = list(result.shape)
                 shape[call.dim] = length
-                outputs.append(result.new_empty(shape))
+                outputs.append(to_be_filled(result, shape))
             for output, result in zip(outputs, results, strict=True):
                 call.cut(output, chunk).copy_(result.detach())
         ctx.mark_non_differentiable(*(output for output in outputs if not output.is_floating_point()))
@@ -191,7 +191,7 @@ class TiledFunction(torch.autograd.Function):
         call: Call = ctx.call
         saved = saved_for(ctx)
         given, needs = saved[: len(saved) - len(call.params)], ctx.needs_input_grad[1:]
-        d_inputs = [torch.empty_like(x) if need else None for x, need in zip(given, needs[: call.inputs], strict=False)]
+        d_inputs = [to_be_filled(x) if need else None for x, need in zip(given, needs[: call.inputs], strict=False)]
         sums = weight_grads((*given[call.inputs :], *call.params), needs[call.inputs :], call.main_grads)
         held = call.held(given, RuntimeError)
 

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import torch
 
 from seqtile.ops.checks import check_first_derivative
-from seqtile.ops.chunks import chunks
+from seqtile.ops.chunks import chunks, to_be_filled
 from seqtile.ops.decoder_layer.attention_graph import (
     Attend,
     AttentionGraph,
@@ -236,7 +236,7 @@ class _Backward:
         sizes, out = self.sizes, self.outs[group]
         self.outs[group] = None
         projection = self.params.o.slice_in(sizes.group_columns(group)[0][0]).to(sizes.dtype)
-        d_out = torch.empty_like(out, dtype=sizes.dtype)
+        d_out = to_be_filled(out, dtype=sizes.dtype)
         for chunk in chunks(len(out), sizes.chunk_tokens):
             projection.backward(self.d_h[chunk].to(sizes.dtype), out=d_out[chunk])
         if sizes.scale != 1:

@@ -19,7 +19,7 @@ from torch.autograd.graph import Node
 
 from seqtile.kernels.dispatch import rms_norm, rms_norm_backward
 from seqtile.ops.checks import check_first_derivative
-from seqtile.ops.chunks import chunks
+from seqtile.ops.chunks import chunks, to_be_filled
 from seqtile.ops.decoder_layer.params import LayerSizes, MLPParams
 from seqtile.ops.gated_mlp import MLPChunk
 from seqtile.ops.linear import (
@@ -57,7 +57,7 @@ class PostAttentionFunction(torch.autograd.Function):
         ctx.params = without_tensors(params)
         if node is None:
             ctx.save_for_backward(x, *attn_output, *tensors_of(params))
-        y = x.new_empty(sizes.batch, sizes.length, x.shape[1])
+        y = to_be_filled(x, (sizes.batch, sizes.length, x.shape[1]))
         compute = _Chunks(sizes, params, x, attn_output)
         for _, h, normed in compute.each_chunk(y.view(x.shape)):
             h.add_(compute.mlp.forward(normed, out=normed), alpha=sizes.scale)
@@ -79,7 +79,7 @@ class PostAttentionFunction(torch.autograd.Function):
 def _backward(compute: "_Chunks", sums: Sequence[Any], d_y: torch.Tensor) -> torch.Tensor:
     """Returns the gradient of h [T, D], and adds those of the parameters to `sums`. Its chunks are gone when the sums
     are rounded."""
-    d_h, sizes, norm, of_norm = torch.empty_like(compute.x), compute.sizes, compute.norm, sums[0].weight
+    d_h, sizes, norm, of_norm = to_be_filled(compute.x), compute.sizes, compute.norm, sums[0].weight
     d_norm = None if of_norm is None else of_norm.total()
     d_rows = torch.empty_like(compute.rows)
     for chunk, h, normed in compute.each_chunk():

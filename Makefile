@@ -75,14 +75,15 @@ check-cuda:  ## the CUDA branch on fake tensors, with a torch built for CUDA in 
 	$(CUDA)/bin/python -m pip install --quiet torch==2.11.0 triton==3.6.0 transformers==5.17.0 numpy
 	$(CUDA)/bin/python -m dev.check_cuda
 
-# The core of the tests; what compiles kernels or models waits for the oldest triton's own compiler, which is another.
+# The core of the tests; what torch.compile makes of a graph is another thing in each release of torch, and held for one.
 ON_OLDEST_TORCH := test/ops test/kernels test/modules test/offload test/memory test/models/test_gradients.py test/models/test_forward.py \
 	test/models/test_layer.py test/models/test_layer_gradients.py test/models/test_patch.py test/models/test_training_loops.py
 check-oldest:  ## the core of the tests on the oldest torch that is promised, in an environment of its own (7 GB), without a GPU
 	test -d .venv-oldest || $(PYTHON) -m venv .venv-oldest
 	.venv-oldest/bin/python -m pip install --quiet torch==2.9.0 transformers==5.16.0 accelerate peft \
 	  hypothesis pytest pytest-benchmark pytest-timeout pytest-xdist
-	PYTHONPATH=src .venv-oldest/bin/python -m pytest -q -n 2 --dist worksteal -m "not gpu and not dist" $(ON_OLDEST_TORCH)
+	PYTHONPATH=src .venv-oldest/bin/python -m pytest -q -n 2 --dist worksteal -m "not gpu and not dist" \
+	  -k "not compil" $(ON_OLDEST_TORCH)
 
 lint: $(STAMP)  ## check style and format
 	$(BIN)/ruff check .

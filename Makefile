@@ -32,7 +32,7 @@ demo: $(STAMP)  ## fine-tune a real model on real long documents, untiled and ti
 INTERPRETED := test/kernels test/ops test/models/test_gradients.py test/models/test_layer_gradients.py test/distributed
 # Axolotl's tests come first: one worker runs what they share, 20 s, while the other runs the rest.
 ON_OLDEST := test/integrations/test_axolotl.py test/models/test_drift.py test/models/test_patch.py test/models/test_layer.py \
-	test/models/test_layer_patch.py test/models/test_layer_holes.py test/sp/test_documents.py
+	test/models/test_layer_holes.py test/sp/test_documents.py
 
 test: $(STAMP)  ## the tests of every day, without a GPU: as they are, in Triton's interpreter, on the oldest transformers
 	$(PYTEST) -m "not gpu"

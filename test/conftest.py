@@ -106,6 +106,17 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(threads)
 
 
+@pytest.fixture
+def pristine() -> Iterator[None]:
+    """Takes seqtile and Liger off the classes when the test is over."""
+    import seqtile
+    from support.tiny import modeling_restored
+
+    with modeling_restored():
+        yield
+        seqtile.restore()
+
+
 @pytest.fixture(scope="session")
 def full(request: pytest.FixtureRequest) -> bool:
     """Whether every case is run, see support/choice.py."""

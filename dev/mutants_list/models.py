@@ -4,7 +4,6 @@ from mutants_list.mutant import Mutant
 
 GRADIENTS = ("models/test_gradients.py",)
 LAYER = ("models/test_layer.py",)
-LAYER_GRADIENTS = ("models/test_layer_gradients.py",)
 HOLES = ("models/test_layer_holes.py",)
 PATHS = ("models/test_paths.py",)
 PATCH = ("models/test_patch.py",)
@@ -88,16 +87,16 @@ MUTANTS = (
         "_llama_layer",
         "getattr(layer, form.residual_scale) if form.residual_scale else 1.0",
         "1.0",
-        LAYER_GRADIENTS,
-        select="granite or scaled",
+        LAYER,
+        select="same_step and scaled",
     ),
     Mutant(
         "layer: positions in layers that have none",
         "_llama_layer",
         "position_embeddings if switch is None or getattr(attention, switch) else None",
         "position_embeddings",
-        LAYER_GRADIENTS,
-        select="without_positions or smollm3",
+        LAYER,
+        select="same_step and positions",
     ),
     Mutant(
         "layer: called, without the norms of heads",

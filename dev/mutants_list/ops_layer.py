@@ -40,8 +40,8 @@ MUTANTS = (
         "_Backward._grad_attn_output",
         "            d_out.mul_(sizes.scale)\n",
         "            pass\n",
-        GRADIENTS,
-        select="granite or scaled",
+        LAYER,
+        select="same_step and scaled",
     ),
     Mutant(
         "layer: the gradient beside the MLP is lost",

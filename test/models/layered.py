@@ -9,10 +9,13 @@ from torch import nn
 import seqtile
 from seqtile.arch import ARCHS
 from support.assertions import relative_error
-from support.tiny import CHUNK, batch_of
+from support.tiny import CHUNK, batch_of, build, checkpointing, loss_and_gradients
 
 LAYERED = [name for name, arch in ARCHS.items() if arch.layer]
 KINDS = [pytest.param(None, id="plain"), pytest.param(False, id="ckpt"), pytest.param(True, id="reentrant")]
+MODES = {"mlp": {}, "layer": {"layer": True}, "groups": {"layer": True, "head_groups": 2}}
+in_groups = pytest.mark.parametrize("head_groups", [None, 2])
+on_model_or_classes = pytest.mark.parametrize("on_classes", [False, True], ids=["model", "classes"])
 
 
 def whole(length: int, device: str = "cpu") -> dict[str, torch.Tensor]:
@@ -22,19 +25,41 @@ def whole(length: int, device: str = "cpu") -> dict[str, torch.Tensor]:
     return batch
 
 
-def tiled_copy(model: nn.Module, head_groups: int | str | None = None) -> nn.Module:
+def tiled_copy(model: nn.Module, head_groups: int | str | None = None, **options: object) -> nn.Module:
     tiled = copy.deepcopy(model)
-    seqtile.apply_seqtile(tiled, layer=True, head_groups=head_groups, chunk_tokens=CHUNK)
+    seqtile.apply_seqtile(tiled, **{"layer": True, "head_groups": head_groups, "chunk_tokens": CHUNK} | options)
     return tiled
 
 
-def assert_equal(ours: tuple, theirs: tuple) -> None:
-    """Two results of loss_and_gradients."""
-    assert relative_error(ours[0], theirs[0]) <= 1e-6
+def tiled_model(arch: str, on_classes: bool = False, **options: object) -> nn.Module:
+    """One that is tiled, alone or by its classes."""
+    options = {"chunk_tokens": CHUNK} | options
+    if on_classes:
+        getattr(seqtile, f"apply_seqtile_to_{arch}")(**options)
+    model = build(arch)
+    if not on_classes:
+        seqtile.apply_seqtile(model, **options)
+    return model
+
+
+def gradients_of(model: nn.Module) -> dict[str, torch.Tensor | None]:
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def assert_equal(ours: tuple, theirs: tuple, loss: float = 1e-6, gradients: float = 1e-5) -> None:
+    """Two results of loss_and_gradients, to relative errors of so much."""
+    assert (error := relative_error(ours[0], theirs[0])) <= loss, f"loss: relative error {error:.1e}"
     assert ours[1].keys() == theirs[1].keys()
     for name, gradient in theirs[1].items():
         if gradient is None:
             assert ours[1][name] is None, name
         else:
             error = relative_error(ours[1][name], gradient)
-            assert error <= 1e-5, f"{name}: relative error {error:.1e}"
+            assert error <= gradients, f"{name}: relative error {error:.1e}"
+
+
+def assert_same_step(ours: nn.Module, theirs: nn.Module, batch: dict, reentrant: bool | None = None) -> None:
+    """Two models have the same loss and gradients of a batch, under a kind of checkpointing if one is given."""
+    for model in (ours, theirs):
+        checkpointing(model, reentrant)
+    assert_equal(loss_and_gradients(ours, **batch), loss_and_gradients(theirs, **batch))

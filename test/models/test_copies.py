@@ -3,7 +3,7 @@
 import copy
 import gc
 import pickle
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import nullcontext
 
@@ -13,19 +13,14 @@ from torch import nn
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 import seqtile
-from models.layered import assert_equal, whole
+from models.layered import MODES, assert_equal, gradients_of, on_model_or_classes, tiled_copy, tiled_model, whole
+from seqtile.models import layer as layers
 from seqtile.models.placement import placement_at
 from support.assertions import relative_error
-from support.tiny import CHUNK, build, checkpointing, loss_and_gradients, modeling_restored
+from support.tiny import CHUNK, build, checkpointing, counting, loss_and_gradients
 
-MODES = {"mlp": {}, "layer": {"layer": True}, "groups": {"layer": True, "head_groups": 2}}
-
-
-@pytest.fixture(autouse=True)
-def pristine() -> Iterator[None]:
-    with modeling_restored():
-        yield
-        seqtile.restore()
+pytestmark = pytest.mark.usefixtures("pristine")
+of_parts_or_layers = pytest.mark.parametrize("layer", [False, True])
 
 
 def shallow(module: nn.Module) -> nn.Module:
@@ -35,66 +30,58 @@ def shallow(module: nn.Module) -> nn.Module:
     return copied
 
 
-def with_head(model: nn.Module) -> nn.Module:
-    copied = shallow(model)
-    copied.lm_head = copy.deepcopy(model.lm_head)
-    doubled(copied.lm_head.weight)
+def doubled(module: nn.Module) -> nn.Module:
+    copied = copy.deepcopy(module)
+    with torch.no_grad():
+        copied.weight.mul_(2)
     return copied
 
 
-def doubled(weight: torch.Tensor) -> None:
-    with torch.no_grad():
-        weight.mul_(2)
-
-
-def with_module(*path: str) -> Callable[[nn.Module], nn.Module]:
+def with_module(path: str) -> Callable[[nn.Module], nn.Module]:
     """A copy of the model in which everything on the way to a module is a shallow copy, and its weight is doubled."""
+    *way, last = path.split(".")
 
     def change(model: nn.Module) -> nn.Module:
         copied = module = shallow(model)
-        for name in path[:-1]:
-            child = shallow(module._modules[name])
-            module._modules[name] = child
-            module = child
-        module._modules[path[-1]] = copy.deepcopy(module._modules[path[-1]])
-        doubled(module._modules[path[-1]].weight)
+        for name in way:
+            module._modules[name] = module = shallow(module._modules[name])
+        module._modules[last] = doubled(module._modules[last])
         return copied
 
     return change
 
 
-COPIES = {
-    "head": with_head,
-    "deep": copy.deepcopy,
-    "mlp": with_module("model", "layers", "1", "mlp", "down_proj"),
-    "attention": with_module("model", "layers", "1", "self_attn", "q_proj"),
-    "norm": with_module("model", "norm"),
-    "replica": lambda model: with_head(model)._replicate_for_data_parallel(),
-}
-
-
-def replica_of_parts(model: nn.Module, copied: nn.Module) -> nn.Module:
+def replica(model: nn.Module) -> nn.Module:
     """DataParallel puts parameters and children back into its replicas by itself."""
-    source = with_head(model)
+    source = with_module("lm_head")(model)
+    copied = source._replicate_for_data_parallel()
     copied._parameters, copied._modules = source._parameters, source._modules
     return copied
 
 
+COPIES = {
+    "head": with_module("lm_head"),
+    "deep": copy.deepcopy,
+    "mlp": with_module("model.layers.1.mlp.down_proj"),
+    "attention": with_module("model.layers.1.self_attn.q_proj"),
+    "norm": with_module("model.norm"),
+    "replica": replica,
+}
+DAILY = ("head-mlp-called", "deep-layer-*", "mlp-layer-called", "attention-groups-forward", "norm-*-called")
+
+
+@pytest.mark.full("of 36 copies", but=(*DAILY, "replica-groups-called"))
 @pytest.mark.parametrize("how", ["called", "forward"])
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", COPIES)
 def test_a_copy_uses_what_is_its_own(name: str, mode: str, how: str) -> None:
     untiled = build("llama", tie_word_embeddings=False)
-    tiled = copy.deepcopy(untiled)
-    seqtile.apply_seqtile(tiled, chunk_tokens=CHUNK, **MODES[mode])
     batch, found = whole(101), []
-    for model in (untiled, tiled):
+    for model in (untiled, tiled_copy(untiled, **{"layer": False} | MODES[mode])):
         copied = COPIES[name](model)
-        if name == "replica":
-            copied = replica_of_parts(model, copied)
         output = copied(**batch) if how == "called" else copied.forward(**batch)
         output.loss.backward()
-        found.append((output.loss.detach(), {name: p.grad for name, p in copied.named_parameters()}))
+        found.append((output.loss.detach(), gradients_of(copied)))
         if name != "deep":
             of_embeddings = torch.autograd.grad(model(**batch).loss, model.model.embed_tokens.weight)[0]
             assert relative_error(found[-1][1]["model.embed_tokens.weight"], of_embeddings) > 1e-4, "nothing is its own"
@@ -103,26 +90,20 @@ def test_a_copy_uses_what_is_its_own(name: str, mode: str, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", [copy.copy, copy.deepcopy])
-def test_copies_are_restored_by_themselves(how: Callable[[nn.Module], nn.Module]) -> None:
-    model = build("llama")
+def test_copies_are_tiled_and_restored_by_themselves(how: Callable[[nn.Module], nn.Module]) -> None:
+    model, batch = build("llama"), whole(101)
     before = type(model), sorted(vars(model))
     seqtile.apply_seqtile(model, mlp=False, chunk_tokens=CHUNK)
     copied = how(model)
+    seqtile.apply_seqtile(copied, mlp=False, chunk_tokens=7)
+    assert [seqtile.status(each).loss.chunk_tokens for each in (model, copied)] == [(CHUNK,), (7,)]
     seqtile.restore(copied)
-    assert copied(**whole(101)).logits is not None and model(**whole(101)).logits is None
+    assert copied(**batch).logits is not None and model(**batch).logits is None
     assert (type(copied), sorted(vars(copied))) == before
     copied = how(model)
     seqtile.restore(model)
-    assert copied(**whole(101)).logits is None and model(**whole(101)).logits is not None
+    assert copied(**batch).logits is None and model(**batch).logits is not None
     assert (type(model), sorted(vars(model))) == before
-
-
-def test_a_copy_with_other_options() -> None:
-    model = build("llama")
-    seqtile.apply_seqtile(model, mlp=False, chunk_tokens=CHUNK)
-    copied = copy.copy(model)
-    seqtile.apply_seqtile(copied, mlp=False, chunk_tokens=7)
-    assert [seqtile.status(each).loss.chunk_tokens for each in (model, copied)] == [(CHUNK,), (7,)]
 
 
 class Odd(type):
@@ -133,7 +114,7 @@ class OddMLP(LlamaMLP, metaclass=Odd):
     pass
 
 
-@pytest.mark.parametrize("layer", [False, True])
+@of_parts_or_layers
 def test_pickles(layer: bool) -> None:
     """Through pickle and torch.save a model comes back untiled, of the classes that it was of."""
     model = build("llama")
@@ -150,7 +131,7 @@ def test_pickles(layer: bool) -> None:
     assert_equal(loss_and_gradients(loaded, **batch), truth)
 
 
-@pytest.mark.parametrize("layer", [False, True])
+@of_parts_or_layers
 def test_a_tiled_module_holds_nothing_more(layer: bool) -> None:
     """And nothing holds on to the classes that modules had while they were tiled."""
     model = build("llama")
@@ -170,13 +151,14 @@ def test_a_tiled_module_holds_nothing_more(layer: bool) -> None:
 
 def test_modules_of_a_class_stay_of_one_class() -> None:
     """By which Accelerate finds the layers that FSDP is to wrap."""
-    model = build("llama")
-    seqtile.apply_seqtile(model, layer=True, chunk_tokens=CHUNK)
-    assert (
-        len({type(layer) for layer in model.model.layers})
-        == len({type(layer.mlp) for layer in model.model.layers})
-        == 1
-    )
+    model = tiled_model("llama", layer=True)
+    assert len({(type(layer), type(layer.mlp)) for layer in model.model.layers}) == 1
+
+
+def derived(model: nn.Module, **names: str) -> None:
+    """Every layer is of a class of its own, as FSDP2 makes it."""
+    for layer in model.model.layers:
+        layer.__class__ = type(f"FSDP{type(layer).__name__}", (type(layer),), names)
 
 
 @pytest.mark.parametrize("reentrant", [None, False])
@@ -185,8 +167,7 @@ def test_restoring_below_a_class_that_another_library_derived(reentrant: bool | 
     model = build("llama")
     truth = loss_and_gradients(model, **(batch := whole(101)))
     seqtile.apply_seqtile(model, layer=True, chunk_tokens=CHUNK)
-    for layer in model.model.layers:
-        layer.__class__ = type(f"FSDP{type(layer).__name__}", (type(layer),), {})
+    derived(model)
     checkpointing(model, reentrant)
     assert_equal(loss_and_gradients(model, **batch), truth)
     seqtile.restore(model)
@@ -204,17 +185,18 @@ def test_restoring_below_a_class_that_another_library_derived(reentrant: bool | 
     assert not any(placement_at(module) for module in model.modules())
 
 
-@pytest.mark.parametrize("on_classes", [False, True], ids=["model", "classes"])
+@on_model_or_classes
 def test_other_options_below_a_class_that_another_library_derived(on_classes: bool) -> None:
-    if on_classes:
-        seqtile.apply_seqtile_to_llama(layer=True, chunk_tokens=CHUNK)
-    model = build("llama")
-    batch = whole(101)
-    if not on_classes:
-        seqtile.apply_seqtile(model, layer=True, chunk_tokens=CHUNK)
+    """Under checkpointing, as transformers wraps such a class's forward once more, a layer runs twice, no more."""
+    batch, calls = whole(101), []
+    model = tiled_model("llama", on_classes, layer=True)
     truth = loss_and_gradients(model, **batch)
-    for layer in model.model.layers:
-        layer.__class__ = type(f"FSDP{type(layer).__name__}", (type(layer),), {"__module__": "torch.distributed.fsdp"})
+    derived(model, __module__="torch.distributed.fsdp")
+    checkpointing(model, False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(layers, "decoder_layer", counting(calls, layers.decoder_layer))
+        assert_equal(loss_and_gradients(model, **batch), truth)
+    assert len(calls) == 4, "once in the forward and once in the recomputation, of two layers"
     seqtile.apply_seqtile(model, layer=True, chunk_tokens=7)
     assert "7 tokens a chunk, 2 of 2 fused" in str(seqtile.status(model).layer)
     assert not seqtile.status(model).layer.wrappers

@@ -6,9 +6,9 @@ import pytest
 import torch
 
 import seqtile
-from models.layered import KINDS, LAYERED, assert_equal, tiled_copy, whole
+from models.layered import KINDS, LAYERED, assert_equal, assert_same_step, gradients_of, in_groups, tiled_copy, whole
 from support.assertions import assert_each_as_exact
-from support.choice import every_pair
+from support.choice import every_pair, every_value
 from support.tiny import (
     CHUNK,
     apply_liger,
@@ -22,16 +22,11 @@ from support.tiny import (
 )
 
 
+@pytest.mark.full("of 108 models", but=every_pair)
 @pytest.mark.on_gpu(
-    "of 444 models; a CPU trains all of them by the same lines, and each kernel has its own tests", only=every_pair
+    "of 108 models; a CPU trains all of them by the same lines, and each kernel has its own tests", only=every_pair
 )
-@pytest.mark.in_interpreter(
-    "one model of each kind",
-    only=(
-        "llama-2-ckpt-1-101",
-        "qwen3-None-ckpt-1-101",
-    ),
-)
+@pytest.mark.in_interpreter("one model of each kind", only=("llama-2-ckpt-1-101", "qwen3-None-ckpt-1-101"))
 @pytest.mark.parametrize(("batch_size", "length"), [(1, 101), (3, 63)])
 @pytest.mark.parametrize("reentrant", KINDS)
 @pytest.mark.parametrize("head_groups", [None, 1, 2])
@@ -43,30 +38,11 @@ def test_gradients_equal(
     if interpreted() and (arch not in ("llama", "qwen3") or reentrant is not False or batch_size > 1):
         pytest.skip("the interpreter is slow")
     untiled = build(arch, device)
-    tiled = tiled_copy(untiled, head_groups)
     batch = whole(length, device) if batch_size == 1 else batch_of(batch_size, length, device)
-    for model in (untiled, tiled):
-        checkpointing(model, reentrant)
-    assert_equal(loss_and_gradients(tiled, **batch), loss_and_gradients(untiled, **batch))
+    assert_same_step(tiled_copy(untiled, head_groups), untiled, batch, reentrant)
 
 
-@pytest.mark.parametrize("head_groups", [None, 2])
-def test_what_is_added_is_scaled(head_groups: int | None, device: str) -> None:
-    """What attention and MLP add to the residual stream, as Granite has it."""
-    untiled = build("granite", device, residual_multiplier=0.3)
-    tiled, batch = tiled_copy(untiled, head_groups), whole(101, device)
-    assert_equal(loss_and_gradients(tiled, **batch), loss_and_gradients(untiled, **batch))
-
-
-@pytest.mark.parametrize("head_groups", [None, 2])
-def test_layers_without_positions(head_groups: int | None, device: str) -> None:
-    """As SmolLM3 has them, one in four."""
-    untiled = build("smollm3", device, no_rope_layers=[1, 0])
-    assert [layer.self_attn.use_rope for layer in untiled.model.layers] == [1, 0]
-    tiled, batch = tiled_copy(untiled, head_groups), whole(101, device)
-    assert_equal(loss_and_gradients(tiled, **batch), loss_and_gradients(untiled, **batch))
-
-
+@pytest.mark.full("of 12 models", but=every_value)
 @pytest.mark.parametrize("head_groups", [None, "auto"])
 @pytest.mark.parametrize("arch", LAYERED)
 def test_bfloat16_is_as_exact_as_untiled(arch: str, head_groups: str | None, device: str) -> None:
@@ -75,12 +51,12 @@ def test_bfloat16_is_as_exact_as_untiled(arch: str, head_groups: str | None, dev
     untiled = build(arch, device, num_key_value_heads=4, sliding_window=None, head_dim=64).bfloat16()
     truth, tiled = copy.deepcopy(untiled).double(), tiled_copy(untiled, head_groups)
     batch = whole(101, device)
-    (_, ours), (_, same), (_, true) = (loss_and_gradients(model, **batch) for model in (tiled, untiled, truth))
-    assert_each_as_exact(ours, same, true)
+    assert_each_as_exact(*(loss_and_gradients(model, **batch)[1] for model in (tiled, untiled, truth)))
 
 
+@pytest.mark.full("of 12 models", but=every_value)
 @pytest.mark.parametrize("reentrant", KINDS)
-@pytest.mark.parametrize("head_groups", [None, 2])
+@in_groups
 @pytest.mark.parametrize("arch", ["llama", "qwen3"])
 def test_autocast(arch: str, head_groups: int | None, reentrant: bool | None, device: str) -> None:
     """Weights in float32 under bfloat16's autocast: no further from float64 than the untiled model, twice over."""
@@ -88,35 +64,24 @@ def test_autocast(arch: str, head_groups: int | None, reentrant: bool | None, de
         pytest.skip("the interpreter does not round to bfloat16, it truncates")
     untiled = build(arch, device, head_dim=64)  # norms of a dozen weights would be noise
     truth, tiled = copy.deepcopy(untiled).double(), tiled_copy(untiled, head_groups)
-    batch = whole(101, device)
-    _, true = loss_and_gradients(truth, **batch)
-    found = []
+    batch, found = whole(101, device), []
     for model in (tiled, untiled):
         checkpointing(model, reentrant)
-        model.zero_grad()
         with torch.autocast(device, torch.bfloat16):
             loss = model(**batch).loss
         loss.backward()
-        found.append({name: parameter.grad for name, parameter in model.named_parameters()})
-    assert_each_as_exact(*found, true)
+        found.append(gradients_of(model))
+    assert_each_as_exact(*found, loss_and_gradients(truth, **batch)[1])
 
 
-@pytest.mark.in_interpreter(
-    "one model of each kind",
-    only=(
-        "llama-2",
-        "qwen3-None",
-    ),
-)
-@pytest.mark.parametrize("head_groups", [None, 2])
+@pytest.mark.in_interpreter("one model of each kind", only=("llama-2", "qwen3-None"))
+@in_groups
 @pytest.mark.parametrize("arch", ["llama", "mistral", "qwen3"])
 def test_after_liger(arch: str, head_groups: int | None, device: str) -> None:
     """Whose norms are read, and whose MLP's projections."""
     liger_or_skip(arch, device)
-    untiled = build(arch, device)
-    tiled = copy.deepcopy(untiled)
-    batch = whole(63, device)
-    truth = loss_and_gradients(untiled, **batch)
+    untiled, batch = build(arch, device), whole(63, device)
+    tiled, truth = copy.deepcopy(untiled), loss_and_gradients(untiled, **batch)
     with modeling_restored():
         apply_liger(arch, model=tiled)
         seqtile.apply_seqtile(tiled, layer=True, head_groups=head_groups, chunk_tokens=CHUNK)

@@ -1,9 +1,7 @@
 """What a tiled layer costs: matrix products, and tensors of tokens x width alive at a time."""
 
-import copy
 import gc
 import weakref
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -12,33 +10,29 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 
 import seqtile
+from models.layered import in_groups, on_model_or_classes, tiled_model
 from seqtile.ops.decoder_layer import qkv
+from support.choice import every_pair
 from support.measure import FlopCount, LiveBytes, eager_memory
 from support.tiny import CHUNK, batch_of, build, checkpointing, loss_and_gradients
 
-pytestmark = eager_memory
+pytestmark = [eager_memory, pytest.mark.usefixtures("pristine")]
 K = 1024
 TOKENS = 190
 LLAMA_8B = {"hidden_size": 4096, "intermediate_size": 14336, "num_attention_heads": 32, "num_key_value_heads": 8}
 LLAMA_8B |= {"num_hidden_layers": 2, "head_dim": 128, "vocab_size": 128, "pad_token_id": 0}
 
 
-@pytest.fixture(autouse=True)
-def pristine() -> Iterator[None]:
-    yield
-    seqtile.restore()
-
-
 def flops_of(model: nn.Module) -> int:
-    batch = batch_of(1, TOKENS)
     with FlopCount() as flops:
-        loss_and_gradients(model, **batch)
+        loss_and_gradients(model, **batch_of(1, TOKENS))
     assert not flops.unknown
     return flops.total
 
 
-@pytest.mark.parametrize("on_classes", [False, True], ids=["model", "classes"])
-@pytest.mark.parametrize("head_groups", [None, 2])
+@pytest.mark.full("of 16 models", but=every_pair)
+@on_model_or_classes
+@in_groups
 @pytest.mark.parametrize("arch", ["granite", "llama", "qwen3", "smollm3"])
 def test_products_under_checkpointing(arch: str, head_groups: int | None, on_classes: bool) -> None:
     """Those of the untiled checkpointed layer; in groups the projections to queries, keys and values once more, and
@@ -46,13 +40,8 @@ def test_products_under_checkpointing(arch: str, head_groups: int | None, on_cla
     model = build(arch)
     checkpointing(model, False)
     untiled = flops_of(model)
-    options = {"layer": True, "head_groups": head_groups, "loss": False, "chunk_tokens": CHUNK}
-    if on_classes:
-        getattr(seqtile, f"apply_seqtile_to_{arch}")(**options)
-        model = build(arch)
-        checkpointing(model, False)
-    else:
-        seqtile.apply_seqtile(model, **options)
+    model = tiled_model(arch, on_classes, layer=True, head_groups=head_groups, loss=False)
+    checkpointing(model, False)
     attention, mlp = model.model.layers[0].self_attn, model.model.layers[0].mlp
     widths = [len(getattr(attention, name).weight) for name in ("q_proj", "k_proj", "v_proj")]
     again = sum(widths if head_groups else widths[:2] if hasattr(attention, "q_norm") else [])
@@ -65,8 +54,8 @@ def test_products_of_modules_that_are_called() -> None:
     model = build("llama")
     checkpointing(model, False)
     untiled = flops_of(model)
-    model.model.layers[0].mlp.act_fn = nn.GELU()
-    model.model.layers[1].mlp.act_fn = nn.GELU()
+    for layer in model.model.layers:
+        layer.mlp.act_fn = nn.GELU()
     seqtile.apply_seqtile(model, layer=True, loss=False, chunk_tokens=CHUNK)
     assert flops_of(model) == untiled + 2 * 2 * TOKENS * 48 * (48 + 2 * 24 + 130)
 
@@ -111,24 +100,21 @@ def measured(arch: str, tokens: int, **options: object) -> tuple[float, int]:
     return memory.peak / (tokens * 4096 * 2), flops.total + BareFunction.flops
 
 
-@pytest.mark.parametrize(("head_groups", "limit"), [(None, 8.5), ("auto", 7.5)])
-def test_tensors_alive(head_groups: str | None, limit: float) -> None:
-    """Of Hugging Face's 34.7; with the MLP tiled 21.9. dev/LOG.md says what each is."""
-    alive, _ = measured("llama", 128 * K, layer=True, head_groups=head_groups)
-    print(f"{alive:.2f} tensors of 128K x 4096")
+@pytest.mark.full("10 to 16 s at a million tokens", but=("*128",))
+@pytest.mark.parametrize(
+    ("head_groups", "limit", "thousands"),
+    [(None, 8.5, 128), ("auto", 7.5, 128), (None, 8.5, 1024), ("auto", 6.5, 1024)],
+)
+def test_tensors_alive(head_groups: str | None, limit: float, thousands: int) -> None:
+    """Of Hugging Face's 34.7; with the MLP tiled 21.9. dev/LOG.md says what each is. At a million tokens with longer
+    chunks than usual, and so with larger ones, since a simulation takes its time chunk by chunk."""
+    options = {"chunk_tokens": 16 * K} if thousands == 1024 else {}
+    alive, _ = measured("llama", thousands * K, layer=True, head_groups=head_groups, **options)
+    print(f"{alive:.2f} tensors of {thousands}K x 4096")
     assert alive <= limit
 
 
-@pytest.mark.full("16 s; groups are seen at 128K tokens", but=("None-*",))
-@pytest.mark.parametrize(("head_groups", "limit"), [(None, 8.5), ("auto", 6.5)])
-def test_tensors_alive_at_a_million_tokens(head_groups: str | None, limit: float) -> None:
-    """With longer chunks than usual, and so with larger ones, since a simulation takes its time chunk by chunk."""
-    alive, _ = measured("llama", 1024 * K, layer=True, head_groups=head_groups, chunk_tokens=16 * K)
-    print(f"{alive:.2f} tensors of 1M x 4096")
-    assert alive <= limit
-
-
-@pytest.mark.full("of four, 2 s each", but=("qwen3-auto", "llama-None"))
+@pytest.mark.full("2 to 6 s; exactly at small size, see above", but=("llama-None",))
 @pytest.mark.parametrize("head_groups", [None, "auto"])
 @pytest.mark.parametrize("arch", ["llama", "qwen3"])
 def test_products_at_full_size(arch: str, head_groups: str | None) -> None:
@@ -142,18 +128,15 @@ def test_products_at_full_size(arch: str, head_groups: str | None) -> None:
 def test_groups_share_what_the_norm_returns(monkeypatch: pytest.MonkeyPatch) -> None:
     """In a forward; a backward, which needs more memory, computes it again for each."""
     normed, rms_norm = [], qkv.rms_norm
-    monkeypatch.setattr(
-        qkv, "rms_norm", lambda x, *args, **options: normed.append(len(x)) or rms_norm(x, *args, **options)
-    )
-    model = build("llama")
-    seqtile.apply_seqtile(model, layer=True, head_groups=2, loss=False, chunk_tokens=CHUNK, check=False)
+    monkeypatch.setattr(qkv, "rms_norm", lambda x, *args, **of: normed.append(len(x)) or rms_norm(x, *args, **of))
+    model = tiled_model("llama", layer=True, head_groups=2, loss=False, check=False)
     with torch.no_grad():
         model(**batch_of(1, TOKENS))
     assert sum(normed) == TOKENS * model.config.num_hidden_layers
 
 
 @pytest.mark.parametrize("reentrant", [None, False])
-@pytest.mark.parametrize("head_groups", [None, 2])
+@in_groups
 def test_a_dropped_graph_is_freed(head_groups: int | None, reentrant: bool | None, monkeypatch) -> None:
     """At once, without the garbage collector: nothing of it refers to itself."""
     made: list[weakref.ref] = []
@@ -165,8 +148,7 @@ def test_a_dropped_graph_is_freed(head_groups: int | None, reentrant: bool | Non
         return buffer, raw
 
     monkeypatch.setattr(qkv, "project", watched)
-    model = build("llama")
-    seqtile.apply_seqtile(model, layer=True, head_groups=head_groups, chunk_tokens=CHUNK, check=False)
+    model = tiled_model("llama", layer=True, head_groups=head_groups, check=False)
     checkpointing(model, reentrant)
     batch = batch_of(1, 101)
     gc.collect()
@@ -189,8 +171,7 @@ def test_what_a_layer_keeps_without_checkpointing(rows: int) -> None:
     that the rows of a batch share."""
     kept = {}
     for head_groups in (None, 2):
-        model = build("llama")
-        seqtile.apply_seqtile(model, layer=True, head_groups=head_groups, chunk_tokens=CHUNK, check=False)
+        model = tiled_model("llama", layer=True, head_groups=head_groups, check=False)
         layer, x = model.model.layers[0], torch.randn(rows, TOKENS, 48, requires_grad=True)
         angles = model.model.rotary_emb(x, torch.arange(TOKENS)[None])
         with LiveBytes() as memory:
@@ -221,14 +202,11 @@ def test_weights_are_not_copied() -> None:
     assert memory.peak < (q + 2 * k) * 4 + o * 2 + q * 2 + activations
 
 
-def test_tiled_copy_and_original_share_nothing() -> None:
-    """A copy of a tiled model trains by itself, tiled."""
-    model = build("llama")
-    seqtile.apply_seqtile(model, layer=True, head_groups=2, chunk_tokens=CHUNK, check=False)
-    other = copy.deepcopy(model)
-    batch = batch_of(1, 101)
-    loss_and_gradients(other, **batch)
-    assert all(parameter.grad is None for parameter in model.parameters())
-    assert all(parameter.grad is not None for parameter in other.parameters())
-    seqtile.restore(model)
-    assert seqtile.status(other).layer.tiled == 2 and seqtile.status(model).layer is None
+def test_the_norm_behind_the_layers_keeps_its_input_alone() -> None:
+    model = build("qwen3").bfloat16()
+    seqtile.apply_seqtile(model, layer=True, chunk_tokens=CHUNK)
+    saved: list[torch.Tensor] = []
+    x = torch.randn(1, 101, 48, dtype=torch.bfloat16, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: saved.append(tensor) or tensor, lambda tensor: tensor):
+        model.model.norm(x)
+    assert {tensor.data_ptr() for tensor in saved} == {x.data_ptr(), model.model.norm.weight.data_ptr()}

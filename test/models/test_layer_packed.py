@@ -1,16 +1,16 @@
 """Packed documents with whole layers tiled: told apart by their positions, also where the config asks for a cache."""
 
-import copy
-
 import pytest
 import torch
 from torch import nn
 from transformers import CONFIG_MAPPING
 
 import seqtile
+from models.layered import tiled_copy
 from seqtile.models.model_types import model_classes
 from seqtile.models.small import WORDS, small_model
 from support.assertions import relative_error
+from support.choice import every_value
 from support.tiny import loss_and_gradients
 
 TYPES = ["llama", "qwen3", "olmo2", "starcoder2", "ministral3", "phi", "qwen3_vl", "minimax_m2", "lfm2"]
@@ -31,12 +31,12 @@ def packed(*lengths: int) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": ids, "position_ids": positions}
 
 
+@pytest.mark.full("of 18 models", but=every_value)
 @pytest.mark.parametrize("length", [23, 6], ids=["chunks", "a chunk"])
 @pytest.mark.parametrize("model_type", TYPES)
 def test_documents_are_told_apart(model_type: str, length: int) -> None:
-    untiled = asking_for_a_cache(model_type)
-    tiled, batch = copy.deepcopy(untiled), packed(4, length - 4)
-    seqtile.apply_seqtile(tiled, layer=True, loss=False, chunk_tokens=7)
+    untiled, batch = asking_for_a_cache(model_type), packed(4, length - 4)
+    tiled = tiled_copy(untiled, loss=False, chunk_tokens=7)
     assert seqtile.status(tiled).layer.tiled > 0
     theirs = loss_and_gradients(untiled, **batch, use_cache=False)
     ours = loss_and_gradients(tiled, **batch)

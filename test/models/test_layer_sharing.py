@@ -10,57 +10,37 @@ from types import SimpleNamespace
 import pytest
 import torch
 from torch import nn
-from transformers import (
-    AttentionInterface,
-    Gemma3nForCausalLM,
-    Gemma3nTextConfig,
-    Gemma4ForCausalLM,
-    Gemma4TextConfig,
-    Olmo2Config,
-    PreTrainedModel,
-)
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, Olmo2Config, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gemma4 import modeling_gemma4
 from transformers.models.olmo2.modeling_olmo2 import Olmo2DecoderLayer
 
 import seqtile
-from models.layered import KINDS, assert_equal
+from models import layered
+from models.layered import KINDS, assert_equal, gradients_of
 from seqtile.models.layer import _FORWARD_CHECKPOINTS, tiled_layer_forward
 from seqtile.models.placement import Options
 from seqtile.models.small import small_config
 from support.assertions import relative_error
+from support.choice import every_value
 from support.tiny import VOCAB, checkpointing, loss_and_gradients
 
 CHUNK = 8
-SIZES = {
-    "vocab_size": VOCAB,
-    "vocab_size_per_layer_input": VOCAB,
-    "hidden_size": 48,
-    "hidden_size_per_layer_input": 8,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 12,
-    "sliding_window": 13,
-    "num_hidden_layers": 6,
-    "num_kv_shared_layers": 2,
-    "layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2,
+SIZES = {"vocab_size": VOCAB, "vocab_size_per_layer_input": VOCAB, "hidden_size": 48, "hidden_size_per_layer_input": 8}
+SIZES |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 12, "sliding_window": 13}
+SIZES |= {"layer_types": ["sliding_attention", "sliding_attention", "full_attention"] * 2}
+SIZES |= {"num_hidden_layers": 6, "num_kv_shared_layers": 2}
+
+
+OPTIONS = {
+    "gemma4": {"intermediate_size": 70, "global_head_dim": 16},
+    "gemma3n": {"intermediate_size": [70] * 6, "laurel_rank": 8, "activation_sparsity_pattern": [0.5] + [0.0] * 5},
 }
 
 
-def gemma4(**changes: object) -> PreTrainedModel:
-    return Gemma4ForCausalLM(Gemma4TextConfig(**SIZES | {"intermediate_size": 70, "global_head_dim": 16} | changes))
-
-
-def gemma3n(**changes: object) -> PreTrainedModel:
-    sizes = SIZES | {"intermediate_size": [70] * 6, "laurel_rank": 8, "activation_sparsity_pattern": [0.5] + [0.0] * 5}
-    return Gemma3nForCausalLM(Gemma3nTextConfig(**sizes | changes))
-
-
-BUILDERS = {"gemma4": gemma4, "gemma3n": gemma3n}
-
-
 def built(name: str, **changes: object) -> PreTrainedModel:
-    model = BUILDERS[name](**changes).train()
+    config = AutoConfig.for_model(f"{name}_text", **SIZES | OPTIONS[name] | changes)
+    model = AutoModelForCausalLM.from_config(config).train()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(torch.randn_like(parameter) * 0.1)
@@ -74,15 +54,15 @@ def batch_of(batch_size: int, length: int) -> dict[str, torch.Tensor]:
 
 
 def tiled_copy(model: nn.Module) -> nn.Module:
-    tiled = copy.deepcopy(model)
-    seqtile.apply_seqtile(tiled, layer=True, chunk_tokens=CHUNK, check=False)
+    tiled = layered.tiled_copy(model, chunk_tokens=CHUNK, check=False)
     assert seqtile.status(tiled).layer.tiled == len(model.model.layers)
     return tiled
 
 
+@pytest.mark.full("of 30 models", but=every_value)
 @pytest.mark.parametrize(("batch_size", "length"), [(1, 32), (1, 29), (2, 16), (2, 13), (1, 33)])
 @pytest.mark.parametrize("reentrant", KINDS)
-@pytest.mark.parametrize("name", BUILDERS)
+@pytest.mark.parametrize("name", OPTIONS)
 def test_shared_keys_and_values(name: str, reentrant: bool | None, batch_size: int, length: int) -> None:
     """At lengths that are a multiple of a chunk and at others; a copy of the tiled model, too."""
     untiled = built(name).double()
@@ -169,8 +149,7 @@ def test_what_is_put_into_a_dict(kind: type) -> None:
         assert list(notes) == ["before", "after"] and list(notes["after"]) == ["twice", "rows"]
         made = [notes["after"]["twice"], *notes["after"]["rows"]]
         (hidden.sum() + sum(tensor.square().sum() for tensor in made)).backward()
-        gradients = {name: weight.grad for name, weight in layer.named_parameters()}
-        found.append((torch.cat([tensor.flatten() for tensor in made]).detach(), gradients))
+        found.append((torch.cat([tensor.flatten() for tensor in made]).detach(), gradients_of(layer)))
     assert_equal(found[1], found[0])
 
 
@@ -180,8 +159,8 @@ def test_what_is_read_from_a_dict(kind: type) -> None:
     are for attention alone."""
     factor, layer = torch.rand(2, 13, 1), noting_layer()
     if kind is dict:
-        truth = called(layer, read, kind(before=factor), False)
-        assert relative_error(called(layer, read, kind(before=factor), True), truth) <= 1e-6
+        tiled, truth = (called(layer, read, kind(before=factor), tiled) for tiled in (True, False))
+        assert relative_error(tiled, truth) <= 1e-6
     else:
         with pytest.raises((ValueError, RuntimeError)):
             called(layer, read, kind(before=factor), True)

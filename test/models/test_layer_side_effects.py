@@ -1,7 +1,9 @@
 """What a tiled layer makes besides its hidden states: recorded router logits, other outputs; layers in threads."""
 
 import copy
+import inspect
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -11,12 +13,13 @@ from transformers.models.llama.modeling_llama import LlamaMLP
 from transformers.utils import output_capturing
 from transformers.utils.output_capturing import OutputRecorder
 
-import seqtile
-from models.layered import KINDS
+from models import layered
+from models.layered import KINDS, assert_equal, gradients_of
 from seqtile.models.layer import _FORWARD_CHECKPOINTS, tiled_layer_forward
 from seqtile.models.placement import Options
 from seqtile.models.small import WORDS, small_model
 from support.assertions import relative_error
+from support.choice import every_value
 from support.tiny import build, checkpointing, loss_and_gradients
 
 CHUNK = 7
@@ -28,20 +31,20 @@ def ids_of(rows: int, length: int) -> dict[str, torch.Tensor]:
 
 
 def tiled_copy(model: nn.Module) -> nn.Module:
-    tiled = copy.deepcopy(model)
-    seqtile.apply_seqtile(tiled, layer=True, loss=False, chunk_tokens=CHUNK)
-    return tiled
+    return layered.tiled_copy(model, loss=False, chunk_tokens=CHUNK)
 
 
-def assert_close(ours: tuple, theirs: tuple, tolerance: float = 1e-9) -> None:
-    assert relative_error(ours[0], theirs[0]) <= tolerance
-    for name, gradient in theirs[1].items():
-        if gradient is None or not gradient.any():
-            assert ours[1][name] is None or not ours[1][name].any(), name
-        else:
-            assert relative_error(ours[1][name], gradient) <= tolerance, name
+def assert_close(ours: tuple, theirs: tuple, tolerance: float) -> None:
+    """As assert_equal; a gradient that is zero may be none."""
+    found = ((value, {name: g for name, g in of.items() if g is not None and g.any()}) for value, of in (ours, theirs))
+    assert_equal(*found, tolerance, tolerance)
 
 
+def assert_close_steps(ours: nn.Module, theirs: nn.Module, batch: dict, tolerance: float) -> None:
+    assert_close(loss_and_gradients(ours, **batch), loss_and_gradients(theirs, **batch), tolerance)
+
+
+@pytest.mark.full("of 12 models", but=every_value)
 @pytest.mark.parametrize("reentrant", KINDS)
 @pytest.mark.parametrize("rows", [1, 2])
 @pytest.mark.parametrize("arch", ["qwen3_moe", "mixtral"])
@@ -55,7 +58,7 @@ def test_router_logits(arch: str, rows: int, reentrant: bool | None) -> None:
     for mine, his in zip(ours.router_logits, theirs.router_logits, strict=True):
         assert relative_error(mine, his) <= 1e-5
     assert relative_error(ours.aux_loss, theirs.aux_loss) <= 1e-5
-    assert_close(loss_and_gradients(tiled, **batch), loss_and_gradients(untiled, **batch), 3e-5)
+    assert_close_steps(tiled, untiled, batch, 3e-5)
 
 
 @pytest.mark.parametrize("reentrant", KINDS)
@@ -70,63 +73,49 @@ def test_attentions_are_recorded_of_layers_that_run_untiled(reentrant: bool | No
             tiled(**batch)
         return
     assert relative_error(tiled(**batch).attentions[1], untiled(**batch).attentions[1]) <= 1e-5
-    assert_close(loss_and_gradients(tiled, **batch), loss_and_gradients(untiled, **batch), 3e-5)
+    assert_close_steps(tiled, untiled, batch, 3e-5)
 
 
-class Returning(nn.Module):
-    """Puts something of each token's beside what a layer returns."""
-
-    def __init__(self, what: object):
-        super().__init__()
-        self.what = what
-
-
-def returning(model: nn.Module, what: object) -> None:
+def returning(what: object) -> nn.Module:
+    """A model with a layer that puts something beside what it returns, of each token if it is a function."""
+    model = small_model(Olmo2ForCausalLM, Olmo2Config()).double().train()
     layer = model.model.layers[1]
-    forward = type(layer).forward
+    inner = inspect.unwrap(type(layer).forward)
 
     class Layer(type(layer)):
         def forward(self, hidden_states: torch.Tensor, **options: object) -> tuple:
-            inner = forward.__wrapped__ if hasattr(forward, "__wrapped__") else forward
             hidden = inner(self, hidden_states, **options)
             return hidden, None, what(hidden) if callable(what) else what
 
     Layer.__module__ = type(layer).__module__
     layer.__class__ = Layer
+    return model
 
 
-@pytest.mark.parametrize("made", ["rows", "norms"])
-def test_what_a_layer_returns_besides(made: str) -> None:
-    def what(hidden: torch.Tensor) -> torch.Tensor:
-        return 2 * hidden if made == "rows" else hidden.norm(dim=-1)
+def called(model: nn.Module, x: torch.Tensor, tiled: bool) -> tuple:
+    layer, angles = model.model.layers[1], model.model.rotary_emb(x, torch.arange(x.shape[1])[None])
+    forward = type(layer).forward
+    forward = tiled_layer_forward(Options(layer=True, chunk_tokens=CHUNK), forward) if tiled else forward
+    return forward(layer, x, position_embeddings=angles, attention_mask=None)
 
-    untiled = small_model(Olmo2ForCausalLM, Olmo2Config()).double().train()
-    returning(untiled, what)
-    found, x = [], torch.randn(2, 3 * CHUNK + 1, 64, dtype=torch.double)
-    tiled = copy.deepcopy(untiled)
-    layer = tiled.model.layers[1]
-    forward = tiled_layer_forward(Options(layer=True, chunk_tokens=CHUNK), type(layer).forward)
-    for call, model in ((forward, tiled), (type(layer).forward, untiled)):
-        layer = model.model.layers[1]
-        angles = model.model.rotary_emb(x, torch.arange(x.shape[1])[None])
-        hidden, nothing, rest = call(layer, x, position_embeddings=angles, attention_mask=None)
+
+@pytest.mark.parametrize("what", [lambda hidden: 2 * hidden, lambda hidden: hidden.norm(dim=-1)], ids=["rows", "norms"])
+def test_what_a_layer_returns_besides(what: Callable) -> None:
+    model, found, x = returning(what), [], torch.randn(2, 3 * CHUNK + 1, 64, dtype=torch.double)
+    for tiled in (True, False):
+        model.zero_grad()
+        hidden, nothing, rest = called(model, x, tiled)
         (hidden.sum() + rest.square().sum()).backward()
         assert nothing is None
-        gradients = {name: weight.grad for name, weight in layer.named_parameters()}
-        found.append((rest.detach(), gradients))
+        found.append((rest.detach(), gradients_of(model.model.layers[1])))
     assert_close(*found, 1e-6)
 
 
 def test_what_cannot_be_put_together_is_refused() -> None:
-    model = small_model(Olmo2ForCausalLM, Olmo2Config()).train()
-    returning(model, 3.0)
-    layer, x = model.model.layers[1], torch.randn(2, 3 * CHUNK + 1, 64)
-    forward = tiled_layer_forward(Options(layer=True, chunk_tokens=CHUNK), type(layer).forward)
-    angles = model.model.rotary_emb(x, torch.arange(x.shape[1])[None])
-    with pytest.raises(
-        ValueError, match=r"a Layer is computed chunk by chunk: .*, got a float; apply with layer=False"
-    ):
-        forward(layer, x, position_embeddings=angles, attention_mask=None)
+    model, x = returning(3.0), torch.randn(2, 3 * CHUNK + 1, 64, dtype=torch.double)
+    match = r"a Layer is computed chunk by chunk: .*, got a float; apply with layer=False"
+    with pytest.raises(ValueError, match=match):
+        called(model, x, True)
 
 
 def test_two_models_in_two_threads() -> None:
@@ -145,8 +134,7 @@ def test_two_models_in_two_threads() -> None:
                 other = threading.Thread(target=loss.backward)
                 other.start()
                 other.join()
-                found = {name: weight.grad for name, weight in tiled[i].named_parameters()}
-                assert_close((loss.detach(), found), truth[i], 1e-6)
+                assert_close((loss.detach(), gradients_of(tiled[i])), truth[i], 1e-6)
         except BaseException as error:
             failed.append(error)
 
@@ -181,15 +169,14 @@ def test_what_is_recorded_inside_a_layer_of_llamas_shape(of: str, monkeypatch: p
         model.zero_grad()
         output = model.model(**inputs, output_seen=True)
         (output.last_hidden_state.sum() + sum(seen.square().sum() for seen in output["seen"])).backward()
-        gradients = {name: weight.grad for name, weight in model.named_parameters()}
-        found.append((torch.cat([seen.flatten() for seen in output["seen"]]).detach(), gradients))
+        found.append((torch.cat([seen.flatten() for seen in output["seen"]]).detach(), gradients_of(model)))
     assert_close(found[1], found[0], 1e-5)
-    assert_close(loss_and_gradients(tiled, **batch), loss_and_gradients(untiled, **batch), 1e-5)
+    assert_close_steps(tiled, untiled, batch, 1e-5)
 
 
+@pytest.mark.full("10 s of compiler")
 def test_router_logits_compiled() -> None:
     eager = tiled_copy(build("qwen3_moe", output_router_logits=True, router_aux_loss_coef=0.5))
     compiled, batch = copy.deepcopy(eager), ids_of(1, 3 * CHUNK + 2)
-    expected = loss_and_gradients(eager, **batch)
     compiled.compile(backend="aot_eager")
-    assert_close(loss_and_gradients(compiled, **batch), expected, 1e-5)
+    assert_close_steps(compiled, eager, batch, 1e-5)

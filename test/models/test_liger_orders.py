@@ -64,15 +64,10 @@ def run(device: str) -> Iterator[Callable[..., str]]:
         process.kill()
 
 
-@pytest.mark.full(
-    "2 s each; every answer of status and every way back are among these",
-    but=(
-        "llama-liger, seqtile, build",
-        "*build, liger model, seqtile",
-        "mistral-*",
-        "*liger, build, seqtile model",
-    ),
-)
+DAILY = ("llama-liger, seqtile, build", "*build, liger model, seqtile", "mistral-*", "*liger, build, seqtile model")
+
+
+@pytest.mark.full("2 s each; every answer of status and every way back are among these", but=DAILY)
 @pytest.mark.parametrize(("arch", "operations"), [*(("llama", order) for order in ORDERS), *OTHERS])
 def test_order(arch: str, operations: str, run: Callable[..., str]) -> None:
     assert run("order", arch, operations, *ORDERS[operations]) == ""

@@ -1,19 +1,23 @@
-"""What a tiled model returns in training, and the losses and transforms that it refuses."""
+"""What a tiled model returns in training, what it says of itself, and the losses and transforms that it refuses."""
 
 from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 from transformers import LlamaForCausalLM
 from transformers.loss import loss_utils
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from transformers.utils import can_return_tuple
 
 import seqtile
-from models.layered import tiled_copy, whole
+from models.layered import in_groups, tiled_copy, whole
+from seqtile.models import base_model, mlp
+from seqtile.models import layer as layers
 from support.assertions import relative_error
-from support.tiny import CHUNK, batch_of, build, config_of
+from support.choice import every_value
+from support.tiny import CHUNK, batch_of, build, checkpointing, config_of
 
 ASKED = {
     "loss": {"use_cache": False},
@@ -33,6 +37,7 @@ def assert_same_structure(ours: object, theirs: object) -> None:
         assert relative_error(ours, theirs) <= 1e-5
 
 
+@pytest.mark.full("of 8 models", but=("llama-cache", "mixtral-attentions"))
 @pytest.mark.parametrize("asked", ASKED)
 @pytest.mark.parametrize("arch", ["llama", "mixtral"])
 def test_a_tuple_keeps_a_place_for_the_logits(arch: str, asked: str) -> None:
@@ -64,9 +69,7 @@ def other_fixed(source: torch.Tensor, target: torch.Tensor, *args: object, **kwa
         (F, "cross_entropy", "torch.nn.functional.cross_entropy was replaced by"),
     ],
 )
-def test_a_replaced_cross_entropy_is_refused(
-    owner: object, name: str, match: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_replaced_cross_entropy_is_refused(owner: object, name: str, match: str, monkeypatch) -> None:
     """When it is applied and in every forward; nothing is changed, and what does not use it goes on."""
     tiled, fresh, batch = tiled_copy(build("llama")), build("llama"), whole(101)
     monkeypatch.setattr(owner, name, other_fixed)
@@ -107,29 +110,27 @@ def test_a_forward_in_a_wrapper_of_hugging_faces() -> None:
     assert relative_error(model(**batch).loss, truth) < 1e-5
     status = seqtile.status(model)
     assert (status.loss.tiled, status.layer.tiled) == (1, 1)
-    assert (
-        "DecoratedLayer is left untiled: it is a DecoratedLayer, and nothing shows that it treats every token"
-        in str(status)
-    )
+    left = "DecoratedLayer is left untiled: it is a DecoratedLayer, and nothing shows that it treats every token"
+    assert left in str(status)
 
 
-def gradient_of_loss(model: torch.nn.Module) -> object:
+def gradient_of_loss(model: nn.Module) -> object:
     def loss(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
         return torch.func.functional_call(model, parameters, kwargs=whole(101)).loss
 
     return torch.func.grad(loss)(dict(model.named_parameters()))
 
 
-def mapped_mlp(model: torch.nn.Module) -> object:
+def mapped_mlp(model: nn.Module) -> object:
     return torch.vmap(model.model.layers[0].mlp)(torch.randn(2, 101, 48))
 
 
-def mapped_layers(model: torch.nn.Module) -> object:
+def mapped_layers(model: nn.Module) -> object:
     return torch.vmap(lambda x: model.model(inputs_embeds=x, use_cache=False)[0])(torch.randn(2, 1, 101, 48))
 
 
 @pytest.mark.parametrize("transformed", [gradient_of_loss, mapped_mlp, mapped_layers])
-def test_transforms_of_functions_are_refused(transformed: Callable[[torch.nn.Module], object]) -> None:
+def test_transforms_of_functions_are_refused(transformed: Callable[[nn.Module], object]) -> None:
     model = tiled_copy(build("llama"))
     with pytest.raises(ValueError, match=r"torch\.func.*seqtile\.restore\(model\)"):
         transformed(model)
@@ -142,3 +143,55 @@ def test_transforms_of_what_fits_in_a_tile() -> None:
     mlp = model.model.layers[0].mlp
     x = torch.randn(2, CHUNK, 48)
     assert relative_error(torch.vmap(mlp)(x), mlp(x)) <= 1e-6
+
+
+FITS, KEPT = f"a sequence fits in one chunk of {CHUNK} tokens", "activation checkpointing is off"
+
+
+@pytest.mark.full("of 28 models", but=every_value)
+@in_groups
+@pytest.mark.parametrize("reentrant", [None, False])
+@pytest.mark.parametrize(
+    "case",
+    [
+        (False, CHUNK + 1, True, []),
+        (False, CHUNK, True, [FITS]),
+        (False, CHUNK, False, []),
+        (True, CHUNK, True, [FITS]),
+        (True, CHUNK + 1, True, []),
+        (True, 256, True, [KEPT]),
+        (True, 256, False, []),
+    ],
+)
+def test_said(case: tuple, reentrant: bool | None, head_groups: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of 256 tokens a layer keeps more than its weights take, with groups and without, unless it is checkpointed."""
+    layer, length, training, said = case
+    found: list[str] = []
+    for room in (base_model, layers, mlp):
+        monkeypatch.setattr(room.logger, "warning_once", found.append)
+    model = build("llama", intermediate_size=70)
+    seqtile.apply_seqtile(model, layer=layer, head_groups=head_groups if layer else None, chunk_tokens=CHUNK)
+    checkpointing(model, reentrant)
+    with torch.set_grad_enabled(training):
+        model(**whole(length))
+    said = [text for text in said if text != KEPT or reentrant is None]
+    assert [[text in message for text in said] for message in dict.fromkeys(found)] == [[True]] * len(said)
+
+
+def test_status_text() -> None:
+    model = build("llama")
+    assert seqtile.status(model).layer is None
+    assert str(seqtile.status(model)).endswith("loss  not tiled: transformers\n  mlp   not tiled: transformers")
+    seqtile.apply_seqtile(model, layer=True, head_groups=2, chunk_tokens=CHUNK)
+    text = str(seqtile.status(model))
+    assert "  layer seqtile, 50 tokens a chunk, 2 of 2 fused, attention by 2 groups of heads\n" in text
+    assert "a sequence of at most 50 tokens fits in a chunk: its MLPs and layers run untiled" in text
+    assert "activation checkpointing is off, so every layer keeps what its attention saves as well as its input" in text
+    checkpointing(model, False)
+    assert "checkpointing is off" not in str(seqtile.status(model))
+    checkpointing(model, None)
+    model.model.layers[1].mlp.act_fn = nn.GELU()
+    why = "attention by groups of heads reads its weights, and its activation is GELU"
+    assert f"REFUSES: {why}" in str(seqtile.status(model).layer)
+    with pytest.raises(ValueError, match=why):
+        model(**batch_of(1, 101))

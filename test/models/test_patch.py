@@ -1,9 +1,8 @@
 """Applying, restoring, and telling: on classes and on one model, before and after other libraries."""
 
-import copy
 import pickle
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable
 from types import FunctionType, MethodType
 
 import pytest
@@ -13,11 +12,13 @@ from transformers import LlamaForCausalLM, LlamaForSequenceClassification, Llama
 from transformers.models.llama import modeling_llama
 
 import seqtile
-import seqtile.models.in_chunks
-import seqtile.models.mlp
+from models.layered import LAYERED, assert_same_step, on_model_or_classes, tiled_copy, tiled_model
+from seqtile.models import in_chunks, mlp
+from seqtile.models import layer as layers
 from seqtile.models.find import experts_in, mlps_of
 from seqtile.models.first_step import outcome_of
 from seqtile.models.placement import placement_at
+from support.choice import every_value
 from support.tiny import (
     CHUNK,
     CLASSES,
@@ -27,148 +28,124 @@ from support.tiny import (
     build,
     config_of,
     counting,
-    loss_and_gradients,
     modeling_of,
-    modeling_restored,
+    name_of_class,
 )
 
+pytestmark = pytest.mark.usefixtures("pristine")
 EARLY_MLP = modeling_llama.LlamaMLP  # what code that imported the class before the patch holds
 APPLY = {arch: getattr(seqtile, f"apply_seqtile_to_{arch}") for arch in CLASSES}
 
 
-@pytest.fixture(autouse=True)
-def pristine() -> Iterator[None]:
-    with modeling_restored():
-        yield
-        seqtile.restore()
+KINDS = ("DecoderLayer", "Model", "RMSNorm")
+PARTS = [*((arch, False) for arch in CLASSES), *((arch, True) for arch in LAYERED)]
+of_all_parts = pytest.mark.parametrize(("arch", "layer"), PARTS)
+some_parts = pytest.mark.full("of 20 models", but=("llama-*", "qwen3-True", "gemma3_text-*", "phi3-*", "qwen3_moe-*"))
 
 
 def snapshot(model: nn.Module | None = None) -> list[object]:
     """Everything that a patch could touch."""
     state: list[object] = []
     for arch, (_, causal_lm, _) in CLASSES.items():
-        mlps = [getattr(modeling_of(arch), name) for name in MLPS[arch]]
-        state += [causal_lm, causal_lm.forward, *mlps, *(mlp.forward for mlp in mlps)]
+        names = [*MLPS[arch], *(name_of_class(arch, kind) for kind in KINDS)]
+        classes = [causal_lm, *(getattr(modeling_of(arch), name, None) for name in names)]
+        state += [*classes, *(getattr(cls, "forward", None) for cls in classes)]
     for module in model.modules() if model is not None else ():
         state += [type(module), sorted(vars(module)), vars(module).get("forward")]
     return state
 
 
-def runs_tiled(model: nn.Module) -> list[bool]:
-    """Whether the loss and the MLPs are tiled, by what a training step does, and whether `status` says so too."""
+def runs_tiled(model: nn.Module, layer: bool = False) -> list[bool]:
+    """Whether the loss and the MLPs, or the layers, are tiled, by what a training step does; `status` must say so."""
+    functions = [(layers, "decoder_layer")] if layer else [(mlp, "gated_mlp_of"), (in_chunks, "tiled")]
     with pytest.MonkeyPatch.context() as patch:
         calls = []
-        for room, name in ((seqtile.models.mlp, "gated_mlp_of"), (seqtile.models.in_chunks, "tiled")):
-            function = getattr(room, name)
-            patch.setattr(room, name, counting(calls, function))
+        for room, name in functions:
+            patch.setattr(room, name, counting(calls, getattr(room, name)))
         loss_tiled = model(**batch_of(1, 101)).logits is None
     status = seqtile.status(model)
-    assert (status.loss.tiled, status.mlp.tiled) == (int(loss_tiled), len(calls))
+    part = status.layer if layer else status.mlp
+    assert (status.loss.tiled, part.tiled if part else 0) == (int(loss_tiled), len(calls))
     return [loss_tiled, len(calls) == 2]
 
 
-@pytest.mark.parametrize("arch", CLASSES)
-def test_model_alone(arch: str) -> None:
+@some_parts
+@of_all_parts
+def test_model_alone(arch: str, layer: bool) -> None:
     model, other = build(arch), build(arch)
     for fresh in (model, other):
         fresh(**batch_of(1, 101))  # a mixture of experts notes at its first call where it records its routes
     before, others_before = snapshot(model), snapshot(other)
-    APPLY[arch](model, chunk_tokens=CHUNK)
-    assert runs_tiled(model) == [True, True] and runs_tiled(other) == [False, False]
+    APPLY[arch](model, layer=layer, chunk_tokens=CHUNK, check=False)
+    assert runs_tiled(model, layer) == [True, True] and runs_tiled(other, layer) == [False, False]
     assert snapshot(other) == others_before
     seqtile.restore(model)
-    assert snapshot(model) == before and runs_tiled(model) == [False, False]
+    assert snapshot(model) == before and runs_tiled(model, layer) == [False, False]
 
 
-@pytest.mark.parametrize("arch", CLASSES)
-def test_classes(arch: str, tmp_path) -> None:
-    before = snapshot()
-    early = build(arch)
-    APPLY[arch](chunk_tokens=CHUNK)
+@some_parts
+@of_all_parts
+def test_classes(arch: str, layer: bool, tmp_path) -> None:
+    before, early = snapshot(), build(arch)
+    APPLY[arch](layer=layer, head_groups=2 if layer else None, chunk_tokens=CHUNK, check=False)
     model = build(arch)
-    assert runs_tiled(model) == [True, True]
-    assert type(model) is CLASSES[arch][1]
+    assert runs_tiled(model, layer) == [True, True] and type(model) is CLASSES[arch][1]
     assert {type(module).__name__ for module in mlps_of(model) + experts_in(model)} == set(MLPS[arch])
     model.save_pretrained(tmp_path)
     assert f'"{CLASSES[arch][1].__name__}"' in (tmp_path / "config.json").read_text()
-    assert runs_tiled(type(model).from_pretrained(tmp_path).train()) == [True, True]
-    assert runs_tiled(early) == [True, False], "built before: its loss is tiled, through the class, its MLPs are not"
-    assert "it was not built of the tiled classes: apply seqtile to this model" in str(seqtile.status(early))
+    assert runs_tiled(type(model).from_pretrained(tmp_path).train(), layer) == [True, True]
+    if not layer:
+        assert runs_tiled(early) == [True, False], "built before: its loss is tiled, through the class, its MLPs not"
+        assert "it was not built of the tiled classes: apply seqtile to this model" in str(seqtile.status(early))
     seqtile.restore(arch)
     assert snapshot() == before
-    assert runs_tiled(model) == [False, False], "a model built meanwhile is untiled too"
+    assert runs_tiled(model, layer) == [False, False], "a model built meanwhile is untiled too"
 
 
-def test_code_that_imported_the_classes_earlier() -> None:
-    seqtile.apply_seqtile_to_llama(chunk_tokens=CHUNK)
+@pytest.mark.parametrize("layer", [False, True])
+def test_code_that_imported_the_classes_earlier(layer: bool) -> None:
+    seqtile.apply_seqtile_to_llama(layer=layer, chunk_tokens=CHUNK)
     model = CLASSES["llama"][1](config_of("llama")).train()
-    assert isinstance(model.model.layers[0].mlp, EARLY_MLP)
-    assert runs_tiled(model) == [True, True]
-    assert runs_tiled(pickle.loads(pickle.dumps(model))) == [True, True]
-
-
-def test_pickling_a_model_alone() -> None:
-    """A pickled model comes back untiled, works, and can be tiled again: seqtile need not be there to load it."""
-    model = build("llama")
-    seqtile.apply_seqtile(model, chunk_tokens=CHUNK)
-    loaded = pickle.loads(pickle.dumps(model))
-    assert runs_tiled(loaded) == [False, False]
-    seqtile.apply_seqtile(loaded, chunk_tokens=CHUNK)
-    assert runs_tiled(loaded) == [True, True]
+    assert isinstance(model.model.layers[0].mlp, EARLY_MLP) and type(model.model.norm).__name__ == "LlamaRMSNorm"
+    assert runs_tiled(model, layer) == runs_tiled(pickle.loads(pickle.dumps(model)), layer) == [True, True]
 
 
 @pytest.mark.parametrize("part", ["mlp", "loss"])
 def test_one_part_alone(part: str) -> None:
-    model = build("llama")
-    seqtile.apply_seqtile(model, chunk_tokens=CHUNK, **{{"mlp": "loss", "loss": "mlp"}[part]: False})
+    model = tiled_model("llama", **{{"mlp": "loss", "loss": "mlp"}[part]: False})
     assert runs_tiled(model) == [part == "loss", part == "mlp"]
 
 
-def test_applying_twice_changes_nothing() -> None:
-    model = build("llama")
-    for target in (model, None):
-        seqtile.apply_seqtile_to_llama(target, chunk_tokens=CHUNK)
-        once = snapshot(model)
-        seqtile.apply_seqtile_to_llama(target, chunk_tokens=CHUNK)
-        assert snapshot(model) == once
-
-
-def test_other_options_replace_the_former() -> None:
-    for target in (build("llama"), None):
-        before = snapshot(target)
-        seqtile.apply_seqtile_to_llama(target, chunk_tokens=CHUNK)
-        seqtile.apply_seqtile_to_llama(target, chunk_tokens=7)
-        assert seqtile.status(target or build("llama")).mlp.chunk_tokens == (7,)
-        seqtile.restore(target or "llama")
-        assert snapshot(target) == before
+@on_model_or_classes
+def test_other_options_replace_the_former(on_classes: bool) -> None:
+    """The same ones change nothing, and restoring takes all of them off, or nothing where there is none."""
+    target = None if on_classes else build("llama")
+    before = snapshot(target)
+    seqtile.restore(target or "llama")
+    assert snapshot(target) == before
+    layered = ({"layer": True, "head_groups": groups} for groups in (None, 2, "auto", 1))
+    for options in ({}, {"chunk_tokens": 7}, *layered):
+        seqtile.apply_seqtile_to_llama(target, **(options := {"chunk_tokens": CHUNK} | options))
+        status, once = seqtile.status(target or build("llama")), snapshot(target)
+        assert status.mlp.chunk_tokens == (options["chunk_tokens"],)
+        if groups := options.get("head_groups"):
+            assert status.layer.head_groups == (2 if groups == "auto" else groups)
+        seqtile.apply_seqtile_to_llama(target, **options)
+        assert snapshot(target) == once
+    seqtile.restore(target or "llama")
+    assert snapshot(target) == before
 
 
 def test_a_model_of_tiled_classes_with_options_of_its_own() -> None:
-    seqtile.apply_seqtile_to_llama(chunk_tokens=CHUNK)
-    model = build("llama")
+    model = tiled_model("llama", True)
     before = snapshot(model)
-    seqtile.apply_seqtile(model, chunk_tokens=7)
-    assert seqtile.status(model).mlp.chunk_tokens == seqtile.status(model).loss.chunk_tokens == (7,)
-    with pytest.warns(UserWarning, match="stays tiled by its classes"):
-        seqtile.restore(model)
-    assert snapshot(model) == before and seqtile.status(model).mlp.chunk_tokens == (CHUNK,)
-
-
-def test_a_copy_is_tiled_and_restored_by_itself() -> None:
-    model = build("llama")
-    seqtile.apply_seqtile(model, chunk_tokens=CHUNK)
-    copied = copy.deepcopy(model)
-    assert runs_tiled(copied) == [True, True]
-    assert copied.forward.__self__ is copied
-    seqtile.restore(copied)
-    assert runs_tiled(copied) == [False, False] and runs_tiled(model) == [True, True]
-
-
-def test_restoring_a_model_whose_classes_are_tiled() -> None:
-    seqtile.apply_seqtile_to_llama(chunk_tokens=CHUNK)
-    model = build("llama")
-    with pytest.warns(UserWarning, match=r"stays tiled by its classes: seqtile.restore\('llama'\)"):
-        seqtile.restore(model)
+    for own in (True, False):
+        if own:
+            seqtile.apply_seqtile(model, chunk_tokens=7)
+            assert seqtile.status(model).mlp.chunk_tokens == seqtile.status(model).loss.chunk_tokens == (7,)
+        with pytest.warns(UserWarning, match=r"stays tiled by its classes: seqtile.restore\('llama'\)"):
+            seqtile.restore(model)
+        assert snapshot(model) == before and seqtile.status(model).mlp.chunk_tokens == (CHUNK,)
     assert runs_tiled(model) == [True, True]
 
 
@@ -185,61 +162,8 @@ def test_in_the_wrapper_of_peft() -> None:
     assert runs_tiled(model) == [True, True]
 
 
-def test_restoring_what_was_never_applied() -> None:
-    model = build("llama")
-    before = snapshot(model)
-    seqtile.restore(model)
-    seqtile.restore("llama")
-    assert snapshot(model) == before
-
-
-def test_after_liger_on_the_model() -> None:
-    """Loss and MLP become ours, RMSNorm stays Liger's, and restoring gives Liger its places back."""
-    model = build("llama")
-    apply_liger("llama", model=model)
-    before = snapshot(model)
-    norm = model.model.norm.forward
-    seqtile.apply_seqtile(model, chunk_tokens=CHUNK)
-    status = seqtile.status(model)
-    assert (status.loss.tiled, status.mlp.tiled) == (1, 2)
-    assert model.model.norm.forward == norm and "liger" in norm.__func__.__module__
-    seqtile.restore(model)
-    assert snapshot(model) == before
-    assert seqtile.status(model).mlp.others == ("liger_kernel",)
-
-
-def test_after_liger_on_the_classes() -> None:
-    apply_liger("llama")
-    before = snapshot()
-    seqtile.apply_seqtile_to_llama(chunk_tokens=CHUNK)
-    model = build("llama")
-    assert type(model.model.layers[0].mlp).__name__ == "LigerSwiGLUMLP"
-    assert type(model.model.norm).__name__ == "LigerRMSNorm"
-    assert seqtile.status(model).mlp.tiled == 2
-    assert not hasattr(type(model.model.layers[0].mlp).__base__.forward, "seqtile_placement"), "a shared class is ours"
-    seqtile.restore("llama")
-    assert snapshot() == before
-
-
-def test_between_two_ligers_on_the_classes() -> None:
-    """Liger before and after: the second takes the classes back, and models of both times can be restored."""
-    seqtile.apply_seqtile_to_llama(chunk_tokens=CHUNK)
-    first = build("llama")
-    apply_liger("llama")
-    taken = build("llama")
-    status = seqtile.status(taken)
-    assert (status.loss.tiled, status.mlp.tiled) == (0, 0) and "liger_kernel took it back" in str(status)
-    assert (status.loss.others, status.mlp.others) == (("liger_kernel",), ("liger_kernel",))
-    seqtile.apply_seqtile_to_llama(chunk_tokens=CHUNK)
-    assert seqtile.status(build("llama")).mlp.tiled == seqtile.status(first).mlp.tiled == 2
-    seqtile.restore("llama")
-    assert seqtile.status(first).mlp.tiled == 0
-    assert modeling_llama.LlamaMLP.__name__ == "LigerSwiGLUMLP"
-
-
 def test_status_says_that_liger_took_something_back() -> None:
-    model = build("llama")
-    seqtile.apply_seqtile(model, chunk_tokens=CHUNK)
+    model = tiled_model("llama")
     apply_liger("llama", model=model)
     status = seqtile.status(model)
     assert (status.loss.tiled, status.mlp.tiled) == (0, 0)
@@ -253,37 +177,26 @@ def test_status_says_that_liger_took_something_back() -> None:
     assert seqtile.status(model).mlp.tiled == 2
 
 
-def test_status_text() -> None:
-    model = build("qwen3")
-    assert str(seqtile.status(model)) == (
-        "Qwen3ForCausalLM\n  loss  not tiled: transformers\n  mlp   not tiled: transformers"
-    )
-    seqtile.apply_seqtile(model)
-    assert str(seqtile.status(model)) == (
-        "Qwen3ForCausalLM\n  loss  seqtile, 2048 tokens a chunk, fused\n"
-        "  mlp   seqtile, 2048 tokens a chunk, 2 of 2 fused\n"
-        "  note: in training the loss is computed without logits, which are None; skip_logits=False asks for them\n"
-        "  note: a sequence of at most 2048 tokens fits in a chunk: its MLPs run untiled"
-    )
+def test_liger_on_the_model_afterwards_takes_nothing_of_a_layer_back() -> None:
+    """Its norms and MLPs are modules whose weights are read."""
+    model = tiled_model("llama", layer=True, loss=False)
+    apply_liger("llama", model=model)
+    assert seqtile.status(model).layer.tiled == 2 and seqtile.status(model).layer.reason is None
 
 
 def test_under_accelerates_autocast_wrapper() -> None:
-    accelerate = pytest.importorskip("accelerate")
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # another test's, in this process
     model = build("llama")
     before = snapshot(model)
     seqtile.apply_seqtile(model, chunk_tokens=CHUNK)
-    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
-    prepared = accelerator.prepare(model)
-    assert seqtile.status(prepared).loss.tiled == 1
-    assert prepared(**batch_of(1, 101)).logits is None
+    accelerator, wrapper = prepared(model)
+    assert seqtile.status(wrapper).loss.tiled == 1 and wrapper(**batch_of(1, 101)).logits is None
     wrapped = snapshot(model)
     seqtile.apply_seqtile(model, chunk_tokens=CHUNK)  # still there: nothing to do
     for refused in (lambda: seqtile.restore(model), lambda: seqtile.apply_seqtile(model, chunk_tokens=7)):
         with pytest.raises(ValueError, match="wrapped by another library's"):
             refused()
     assert snapshot(model) == wrapped
-    seqtile.restore(accelerator.unwrap_model(prepared, keep_fp32_wrapper=False))
+    seqtile.restore(accelerator.unwrap_model(wrapper, keep_fp32_wrapper=False))
     after = snapshot(model)
     assert [a for a, b in zip(after, before, strict=True) if isinstance(a, FunctionType | MethodType) and a != b] == []
     assert runs_tiled(model) == [False, False]
@@ -291,28 +204,23 @@ def test_under_accelerates_autocast_wrapper() -> None:
 
 def test_classes_behind_a_wrapper_on_the_model() -> None:
     """What stands on the model is the wrapper alone; the classes' forward behind it is not the model's to restore."""
-    seqtile.apply_seqtile_to_llama(chunk_tokens=CHUNK)
-    model = build("llama")
-    model.forward = MethodType(torch.autocast("cpu", torch.bfloat16)(type(model).forward), model)
+    model = tiled_model("llama", True)
+    autocast(model)
     wrapped = snapshot(model)
     with pytest.warns(UserWarning, match="stays tiled by its classes"):
         seqtile.restore(model)
     assert snapshot(model) == wrapped
-    assert str(seqtile.status(model)).count("seqtile, 50 tokens a chunk") == 2, (
-        "autocast's wrapper passes everything on"
-    )
-    assert "around it" not in str(seqtile.status(model))
+    status = str(seqtile.status(model))
+    assert status.count("seqtile, 50 tokens a chunk") == 2, "autocast's wrapper passes everything on"
+    assert "around it" not in status
 
 
-@pytest.mark.parametrize("on_classes", [False, True], ids=["model", "classes"])
+@pytest.mark.full("of four", but=every_value)
+@on_model_or_classes
 @pytest.mark.parametrize("layer", [False, True])
 def test_the_first_step_compares_below_hooks_and_wrappers_put_on_later(on_classes: bool, layer: bool) -> None:
     hooks = pytest.importorskip("accelerate.hooks")
-    if on_classes:
-        seqtile.apply_seqtile_to_llama(layer=layer, chunk_tokens=CHUNK)
-    model = build("llama")
-    if not on_classes:
-        seqtile.apply_seqtile(model, layer=layer, chunk_tokens=CHUNK)
+    model = tiled_model("llama", on_classes, layer=layer)
     for module in (*model.model.layers, *mlps_of(model)):
         hooks.add_hook_to_module(module, hooks.ModelHook())
     model.forward = MethodType(torch.autocast("cpu", torch.bfloat16, enabled=False)(type(model).forward), model)
@@ -325,8 +233,7 @@ def test_what_is_applied_to_a_model_stays_when_its_classes_are_restored() -> Non
     seqtile.apply_seqtile_to_llama(chunk_tokens=CHUNK, loss=False)
     with warnings.catch_warnings(action="error"):
         seqtile.restore(early)
-    model = build("llama")
-    seqtile.apply_seqtile(model, chunk_tokens=CHUNK)
+    model = tiled_model("llama")
     with pytest.warns(UserWarning, match="stays tiled by its classes"):
         seqtile.restore(model)
     assert runs_tiled(model) == [False, True]
@@ -353,25 +260,25 @@ def test_a_forward_of_another_models_in_a_wrapper_is_not_this_models() -> None:
     assert refused("the forward of LlamaForCausalLM is from", student)
 
 
-def test_a_copy_that_peft_saves() -> None:
+@pytest.mark.parametrize(("arch", "name"), [("llama", "mlp"), ("mixtral", "experts")])
+def test_a_copy_that_peft_saves(arch: str, name: str) -> None:
     """PEFT trains a copy of a module to save and leaves the original in its place."""
     peft = pytest.importorskip("peft")
-    for arch, name in (("llama", "mlp"), ("mixtral", "experts")):
-        model = build(arch)
-        seqtile.apply_seqtile(model, chunk_tokens=CHUNK)
-        config = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=[name])
-        wrapped = peft.get_peft_model(model, config)
-        assert runs_tiled(model) == [True, True], arch
-        with wrapped.disable_adapter():
-            assert runs_tiled(model) == [True, True], arch
-        after = peft.get_peft_model(build(arch), config)
-        seqtile.apply_seqtile(after, chunk_tokens=CHUNK)
-        assert runs_tiled(after.get_base_model()) == [True, True], arch
+    model = build(arch)
+    seqtile.apply_seqtile(model, chunk_tokens=CHUNK)
+    config = peft.LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=[name])
+    wrapped = peft.get_peft_model(model, config)
+    assert runs_tiled(model) == [True, True]
+    with wrapped.disable_adapter():
+        assert runs_tiled(model) == [True, True]
+    after = peft.get_peft_model(build(arch), config)
+    seqtile.apply_seqtile(after, chunk_tokens=CHUNK)
+    assert runs_tiled(after.get_base_model()) == [True, True]
 
 
 def test_tiles_of_a_mixture_are_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each expert is to meet 2048 tokens of a chunk; dense layers keep their own chunk."""
-    original, lengths = seqtile.models.in_chunks.tiled, set()
+    original, lengths = in_chunks.tiled, set()
 
     def recorded(*args: object, **options: object) -> object:
         lengths.add(options["chunk_tokens"])
@@ -380,15 +287,11 @@ def test_tiles_of_a_mixture_are_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     model = build("qwen3_moe")
     seqtile.apply_seqtile(model)
     assert "seqtile, 2048 or 5461 tokens a chunk, 1 of 2 fused; 1 of 2 in chunks: " in str(seqtile.status(model))
-    untiled = build("mixtral", max_position_embeddings=4200)
-    tiled = copy.deepcopy(untiled)
-    seqtile.apply_seqtile(tiled, check=False)
+    untiled = build("mixtral", max_position_embeddings=4200, num_hidden_layers=1)
+    tiled = tiled_copy(untiled, layer=False, chunk_tokens=None, check=False)
     assert seqtile.status(tiled).mlp.chunk_tokens == (4096,)
-    monkeypatch.setattr(seqtile.models.in_chunks, "tiled", recorded)
-    batch = batch_of(1, 4150)  # a chunk of 4 experts, 2 of them a token, and a remainder
-    (loss, theirs), (tiled_loss, ours) = loss_and_gradients(untiled, **batch), loss_and_gradients(tiled, **batch)
-    assert abs(tiled_loss / loss - 1) <= 1e-6
-    assert all((ours[name] - theirs[name]).norm() <= 1e-5 * theirs[name].norm() for name in theirs)
+    monkeypatch.setattr(in_chunks, "tiled", recorded)
+    assert_same_step(tiled, untiled, batch_of(1, 4150))  # a chunk of 4 experts, 2 of them a token, and a remainder
     assert lengths == {4096}
 
 
@@ -408,11 +311,36 @@ def test_refused_losses() -> None:
     assert seqtile.status(model).mlp.tiled == 2
 
 
-def test_refused_wrapped_forwards() -> None:
+def autocast(model: nn.Module) -> None:
     """A wrapper that calls itself by the wrapped function's name is a wrapper all the same."""
-    model = build("llama")
     model.forward = MethodType(torch.autocast("cpu", torch.bfloat16)(type(model).forward), model)
-    assert refused("the forward of LlamaForCausalLM is from torch", model)
+
+
+def hooked(model: nn.Module) -> None:
+    hooks = pytest.importorskip("accelerate.hooks")
+    hooks.add_hook_to_module(model, hooks.ModelHook())
+
+
+def prepared(model: nn.Module) -> tuple:
+    accelerate = pytest.importorskip("accelerate")
+    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # another test's, in this process
+    accelerator = accelerate.Accelerator(cpu=True, mixed_precision="bf16")
+    return accelerator, accelerator.prepare(model)
+
+
+@pytest.mark.parametrize(
+    ("wrap", "match"),
+    [
+        (autocast, "the forward of LlamaForCausalLM is from torch"),
+        (hooked, "the forward of LlamaForCausalLM is a partial"),
+        (lambda model: hooked(model.model.layers[1].mlp), "the forward of LlamaMLP is a partial"),
+        (prepared, "the forward of LlamaForCausalLM is from accelerate"),
+    ],
+)
+def test_refused_wrapped_forwards(wrap: Callable, match: str) -> None:
+    model = build("llama")
+    wrap(model)
+    assert refused(match, model)
 
 
 def test_refused_models() -> None:
@@ -420,37 +348,17 @@ def test_refused_models() -> None:
     assert refused("leave nothing to tile", build("llama"), mlp=False, loss=False)
     assert refused("chunk_tokens", build("llama"), chunk_tokens=0)
     assert refused("chunk_tokens", None, seqtile.apply_seqtile_to_llama, chunk_tokens=0)
-    assert refused(
-        "LlamaModel: expected a model with a head over a vocabulary, got none", LlamaModel(config_of("llama"))
-    )
+    headless = "LlamaModel: expected a model with a head over a vocabulary, got none"
+    assert refused(headless, LlamaModel(config_of("llama")))
     with pytest.raises(TypeError, match="expected a Hugging Face model, got a Linear"):
         seqtile.apply_seqtile(nn.Linear(2, 2))
     with pytest.raises(TypeError, match="expected a Hugging Face model"):
         seqtile.apply_seqtile(None)
-    wrapper = nn.Sequential(build("llama"))
     for function in (seqtile.apply_seqtile, seqtile.status, seqtile.restore):
         with pytest.raises(TypeError, match="not a wrapper around it"):
-            function(wrapper)
+            function(nn.Sequential(build("llama")))
     with pytest.raises(ValueError, match="model type 'vit' has no head over a vocabulary"):
         seqtile.restore("vit")
-
-
-def test_refused_hooked_model() -> None:
-    hooks = pytest.importorskip("accelerate.hooks")
-    model = build("llama")
-    hooks.add_hook_to_module(model, hooks.ModelHook())
-    assert refused("the forward of LlamaForCausalLM is a partial", model)
-    model = build("llama")
-    hooks.add_hook_to_module(model.model.layers[1].mlp, hooks.ModelHook())
-    assert refused("the forward of LlamaMLP is a partial", model)
-
-
-def test_refused_after_accelerates_autocast_wrapper() -> None:
-    accelerate = pytest.importorskip("accelerate")
-    accelerate.state.AcceleratorState._reset_state(reset_partial_state=True)  # another test's, in this process
-    model = build("llama")
-    accelerate.Accelerator(cpu=True, mixed_precision="bf16").prepare(model)
-    assert refused("the forward of LlamaForCausalLM is from accelerate", model)
 
 
 class OwnForward(LlamaForCausalLM):
@@ -464,15 +372,14 @@ class NoForward(LlamaForCausalLM):
     pass
 
 
-def test_subclasses() -> None:
-    model = OwnForward(config_of("llama")).train()  # which goes on around the tiled loss
-    truth = model(**(batch := batch_of(1, 101))).loss
+@pytest.mark.parametrize("cls", [OwnForward, NoForward])
+def test_subclasses(cls: type) -> None:
+    """A forward of its own goes on around the tiled loss."""
+    model, batch = cls(config_of("llama")).train(), batch_of(1, 101)
+    truth = model(**batch).loss
     seqtile.apply_seqtile(model, chunk_tokens=CHUNK)
     assert runs_tiled(model) == [True, True]
     assert abs(model(**batch).loss - truth) < 1e-4
-    model = NoForward(config_of("llama")).train()
-    seqtile.apply_seqtile(model, chunk_tokens=CHUNK)
-    assert runs_tiled(model) == [True, True]
 
 
 def test_other_heads_take_a_tiled_mlp() -> None:

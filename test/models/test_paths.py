@@ -9,22 +9,23 @@ from torch import nn
 from torch.nn.utils import prune
 
 import seqtile
+from models.layered import assert_same_step, gradients_of, tiled_copy
 from seqtile.arch import ARCHS
-from support.assertions import relative_error
+from support.choice import every_value
 from support.measure import FlopCount, LiveBytes, eager_memory
 from support.tiny import CHUNK, batch_of, build, checkpointing, loss_and_gradients
 
+Change = Callable[[nn.Module], nn.Module]
 PROJECTIONS = ["gate_proj", "up_proj", "down_proj"]
 
 
-def lora(*targets: str, **options: object) -> Callable[[nn.Module], nn.Module]:
+def lora(*targets: str, **options: object) -> Change:
     """PEFT's adapters on `targets`, of which none is zero."""
 
     def add(model: nn.Module) -> nn.Module:
         peft = pytest.importorskip("peft")
-        model = peft.get_peft_model(
-            model, peft.LoraConfig(r=4, target_modules=list(targets), **options)
-        ).get_base_model()
+        config = peft.LoraConfig(r=4, target_modules=list(targets), **options)
+        model = peft.get_peft_model(model, config).get_base_model()
         randomise(model)
         return model.train()
 
@@ -51,13 +52,17 @@ def quantised(model: nn.Module) -> nn.Module:
     return model
 
 
+def halved(module: nn.Module, inputs: tuple, output: torch.Tensor) -> torch.Tensor:
+    return output * 0.5
+
+
 def hooked(model: nn.Module) -> nn.Module:
-    model.model.layers[0].mlp.gate_proj.register_forward_hook(lambda module, inputs, output: output * 0.5)
+    model.model.layers[0].mlp.gate_proj.register_forward_hook(halved)
     return model
 
 
 def activation_hooked(model: nn.Module) -> nn.Module:
-    model.model.layers[1].mlp.act_fn.register_forward_hook(lambda module, inputs, output: output * 0.5)
+    model.model.layers[1].mlp.act_fn.register_forward_hook(halved)
     return model
 
 
@@ -89,7 +94,7 @@ def nested(model: nn.Module) -> nn.Module:
     return model
 
 
-def of_the_mlp(change: Callable[[nn.Module], None]) -> Callable[[nn.Module], nn.Module]:
+def of_the_mlp(change: Callable[[nn.Module], None]) -> Change:
     """`change` of every adapter in the MLPs; one in the attention stays to be trained."""
 
     def apply(model: nn.Module) -> nn.Module:
@@ -102,20 +107,17 @@ def of_the_mlp(change: Callable[[nn.Module], None]) -> Callable[[nn.Module], nn.
     return apply
 
 
+ADAPTER = "gate_proj has a LoRA adapter"
 # what is done to the model -> why its MLP and its loss are called chunk by chunk, None where they are read
-PATHS: dict[str, tuple[Callable[[nn.Module], nn.Module], str | None, str | None]] = {
+PATHS: dict[str, tuple[Change, str | None, str | None]] = {
     "lora of all": (lora(*PROJECTIONS), None, None),
     "lora of one": (lora("up_proj"), None, None),
     "lora of the attention": (lora("q_proj", "v_proj"), None, None),
     "lora, disabled": (of_the_mlp(lambda module: module.enable_adapters(False)), None, None),
     "lora, merged": (of_the_mlp(lambda module: module.merge()), None, None),
     "rslora": (lora(*PROJECTIONS, use_rslora=True), None, None),
-    "dora": (
-        lora(*PROJECTIONS, use_dora=True),
-        "gate_proj has a LoRA adapter of another kind, DoraLinearVariant",
-        None,
-    ),
-    "lora with a bias": (lora(*PROJECTIONS, lora_bias=True), "gate_proj has a LoRA adapter with a bias", None),
+    "dora": (lora(*PROJECTIONS, use_dora=True), f"{ADAPTER} of another kind, DoraLinearVariant", None),
+    "lora with a bias": (lora(*PROJECTIONS, lora_bias=True), f"{ADAPTER} with a bias", None),
     "two adapters": (two_adapters, "gate_proj has 2 active LoRA adapters", None),
     "lora over lora": (nested, "up_proj is a LoRA adapter over another", None),
     "lora of the head": (lora("lm_head", "up_proj"), None, "lm_head has an adapter"),
@@ -128,10 +130,9 @@ PATHS: dict[str, tuple[Callable[[nn.Module], nn.Module], str | None, str | None]
 }
 
 
-def pair(change: Callable[[nn.Module], nn.Module], arch: str, when: str) -> tuple[nn.Module, nn.Module]:
+def pair(change: Change, arch: str, when: str) -> tuple[nn.Module, nn.Module]:
     """The same model, changed the same way, untiled and tiled; tiled before or after the change."""
-    models = []
-    original = build(arch, tie_word_embeddings=False)
+    original, models = build(arch, tie_word_embeddings=False), []
     for is_tiled in (False, True):
         model = copy.deepcopy(original)
         if is_tiled and when == "before":
@@ -144,6 +145,7 @@ def pair(change: Callable[[nn.Module], nn.Module], arch: str, when: str) -> tupl
     return models[0], models[1]
 
 
+@pytest.mark.full("of 34 models", but=every_value)
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("name", PATHS)
 def test_path(name: str, when: str) -> None:
@@ -154,17 +156,8 @@ def test_path(name: str, when: str) -> None:
     assert (status.mlp.tiled, status.loss.tiled) == (2, 1)
     assert str(status).count("in chunks: ") == sum(r is not None for r in (mlp_reason, loss_reason))
     for batch in (batch_of(3, 101), batch_of(1, 30) | {"num_items_in_batch": torch.tensor(41)}):
-        loss, gradients = loss_and_gradients(untiled, **batch)
-        tiled_loss, tiled_gradients = loss_and_gradients(tiled, **batch)
-        assert relative_error(tiled_loss, loss) <= 1e-6
-        trained = 0
-        for parameter, gradient in gradients.items():
-            ours = tiled_gradients[parameter]
-            assert (ours is None) == (gradient is None), parameter
-            if gradient is not None:
-                trained += 1
-                assert relative_error(ours, gradient) <= 1e-5, parameter
-        assert trained > 0
+        assert_same_step(tiled, untiled, batch)
+        assert any(gradient is not None for gradient in gradients_of(untiled).values())
 
 
 CALLED_HEADS = {
@@ -175,19 +168,14 @@ CALLED_HEADS = {
 }
 
 
+@pytest.mark.full("two scale and two cap", but=("cohere", "gemma2"))
 @pytest.mark.parametrize("arch", CALLED_HEADS)
 def test_called_heads_scale_and_cap_their_logits(arch: str) -> None:
     untiled = build(arch, **CALLED_HEADS[arch])
-    untiled.lm_head.register_forward_hook(lambda module, inputs, output: output * 0.5)
-    tiled = copy.deepcopy(untiled)
-    seqtile.apply_seqtile(tiled, chunk_tokens=CHUNK)
+    untiled.lm_head.register_forward_hook(halved)
+    tiled = tiled_copy(untiled, layer=False)
     assert seqtile.status(tiled).loss.reason == "lm_head has hooks"
-    batch = batch_of(3, 101)
-    loss, gradients = loss_and_gradients(untiled, **batch)
-    tiled_loss, tiled_gradients = loss_and_gradients(tiled, **batch)
-    assert relative_error(tiled_loss, loss) <= 1e-6
-    for name, gradient in gradients.items():
-        assert relative_error(tiled_gradients[name], gradient) <= 1e-5, name
+    assert_same_step(tiled, untiled, batch_of(3, 101))
 
 
 @pytest.mark.parametrize("arch", ["phi3", "gemma2", "glm4"])
@@ -195,44 +183,33 @@ def test_lora_of_other_architectures(arch: str) -> None:
     fused = "gate_up" in ARCHS[arch].merged
     untiled, tiled = pair(lora(*(["gate_up_proj", "down_proj"] if fused else PROJECTIONS)), arch, "after")
     assert seqtile.status(tiled).mlp.reason is None
-    batch = batch_of(3, 101)
-    loss, gradients = loss_and_gradients(untiled, **batch)
-    tiled_loss, tiled_gradients = loss_and_gradients(tiled, **batch)
-    assert relative_error(tiled_loss, loss) <= 1e-6
-    for name, gradient in gradients.items():
-        if gradient is not None:
-            assert relative_error(tiled_gradients[name], gradient) <= 1e-5, name
+    assert_same_step(tiled, untiled, batch_of(3, 101))
 
 
+of_experts = lora("q_proj", target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
+
+
+@pytest.mark.full("of 24 models", but=every_value)
 @pytest.mark.parametrize("experts", ["eager", "grouped_mm"])
 @pytest.mark.parametrize("reentrant", [None, False, True])
 @pytest.mark.parametrize("when", ["before", "after"])
 @pytest.mark.parametrize("arch", [name for name, arch in ARCHS.items() if arch.routed])
 def test_lora_of_experts(arch: str, when: str, reentrant: bool | None, experts: str) -> None:
     """PEFT computes the weights of all experts for every forward; here once for all chunks."""
-    add = lora("q_proj", target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
-    models = pair(add, arch, when)
-    assert seqtile.status(models[1]).mlp.tiled == 2
-    batch, found = batch_of(3, 101), []
-    for model in models:
+    untiled, tiled = pair(of_experts, arch, when)
+    assert seqtile.status(tiled).mlp.tiled == 2
+    for model in (untiled, tiled):
         model.set_experts_implementation(experts)
         model.enable_input_require_grads()
-        checkpointing(model, reentrant)
-        found.append(loss_and_gradients(model, **batch))
-    (loss, gradients), (tiled_loss, tiled_gradients) = found
-    assert relative_error(tiled_loss, loss) <= 1e-6
-    trained = [name for name, gradient in gradients.items() if gradient is not None]
-    assert any("experts" in name for name in trained)
-    for name in trained:
-        assert relative_error(tiled_gradients[name], gradients[name]) <= 1e-5, name
+    assert_same_step(tiled, untiled, batch_of(3, 101), reentrant)
+    assert any("experts" in name for name, gradient in gradients_of(untiled).items() if gradient is not None)
 
 
 @eager_memory
 def test_computed_weights_of_experts_do_not_outlive_their_layer() -> None:
     """Under checkpointing nothing of a layer is alive after its forward but its input."""
-    add = lora("q_proj", target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
     alive = []
-    for model in pair(add, "mixtral", "after"):
+    for model in pair(of_experts, "mixtral", "after"):
         model.enable_input_require_grads()
         checkpointing(model, False)
         batch = batch_of(1, 101)
@@ -253,8 +230,7 @@ def test_dropout_takes_the_other_way_while_training_only() -> None:
 
 def test_plain_lora_spends_nothing_on_frozen_weights() -> None:
     untiled, tiled = pair(lora(*PROJECTIONS), "llama", "after")
-    batch = batch_of(1, 190)
-    counts = []
+    batch, counts = batch_of(1, 190), []
     for model in (untiled, tiled):
         with FlopCount() as flops:
             loss_and_gradients(model, **batch)
@@ -272,7 +248,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize(("arch", "change", "part"), REFUSED, ids=[part for *_, part in REFUSED])
-def test_refused_under_zero3(arch: str, change: Callable[[nn.Module], nn.Module], part: str) -> None:
+def test_refused_under_zero3(arch: str, change: Change, part: str) -> None:
     """A module called once per chunk would gather once per chunk; ranks with other numbers of chunks would hang."""
     model = change(build(arch, tie_word_embeddings=False))
     for parameter in model.parameters():

@@ -1,6 +1,5 @@
 """Modules that are not what they seem: they are called as they are, `status` says why, and everything is right."""
 
-import copy
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial
@@ -22,21 +21,17 @@ from transformers.models.llama.modeling_llama import LlamaAttention, LlamaMLP
 import seqtile
 import seqtile.models.in_chunks
 import seqtile.models.mlp
-from models.layered import assert_equal, whole
+from models.layered import MODES, assert_equal, gradients_of, tiled_copy, whole
 from models.test_paths import PROJECTIONS, lora
 from seqtile.models.loss import head_unfused_reason
 from seqtile.models.mlp import gated_form, mlp_unfused_reason
 from seqtile.models.placement import original_forward
 from seqtile.models.weights import module_call_reason
 from support.assertions import relative_error
+from support.choice import every_value
 from support.measure import FlopCount
 from support.tiny import CHUNK, build, loss_and_gradients
 
-MODES = {
-    "mlp": {},
-    "layer": {"layer": True},
-    "groups": {"layer": True, "head_groups": 2},
-}
 LINEAR, SILU = F.linear, F.silu
 Change = Callable[[nn.Module], nn.Module]
 Around = Callable[[], AbstractContextManager]
@@ -107,13 +102,34 @@ def double_gradient(module: nn.Module, d_outputs: tuple) -> tuple | None:
     return (d_outputs[0] * 2,) if isinstance(module, nn.Linear) else None
 
 
-def in_layers(change: Callable[[nn.Module], None]) -> Change:
+def of_mlps(change: Callable[[nn.Module], None]) -> Change:
     def apply(model: nn.Module) -> nn.Module:
         for layer in model.model.layers:
-            change(layer)
+            change(layer.mlp)
         return model
 
     return apply
+
+
+def hooked(register: Callable, hook: Callable, name: str = "") -> tuple:
+    return unchanged, partial(registered, register, hook), f"there is a global module hook{name}", True
+
+
+def patched(owner: object, name: str, value: object, reason: str, of_head: bool = True) -> tuple:
+    return unchanged, partial(replaced, owner, name, value), reason, of_head
+
+
+def adapted(change: Callable[[nn.Module], None], reason: str) -> tuple:
+    return (
+        lambda model: of_mlps(lambda mlp: change(mlp.up_proj))(of_mlp_lora(model)),
+        nullcontext,
+        f"up_proj has a LoRA adapter whose {reason}",
+        False,
+    )
+
+
+def activated(change: Callable[[nn.Module], None], reason: str) -> tuple:
+    return of_mlps(change), nullcontext, f"its activation {reason}", False
 
 
 class SiLU(nn.Module):
@@ -132,22 +148,6 @@ class RoundedLinear(nn.Linear):
     forward = rounded_forward
 
 
-def named_silu(layer: nn.Module) -> None:
-    layer.mlp.act_fn = SiLU()
-
-
-def own_silu(layer: nn.Module) -> None:
-    layer.mlp.act_fn.forward = doubled_silu
-
-
-def called_up(layer: nn.Module) -> None:
-    layer.mlp.up_proj.__class__ = CalledLinear
-
-
-def rounded_half(layer: nn.Module) -> None:
-    layer.mlp.up_proj.lora_A["default"].__class__ = RoundedLinear
-
-
 class OwnDropout(nn.Module):
     """Without a `p`."""
 
@@ -155,139 +155,70 @@ class OwnDropout(nn.Module):
         return x * 0.5
 
 
-def own_dropout(layer: nn.Module) -> None:
-    layer.mlp.up_proj.lora_dropout["default"] = OwnDropout()
+def named_silu(mlp: nn.Module) -> None:
+    mlp.act_fn = SiLU()
 
 
-def learned_scaling(layer: nn.Module) -> None:
-    layer.mlp.up_proj.learned = nn.Parameter(torch.full((layer.mlp.up_proj.out_features,), 1.7))
-    layer.mlp.up_proj.scaling["default"] = layer.mlp.up_proj.learned
+def function_silu(mlp: nn.Module) -> None:
+    del mlp.act_fn
+    mlp.act_fn = doubled_silu
 
 
-def wrapped_mlp(layer: nn.Module) -> None:
-    forward = layer.mlp.forward
-    layer.mlp.forward = lambda x: forward(x) * 0.5
-
-
-def function_silu(layer: nn.Module) -> None:
-    del layer.mlp.act_fn
-    layer.mlp.act_fn = doubled_silu
+def learned_scaling(up_proj: nn.Module) -> None:
+    up_proj.learned = nn.Parameter(torch.full((up_proj.out_features,), 1.7))
+    up_proj.scaling["default"] = up_proj.learned
 
 
 def unchanged(model: nn.Module) -> nn.Module:
     return model
 
 
+REPLACED, BY, OWN_CALL = "forward was replaced", f"was replaced by {__name__}", "a __call__ of its own"
 of_mlp_lora = lora(*PROJECTIONS)
 # name -> what is done to the model, around its steps, the reason, and whether it concerns lm_head, too
 ABUSES: dict[str, tuple[Change, Around, str, bool]] = {
-    "global forward hook": (
-        unchanged,
-        partial(registered, register_module_forward_hook, halve_linear),
-        f"there is a global module hook, {__name__}.halve_linear",
-        True,
-    ),
-    "global forward hook of attentions": (
-        unchanged,
-        partial(registered, register_module_forward_hook, halve_attention),
-        "there is a global module hook",
-        True,
-    ),
-    "global pre-hook": (
-        unchanged,
-        partial(registered, register_module_forward_pre_hook, double_inputs),
-        "there is a global module hook",
-        True,
-    ),
-    "global backward hook": (
-        unchanged,
-        partial(registered, register_module_full_backward_hook, halve_gradient),
-        "there is a global module hook",
-        True,
-    ),
-    "global backward pre-hook": (
-        unchanged,
-        partial(registered, register_module_full_backward_pre_hook, double_gradient),
-        "there is a global module hook",
-        True,
-    ),
-    "nn.Linear.forward": (
-        unchanged,
-        partial(replaced, nn.Linear, "forward", rounded_forward),
-        "is a torch.nn.Linear, whose forward was replaced",
-        True,
-    ),
-    "F.linear": (
-        unchanged,
-        partial(replaced, F, "linear", rounded_linear),
-        f"calls torch.nn.functional.linear, which was replaced by {__name__}.rounded_linear",
-        True,
-    ),
-    "F.silu": (
-        unchanged,
-        partial(replaced, F, "silu", doubled_silu),
-        f"torch.nn.functional.silu was replaced by {__name__}.doubled_silu",
-        False,
-    ),
+    "global forward hook": hooked(register_module_forward_hook, halve_linear, f", {__name__}.halve_linear"),
+    "global forward hook of attentions": hooked(register_module_forward_hook, halve_attention),
+    "global pre-hook": hooked(register_module_forward_pre_hook, double_inputs),
+    "global backward hook": hooked(register_module_full_backward_hook, halve_gradient),
+    "global backward pre-hook": hooked(register_module_full_backward_pre_hook, double_gradient),
+    "nn.Linear.forward": patched(nn.Linear, "forward", rounded_forward, f"is a torch.nn.Linear, whose {REPLACED}"),
+    "F.linear": patched(F, "linear", rounded_linear, f"calls torch.nn.functional.linear, which {BY}.rounded_linear"),
+    "F.silu": patched(F, "silu", doubled_silu, f"torch.nn.functional.silu {BY}.doubled_silu", of_head=False),
     "a function mode": (unchanged, Rounding, f"the TorchFunctionMode {__name__}.Rounding is active", True),
-    "PEFT's forward": (
-        of_mlp_lora,
-        peft_forward_replaced,
-        "peft.tuners.lora.layer.Linear, whose forward was replaced",
-        False,
+    "PEFT's forward": (of_mlp_lora, peft_forward_replaced, f"peft.tuners.lora.layer.Linear, whose {REPLACED}", False),
+    "an activation named SiLU": activated(named_silu, f"is {__name__}.SiLU"),
+    "a function as activation": activated(function_silu, f"is {__name__}.doubled_silu"),
+    "an activation's forward": activated(
+        lambda mlp: setattr(mlp.act_fn, "forward", doubled_silu), "has a forward of its own"
     ),
-    "an activation named SiLU": (
-        in_layers(named_silu),
-        nullcontext,
-        f"its activation is {__name__}.SiLU",
-        False,
-    ),
-    "a function as activation": (
-        in_layers(function_silu),
-        nullcontext,
-        f"its activation is {__name__}.doubled_silu",
-        False,
-    ),
-    "an activation's forward": (in_layers(own_silu), nullcontext, "its activation has a forward of its own", False),
     "__call__": (
-        in_layers(called_up),
+        of_mlps(lambda mlp: setattr(mlp.up_proj, "__class__", CalledLinear)),
         nullcontext,
-        f"up_proj is a {__name__}.CalledLinear, which has a __call__ of its own",
+        f"up_proj is a {__name__}.CalledLinear, which has {OWN_CALL}",
         False,
     ),
-    "lora_A": (
-        lambda model: in_layers(rounded_half)(of_mlp_lora(model)),
-        nullcontext,
-        f"up_proj has a LoRA adapter whose lora_A is a {__name__}.RoundedLinear",
-        False,
+    "lora_A": adapted(
+        lambda one: setattr(one.lora_A["default"], "__class__", RoundedLinear), f"lora_A is a {__name__}.RoundedLinear"
     ),
-    "LoRA dropout": (
-        lambda model: in_layers(own_dropout)(of_mlp_lora(model)),
-        nullcontext,
-        f"up_proj has a LoRA adapter whose dropout is a {__name__}.OwnDropout",
-        False,
+    "LoRA dropout": adapted(
+        lambda one: one.lora_dropout.update({"default": OwnDropout()}), f"dropout is a {__name__}.OwnDropout"
     ),
-    "learned LoRA scaling": (
-        lambda model: in_layers(learned_scaling)(of_mlp_lora(model)),
-        nullcontext,
-        "up_proj has a LoRA adapter whose scaling is a torch.nn.parameter.Parameter",
-        False,
-    ),
+    "learned LoRA scaling": adapted(learned_scaling, "scaling is a torch.nn.parameter.Parameter"),
 }
 
 
 def pair(change: Change, **options: object) -> tuple[nn.Module, nn.Module]:
     """A model and its tiled copy, both changed after tiling."""
-    untiled = build("llama", tie_word_embeddings=False)
-    tiled = copy.deepcopy(untiled)
-    seqtile.apply_seqtile(tiled, chunk_tokens=CHUNK, **options)
-    models = []
+    untiled, models = build("llama", tie_word_embeddings=False), []
+    tiled = tiled_copy(untiled, **{"layer": False} | options)
     for model in (untiled, tiled):
         torch.manual_seed(0)
         models.append(change(model))
     return models[0], models[1]
 
 
+@pytest.mark.full("of 51 models", but=("*-layer", "*forward hook-groups", "F.*-mlp", "LoRA dropout-groups"))
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", ABUSES)
 def test_called_as_it_is(name: str, mode: str) -> None:
@@ -310,11 +241,7 @@ def test_called_as_it_is(name: str, mode: str) -> None:
         assert_equal(loss_and_gradients(tiled, **batch), truth)
     if around is not nullcontext:
         after = loss_and_gradients(untiled, **batch)
-        assert any(
-            relative_error(truth[1][name], gradient) > 1e-3
-            for name, gradient in after[1].items()
-            if gradient is not None
-        )
+        assert any(g is not None and relative_error(truth[1][name], g) > 1e-3 for name, g in after[1].items())
         assert seqtile.status(tiled).mlp.reason is None
         assert_equal(loss_and_gradients(tiled, **batch), after)
 
@@ -333,6 +260,7 @@ def default_device() -> Iterator[None]:
         torch.set_default_device(None)
 
 
+@pytest.mark.full("of nine models", but=every_value)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("around", [default_device, ModuleTracker, zero3_linear])
 def test_read_all_the_same(around: Around, mode: str) -> None:
@@ -351,18 +279,6 @@ def test_read_all_the_same(around: Around, mode: str) -> None:
     assert flops.total == usual.total
 
 
-@pytest.mark.parametrize("head_groups", [None, 2])
-def test_a_wrapper_around_a_tiled_mlp(head_groups: int | None) -> None:
-    """A tiled layer reads the weights of its MLP, and would skip the wrapper."""
-    untiled, tiled = pair(in_layers(wrapped_mlp), layer=True, head_groups=head_groups)
-    batch = whole(101)
-    if head_groups is None:
-        assert_equal(loss_and_gradients(tiled, **batch), loss_and_gradients(untiled, **batch))
-    else:
-        with pytest.raises(ValueError, match="its MLP has a forward of its own"):
-            tiled(**batch)
-
-
 @pytest.mark.parametrize("mode", ["mlp", "layer"])
 def test_a_function_mode_left_before_the_backward(mode: str) -> None:
     """Untiled, the backward knows what ran under the mode; tiled, it runs that again."""
@@ -372,44 +288,39 @@ def test_a_function_mode_left_before_the_backward(mode: str) -> None:
         with Rounding():
             loss = model(**batch).loss
         loss.backward()
-        found.append((loss.detach(), {name: weight.grad for name, weight in model.named_parameters()}))
+        found.append((loss.detach(), gradients_of(model)))
     assert_equal(*found)
 
 
-def hooked_head(model: nn.Module) -> Callable[[], None]:
-    return model.lm_head.register_forward_hook(halve_linear).remove
+def hooked_head(model: nn.Module) -> AbstractContextManager:
+    return registered(model.lm_head.register_forward_hook, halve_linear)
 
 
-def linear_replaced(model: nn.Module) -> Callable[[], None]:
-    patch = pytest.MonkeyPatch()
-    patch.setattr(F, "linear", rounded_linear)
-    return patch.undo
+def linear_replaced(model: nn.Module) -> AbstractContextManager:
+    return replaced(F, "linear", rounded_linear)
 
 
-def global_hook(model: nn.Module) -> Callable[[], None]:
-    return register_module_forward_hook(halve_linear).remove
+def global_hook(model: nn.Module) -> AbstractContextManager:
+    return registered(register_module_forward_hook, halve_linear)
 
 
-@pytest.mark.parametrize("change", [hooked_head, linear_replaced, global_hook])
-def test_what_is_changed_back_before_the_backward(change: Callable[[nn.Module], Callable[[], None]]) -> None:
+@pytest.mark.parametrize("around", [hooked_head, linear_replaced, global_hook])
+def test_what_is_changed_back_before_the_backward(around: Callable[[nn.Module], AbstractContextManager]) -> None:
     """What ran in the forward cannot be run again: said, rather than something else run."""
     _, tiled = pair(unchanged)
-    change_back = change(tiled)
-    try:
+    with around(tiled):
         loss = tiled(**whole(101)).loss
-    finally:
-        change_back()
     with pytest.raises(RuntimeError, match="what it computes has changed in between"):
         loss.backward()
 
 
+@pytest.mark.full("of 6 models", but=every_value)
 @pytest.mark.parametrize("arch", ["llama", "gemma2"])
-@pytest.mark.parametrize("change", [unchanged, of_mlp_lora, in_layers(named_silu)], ids=["plain", "lora", "named SiLU"])
+@pytest.mark.parametrize("change", [unchanged, of_mlp_lora, of_mlps(named_silu)], ids=["plain", "lora", "named SiLU"])
 def test_asked_inside_a_compiled_graph(change: Change, arch: str) -> None:
     """A compiler traces the questions, without a break, and has the same answers."""
     model = change(build(arch))
     seqtile.apply_seqtile(model, layer=arch == "llama", chunk_tokens=CHUNK)
-
     forward = original_forward(model.model.layers[0].mlp)
     form = gated_form(forward) or forward
 
@@ -419,9 +330,8 @@ def test_asked_inside_a_compiled_graph(change: Change, arch: str) -> None:
             self.model = model
 
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, list[str | None]]:
-            layer = self.model.model.layers[0]
-            reasons = [mlp_unfused_reason(layer.mlp, form), head_unfused_reason(self.model.lm_head)]
-            return x + 1, reasons
+            mlp, head = self.model.model.layers[0].mlp, self.model.lm_head
+            return x + 1, [mlp_unfused_reason(mlp, form), head_unfused_reason(head)]
 
     torch._dynamo.reset()
     asking, x = Asking(), torch.ones(2)

@@ -1,7 +1,6 @@
 """What somebody put into a model is in no proof on a small model of its class: it is tried out by itself when seqtile
 is applied, tiled where it computes token by token, and else left untiled by name."""
 
-import copy
 from collections.abc import Callable
 from types import MethodType
 from typing import Any
@@ -11,9 +10,10 @@ import torch
 from torch import nn
 
 import seqtile
-from models.layered import assert_equal
+from models.layered import assert_same_step, tiled_copy
 from seqtile.models.replaced import mixing_reason
-from support.tiny import CHUNK, batch_of, build, loss_and_gradients
+from support.choice import every_value
+from support.tiny import CHUNK, batch_of, build
 
 
 class Mixing(nn.Module):
@@ -55,6 +55,17 @@ class OwnNorm(nn.Module):
         return self.weight * x * (x.square().mean(self.over, keepdim=True) + 1e-6).rsqrt()
 
 
+class OwnMLP(nn.Module):
+    """It is no class that a small model has, and computes token by token."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(48, 60), nn.Linear(60, 48)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(x).relu())
+
+
 class MixingLinear(nn.Linear):
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         return super().__call__(x + x.roll(1, dims=1))
@@ -76,155 +87,109 @@ def mixing_function(x: torch.Tensor) -> torch.Tensor:
     return x.relu() * x.std(-2, keepdim=True)
 
 
-def in_layer(name: str, made: Callable[[nn.Module], nn.Module]) -> Callable[[nn.Module], None]:
+Change = Callable[[nn.Module], None]
+
+
+def of_each(name: str, change: Change) -> Change:
+    """The change of a module of every layer."""
+    return lambda model: [change(layer.get_submodule(name)) for layer in model.model.layers]
+
+
+def in_layer(name: str, made: Callable[[nn.Module], nn.Module]) -> Change:
     """Puts what is made of it in place of a module of every layer."""
-
-    def change(model: nn.Module) -> None:
-        for layer in model.model.layers:
-            owner, _, child = f"{name}".rpartition(".")
-            owner = layer.get_submodule(owner)
-            setattr(owner, child, made(getattr(owner, child)))
-
-    return change
+    owner, _, child = name.rpartition(".")
+    return of_each(owner, lambda module: setattr(module, child, made(getattr(module, child))))
 
 
-def as_function(model: nn.Module) -> None:
-    for layer in model.model.layers:
-        del layer.mlp.act_fn
-        layer.mlp.act_fn = mixing_function
+def as_function(mlp: nn.Module) -> None:
+    del mlp.act_fn
+    mlp.act_fn = mixing_function
 
 
-def own_forward(name: str, forward: Callable) -> Callable[[nn.Module], None]:
-    def change(model: nn.Module) -> None:
-        for layer in model.model.layers:
-            module = layer.get_submodule(name)
-            module.forward = MethodType(forward, module)
-
-    return change
+def own_forward(name: str, forward: Callable) -> Change:
+    return of_each(name, lambda module: setattr(module, "forward", MethodType(forward, module)))
 
 
-def as_class(name: str, cls: type) -> Callable[[nn.Module], None]:
-    def change(model: nn.Module) -> None:
-        for layer in model.model.layers:
-            layer.get_submodule(name).__class__ = cls
-
-    return change
-
-
-def mixing_head(model: nn.Module) -> None:
-    model.lm_head.__class__ = MixingLinear
+def mixing_linear(module: nn.Module) -> None:
+    module.__class__ = MixingLinear
 
 
 DEPENDS = "in which tokens depend on others"
 MLP, LAYER, HEAD = "mlp", "layer", "loss"
-WRONG: dict[str, tuple[Callable[[nn.Module], None], str, str]] = {  # what is done, of which part it is, what is said
-    "activation": (in_layer("mlp.act_fn", lambda _: Mixing()), MLP, f"its act_fn is a Mixing, {DEPENDS}"),
-    "torch's softmax": (
-        in_layer("mlp.act_fn", lambda _: nn.Softmax(dim=1)),
-        MLP,
-        f"its act_fn is a Softmax, {DEPENDS}",
-    ),
-    "gradient": (in_layer("mlp.act_fn", lambda _: MixingBack()), MLP, f"its act_fn is a MixingBack, {DEPENDS}"),
-    "function": (as_function, MLP, f"its act_fn is a function, {DEPENDS}"),
+NORM = "post_attention_layernorm"
+WRONG: dict[str, tuple[Change, str, str]] = {  # what is done, of which part it is, what of it is said
+    "activation": (in_layer("mlp.act_fn", lambda _: Mixing()), MLP, "act_fn is a Mixing"),
+    "torch's softmax": (in_layer("mlp.act_fn", lambda _: nn.Softmax(dim=1)), MLP, "act_fn is a Softmax"),
+    "gradient": (in_layer("mlp.act_fn", lambda _: MixingBack()), MLP, "act_fn is a MixingBack"),
+    "function": (of_each("mlp", as_function), MLP, "act_fn is a function"),
     "forward of an instance": (
         own_forward("mlp.act_fn", lambda self, x: x * x.mean(1, keepdim=True)),
         MLP,
-        f"its act_fn is a SiLUActivation, {DEPENDS}",
+        "act_fn is a SiLUActivation",
     ),
-    "call of a class": (as_class("mlp.up_proj", MixingLinear), MLP, f"its up_proj is a MixingLinear, {DEPENDS}"),
-    "adapter": (in_layer("mlp.up_proj", lambda one: LowRank(one, True)), MLP, f"its up_proj is a LowRank, {DEPENDS}"),
-    "norm": (
-        in_layer("post_attention_layernorm", lambda _: OwnNorm(48, (-1, -2))),
-        LAYER,
-        f"its post_attention_layernorm is a OwnNorm, {DEPENDS}",
-    ),
+    "call of a class": (of_each("mlp.up_proj", mixing_linear), MLP, "up_proj is a MixingLinear"),
+    "adapter": (in_layer("mlp.up_proj", lambda one: LowRank(one, True)), MLP, "up_proj is a LowRank"),
+    "norm": (in_layer(NORM, lambda _: OwnNorm(48, (-1, -2))), LAYER, f"{NORM} is a OwnNorm"),
     "forward of a norm": (
         own_forward("input_layernorm", lambda self, x: x * x.var(1, keepdim=True)),
         LAYER,
-        f"its input_layernorm is a LlamaRMSNorm, {DEPENDS}",
+        "input_layernorm is a LlamaRMSNorm",
     ),
-    "projection": (as_class("self_attn.q_proj", MixingLinear), LAYER, f"its q_proj is a MixingLinear, {DEPENDS}"),
-    "head": (mixing_head, HEAD, f"its lm_head is a MixingLinear, {DEPENDS}"),
+    "projection": (of_each("self_attn.q_proj", mixing_linear), LAYER, "q_proj is a MixingLinear"),
+    "head": (lambda model: mixing_linear(model.lm_head), HEAD, "lm_head is a MixingLinear"),
 }
-RIGHT: dict[str, Callable[[nn.Module], None]] = {
+RIGHT: dict[str, Change] = {
     "activation": in_layer("mlp.act_fn", lambda _: OwnGelu()),
     "torch's activation": in_layer("mlp.act_fn", lambda _: nn.ReLU(inplace=True)),
     "forward of an instance": own_forward("mlp.act_fn", lambda self, x: x * x.tanh()),
     "adapter": in_layer("mlp.up_proj", lambda one: LowRank(one, False)),
-    "norm": in_layer("post_attention_layernorm", lambda _: OwnNorm(48)),
+    "norm": in_layer(NORM, lambda _: OwnNorm(48)),
     "projection": in_layer("self_attn.v_proj", lambda one: nn.Sequential(one, nn.Tanh())),
     "dropout": in_layer("input_layernorm", lambda one: nn.Sequential(one, nn.Dropout(0.0))),
+    "mlp": in_layer("mlp", lambda _: OwnMLP()),
     "head": lambda model: setattr(model, "lm_head", LowRank(model.lm_head, False)),
 }
 
 
+@pytest.mark.full("of 22 models", but=("*-layer", "activation-parts", "gradient-parts", "head-parts"))
 @pytest.mark.parametrize("layer", [False, True], ids=["parts", "layer"])
 @pytest.mark.parametrize("name", WRONG)
 def test_what_mixes_tokens_is_left_untiled(name: str, layer: bool) -> None:
     change, part, reason = WRONG[name]
-    model = build("llama", tie_word_embeddings=False)
-    change(model)
+    untiled, reason = build("llama", tie_word_embeddings=False), f"its {reason}, {DEPENDS}"
+    change(untiled)
     if layer and part != HEAD:
-        with pytest.raises(ValueError, match="layers of LlamaForCausalLM cannot be tiled") as raised:
-            seqtile.apply_seqtile(model, layer=True, chunk_tokens=CHUNK)
-        assert reason in str(raised.value)
+        with pytest.raises(ValueError, match=f"layers of LlamaForCausalLM cannot be tiled.*{reason}"):
+            tiled_copy(untiled)
         return
-    untiled = copy.deepcopy(model)
-    seqtile.apply_seqtile(model, layer=layer, chunk_tokens=CHUNK, check=False)
+    model = tiled_copy(untiled, layer=layer, check=False)
     status = seqtile.status(model)
-    tiled = {
-        "mlp": status.mlp.tiled,
-        "loss": status.loss.tiled,
-        "layer": 0 if status.layer is None else status.layer.tiled,
-    }
-    assert tiled == {"mlp": 2, "loss": 1, "layer": 2 if layer else 0} | ({} if part == LAYER else {part: 0})
+    tiled = {MLP: status.mlp.tiled, HEAD: status.loss.tiled, LAYER: status.layer.tiled if status.layer else 0}
+    assert tiled == {MLP: 2, HEAD: 1, LAYER: 2 if layer else 0} | ({} if part == LAYER else {part: 0})
     assert (reason in str(status)) == (part != LAYER)
-    batch = batch_of(2, 2 * CHUNK + 3)
-    assert_equal(loss_and_gradients(model, **batch), loss_and_gradients(untiled, **batch))
+    assert_same_step(model, untiled, batch_of(2, 2 * CHUNK + 3))
 
 
+@pytest.mark.full("of 18 models", but=("*-layer", "head-parts"))
 @pytest.mark.parametrize("layer", [False, True], ids=["parts", "layer"])
 @pytest.mark.parametrize("name", RIGHT)
 def test_what_computes_token_by_token_is_tiled(name: str, layer: bool) -> None:
     untiled = build("llama", tie_word_embeddings=False)
     RIGHT[name](untiled)
-    tiled = copy.deepcopy(untiled)
-    seqtile.apply_seqtile(tiled, layer=layer, chunk_tokens=CHUNK)
+    tiled = tiled_copy(untiled, layer=layer)
     status = seqtile.status(tiled)
     assert status.loss.tiled == 1 and status.mlp.tiled == 2 and (not layer or status.layer.tiled == 2)
     assert "left untiled" not in str(status)
-    batch = batch_of(2, 2 * CHUNK + 3)
-    assert_equal(loss_and_gradients(tiled, **batch), loss_and_gradients(untiled, **batch))
+    assert_same_step(tiled, untiled, batch_of(2, 2 * CHUNK + 3))
 
 
 def test_one_layer_of_several() -> None:
     """The others are tiled."""
     model = build("llama")
     model.model.layers[1].mlp.act_fn = Mixing()
-    seqtile.apply_seqtile(model, layer=True, chunk_tokens=CHUNK)
-    status = seqtile.status(model)
+    status = seqtile.status(tiled_copy(model))
     assert status.mlp.tiled == status.layer.tiled == 1
     assert f"LlamaDecoderLayer is left untiled: its act_fn is a Mixing, {DEPENDS}" in str(status)
-
-
-def test_an_mlp_of_ones_own() -> None:
-    """It is no class that a small model has, and computes token by token."""
-
-    class OwnMLP(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.down = nn.Linear(48, 60), nn.Linear(60, 48)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            return self.down(self.up(x).relu())
-
-    untiled = build("qwen3")
-    in_layer("mlp", lambda _: OwnMLP())(untiled)
-    tiled = copy.deepcopy(untiled)
-    seqtile.apply_seqtile(tiled, layer=True, chunk_tokens=CHUNK)
-    assert seqtile.status(tiled).mlp.tiled == seqtile.status(tiled).layer.tiled == 2
-    batch = batch_of(2, 2 * CHUNK + 3)
-    assert_equal(loss_and_gradients(tiled, **batch), loss_and_gradients(untiled, **batch))
 
 
 class Noisy(nn.Module):
@@ -242,6 +207,7 @@ class Uncopied(nn.Identity):
         raise RuntimeError("one of its kind")
 
 
+@pytest.mark.full("of 40 modules", but=every_value)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64], ids=str)
 @pytest.mark.parametrize(
     ("module", "reason"),
@@ -294,25 +260,25 @@ def hooked(name: str, model: nn.Module) -> nn.Module:
     return model
 
 
+@pytest.mark.full("of 6 models", but=every_value)
 @pytest.mark.parametrize("layer", [False, True])
 @pytest.mark.parametrize("name", HOOKED)
 def test_a_hook_that_mixes_tokens(name: str, layer: bool) -> None:
     """It is tried out when seqtile is applied: what it is in is left untiled, by name."""
     place, _, _, owner = HOOKED[name]
     untiled = hooked(name, build("llama"))
-    tiled, batch = copy.deepcopy(untiled), batch_of(2, 61) | ({"use_cache": False} if layer else {})
-    seqtile.apply_seqtile(tiled, layer=layer, chunk_tokens=CHUNK)
+    tiled = tiled_copy(untiled, layer=layer)
     assert f"{owner} is left untiled: its {place.rpartition('.')[2]} has a hook" in str(seqtile.status(tiled))
-    assert_equal(loss_and_gradients(tiled, **batch), loss_and_gradients(untiled, **batch))
+    assert_same_step(tiled, untiled, batch_of(2, 61))
 
 
+@pytest.mark.full("of 6 models", but=every_value)
 @pytest.mark.parametrize("layer", [False, True])
 @pytest.mark.parametrize("name", HOOKED)
 def test_a_hook_that_mixes_tokens_and_came_later(name: str, layer: bool) -> None:
     """The first step tries it out, and raises; one that treats every token alike may come."""
     _, _, part, owner = HOOKED[name]
-    tiled = build("llama")
-    seqtile.apply_seqtile(tiled, layer=layer, chunk_tokens=CHUNK)
+    tiled = tiled_copy(build("llama"), layer=layer)
     tiled.model.layers[0].mlp.down_proj.register_forward_hook(lambda module, args, output: output * 0.5)
     tiled(**batch_of(2, 61))
     hooked(name, tiled)
@@ -321,6 +287,7 @@ def test_a_hook_that_mixes_tokens_and_came_later(name: str, layer: bool) -> None
         tiled(**batch_of(2, 61))
 
 
+@pytest.mark.full("of 6 models", but=every_value)
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize(
     ("arch", "place", "options"),

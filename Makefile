@@ -6,7 +6,7 @@ OLDEST := $(VENV)/transformers-oldest
 AXOLOTL := $(VENV)/axolotl
 STAMP := $(VENV)/.up-to-date
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
-PYTEST := $(BIN)/python -m pytest -q -n 2 --dist worksteal
+PYTEST := $(BIN)/python -m pytest -q -n 2 --dist worksteal --durations 50
 
 .DEFAULT_GOAL := help
 .PHONY: help setup demo test test-all test-gpu test-dist docs models ledger check-cuda check-oldest lint format bench bench-smoke table

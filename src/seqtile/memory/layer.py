@@ -137,9 +137,9 @@ class Layer:
             copied = 0
         of_heads = self.norm(shape.q + shape.kv).kept if arch.head_norm else 0
         adapters = (1 if "qkv" in arch.merged else 3) * self._adapter(shape.hidden)
-        fused = self.q + self.kv if "qkv" in arch.merged and not setup.liger else 0  # what the values are a slice of
+        merged = self.q + self.kv if "qkv" in arch.merged and not setup.liger else 0  # what the values are a slice of
         weights = setup.cast(shape.attention_parameters)
-        inside = copied + of_heads + adapters + weights + 2 * self.q + 2 * self.kv + fused + self.lse
+        inside = copied + of_heads + adapters + weights + 2 * self.q + 2 * self.kv + merged + self.lse
         projected = inside + self.output + self._adapter(shape.q)
         after = norm_after.kept if arch.norm_after else 0
         attention = projected + after

@@ -68,7 +68,10 @@ def chunks(tokens: int, chunk_tokens: int) -> list[slice]:
 def to_be_filled(
     like: torch.Tensor, shape: Sequence[int] | None = None, dtype: torch.dtype | None = None
 ) -> torch.Tensor:
-    """Allocates what chunks write, as `like` but for `shape` and `dtype`. In a trial it is full of NaN, so that what
-    none of them writes shows; else it would be what the untiled pass left in the same memory."""
+    """Allocates what chunks write, as `like` but for `shape` and `dtype`.
+
+    In a trial it is full of NaN, so that what no chunk writes shows; else it would be what the untiled pass left in the
+    same memory. Not so in a backward that autograd runs in a thread of its own, as on a GPU: it knows of no trial.
+    """
     out = torch.empty_like(like, dtype=dtype) if shape is None else like.new_empty(shape, dtype=dtype)
     return out.fill_(math.nan) if is_trial() and out.is_floating_point() else out

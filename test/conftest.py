@@ -118,12 +118,6 @@ def pristine() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def full(request: pytest.FixtureRequest) -> bool:
-    """Whether every case is run, see support/choice.py."""
-    return request.config.getoption("--full")
-
-
-@pytest.fixture(scope="session")
 def pool(request: pytest.FixtureRequest) -> Iterator:
     """A `Pool` that stays from test to test, of as many ranks as its parameter says. A tuple of several says what else
     the tests of a pool have in common, its `kind`."""

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers.utils import logging
 
-from seqtile.models.find import layers_of
+from seqtile.models.find import layers_of, positional_of
 from seqtile.models.placement import Options
 
 logger = logging.get_logger(__name__)
@@ -17,12 +17,12 @@ def base_models_of(model: nn.Module) -> list[nn.Module]:
     """Returns the models inside `model` that hold its layers and can make a cache, such as the one without its head."""
     layers = set(layers_of(model))
     inside = [module for module in model.modules() if module is not model and module not in layers]
-    able = [module for module in inside if {"past_key_values", "use_cache"} <= set(_arguments(type(module).forward))]
+    able = [module for module in inside if {"past_key_values", "use_cache"} <= _arguments(module)]
     return [module for module in able if not layers.isdisjoint(module.modules())]
 
 
-def _arguments(forward: Callable) -> list[str]:
-    return list(inspect.signature(forward).parameters)[1:]
+def _arguments(module: nn.Module) -> set[str]:
+    return set(inspect.signature(type(module).forward).parameters)
 
 
 def uncached_forward(options: Options, original: Callable) -> Callable:
@@ -31,17 +31,16 @@ def uncached_forward(options: Options, original: Callable) -> Callable:
 
     Hugging Face's config asks for a cache by default, in training too. With one, packed documents are not told apart.
     """
-    names = _arguments(original)
+    names = [each.name for each in positional_of(original)]
 
     def forward(self, *args, **kwargs):
         given = dict(zip(names, args, strict=False)) | kwargs
         in_training = self.training and torch.is_grad_enabled()
         if not in_training or given.get("past_key_values") is not None:
             return original(self, *args, **kwargs)
-        wanted = given.get("use_cache")
-        if (
-            getattr(self.config, "use_cache", False) if wanted is None else wanted
-        ) and not torch.compiler.is_compiling():
+        if (wanted := given.get("use_cache")) is None:
+            wanted = getattr(self.config, "use_cache", False)
+        if wanted and not torch.compiler.is_compiling():
             logger.warning_once(
                 "tiled layers make no cache in training; pass use_cache=False, or a cache that is to be filled"
             )

@@ -7,7 +7,7 @@ the text model's modules ── a decoder layer: a layer that Hugging Face can c
 
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from torch import nn
 from transformers.modeling_layers import GradientCheckpointingLayer
@@ -15,9 +15,8 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from seqtile.models.mlp import num_experts
 from seqtile.models.weights import own_weights
 
-_OF_A_SEQUENCE = re.compile(
-    r"mask|cache|past|position|state|layer|head"
-)  # arguments that tell of other tokens, or more
+# Arguments that tell of other tokens, or more:
+_OF_A_SEQUENCE = re.compile(r"mask|cache|past|position|state|layer|head")
 
 
 def head_of(model: nn.Module) -> nn.Module | None:
@@ -85,14 +84,15 @@ def _holds_weights_below(module: nn.Module) -> bool:
 def _arguments(cls: type) -> dict[str, bool]:
     """Returns the names of what the forward of a class is given by position, and if it must be given."""
     try:
-        parameters = list(inspect.signature(cls.forward).parameters.values())[1:]
+        return {each.name: each.default is each.empty for each in positional_of(cls.forward)}
     except (ValueError, TypeError):
         return {}
-    return {
-        parameter.name: parameter.default is parameter.empty
-        for parameter in parameters
-        if parameter.kind is parameter.POSITIONAL_OR_KEYWORD
-    }
+
+
+def positional_of(forward: Callable) -> list[inspect.Parameter]:
+    """Returns what a forward (a plain function) may be given by position, besides its module."""
+    parameters = list(inspect.signature(forward).parameters.values())[1:]
+    return [each for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
 
 
 def _walk(module: nn.Module) -> Iterator[nn.Module]:

@@ -6,7 +6,6 @@ is chunked: its modules run in chunks, which costs the projections to queries, k
 once more. A layer of any other shape runs in chunks around its attention, see any_layer.py.
 """
 
-import inspect
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -18,19 +17,13 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils import logging
 
 from seqtile.models.any_layer import any_layer_refusal, call_layer_in_chunks
-from seqtile.models.find import are_experts
+from seqtile.models.find import are_experts, positional_of
 from seqtile.models.further_outputs import call_with_further_outputs, records_attentions
 from seqtile.models.in_chunks import InChunks
 from seqtile.models.layer_form import LayerForm, is_llamas_rotary, layer_form_of
 from seqtile.models.mlp import activation_of, gated_form, mlp_unfused_reason, read_mlp, sparsity_of
 from seqtile.models.norm import norm_unfused_reason, read_norm
-from seqtile.models.placement import (
-    KNOWN_PACKAGES,
-    Options,
-    computed_forward,
-    original_forward,
-    package_of,
-)
+from seqtile.models.placement import KNOWN_PACKAGES, Options, computed_forward, original_forward, package_of
 from seqtile.models.verdict import Verdict, Verdicts
 from seqtile.models.weights import (
     call_unfused_reason,
@@ -62,8 +55,7 @@ def tiled_layer_forward(options: Options, original: Callable) -> Callable:
     None is made in training, see `uncached_forward`.
     """
     inner = original.__wrapped__ if _FORWARD_CHECKPOINTS else original
-    _, *parameters = inspect.signature(inner).parameters.values()
-    parameters = [each for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
+    parameters = positional_of(inner)
     names = [each.name for each in parameters]
     defaults = {each.name: each.default for each in parameters[1:] if each.default is not each.empty}
 

@@ -56,10 +56,9 @@ def norm_verdict(norm: nn.Module) -> Verdict:
 
 def norm_unfused_reason(name: str, norm: nn.Module) -> str | None:
     """Says why a norm cannot be fused; see `process_unfused_reason`, too."""
-    cls = type(norm)
     if not _is_norm(norm):
         own = "forward" in vars(norm)
-        return f"{name} has a forward of its own" if own else f"{name} is a {named(cls)}"
+        return f"{name} has a forward of its own" if own else f"{name} is a {named(type(norm))}"
     if getattr(norm, "offset", 0) or getattr(norm, "casting_mode", "llama") != "llama":
         return f"{name} is another kind of RMSNorm than Llama's"
     reason = call_unfused_reason(norm)

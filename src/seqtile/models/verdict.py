@@ -20,9 +20,9 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules import linear as linear_module
-from torch.nn.modules import module as module_module
 
 from seqtile.models.placement import placement_of
+from seqtile.models.weights import hooks_of
 
 _END = object()
 _DTYPE = attrgetter("dtype")
@@ -32,12 +32,6 @@ _OF_TORCH = (
     (linear_module, "F"),
     *((F, name) for name in ("linear", "silu", "gelu")),
     *((torch._C._nn, name) for name in ("linear", "gelu")),
-)
-_GLOBAL_HOOKS = (
-    module_module._global_forward_hooks,
-    module_module._global_forward_pre_hooks,
-    module_module._global_backward_hooks,
-    module_module._global_backward_pre_hooks,
 )
 
 
@@ -97,20 +91,17 @@ class _Kept:
         self._parameters = list(module.parameters())
         owned = [vars(module), *map(vars, self._inside)]
         held = [value for own in owned for value in own.values()]
-        self._dicts = [*owned[1:], *(each for each in held if isinstance(each, dict)), *_GLOBAL_HOOKS]
+        self._dicts = [*owned[1:], *(each for each in held if isinstance(each, dict)), *hooks_of(None)]
         self._lists = [each for each in held if isinstance(each, list)]
         bases = (base for inner in (module, *self._inside) for base in type(inner).__mro__)
         classes = dict.fromkeys(base for base in bases if issubclass(base, nn.Module))
         looked_up = [*_OF_TORCH, *product(classes, ("forward", "__call__", "_call_impl"))]
         looked_up = [(owner, name) for owner, name in looked_up if hasattr(owner, name)]
         self._owners, self._names = zip(*looked_up, strict=True)
-        forwards = [
-            *(getattr(owner, name) for owner, name in looked_up),
-            *(each for own in owned for each in own.values()),
-        ]
-        self._globals, self._global_names = zip(*_named_by(forwards), strict=True)
+        functions = [*map(getattr, self._owners, self._names), *held]
+        self._globals, self._global_names = zip(*_named_by(functions), strict=True)
         now = self.now(module, dtype)
-        loose = {id(each) for own in owned for each in own.values() if isinstance(each, torch.Tensor)}
+        loose = {id(each) for each in held if isinstance(each, torch.Tensor)}
         self.seen = [None if id(each) in loose else each for each in now]  # they may have a graph; not kept alive here
 
     def now(self, module: nn.Module, dtype: torch.dtype | None) -> Iterable[Any]:

@@ -174,9 +174,8 @@ def silu_unfused_reason() -> str | None:
 
 def _is_linear(function: Any) -> bool:
     """Says if a function is torch's linear, or DeepSpeed's, which every run under ZeRO-3 puts in its place."""
-    return (
-        _is_builtin(function, "linear") or defining_path(function) == "deepspeed.runtime.zero.linear.zero3_linear_wrap"
-    )
+    of_deepspeed = "deepspeed.runtime.zero.linear.zero3_linear_wrap"
+    return _is_builtin(function, "linear") or defining_path(function) == of_deepspeed
 
 
 def _is_builtin(function: Any, name: str) -> bool:

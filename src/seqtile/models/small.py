@@ -3,7 +3,7 @@
 import copy
 import json
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from fnmatch import fnmatchcase
 from functools import cache
 from typing import Any
@@ -75,7 +75,7 @@ def small_config(config: PreTrainedConfig, layers: list[int] | None = None) -> P
     """Returns a copy of a config with its sizes cut down, without dropout, and one layer of every kind that the config
     tells of, two at least; `layers`: these of the text model's instead."""
     small = copy.deepcopy(config)
-    parts = list(_parts_of(small))
+    parts = configs_in(small).values()
     text = small.get_text_config()
     for part in parts:
         kinds = LayerKinds(part)
@@ -114,7 +114,7 @@ def _every_config() -> dict[str, Any]:
 def with_few_layers(config: PreTrainedConfig) -> PreTrainedConfig:
     """Returns a copy of a config with all its widths, and one layer of every kind, two at least."""
     few = copy.deepcopy(config)
-    for part in _parts_of(few):
+    for part in configs_in(few).values():
         kinds = LayerKinds(part)
         kinds.keep(kinds.chosen())
     return few
@@ -189,12 +189,13 @@ def structure_of(module: nn.Module) -> Structure:
     return tuple(found)
 
 
-def _parts_of(config: PreTrainedConfig) -> Iterator[PreTrainedConfig]:
-    """Yields the configs inside a config, and then itself."""
-    for value in vars(config).values():
+def configs_in(config: PreTrainedConfig, prefix: str = "") -> dict[str, PreTrainedConfig]:
+    """Returns a config and those inside it, each by the beginning of its fields' names, such as "attn_config."."""
+    found = {prefix: config}
+    for name, value in vars(config).items():
         if isinstance(value, PreTrainedConfig):
-            yield from _parts_of(value)
-    yield config
+            found |= configs_in(value, f"{prefix}{name}.")
+    return found
 
 
 def _shrink(config: PreTrainedConfig) -> None:

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from seqtile.models.layer_kinds import count_of, set_field
 from seqtile.models.proof import CHUNK, Inputs
-from seqtile.models.small import HEADS
+from seqtile.models.small import HEADS, configs_in
 
 Batch = Callable[[PreTrainedModel, Inputs], Inputs]
 """Changes how a model is called, and what it is set to."""
@@ -41,14 +41,6 @@ _WITH_IT = {"enable_moe_block": {"num_experts": 4, "top_k_experts": 2, "moe_inte
 _KINDS = ("layer_types", "mlp_layer_types", "layers_block_type", "block_types", "no_rope_layers", "attention_layers")
 
 
-def _configs_in(config: PreTrainedConfig, prefix: str = "") -> Iterator[tuple[str, PreTrainedConfig]]:
-    """Yields a config and those inside it, each behind the beginning of its fields' names, such as "attn_config."."""
-    yield prefix, config
-    for name, value in vars(config).items():
-        if isinstance(value, PreTrainedConfig):
-            yield from _configs_in(value, f"{prefix}{name}.")
-
-
 def _sdpa(batch: Batch, model: PreTrainedModel, inputs: Inputs) -> Inputs:
     """A batch, the model with torch's attention instead of eager attention."""
     model.set_attn_implementation("sdpa")
@@ -59,7 +51,7 @@ def _packed(model: PreTrainedModel, inputs: Inputs) -> Inputs:
     """Documents of several lengths in a row, told apart by their positions; whether there is a cache is not said."""
     length = inputs["labels"].shape[1]
     rows = [torch.cat([torch.arange(cut), torch.arange(length - cut)]) for cut in (CHUNK - 2, 2 * CHUNK)]
-    for _, part in _configs_in(model.config):
+    for part in configs_in(model.config).values():
         set_field(part, "use_cache", True)
     return {name: value for name, value in inputs.items() if name != "use_cache"} | {"position_ids": torch.stack(rows)}
 
@@ -132,7 +124,7 @@ def variants_of(
 def _of_config(config: PreTrainedConfig) -> Iterator[Variant]:
     """Yields every switch of a config flipped, and every other value of what a config of a language model says."""
     text = config.get_text_config()
-    for prefix, part in _configs_in(text):
+    for prefix, part in configs_in(text).items():
         said = {name: value for name, value in vars(part).items() if not name.startswith("_")}
         for name, value in said.items():
             others = (not value,) if isinstance(value, bool) else _OTHER_VALUES.get(name, ())
@@ -159,7 +151,7 @@ def changed(config: PreTrainedConfig, changes: dict[str, Any]) -> PreTrainedConf
     """Returns a copy of a config with other values in that of its text model. They are set rather than given to its
     class, so that it does not compute others from them."""
     changed = copy.deepcopy(config)
-    inside = dict(_configs_in(changed.get_text_config()))
+    inside = configs_in(changed.get_text_config())
     for path, value in changes.items():
         prefix, dot, name = path.rpartition(".")
         setattr(inside[prefix + dot], name, value)

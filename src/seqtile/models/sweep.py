@@ -1,4 +1,5 @@
-"""The sweep over a model's variants: each made small, all its parts tiled together, beside itself untiled.
+"""The sweep over a model's variants: values of its config, batches and settings that change the way of its code. Each
+is made small, all its parts tiled together, beside itself untiled.
 
 small model of the variant's config, untiled, its batch ───> loss, gradients
 the same, all parts tiled by 11 tokens as by apply_seqtile ─> as near as difference.py asks, or refused by name
@@ -8,23 +9,168 @@ import copy
 import traceback
 from collections.abc import Callable, Iterator
 from functools import cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
+import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from seqtile.models.difference import Vectors, brief
 from seqtile.models.find import head_of
+from seqtile.models.layer_kinds import count_of, set_field
 from seqtile.models.parts import Part
 from seqtile.models.patch import Proof, apply, refused_of
 from seqtile.models.placement import Options, placement_at
-from seqtile.models.proof import PROVEN_ALONE, Inputs, compare, gradients_of, some_words, unproven
-from seqtile.models.small import small_model
-from seqtile.models.variants import Variant, changed, variants_of
+from seqtile.models.proof import CHUNK, PROVEN_ALONE, Inputs, compare, gradients_of, some_words, unproven
+from seqtile.models.small import HEADS, configs_in, small_model
 from seqtile.models.way_taken import WayTaken
 
 RIGHT, REFUSED, DIFFERS, FAILS = "right", "refused", "different", "failing untiled too"
 CHUNK_TOKENS = 11  # less than a quarter of the batch, so that experts' chunks, of up to four times as many, are several
+Batch = Callable[[PreTrainedModel, Inputs], Inputs]
+"""Changes how a model is called, and what it is set to."""
+_UNSAID = ("output_hidden_states", "return_dict", "use_cache", "is_encoder_decoder", "add_cross_attention")
+_ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "mlp_hidden_act")
+_OTHER_VALUES: dict[str, tuple[Any, ...]] = {  # of a field that is no switch, what else it may be
+    **dict.fromkeys(_ACTIVATIONS, ("gelu", "gelu_pytorch_tanh")),
+    **dict.fromkeys(("sliding_window", "attention_window_size", "attention_chunk_size"), (None, 5)),
+    **dict.fromkeys(("partial_rotary_factor", "logit_scale", "residual_multiplier", "embedding_multiplier"), (0.5,)),
+    **dict.fromkeys(("final_logit_softcapping", "attn_logit_softcapping", "logits_soft_cap"), (None, 3.0)),
+    **dict.fromkeys(("logits_scaling", "routed_scaling_factor", "clip_qkv", "attention_multiplier"), (2.5,)),
+    **dict.fromkeys(("n_shared_experts", "num_shared_experts", "moe_num_shared_experts"), (0, 2)),
+    **dict.fromkeys(("num_key_value_heads", "num_kv_heads"), (1, HEADS)),
+    **dict.fromkeys(("num_local_experts", "num_experts", "shared_intermediate_size"), (0,)),
+    **dict.fromkeys(("num_experts_per_tok", "moe_topk", "decoder_sparse_step"), (1,)),
+    **dict.fromkeys(("first_k_dense_replace", "num_dense_layers"), (0, 1)),
+    "num_kv_shared_layers": (0,),
+    "num_nextn_predict_layers": (0, 1),
+    "hidden_size_per_layer_input": (0,),
+    "q_lora_rank": (None, 8),
+    "mlp_only_layers": ([], [0]),
+    "scoring_func": ("softmax", "sigmoid"),
+    "topk_method": ("greedy", "noaux_tc", "group_limited_greedy"),
+    "position_embedding_type": ("absolute", "alibi", "rope", "nope", None),
+}
+_WITH_IT = {"enable_moe_block": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 72}}
+"""What a switch, turned on, needs besides."""
+_KINDS = ("layer_types", "mlp_layer_types", "layers_block_type", "block_types", "no_rope_layers", "attention_layers")
+
+
+def _sdpa(batch: Batch, model: PreTrainedModel, inputs: Inputs) -> Inputs:
+    """A batch, the model with torch's attention instead of eager attention."""
+    model.set_attn_implementation("sdpa")
+    return batch(model, inputs)
+
+
+def _packed(model: PreTrainedModel, inputs: Inputs) -> Inputs:
+    """Documents of several lengths in a row, told apart by their positions; whether there is a cache is not said."""
+    length = inputs["labels"].shape[1]
+    rows = [torch.cat([torch.arange(cut), torch.arange(length - cut)]) for cut in (CHUNK - 2, 2 * CHUNK)]
+    for part in configs_in(model.config).values():
+        set_field(part, "use_cache", True)
+    return {name: value for name, value in inputs.items() if name != "use_cache"} | {"position_ids": torch.stack(rows)}
+
+
+def _padded(padding: slice, model: PreTrainedModel, inputs: Inputs) -> Inputs:
+    """The second row padded."""
+    mask = torch.ones_like(inputs["labels"])
+    mask[1, padding] = 0
+    return inputs | {"attention_mask": mask, "labels": inputs["labels"].masked_fill(mask == 0, -100)}
+
+
+def _without_labels_in_a_row(model: PreTrainedModel, inputs: Inputs) -> Inputs:
+    labels = inputs["labels"].clone()
+    labels[0] = -100
+    return inputs | {"labels": labels}
+
+
+def _embedded(model: PreTrainedModel, inputs: Inputs) -> Inputs:
+    embedded = model.get_input_embeddings()(inputs["input_ids"]).detach().requires_grad_()
+    return {name: value for name, value in inputs.items() if name != "input_ids"} | {"inputs_embeds": embedded}
+
+
+def _checkpointed(model: PreTrainedModel, inputs: Inputs) -> Inputs:
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return inputs
+
+
+def _as_it_is(model: PreTrainedModel, inputs: Inputs) -> Inputs:
+    return inputs
+
+
+_BATCHES: dict[str, Batch] = {
+    "as it is": _as_it_is,
+    "packed documents": _packed,
+    "padded on the left": partial(_padded, slice(None, CHUNK + 1)),
+    "padded on the right": partial(_padded, slice(-CHUNK - 1, None)),
+    "a row without labels": _without_labels_in_a_row,
+    "inputs_embeds": _embedded,
+    "checkpointed": _checkpointed,
+}
+
+
+class Variant(NamedTuple):
+    """A model, or a batch, that is not as its type's are by default."""
+
+    name: str
+    changes: dict[str, Any]
+    """Of the text model's config, by the names of its fields, those of a config inside it behind a dot."""
+    batch: Batch = _as_it_is
+    is_whole: bool = False
+    """The changes are of the config before it is made small, since they are of more layers than are left then."""
+
+
+def variants_of(
+    model_class: type[PreTrainedModel], config: PreTrainedConfig, small: PreTrainedConfig
+) -> Iterator[Variant]:
+    """Yields every switch of a config flipped, other values of its fields, and other batches and settings; `small` is
+    the config with its sizes cut down."""
+    for name, batch in _BATCHES.items():
+        yield Variant(name, {}, batch)
+    for name in ("as it is", "packed documents", "padded on the left") if model_class._supports_sdpa else ():
+        yield Variant(f"{name}, sdpa", {}, partial(_sdpa, _BATCHES[name]))
+    yield from _of_config(small)
+    text = config.get_text_config()
+    if "num_kv_shared_layers" in vars(text):
+        half = (count_of(text) or 0) // 2
+        yield Variant("half of the layers share keys", {"num_kv_shared_layers": half}, is_whole=True)
+
+
+def _of_config(config: PreTrainedConfig) -> Iterator[Variant]:
+    """Yields every switch of a config flipped, and every other value of what a config of a language model says."""
+    text = config.get_text_config()
+    for prefix, part in configs_in(text).items():
+        said = {name: value for name, value in vars(part).items() if not name.startswith("_")}
+        for name, value in said.items():
+            others = (not value,) if isinstance(value, bool) else _OTHER_VALUES.get(name, ())
+            for other in others if name not in _UNSAID else ():
+                if other != value:
+                    changes = {f"{prefix}{name}": other} | (_WITH_IT.get(name, {}) if other else {})
+                    yield Variant(f"{prefix}{name}={other}", changes)
+    said, layers = vars(text), count_of(text) or 0
+    for name in _KINDS:
+        kinds = dict.fromkeys(said[name]) if isinstance(said.get(name), list | tuple) else {}
+        for kind in kinds if len(kinds) > 1 else ():
+            yield Variant(f"{name}: all {kind}", {name: [kind] * len(said[name])})
+    if "use_sliding_window" in said or "sliding_window" in said:
+        kinds = {"layer_types": ["sliding_attention"] * layers} if "layer_types" in said else {}
+        switch = {"use_sliding_window": True} if "use_sliding_window" in said else {}
+        yield Variant("sliding windows", {"sliding_window": 5, "max_window_layers": 0} | switch | kinds)
+    if isinstance(rope := said.get("rope_parameters"), dict) and "rope_theta" in rope:
+        yield Variant("half of each head rotated", {"rope_parameters": rope | {"partial_rotary_factor": 0.5}})
+    if "output_router_logits" in said:
+        yield Variant("output_router_logits=True, checkpointed", {"output_router_logits": True}, _checkpointed)
+
+
+def changed(config: PreTrainedConfig, changes: dict[str, Any]) -> PreTrainedConfig:
+    """Returns a copy of a config with other values in that of its text model. They are set rather than given to its
+    class, so that it does not compute others from them."""
+    changed = copy.deepcopy(config)
+    inside = configs_in(changed.get_text_config())
+    for path, value in changes.items():
+        prefix, dot, name = path.rpartition(".")
+        setattr(inside[prefix + dot], name, value)
+    return changed
 
 
 class Row(NamedTuple):
@@ -60,17 +206,12 @@ def _tried(
         untiled(0.0)
     except Exception as error:  # of the model's own code, which may raise anything
         return Row(variant.name, FAILS, brief(error)), refusals
-    has_loss = head_of(model) is not None
+    tried = partial(_difference, model, variant, untiled, refusals)
     for asked in ({"layer": True, "head_groups": 2}, {"layer": True}, {}):
-        options = Options(**asked, loss=has_loss, chunk_tokens=CHUNK_TOKENS, check=False)
-        found: str | Exception | None = None
-        for proof in (_trusting, unproven):  # that is slow, and not needed for what is right without
-            try:
-                found = _difference(model, variant, options, proof, untiled, refusals)
-            except Exception as error:  # of whatever tiled code does not bear
-                found = error
-            if found is None or (options.head_groups and _is_refusal(found)):
-                break
+        options = Options(**asked, loss=head_of(model) is not None, chunk_tokens=CHUNK_TOKENS, check=False)
+        found = tried(options, _trusting)
+        if found is not None and not (options.head_groups and _is_refusal(found)):
+            found = tried(options, unproven)  # which is slow, and not needed for what is right without
         if found is None:
             break
         if not _is_refusal(found) or not asked:
@@ -96,22 +237,25 @@ def _untiled(model: PreTrainedModel, variant: Variant, nudge: float, **instead: 
 def _difference(
     model: PreTrainedModel,
     variant: Variant,
-    options: Options,
-    proof: Proof,
     untiled: Callable[..., Vectors],
     refusals: dict[str, str],
-) -> str | None:
-    """Says what differs when the model is tiled, None if nothing does, and adds to `refusals` what is left untiled.
-    Raises ValueError where that is refused."""
+    options: Options,
+    proof: Proof,
+) -> str | Exception | None:
+    """Returns what differs when the model is tiled, or the error that tiling it or running it raises; None if it is the
+    same. Adds to `refusals` what is left untiled."""
     tiled, inputs = _called(model, variant)
-    apply(model.config.model_type, tiled, options, proof)
-    placed = [module for part in PROVEN_ALONE for module in part.modules(tiled) if placement_at(module)]
-    if not placed:  # not even a loss
-        refusals["all"] = "it has no part that can be tiled"
-        return None
-    if options.layer and "use_cache" not in inputs:  # tiled layers make no cache in training
-        untiled = partial(untiled, use_cache=False)
-    differs = compare(tiled, inputs, WayTaken(placed, CHUNK_TOKENS), untiled)[1]
+    try:
+        apply(model.config.model_type, tiled, options, proof)
+        placed = [module for part in PROVEN_ALONE for module in part.modules(tiled) if placement_at(module)]
+        if not placed:  # not even a loss
+            refusals["all"] = "it has no part that can be tiled"
+            return None
+        if options.layer and "use_cache" not in inputs:  # tiled layers make no cache in training
+            untiled = partial(untiled, use_cache=False)
+        differs = compare(tiled, inputs, WayTaken(placed, CHUNK_TOKENS), untiled)[1]
+    except Exception as error:  # of whatever tiled code does not bear
+        return error
     refusals |= refused_of(tiled)
     return differs
 

@@ -108,9 +108,9 @@ def _outcome(model: nn.Module, options: Options, original: Callable, args: tuple
         with ranks.stop_together():
             batch = trial_batch(model, original, args, kwargs)
         run = Pass(model, original, batch.inputs, placed, _chunk_tokens(model, batch), full, ranks).run
-        untiled = run(tiled=())
+        untiled = run(tiled={})
         eps = max(precision_of(x) for x in (next(model.parameters()), *untiled.values()) if x is not None)
-        nudged = run(tiled=(), nudge=eps)
+        nudged = run(tiled={}, nudge=eps)
     except Exception as error:  # whatever the model's own code raises for so short a batch
         return f"not compared: the untiled model fails on a few tokens of it ({brief(error)})"
     tokens = batch.shape.numel()
@@ -129,7 +129,7 @@ def _outcome(model: nn.Module, options: Options, original: Callable, args: tuple
     found = difference(untiled, tiled, nudged, eps)
     if ranks.any(found is not None):  # by chance of rounding, or also where the embeddings' bits are others?
         run = partial(run, nudge=eps, seed=2)
-        differs = partial(difference, run(tiled=()), nudged=untiled, eps=eps)
+        differs = partial(difference, run(tiled={}), nudged=untiled, eps=eps)
         found = differs(run(tiled=placed))
     if ranks.any(found is not None):
         part, option = _part_that_differs(ranks, placed, lambda tiled: differs(run(tiled=tiled)))
@@ -150,7 +150,7 @@ def _hooks_that_mix(model: nn.Module, placed: Placed) -> tuple[str, str] | None:
     """Returns the part, and what to say, of a tiled module in which a user's hook mixes tokens: in the comparison hooks
     are not called."""
     sizes = sizes_of(model)
-    for module, placement in placed:
+    for module, placement in placed.items():
         is_head = placement.part == "loss"
         root = model.get_output_embeddings() if is_head else module
         if isinstance(root, PreTrainedModel) or not placement.part:  # no part, but what is around layers
@@ -191,10 +191,10 @@ def _part_that_differs(
 ) -> tuple[str, str | None]:
     """Returns the first part that differs when it alone is tiled, as the error says it, by its modules' class, and as
     it is asked for; "" and None if none does alone."""
-    kinds: dict[tuple[str, str], list] = {}
-    for module, placement in placed:
+    kinds: dict[tuple[str, str], Placed] = {}
+    for module, placement in placed.items():
         owner = "" if placement.part == "layer" else f" ({name_of(module)})"
-        kinds.setdefault((placement.part, owner), []).append((module, placement))
+        kinds.setdefault((placement.part, owner), {})[module] = placement
     for (part, owner), alone in kinds.items():
         if not part:
             continue

@@ -10,7 +10,7 @@ dropout, checkpointing            off
 import inspect
 import random
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import MethodType
@@ -21,12 +21,11 @@ from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from seqtile.models.difference import Vectors, loss_and_gradients
 from seqtile.models.find import experts_in
 from seqtile.models.placement import Placement, package_of, placement_at
-from seqtile.models.same_choices import SameChoices
 from seqtile.models.small import DROPOUT_FIELDS
 from seqtile.models.trial_ranks import Ranks
 from seqtile.models.weights import innermost, is_users
@@ -36,13 +35,14 @@ from seqtile.protocols import SHARDED
 SMALL = 2**22  # numbers of a parameter whose gradient is compared, and of a buffer that is put back
 _ALMOST_NONE = 1e-30  # a rate that drops nothing, and still is a rate: what is computed how does not change
 _HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
-Placed = Sequence[tuple[nn.Module, Placement]]
+_TOP_K = torch.ops.aten.topk.default
+Placed = dict[nn.Module, Placement]
 
 
 def tiled_modules(model: nn.Module) -> Placed:
     """Returns the modules below a model, and itself, that have a tiled forward, and those."""
-    found = ((module, placement_at(module)) for module in model.modules())
-    return [(module, placement) for module, placement in found if placement is not None]
+    found = {module: placement_at(module) for module in model.modules()}
+    return {module: placement for module, placement in found.items() if placement is not None}
 
 
 @dataclass
@@ -69,22 +69,21 @@ class Pass:
     def run(self, *, tiled: Placed, nudge: float = 0.0, seed: int = 1) -> Vectors:
         """Returns the loss and the gradients; of all `placed` modules those `tiled` are. For `nudge` and `seed` see
         `loss_and_gradients`."""
-        tiled_ids = {id(module) for module, _ in tiled}
-        untiled = [(module, placement) for module, placement in self.placed if id(module) not in tiled_ids]
+        untiled = {module: placement for module, placement in self.placed.items() if module not in tiled}
         inputs, forward = dict(self.inputs), self.original
-        if id(self.model) in tiled_ids:
-            forward = placement_at(self.model).forward
+        if self.model in tiled:
+            forward = tiled[self.model].forward
         elif "skip_logits" in inspect.signature(forward).parameters:  # Liger's, whose own loss is not asked for
             inputs["skip_logits"] = False
         if "return_dict" in inputs or not getattr(self.model.config, "return_dict", True):
             inputs["return_dict"] = True
-        if any(placement.part == "layer" for _, placement in untiled):
+        if any(placement.part == "layer" for placement in untiled.values()):
             inputs["use_cache"] = False  # tiled layers make no cache in training, so documents are told apart
         with ExitStack() as stack:
             stack.enter_context(without_a_trace(self.model))
             if (sharded := vars(self.model).get(SHARDED)) is not None:
                 stack.enter_context(sharded.other_batch())
-            for module, placement in untiled:
+            for module, placement in untiled.items():
                 if module is not self.model:  # whose forward is called below
                     _run_untiled(module, placement)
             stack.enter_context(self.choices)
@@ -98,8 +97,8 @@ class Pass:
                 added = 2 * (leaves[name].main_grad - before)  # which no hook doubled
                 found[name] = added if found[name] is None else found[name] + added
             if not self.main_grads:
-                first = {name: found.get(name) for name in self.with_main_grad}
-                self.main_grads = {name: each.float() for name, each in first.items() if each is not None}
+                with_one = [name for name in self.with_main_grad if found.get(name) is not None]
+                self.main_grads = {name: found[name].float() for name in with_one}
             return found
 
     def _leaves(self) -> dict[str, torch.Tensor]:
@@ -157,9 +156,13 @@ def _attributes_put_back(model: nn.Module) -> Iterator[None]:
     main_grads = [(p, vars(p).pop("main_grad")) for p in model.parameters() if "main_grad" in vars(p)]
     try:
         for module in modules:
-            _prepare(module)
-        for config in configs.values():
-            _drop_nothing(config)
+            own = vars(module)
+            if getattr(module, "gradient_checkpointing", False):
+                own["gradient_checkpointing"] = False
+            for name in _HOOKS:  # a copy, which what registers hooks meanwhile writes to
+                own[name] = OrderedDict(_without_users(own[name], _smaller if name == "_forward_hooks" else _no_hook))
+        for attributes in (*map(vars, modules), *configs.values()):
+            _drop_nothing(attributes)
         yield
     finally:
         for attributes, held in before:
@@ -171,15 +174,6 @@ def _attributes_put_back(model: nn.Module) -> Iterator[None]:
             for buffer, value in values.items():
                 if not torch.equal(buffer, value):  # writing the same would count as a change
                     buffer.copy_(value)
-
-
-def _prepare(module: nn.Module) -> None:
-    own = vars(module)
-    if getattr(module, "gradient_checkpointing", False):
-        own["gradient_checkpointing"] = False
-    _drop_nothing(own)
-    for name in _HOOKS:  # a copy, which what registers hooks meanwhile writes to
-        own[name] = OrderedDict(_without_users(own[name], _smaller if name == "_forward_hooks" else _no_hook))
 
 
 def _without_users(hooks: dict[int, Callable], instead: Callable) -> Iterator[tuple[int, Callable]]:
@@ -206,3 +200,36 @@ def _drop_nothing(attributes: dict[str, Any]) -> None:
     for name, value in attributes.items():
         if isinstance(value, float) and value > 0 and (name == "p" or DROPOUT_FIELDS.fullmatch(name)):
             attributes[name] = _ALMOST_NONE
+
+
+class SameChoices(TorchDispatchMode):
+    """Has each token go to the same experts in every pass, though rounding would send some to others: entered once,
+    notes what `topk` chooses by the scores of each token; entered again, has it choose the same by scores that are the
+    most like those, whatever chunk they are in."""
+
+    supports_higher_order_operators = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._noted: dict[tuple[int, int], list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        self._notes = True
+
+    def __exit__(self, *error: Any) -> None:
+        self._notes = False
+        super().__exit__(*error)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        made = function(*args, **kwargs or {})
+        if function is not _TOP_K or (args[2:3] or (-1,))[0] not in (-1, args[0].dim() - 1):
+            return made
+        scores, chosen = args[0], made[1]
+        rows = scores.flatten(0, -2).float().nan_to_num(0, 0, 0)
+        noted = self._noted.setdefault((scores.shape[-1], chosen.shape[-1]), [])
+        if self._notes:
+            noted.append((rows, chosen.flatten(0, -2)))
+        elif noted:
+            before, chosen_before = (torch.cat(tensors) for tensors in zip(*noted, strict=True))
+            nearest = torch.cdist(rows, before, compute_mode="donot_use_mm_for_euclid_dist").argmin(1)
+            chosen = chosen_before[nearest].view_as(chosen)
+            return scores.gather(-1, chosen), chosen
+        return made

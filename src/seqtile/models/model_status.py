@@ -141,24 +141,18 @@ def part_status(model: nn.Module, *parts: Part) -> PartStatus:
     placements = {module: placement for module in part_of if (placement := placement_at(module)) and placement.part}
     others = dict.fromkeys(package_of(current_forward(module)) for module in part_of if module not in placements)
     around = dict.fromkeys(package_of(wrapper) for module in part_of for wrapper in wrappers_at(module))
-    ways, reason, problem = Counter(), None, None
+    ways, reason, problem, groups, chunk_tokens = Counter(), None, None, set(), set()
     for module, placement in placements.items():
-        verdict = part_of[module].verdict(module)
+        verdict, options = part_of[module].verdict(module), placement.options
         ways[verdict.how] += 1
         reason = reason or (verdict.reason if verdict.tileable else None)
         try:
-            part_of[module].check(module, placement.options)
+            part_of[module].check(module, options)
         except ValueError as error:
             problem = problem or str(error)
-    groups = {
-        groups_of(layer.self_attn, placement.options.head_groups)
-        for layer, placement in placements.items()
-        if name == "layer" and placement.options.head_groups
-    }
-    chunk_tokens = {
-        resolve_chunk_tokens(placement.options.chunk_tokens, hidden_size, sparsity_of(module, config))
-        for module, placement in placements.items()
-    }
+        chunk_tokens.add(resolve_chunk_tokens(options.chunk_tokens, hidden_size, sparsity_of(module, config)))
+        if name == "layer" and options.head_groups:
+            groups.add(groups_of(module.self_attn, options.head_groups))
     return PartStatus(
         name=name,
         applied=name in parts_applied_to(model),

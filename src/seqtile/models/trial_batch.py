@@ -80,21 +80,17 @@ def _columns(given: dict[str, Any], length: int) -> torch.Tensor:
 
 def _boundaries(given: dict[str, Any], length: int) -> Iterator[int]:
     """Yields the first column at which labels begin or end, positions restart, and padding begins or ends."""
-    said = given.get("labels", given.get("shift_labels")), given.get("position_ids"), given.get("attention_mask")
-    labels, positions, mask = (
-        value if isinstance(value, torch.Tensor) and value.dim() >= 2 and value.shape[-1] == length else None
-        for value in said
-    )
-    changes = []
-    if labels is not None:
-        valid = labels != IGNORED
-        changes.append(valid[..., 1:] != valid[..., :-1])
-    if positions is not None:
-        changes.append(positions[..., 1:] != positions[..., :-1] + 1)
-    if mask is not None and mask.dim() == 2:
-        changes.append(mask[..., 1:] != mask[..., :-1])
-    for changed in changes:
-        found = changed.flatten(0, -2).any(0).nonzero()
+    tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor) and value.dim() >= 2}
+    said = {name: value for name, value in tensors.items() if value.shape[-1] == length}
+    steady = []  # what is another one token later at a boundary alone
+    if (labels := said.get("labels", said.get("shift_labels"))) is not None:
+        steady.append(labels != IGNORED)
+    if (positions := said.get("position_ids")) is not None:
+        steady.append(positions - torch.arange(length, device=positions.device))
+    if (mask := said.get("attention_mask")) is not None and mask.dim() == 2:
+        steady.append(mask)
+    for value in steady:
+        found = (value[..., 1:] != value[..., :-1]).flatten(0, -2).any(0).nonzero()
         if len(found):
             yield int(found[0]) + 1
 

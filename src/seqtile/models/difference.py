@@ -8,6 +8,7 @@ The first training step, the proofs on small models and the sweep over variants 
 """
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -61,25 +62,18 @@ def loss_and_gradients(
     if (given := inputs.get("inputs_embeds")) is not None:
         loss = forward(model, **inputs | {"inputs_embeds": nudged(given.detach().requires_grad_())}).loss
     else:
-        hook = model.get_input_embeddings().register_forward_hook(lambda module, args, output: nudged(output))
-        try:
+        with model.get_input_embeddings().register_forward_hook(lambda module, args, output: nudged(output)):
             loss = forward(model, **inputs).loss
-        finally:
-            hook.remove()
     wanted = dict(leaves)
     wanted |= {f"the embeddings' output {i}".removesuffix(" 0"): x for i, x in enumerate(embedded) if x.requires_grad}
     in_half = precision_of(next(iter(embedded), loss)) == torch.finfo(torch.float16).eps
     found: Sequence[torch.Tensor | None] = []
     if loss.requires_grad and wanted:
-        with without_hooks(leaves.values()):
-            # Each leaf doubles its gradient, so that a hook which is called once a chunk shows.
-            hooks = [leaf.register_hook(_doubled) for leaf in leaves.values()]
-            try:
-                scaled = loss * 2.0**10 if in_half else loss  # gradients may be small
-                found = torch.autograd.grad(scaled, list(wanted.values()), allow_unused=True)
-            finally:
-                for hook in hooks:
-                    hook.remove()
+        with without_hooks(leaves.values()), ExitStack() as hooks:
+            for leaf in leaves.values():  # each doubles its gradient, so that a hook that is called once a chunk shows
+                hooks.enter_context(leaf.register_hook(_doubled))
+            scaled = loss * 2.0**10 if in_half else loss  # gradients may be small
+            found = torch.autograd.grad(scaled, list(wanted.values()), allow_unused=True)
     vectors = {name: None if g is None else g.detach() for name, g in zip(wanted, found, strict=False)}
     return {"loss": loss.detach().reshape(1)} | vectors
 

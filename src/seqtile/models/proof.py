@@ -116,8 +116,8 @@ def _origin_of(model: PreTrainedModel) -> _Origin | str:
         if not issubclass(cls, PreTrainedModel):
             continue
         try:
-            small = _small_config_of(cls, _Key(model.config))
             with _disable_current_modes():
+                small = _small_config_of(cls, _Key(model.config))
                 made = Made(unfilled(cls, small))
             return _Origin(cls, made, None if _calls_liger(cls) else digest(small))
         except Exception as error:  # of a model's own code, which may raise anything
@@ -257,8 +257,7 @@ class _Key(str):
 
 @cache
 def _small_config_of(model_class: type[PreTrainedModel], key: _Key) -> PreTrainedConfig:
-    with _disable_current_modes():
-        return config_of_all_kinds(model_class, key.config)
+    return config_of_all_kinds(model_class, key.config)
 
 
 @cache

@@ -180,7 +180,7 @@ MUTANTS = (
     Mutant(
         "sweep: modules in a tiled layer are watched, and so called",
         "",
-        '    "seqtile.models.way_taken.",\n',
+        '    "seqtile.models.proof.WayTaken.",\n',
         "",
         ("recipes/test_check.py",),
         select="variants",

@@ -23,7 +23,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.models.llama import modeling_llama
 
 import seqtile
-from seqtile.models import layer_form, proof, way_taken
+from seqtile.models import layer_form, proof
 from seqtile.models.difference import difference
 from seqtile.models.find import mlps_of
 from seqtile.models.model_types import model_classes, model_types
@@ -208,9 +208,9 @@ def test_layers_of_four_dimensions(model_type: str) -> None:
 @pytest.mark.parametrize(("model_type", "tiled"), [("llama", 6), ("gpt_oss", 4), ("olmo2", 4), ("hrm_text", None)])
 def test_every_call_is_counted(model_type: str, tiled: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two layers, each once as an MLP and once or, by groups of heads, twice as a layer."""
-    counted: list[way_taken.WayTaken] = []
-    leave = way_taken.WayTaken.__exit__
-    monkeypatch.setattr(way_taken.WayTaken, "__exit__", lambda *given: counted.append(given[0]) or leave(*given))
+    counted: list[proof.WayTaken] = []
+    leave = proof.WayTaken.__exit__
+    monkeypatch.setattr(proof.WayTaken, "__exit__", lambda *given: counted.append(given[0]) or leave(*given))
     assert not isinstance(found_in(model_type), str)
     assert all(one.chunked and not one.untiled for one in counted)
     loss, *layers = counted

@@ -14,7 +14,7 @@ import hashlib
 import json
 import math
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache, partial
 from pathlib import Path
@@ -22,7 +22,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import nn
+from torch.autograd.graph import Node
 from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from seqtile.models.difference import Vectors, brief, difference, distance, loss_and_gradients
@@ -41,7 +43,7 @@ from seqtile.models.replaced import (
     sizes_of,
 )
 from seqtile.models.small import WORDS, config_of_all_kinds, meaning_of_config, small_model, unfilled
-from seqtile.models.way_taken import WayTaken
+from seqtile.ops.state import nodes_behind
 
 CHUNK, EPS = 7, torch.finfo(torch.float32).eps
 _UNPROVABLE = "it could not be proven on a small model of its class"
@@ -186,15 +188,17 @@ def _compare_part(
     differs, None if nothing does."""
     try:
         tiled = tiled_copy(model, part, cls, options)
-        return compare(tiled, some_words(), WayTaken(_tileable(tiled, part, cls), CHUNK), untiled)
+        return compare(tiled, some_words(), _tileable(tiled, part, cls), CHUNK, untiled)
     except Exception as error:  # whatever it is that this model's code does not bear
         return None, f"it fails when it is tiled: {brief(error)}"
 
 
-def compare(tiled: PreTrainedModel, inputs: Inputs, way: WayTaken, untiled: Untiled) -> tuple[Vectors, str | None]:
+def compare(
+    tiled: PreTrainedModel, inputs: Inputs, modules: Sequence[nn.Module], chunk_tokens: int, untiled: Untiled
+) -> tuple[Vectors, str | None]:
     """Returns the loss and gradients of a tiled model; and what of them differs from the untiled model's, or why
-    nothing follows, since modules went another `way`; None if all is the same."""
-    with way:
+    nothing follows, since its tiled `modules` went another way; None if all is the same."""
+    with WayTaken(modules, chunk_tokens) as way:
         found = gradients_of(tiled, inputs)
     plain = untiled(0.0)
     if not all(bool(vector.isfinite().all()) for vector in plain.values() if vector is not None):
@@ -203,6 +207,63 @@ def compare(tiled: PreTrainedModel, inputs: Inputs, way: WayTaken, untiled: Unti
     if differs is not None:  # more than without rounding
         differs = difference(plain, found, untiled(EPS), EPS)
     return found, f"{differs.said} when it is tiled" if differs else way.refusal
+
+
+class WayTaken:
+    """A context that tells which way modules go: computed chunk by chunk by an autograd Function of seqtile's, whose
+    node then stands between their inputs and outputs, or untiled. Watched are calls with more tokens than a chunk
+    holds; of a module that is given no hidden states, such as a whole model, every call."""
+
+    def __init__(self, modules: Sequence[nn.Module], chunk_tokens: int):
+        self.chunked = self.untiled = 0
+        self._modules, self._chunk_tokens = modules, chunk_tokens
+        self._calls: list[tuple[nn.Module, bool, set[Node | None]]] = []
+
+    def __enter__(self) -> "WayTaken":
+        self._hooks = [module.register_forward_pre_hook(self._called, with_kwargs=True) for module in self._modules]
+        self._hooks += [module.register_forward_hook(self._returned) for module in self._modules]
+        return self
+
+    def __exit__(self, *_: Any) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+    @property
+    def refusal(self) -> str | None:
+        """Says why nothing follows from the run for modules that are to be tiled; None if something does."""
+        if self.untiled:
+            return "its forward went the untiled way"
+        if not self.chunked:
+            return "a small model of its class, given words, does not call it"
+        return None
+
+    def _called(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        given = _tensors_in((args, kwargs))
+        states = [tensor for tensor in given if tensor.is_floating_point() and tensor.dim() > 1]
+        is_short = bool(states) and states[0].shape[:-1].numel() <= self._chunk_tokens
+        ends = {tensor.grad_fn for tensor in given}
+        self._calls.append((module, is_short, ends | set(nodes_behind(ends))))
+
+    def _returned(self, module: nn.Module, args: tuple, output: Any) -> None:
+        called, is_short, before = self._calls.pop()
+        assert called is module, "modules return in the reverse of the order in which they are called"
+        ends = {tensor.grad_fn for tensor in _tensors_in(output)} - {None}
+        if is_short or not ends:  # without a gradient there is nothing to compare
+            return
+        if any(_is_ours(node) for node in nodes_behind(ends) if node not in before):
+            self.chunked += 1
+        else:
+            self.untiled += 1
+
+
+def _is_ours(node: Node) -> bool:
+    function = getattr(type(node), "_forward_cls", None)  # of a Function that is written in Python
+    return function is not None and function.__module__.startswith("seqtile.")
+
+
+def _tensors_in(value: Any) -> list[torch.Tensor]:
+    """Returns the tensors in what a forward is given or returns."""
+    return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def _error(found: Vectors | None, truth: Vectors) -> float:

@@ -23,7 +23,6 @@ from seqtile.models.patch import Proof, apply, refused_of
 from seqtile.models.placement import Options, placement_at
 from seqtile.models.proof import CHUNK, PROVEN_ALONE, Inputs, compare, gradients_of, some_words, unproven
 from seqtile.models.small import HEADS, configs_in, small_model
-from seqtile.models.way_taken import WayTaken
 
 RIGHT, REFUSED, DIFFERS, FAILS = "right", "refused", "different", "failing untiled too"
 CHUNK_TOKENS = 11  # less than a quarter of the batch, so that experts' chunks, of up to four times as many, are several
@@ -41,10 +40,8 @@ _OTHER_VALUES: dict[str, tuple[Any, ...]] = {  # of a field that is no switch, w
     **dict.fromkeys(("num_key_value_heads", "num_kv_heads"), (1, HEADS)),
     **dict.fromkeys(("num_local_experts", "num_experts", "shared_intermediate_size"), (0,)),
     **dict.fromkeys(("num_experts_per_tok", "moe_topk", "decoder_sparse_step"), (1,)),
-    **dict.fromkeys(("first_k_dense_replace", "num_dense_layers"), (0, 1)),
-    "num_kv_shared_layers": (0,),
-    "num_nextn_predict_layers": (0, 1),
-    "hidden_size_per_layer_input": (0,),
+    **dict.fromkeys(("first_k_dense_replace", "num_dense_layers", "num_nextn_predict_layers"), (0, 1)),
+    **dict.fromkeys(("num_kv_shared_layers", "hidden_size_per_layer_input"), (0,)),
     "q_lora_rank": (None, 8),
     "mlp_only_layers": ([], [0]),
     "scoring_func": ("softmax", "sigmoid"),
@@ -253,7 +250,7 @@ def _difference(
             return None
         if options.layer and "use_cache" not in inputs:  # tiled layers make no cache in training
             untiled = partial(untiled, use_cache=False)
-        differs = compare(tiled, inputs, WayTaken(placed, CHUNK_TOKENS), untiled)[1]
+        differs = compare(tiled, inputs, placed, CHUNK_TOKENS, untiled)[1]
     except Exception as error:  # of whatever tiled code does not bear
         return error
     refusals |= refused_of(tiled)

@@ -38,7 +38,7 @@ _HARMLESS = (  # where hooks are written that only watch, or gather what a modul
     "torch.distributed.fsdp.",
     "deepspeed.runtime.zero.",
     "seqtile.models.difference.",
-    "seqtile.models.way_taken.",
+    "seqtile.models.proof.WayTaken.",
     "seqtile.models.trial_pass.Pass.",
     "seqtile.models.trial_ranks.",
 )

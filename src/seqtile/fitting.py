@@ -109,21 +109,22 @@ def gpu_memory_at_hand() -> float:
     if not torch.cuda.is_available():
         raise ValueError("gpu_memory_gib: torch sees no GPU; pass the GiB of the one that it is meant for")
     free, total = torch.cuda.mem_get_info()
-    return _least(min(total, free + torch.cuda.memory_reserved() + GIB) / GIB)  # a plan counts 1 GiB for CUDA
+    at_hand = min(total, free + torch.cuda.memory_reserved() + GIB) / GIB  # a plan counts 1 GiB for CUDA
+    return of_every_rank(at_hand).min().item()
 
 
 def host_memory_at_hand() -> float:
-    """Returns the GiB of host memory that are free; the least of all ranks'."""
-    return _least(available() / GIB)
+    """Returns the GiB of host memory that are free; the least of all ranks', so that all turn on the same."""
+    return of_every_rank(available() / GIB).min().item()
 
 
-def _least(size: float) -> float:
-    """Returns the smallest of all ranks', so that all turn on the same."""
-    sizes = [size]
+def of_every_rank(*values: float) -> torch.Tensor:
+    """Returns [ranks, len(values)]: these of every rank."""
+    found = [values]
     if dist.is_initialized():
-        sizes *= dist.get_world_size()
-        dist.all_gather_object(sizes, size)
-    return min(sizes)
+        found *= dist.get_world_size()
+        dist.all_gather_object(found, values)
+    return torch.tensor(found, dtype=torch.float64)
 
 
 def _setup_of_model(model: nn.Module, inner: nn.Module) -> dict[str, Any]:

@@ -22,14 +22,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 import seqtile
 from seqtile import offload, sp
-from seqtile.offload.checkpointing import enable_checkpointing
-from seqtile.recipes import Job, checkpoint_in, free_bytes, number_or_name
+from seqtile.fitting import of_every_rank
+from seqtile.offload.checkpointing import enable_checkpointing, layers_of
+from seqtile.recipes import Job, checkpoint_in, free_bytes, number_or_name, places
 from seqtile.recipes.data import in_brief, is_out_of_memory, load_model, read_of
-from seqtile.recipes.output import RunResult, places, written_beside
+from seqtile.recipes.output import RunResult, written_beside
 
 RUN = "run.json"
 MUST_MATCH = ("seq_len", "dtype", "learning_rate", "seed", "device", "sequence_parallel")
@@ -58,15 +58,6 @@ def ranks() -> int:
 
 def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
-
-
-def of_every_rank(*values: float) -> torch.Tensor:
-    """Returns [ranks, len(values)]: these of every rank."""
-    found = [values]
-    if dist.is_initialized():
-        found *= ranks()
-        dist.all_gather_object(found, values)
-    return torch.tensor(found, dtype=torch.float64)
 
 
 def model_of(name: str, config: PreTrainedConfig) -> PreTrainedModel:
@@ -106,8 +97,7 @@ class Training:
     def __init__(self, model: PreTrainedModel, job: Job, sharded: bool):
         if sharded:
             mesh = init_device_mesh(job.device, (dist.get_world_size(),))
-            layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-            for module in (*layers, model):  # whole in a rank's memory one after the other
+            for module in (*layers_of(model), model):  # whole in a rank's memory one after the other
                 module.to(job.device)
                 receive(parameter for parameter in module.parameters() if not isinstance(parameter, DTensor))
                 fully_shard(module, mesh=mesh)

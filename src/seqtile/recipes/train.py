@@ -23,9 +23,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 import seqtile
 from seqtile import sp
+from seqtile.fitting import of_every_rank
 from seqtile.recipes import Job
 from seqtile.recipes.output import RunResult, save_model
-from seqtile.recipes.state import REMEDY, Run, Training, load_checkpoint, loaded, of_every_rank, rank, save_checkpoint
+from seqtile.recipes.state import REMEDY, Run, Training, load_checkpoint, loaded, rank, save_checkpoint
 
 MIB = 2**20
 RECENT = 10  # steps, by which the time that is left is told

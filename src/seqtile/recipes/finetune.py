@@ -19,7 +19,8 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 import seqtile
-from seqtile.fitting import cheapest, gpu_memory_at_hand, host_memory_at_hand
+from seqtile.fitting import choose, formula_of, gpu_memory_at_hand, host_memory_at_hand
+from seqtile.memory import Setup
 from seqtile.recipes import Job, check_output, checkpoint_in, number_or_name
 from seqtile.recipes.data import is_out_of_memory, load_config, load_tokenizer, sequences, standard_library
 from seqtile.recipes.output import RunResult, print_table, remove_incomplete, report_of, write_report
@@ -72,10 +73,7 @@ def finetune(job: Job, console: Console) -> dict[str, Any]:
 def fitted(job: Job, console: Console) -> Job:
     """Returns the job with the cheapest features that fit, see `seqtile.fit`. ValueError if none do."""
     on_gpu, memory = job.device == "cuda", host_memory_at_hand()
-    found = cheapest(
-        load_config(job.model),
-        seq_len=job.seq_len,
-        host=on_gpu,
+    setup = Setup(
         dtype=job.dtype,
         autocast=job.dtype == "bfloat16",
         gpus=ranks(),
@@ -83,6 +81,7 @@ def fitted(job: Job, console: Console) -> Job:
         gpu_memory_gib=gpu_memory_at_hand() if on_gpu else memory,
         host_memory_gib=memory,
     )
+    found = choose(formula_of(load_config(job.model)), setup, job.seq_len, host=on_gpu)
     console.print(str(found))
     groups = found.setup.head_groups
     chosen = {"layer": found.options["layer"], "head_groups": groups and str(groups), "offload": found.offload}

@@ -47,7 +47,7 @@ def finetune(job: Job, console: Console) -> dict[str, Any]:
     alone = job.local_rank is None
     with nullcontext() if alone else sequence_group(job) as ctx, TemporaryDirectory() as files:
         job = fitted(job, console) if job.fit else job
-        run = prepared(job, console, 1 if alone else ctx.data_parallel_size, Path(files) / "tokenizer")
+        run = prepared(job, console, Path(files) / "tokenizer")
         baseline = untiled_run(run, console) if job.compare else None
         with memory_errors("the tiled run" if alone else f"rank {rank()}"):
             tiled = train(run, ctx)
@@ -88,11 +88,12 @@ def fitted(job: Job, console: Console) -> Job:
     return replace(job, fit=False, **chosen)
 
 
-def prepared(job: Job, console: Console, groups: int, tokenizer_files: Path) -> Run:
+def prepared(job: Job, console: Console, tokenizer_files: Path) -> Run:
     """Returns the tiled run, once all is known to work that can be known before training.
 
     The tokenizer is written to `tokenizer_files`, to be saved with the model: by then its own may be gone.
     """
+    groups = ranks() // job.sequence_parallel
     with redirect_stderr(io.StringIO()), console.status("reading documents"):  # Hugging Face has bars of its own
         config = load_config(job.model)
         with torch.device("meta"):

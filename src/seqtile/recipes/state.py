@@ -94,9 +94,9 @@ class Training:
     the only one.
     """
 
-    def __init__(self, model: PreTrainedModel, job: Job, sharded: bool):
-        if sharded:
-            mesh = init_device_mesh(job.device, (dist.get_world_size(),))
+    def __init__(self, model: PreTrainedModel, job: Job):
+        if ranks() > 1:
+            mesh = init_device_mesh(job.device, (ranks(),))
             for module in (*layers_of(model), model):  # whole in a rank's memory one after the other
                 module.to(job.device)
                 receive(parameter for parameter in module.parameters() if not isinstance(parameter, DTensor))
@@ -217,10 +217,9 @@ def loaded(run: Run, ctx: sp.SequenceParallel | None) -> Training:
         seqtile.apply_seqtile(model, layer=job.layer, head_groups=number_or_name(job.head_groups))
     if ctx is not None:
         sp.apply_ulysses(model, ctx)
-    sharded = ctx is not None and dist.get_world_size() > 1
-    training = Zero3(model, job) if sharded and job.shard == "zero3" else Training(model, job, sharded)
+    training = (Zero3 if ranks() > 1 and job.shard == "zero3" else Training)(model, job)
     if job.offload:
-        offload.enable(model, tokens=math.ceil(job.seq_len / (1 if ctx is None else ctx.size)))
+        offload.enable(model, tokens=math.ceil(job.seq_len / job.sequence_parallel))
     else:
         enable_checkpointing(model)
     return training

@@ -9,7 +9,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3_5ForCausalLM, 
 
 import seqtile
 from seqtile import memory
-from seqtile.fitting import cheapest
+from seqtile.fitting import Fit, choose, formula_of
 from seqtile.memory.setup import GIB
 from seqtile.memory.simulate import Simulation
 from seqtile.models.find import is_checkpointed
@@ -18,6 +18,10 @@ from support.tiny import batch_of, build
 SIZES = {"hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32}
 LLAMA_8B = LlamaConfig(**SIZES, num_key_value_heads=8, vocab_size=128256)
 ON_24 = {"lora_rank": 16, "dtype": "bfloat16", "gpu_memory_gib": 24, "host_memory_gib": 200}
+
+
+def cheapest(seq_len: int, **setup: object) -> Fit:
+    return choose(formula_of(LLAMA_8B), memory.Setup(**setup), seq_len)
 
 
 def on_meta(config: object, dtype: torch.dtype = torch.bfloat16) -> nn.Module:
@@ -32,7 +36,7 @@ def on(found: object) -> tuple[str, ...]:
 @pytest.mark.parametrize("seq_len", [5_000, 30_000, 40_000, 100_000, 135_000])
 def test_the_cheapest_that_fits(seq_len: int) -> None:
     """The first of a fixed order, by memory.plan."""
-    found = cheapest(LLAMA_8B, seq_len=seq_len, **ON_24)
+    found = cheapest(seq_len, **ON_24)
     host = {"offload": ("activations",)}
     rungs = [{"tiles": ("loss", "mlp")}, {"tiles": memory.TILES}, {"tiles": memory.TILES} | host]
     rungs.append(rungs[-1] | {"head_groups": "auto"})
@@ -48,18 +52,18 @@ def test_every_feature_is_needed_somewhere() -> None:
     lengths = [2**n for n in range(10, 17)]
     longest = [memory.longest(LLAMA_8B, **ON_24, tiles=tiles).tokens for tiles in (("loss", "mlp"), memory.TILES)]
     assert 0 < longest[0] < longest[1]
-    sizes = {len(on(cheapest(LLAMA_8B, seq_len=n, **ON_24))) for n in (*lengths, longest[0], longest[1], 135_000)}
+    sizes = {len(on(cheapest(n, **ON_24))) for n in (*lengths, longest[0], longest[1], 135_000)}
     assert sizes == {1, 2, 3, 4}
 
 
 def test_too_long_tells_the_longest() -> None:
     most = memory.longest(LLAMA_8B, **ON_24, tiles=memory.TILES, offload="activations", head_groups="auto")
-    found = cheapest(LLAMA_8B, seq_len=most.tokens, **ON_24)
+    found = cheapest(most.tokens, **ON_24)
     assert len(on(found)) == 4
     with pytest.raises(ValueError, match=f"seq_len: expected at most {most.tokens:,} tokens, got {most.tokens + 1:,}"):
-        cheapest(LLAMA_8B, seq_len=most.tokens + 1, **ON_24)
+        cheapest(most.tokens + 1, **ON_24)
     with pytest.raises(ValueError, match="seq_len: weights and optimizer alone are too large, got 100"):
-        cheapest(LLAMA_8B, seq_len=100, gpu_memory_gib=24, host_memory_gib=200)
+        cheapest(100, gpu_memory_gib=24, host_memory_gib=200)
 
 
 def test_dry_run_changes_nothing(capsys: pytest.CaptureFixture) -> None:

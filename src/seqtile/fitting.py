@@ -88,7 +88,7 @@ def fit(
         raise ValueError(f"gpus: {dist.get_world_size()} processes train; pass gpus, zero_stage and sequence_parallel")
     given = setup_of(setup)
     try:
-        predictor: Predictor = _formula(inner.config)
+        predictor: Predictor = formula_of(inner.config)
     except NoFormula as error:
         predictor = _simulation(inner, given, str(error))
     found = choose(predictor, given, seq_len, batch_size)
@@ -109,21 +109,22 @@ def gpu_memory_at_hand() -> float:
     if not torch.cuda.is_available():
         raise ValueError("gpu_memory_gib: torch sees no GPU; pass the GiB of the one that it is meant for")
     free, total = torch.cuda.mem_get_info()
-    return _least(min(total, free + torch.cuda.memory_reserved() + GIB) / GIB)  # a plan counts 1 GiB for CUDA
+    at_hand = min(total, free + torch.cuda.memory_reserved() + GIB) / GIB  # a plan counts 1 GiB for CUDA
+    return of_every_rank(at_hand).min().item()
 
 
 def host_memory_at_hand() -> float:
-    """Returns the GiB of host memory that are free; the least of all ranks'."""
-    return _least(available() / GIB)
+    """Returns the GiB of host memory that are free; the least of all ranks', so that all turn on the same."""
+    return of_every_rank(available() / GIB).min().item()
 
 
-def _least(size: float) -> float:
-    """Returns the smallest of all ranks', so that all turn on the same."""
-    sizes = [size]
+def of_every_rank(*values: float) -> torch.Tensor:
+    """Returns [ranks, len(values)]: these of every rank."""
+    found = [values]
     if dist.is_initialized():
-        sizes *= dist.get_world_size()
-        dist.all_gather_object(sizes, size)
-    return min(sizes)
+        found *= dist.get_world_size()
+        dist.all_gather_object(found, values)
+    return torch.tensor(found, dtype=torch.float64)
 
 
 def _setup_of_model(model: nn.Module, inner: nn.Module) -> dict[str, Any]:
@@ -133,7 +134,8 @@ def _setup_of_model(model: nn.Module, inner: nn.Module) -> dict[str, Any]:
     return {"dtype": dtype} | adapters
 
 
-def _formula(config: Any) -> Formula:
+def formula_of(config: Any) -> Formula:
+    """Returns the formula of a model's memory. NoFormula if there is none for its type."""
     formula = Formula(shape_of(config))
     if formula.shape.assumed:
         raise NoFormula(f"model type {formula.shape.model_type} has no formula in seqtile.memory")
@@ -152,15 +154,9 @@ def _simulation(model: nn.Module, given: Setup, why: str) -> Predictor:
     return found
 
 
-def cheapest(config: Any, *, seq_len: int, batch_size: int = 1, host: bool = True, **setup: Any) -> Fit:
-    """Returns the cheapest features with which `memory.plan` of these arguments fits; `host`: False to leave layer
-    inputs where they are. ValueError, with the longest sequence that fits, if none do."""
-    return choose(_formula(config), setup_of(setup), seq_len, batch_size, host)
-
-
 def choose(predictor: Predictor, given: Setup, seq_len: int, batch_size: int = 1, host: bool = True) -> Fit:
-    """Returns the first features, in the order of their cost, with which a step is predicted to fit. ValueError, with
-    the longest sequence that fits, if none do."""
+    """Returns the first features, in the order of their cost, with which a step is predicted to fit; `host`: False to
+    leave layer inputs where they are. ValueError, with the longest sequence that fits, if none do."""
     chosen, step, most = replace(given, tiles=(), head_groups=None), None, 0
     lines = [f"seqtile.fit, for {seq_len:,} tokens:"]
     for name, feature in FEATURES.items():

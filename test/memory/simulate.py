@@ -244,7 +244,7 @@ def build(config: PreTrainedConfig, setup: Setup, modes: ExitStack, host: HostMe
         if setup.lora_rank is not None:
             model = get_peft_model(model, LoraConfig(r=setup.lora_rank, target_modules=LINEAR))
             causal_lm.enable_input_require_grads()
-    modes.enter_context(FakeTensorMode())
+    modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
     materialise(model.train())
     if setup.load_in_4bit:
         quantise(model)

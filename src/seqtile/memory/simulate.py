@@ -79,7 +79,7 @@ class Simulation(Predictor):
         """Returns the bytes of a step of the layers that are run, besides weights and optimizer: without a token, and
         of each token."""
         model, level = self._model(self.few_layers), logging.get_verbosity()
-        with FakeTensorMode(), warnings.catch_warnings():
+        with FakeTensorMode(allow_non_fake_inputs=True), warnings.catch_warnings():
             warnings.simplefilter("ignore")
             logging.set_verbosity_error()
             try:
@@ -138,17 +138,10 @@ def _attention(module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Ten
     return FlashFunction.apply(q, k, v), None
 
 
-def materialise(model: nn.Module) -> None:
-    """Puts tensors without data in the place of those of the meta device."""
-    made: dict[int, torch.Tensor] = {}
-    for module in model.modules():
-        for tensors in (module._parameters, module._buffers):
-            for name, old in tensors.items():
-                if old is not None and id(old) not in made:
-                    new: Any = torch.empty(old.shape, dtype=old.dtype)
-                    made[id(old)] = nn.Parameter(new, old.requires_grad) if isinstance(old, nn.Parameter) else new
-                if old is not None:
-                    tensors[name] = made[id(old)]
+def materialise(model: PreTrainedModel) -> None:
+    """Puts tensors without data, of a `FakeTensorMode` that takes others, in the place of those of the meta device."""
+    model.to_empty(device="cpu")
+    model.tie_weights()
 
 
 def _tokens(model: PreTrainedModel) -> int:

@@ -140,10 +140,16 @@ def check_output(directory: Path, sizes: dict[str, int]) -> None:
         ) from error
 
 
+def places(path: Path) -> tuple[Path, Path, Path]:
+    """Returns `path` itself, or what it links to; what is written first, beside it and so on the same disk; and where
+    the one that was there waits."""
+    path = path.resolve()
+    return path, path.with_name(f"{path.name}.incomplete"), path.with_name(f"{path.name}.replaced")
+
+
 def checkpoint_in(output: Path) -> Path | None:
     """Returns the directory of the last complete checkpoint, None if there is none."""
-    path = (output / "checkpoint").resolve()
-    earlier = path.with_name("checkpoint.replaced")  # all there is if a process was killed just as it replaced it
+    path, _, earlier = places(output / "checkpoint")  # earlier: all there is of a process killed as it replaced it
     return next((place for place in (path, earlier) if place.is_dir()), None)
 
 

@@ -19,7 +19,8 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 import seqtile
-from seqtile.fitting import cheapest, gpu_memory_at_hand, host_memory_at_hand
+from seqtile.fitting import choose, formula_of, gpu_memory_at_hand, host_memory_at_hand
+from seqtile.memory import Setup
 from seqtile.recipes import Job, check_output, checkpoint_in, number_or_name
 from seqtile.recipes.data import is_out_of_memory, load_config, load_tokenizer, sequences, standard_library
 from seqtile.recipes.output import RunResult, print_table, remove_incomplete, report_of, write_report
@@ -46,7 +47,7 @@ def finetune(job: Job, console: Console) -> dict[str, Any]:
     alone = job.local_rank is None
     with nullcontext() if alone else sequence_group(job) as ctx, TemporaryDirectory() as files:
         job = fitted(job, console) if job.fit else job
-        run = prepared(job, console, 1 if alone else ctx.data_parallel_size, Path(files) / "tokenizer")
+        run = prepared(job, console, Path(files) / "tokenizer")
         baseline = untiled_run(run, console) if job.compare else None
         with memory_errors("the tiled run" if alone else f"rank {rank()}"):
             tiled = train(run, ctx)
@@ -72,10 +73,7 @@ def finetune(job: Job, console: Console) -> dict[str, Any]:
 def fitted(job: Job, console: Console) -> Job:
     """Returns the job with the cheapest features that fit, see `seqtile.fit`. ValueError if none do."""
     on_gpu, memory = job.device == "cuda", host_memory_at_hand()
-    found = cheapest(
-        load_config(job.model),
-        seq_len=job.seq_len,
-        host=on_gpu,
+    setup = Setup(
         dtype=job.dtype,
         autocast=job.dtype == "bfloat16",
         gpus=ranks(),
@@ -83,17 +81,19 @@ def fitted(job: Job, console: Console) -> Job:
         gpu_memory_gib=gpu_memory_at_hand() if on_gpu else memory,
         host_memory_gib=memory,
     )
+    found = choose(formula_of(load_config(job.model)), setup, job.seq_len, host=on_gpu)
     console.print(str(found))
     groups = found.setup.head_groups
     chosen = {"layer": found.options["layer"], "head_groups": groups and str(groups), "offload": found.offload}
     return replace(job, fit=False, **chosen)
 
 
-def prepared(job: Job, console: Console, groups: int, tokenizer_files: Path) -> Run:
+def prepared(job: Job, console: Console, tokenizer_files: Path) -> Run:
     """Returns the tiled run, once all is known to work that can be known before training.
 
     The tokenizer is written to `tokenizer_files`, to be saved with the model: by then its own may be gone.
     """
+    groups = ranks() // job.sequence_parallel
     with redirect_stderr(io.StringIO()), console.status("reading documents"):  # Hugging Face has bars of its own
         config = load_config(job.model)
         with torch.device("meta"):

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 from transformers import PreTrainedModel
 
-from seqtile.recipes import Job
+from seqtile.recipes import Job, places
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -46,13 +46,6 @@ def written_beside(path: Path, keep: bool = True) -> Iterator[Path]:
         remove(old)
     finally:
         remove(new)
-
-
-def places(path: Path) -> tuple[Path, Path, Path]:
-    """Returns `path` itself, or what it links to; what is written first, beside it and so on the same disk; and where
-    the one that was there waits."""
-    path = path.resolve()
-    return path, path.with_name(f"{path.name}.incomplete"), path.with_name(f"{path.name}.replaced")
 
 
 def remove_incomplete(path: Path) -> None:

@@ -9,10 +9,8 @@ from rich.table import Column, Table
 
 from seqtile.memory import KNOWN, OFFLOAD, TILES, Longest, Plan, Setup, ladder, longest, plan, shape_of
 from seqtile.memory.features import FEATURES, apply_options, simulation_refusal, with_features
-from seqtile.memory.setup import NoFormula, setup_of
+from seqtile.memory.setup import GIB, NoFormula, setup_of
 from seqtile.recipes import argument, number_or_name, option
-
-GIB = 2**30
 
 
 @dataclass(frozen=True)

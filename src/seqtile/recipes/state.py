@@ -22,14 +22,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 import seqtile
 from seqtile import offload, sp
-from seqtile.offload.checkpointing import enable_checkpointing
-from seqtile.recipes import Job, checkpoint_in, free_bytes, number_or_name
+from seqtile.fitting import of_every_rank
+from seqtile.offload.checkpointing import enable_checkpointing, layers_of
+from seqtile.recipes import Job, checkpoint_in, free_bytes, number_or_name, places
 from seqtile.recipes.data import in_brief, is_out_of_memory, load_model, read_of
-from seqtile.recipes.output import RunResult, places, written_beside
+from seqtile.recipes.output import RunResult, written_beside
 
 RUN = "run.json"
 MUST_MATCH = ("seq_len", "dtype", "learning_rate", "seed", "device", "sequence_parallel")
@@ -58,15 +58,6 @@ def ranks() -> int:
 
 def rank() -> int:
     return dist.get_rank() if dist.is_initialized() else 0
-
-
-def of_every_rank(*values: float) -> torch.Tensor:
-    """Returns [ranks, len(values)]: these of every rank."""
-    found = [values]
-    if dist.is_initialized():
-        found *= ranks()
-        dist.all_gather_object(found, values)
-    return torch.tensor(found, dtype=torch.float64)
 
 
 def model_of(name: str, config: PreTrainedConfig) -> PreTrainedModel:
@@ -103,11 +94,10 @@ class Training:
     the only one.
     """
 
-    def __init__(self, model: PreTrainedModel, job: Job, sharded: bool):
-        if sharded:
-            mesh = init_device_mesh(job.device, (dist.get_world_size(),))
-            layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-            for module in (*layers, model):  # whole in a rank's memory one after the other
+    def __init__(self, model: PreTrainedModel, job: Job):
+        if ranks() > 1:
+            mesh = init_device_mesh(job.device, (ranks(),))
+            for module in (*layers_of(model), model):  # whole in a rank's memory one after the other
                 module.to(job.device)
                 receive(parameter for parameter in module.parameters() if not isinstance(parameter, DTensor))
                 fully_shard(module, mesh=mesh)
@@ -227,10 +217,9 @@ def loaded(run: Run, ctx: sp.SequenceParallel | None) -> Training:
         seqtile.apply_seqtile(model, layer=job.layer, head_groups=number_or_name(job.head_groups))
     if ctx is not None:
         sp.apply_ulysses(model, ctx)
-    sharded = ctx is not None and dist.get_world_size() > 1
-    training = Zero3(model, job) if sharded and job.shard == "zero3" else Training(model, job, sharded)
+    training = (Zero3 if ranks() > 1 and job.shard == "zero3" else Training)(model, job)
     if job.offload:
-        offload.enable(model, tokens=math.ceil(job.seq_len / (1 if ctx is None else ctx.size)))
+        offload.enable(model, tokens=math.ceil(job.seq_len / job.sequence_parallel))
     else:
         enable_checkpointing(model)
     return training

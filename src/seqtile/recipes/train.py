@@ -23,9 +23,10 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 import seqtile
 from seqtile import sp
+from seqtile.fitting import of_every_rank
 from seqtile.recipes import Job
 from seqtile.recipes.output import RunResult, save_model
-from seqtile.recipes.state import REMEDY, Run, Training, load_checkpoint, loaded, of_every_rank, rank, save_checkpoint
+from seqtile.recipes.state import REMEDY, Run, Training, load_checkpoint, loaded, rank, save_checkpoint
 
 MIB = 2**20
 RECENT = 10  # steps, by which the time that is left is told
@@ -153,7 +154,7 @@ def take_steps(
             with torch.no_grad():
                 done.again = loss_of(training.model, run.sequences[0], job, ctx).item()
     done.tokens_per_second = len(done.losses) * run.sequences[0].numel() / sum(done.step_seconds)
-    done.note = no_layer_tiled(training.unwrapped, job, ctx) if run.tiled else None
+    done.note = no_layer_tiled(training.unwrapped, job) if run.tiled else None
     done.status = done.note or str(seqtile.status(training.unwrapped) if run.tiled else "untiled")
     return done
 
@@ -191,12 +192,12 @@ def loss_of(model: torch.nn.Module, batch: torch.Tensor, job: Job, ctx: sp.Seque
         return sp.reduce_loss(model(**shard, use_cache=False).loss, ctx)
 
 
-def no_layer_tiled(model: PreTrainedModel, job: Job, ctx: sp.SequenceParallel | None) -> str | None:
+def no_layer_tiled(model: PreTrainedModel, job: Job) -> str | None:
     """Returns that no layer was tiled, and why, where the sequence, or a rank's part of it, is no longer than a
     chunk."""
     status = seqtile.status(model)
     sizes = [tokens for part in (status.mlp, status.layer) if part is not None for tokens in part.chunk_tokens]
-    tokens = math.ceil(job.seq_len / (1 if ctx is None else ctx.size))
+    tokens = math.ceil(job.seq_len / job.sequence_parallel)
     if not sizes or tokens > min(sizes):
         return None
     tokens_are = f"{tokens:,} tokens are no more than a chunk of {min(sizes):,}"

@@ -25,6 +25,13 @@ def whole(length: int, device: str = "cpu") -> dict[str, torch.Tensor]:
     return batch
 
 
+def packed(*lengths: int) -> dict[str, torch.Tensor]:
+    """Documents one after the other, told by their positions; whether a cache is made is left to the model."""
+    ids = torch.randint(5, VOCAB, (1, sum(lengths)))
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    return {"input_ids": ids, "labels": ids, "position_ids": positions}
+
+
 def tiled_copy(model: nn.Module, head_groups: int | str | None = None, **options: object) -> nn.Module:
     tiled = copy.deepcopy(model)
     seqtile.apply_seqtile(tiled, **{"layer": True, "head_groups": head_groups, "chunk_tokens": CHUNK} | options)

@@ -5,7 +5,7 @@ took back, whether loss and gradients are those of an untouched Hugging Face mod
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import wraps
 from pathlib import Path
 from types import SimpleNamespace
@@ -102,7 +102,7 @@ def watched(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(swiglu_kernels, "float", InterpretedFloat, raising=False)
 
 
-def check_ran(model: nn.Module, expected: list[str], lengths: tuple[int, ...]) -> None:
+def check_ran(model: nn.Module, expected: Sequence[str], lengths: tuple[int, ...]) -> None:
     """`expected`: who computed loss, MLPs and norms of batches of these lengths, all of a part. RoPE must have been
     Liger's; a batch that fits in a chunk runs the forwards of MLPs that were there before seqtile's."""
     layers = model.config.num_hidden_layers
@@ -118,7 +118,7 @@ def check_ran(model: nn.Module, expected: list[str], lengths: tuple[int, ...]) -
     CALLS.clear()
 
 
-def check_status(model: nn.Module, ran: list[str], text: str | None) -> None:
+def check_status(model: nn.Module, ran: Sequence[str], text: str | None) -> None:
     """`text`: what is said of each part that seqtile was applied to and does not run; None if there is none."""
     status = seqtile.status(model)
     for part, package in zip((status.loss, status.mlp), ran, strict=False):
@@ -167,7 +167,7 @@ class Truth:
     def seqtile(self, model: nn.Module | None = None) -> None:
         getattr(seqtile, f"apply_seqtile_to_{self.name}")(model, chunk_tokens=CHUNK, check=False)
 
-    def check(self, model: nn.Module, ran: list[str], text: str | None = None, lengths=(LONG,)) -> None:
+    def check(self, model: nn.Module, ran: Sequence[str], text: str | None = None, lengths=(LONG,)) -> None:
         """Loss and gradients are the untouched model's, `ran` (loss, MLPs, norms) computed them, `status` says so."""
         CALLS.clear()
         for length in lengths:
@@ -227,7 +227,7 @@ def test_order(arch: str, operations: str, device: str) -> None:
     truth.check(model, ran, text)
     truth.check(later, later_ran, text if "seqtile" in operations else None)
 
-    if ran[:2] != [SEQTILE, SEQTILE]:
+    if ran[:2] != (SEQTILE, SEQTILE):
         stood = own_forwards(model)
         seqtile.apply_seqtile(model, chunk_tokens=CHUNK, check=False)
     seqtile.apply_seqtile(later, chunk_tokens=CHUNK, check=False)
@@ -266,7 +266,7 @@ def test_two_architectures(device: str) -> None:
         restored.check_restored(liger_on_classes=True)
 
 
-def train(truth: Truth, target: str, config: dict | None, ran: list[str], text: str | None, output: Path) -> None:
+def train(truth: Truth, target: str, config: dict | None, ran: Sequence[str], text: str | None, output: Path) -> None:
     """Trainer applies Liger to a model that is tiled already, by its classes or alone (`target`)."""
     if target == "classes":
         truth.seqtile()

@@ -12,6 +12,7 @@ from models.layered import KINDS
 from support.assertions import relative_error
 from support.choice import every_value
 from support.tiny import batch_of, build, checkpointing, loss_and_gradients, tiled_copy
+from support.training import with_lora
 
 CALLED = {  # what is done to a model so that parts of it are called chunk by chunk
     "experts": ("qwen3_moe", {}),
@@ -21,9 +22,8 @@ CALLED = {  # what is done to a model so that parts of it are called chunk by ch
 
 
 def adapted(model: nn.Module) -> nn.Module:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj", "lm_head"], lora_dropout=1e-9)
-    return peft.get_peft_model(model, config).train()  # a rate that drops nothing, so that both compute the same
+    """With a rate that drops nothing, so that both compute the same."""
+    return with_lora(model, "q_proj", "down_proj", "lm_head", lora_dropout=1e-9).train()
 
 
 @pytest.mark.full("half a second each", but=every_value)

@@ -1,6 +1,7 @@
 """The families that people train now, each in the ways in which it is trained: as untiled, all parts tiled."""
 
 import copy
+from functools import partial
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from torch.nn.utils.parametrizations import orthogonal, weight_norm
 from transformers import CONFIG_MAPPING, PreTrainedModel
 
 import seqtile
+from models import layered
 from models.layered import KINDS, packed
 from seqtile.models.model_types import model_classes
 from seqtile.models.small import WORDS, small_model
@@ -58,10 +60,7 @@ def errors(found: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]) -> di
     return {name: float((found[name] - true).norm() / max(true.norm(), least)) for name, true in truth.items()}
 
 
-def tiled_copy(model: nn.Module, **options: object) -> nn.Module:
-    tiled = copy.deepcopy(model)
-    seqtile.apply_seqtile(tiled, **{"layer": True, "chunk_tokens": CHUNK} | options)
-    return tiled
+tiled_copy = partial(layered.tiled_copy, chunk_tokens=CHUNK)
 
 
 def assert_same(model: nn.Module, tiled: nn.Module, nudged: Any = None, use_cache: Any = False, **inputs: Any) -> None:

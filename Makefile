@@ -29,7 +29,8 @@ $(STAMP): pyproject.toml dev/constraints.txt dev/no-deps.txt dev/transformers-ol
 demo: $(STAMP)  ## fine-tune a real model on real long documents, untiled and tiled, and compare; LONG=1: on 8,192 tokens, 10 minutes on 2 cores
 	$(BIN)/seqtile finetune --compare --seq-len $(if $(LONG),8192,4096) --steps 2 --output runs/demo
 
-INTERPRETED := test/kernels test/ops test/models/test_gradients.py test/models/test_layer_gradients.py test/distributed
+INTERPRETED := test/kernels test/ops test/models/test_gradients.py test/models/test_layer_gradients.py \
+	test/models/test_liger_orders.py test/distributed
 # Axolotl's tests come first: one worker runs what they share, 20 s, while the other runs the rest.
 ON_OLDEST := test/integrations/test_axolotl.py test/models/test_drift.py test/models/test_patch.py test/models/test_layer.py \
 	test/models/test_layer_holes.py test/sp/test_documents.py

@@ -20,8 +20,8 @@ import torch
 from torch import nn
 
 import seqtile
+from models.layered import packed
 from models.test_layer import PROJECTIONS, with_adapters
-from models.test_layer_packed import packed
 from models.test_layer_sharing import built
 from models.test_paths import hooked, nested, of_the_mlp, pruned_head, quantised
 from support.tiny import CHUNK, batch_of, build, checkpointing

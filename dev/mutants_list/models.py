@@ -143,7 +143,8 @@ MUTANTS = (
         "uncached_forward.forward",
         'return original(self, **given | {"use_cache": False})',
         "return original(self, *args, **kwargs)",
-        ("models/test_layer_packed.py",),
+        ("models/test_families.py",),
+        select="all_parts",
     ),
     Mutant(
         "patch: layers that cannot be tiled are not refused",

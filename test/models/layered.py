@@ -8,6 +8,7 @@ from torch import nn
 
 import seqtile
 from seqtile.arch import ARCHS
+from seqtile.models.small import WORDS
 from support.assertions import relative_error
 from support.tiny import CHUNK, batch_of, build, checkpointing, loss_and_gradients
 
@@ -23,6 +24,13 @@ def whole(length: int, device: str = "cpu") -> dict[str, torch.Tensor]:
     batch = batch_of(1, length, device)
     del batch["attention_mask"]
     return batch
+
+
+def packed(*lengths: int) -> dict[str, torch.Tensor]:
+    """Documents one after the other, told by their positions; whether a cache is made is left to the model."""
+    ids = torch.randint(5, WORDS - 5, (1, sum(lengths)))
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    return {"input_ids": ids, "labels": ids, "position_ids": positions}
 
 
 def tiled_copy(model: nn.Module, head_groups: int | str | None = None, **options: object) -> nn.Module:

@@ -58,6 +58,7 @@ def step(model: nn.Module, autocast: torch.dtype | None) -> None:
 
 
 EVERY_DAY = ("gpt2-float32", "bart-float16", "gpt_oss-bfloat16", "olmo2-autocast*", "deepseek_v3-autocast bfloat16")
+EVERY_DAY += ("llama-float16", "qwen3_moe-float32", "granite-bfloat16")
 
 
 @pytest.mark.full("of each type and precision, a second each", but=EVERY_DAY)
@@ -79,6 +80,7 @@ def test_no_false_alarm(model_type: str, precision: str) -> None:
                 step(model, autocast)
             continue
         compared += "equal the untiled model's up to rounding" in outcome_of(model)
+        assert not compared or "every gradient" in outcome_of(model)
         assert compared or "the untiled model fails" in outcome_of(model), outcome_of(model)
     if not compared:
         pytest.skip("it cannot be trained so, or has nothing that is tiled")

@@ -3,20 +3,12 @@
 import pytest
 
 from seqtile.arch import ARCHS
-from support.measure import FlopCount
-from support.tiny import CLASSES, VOCAB, batch_of, build, checkpointing, loss_and_gradients, tiled_copy
+from support.measure import flops_of_step
+from support.tiny import CLASSES, VOCAB, build, checkpointing, tiled_copy
 
 TOKENS = 190
 OTHERS = "a quarter of a second each; with a norm behind the MLP, with biases, and with experts"
 IGNORED = 3 * 2 * 5 * 48 * VOCAB  # FLOP that the tiled loss spares: three products of the 5 tokens of a masked prompt
-
-
-def flops_of(model) -> int:
-    batch = batch_of(1, TOKENS)
-    with FlopCount() as flops:
-        loss_and_gradients(model, **batch)
-    assert not flops.unknown
-    return flops.total
 
 
 @pytest.mark.full(OTHERS, but=("llama", "gemma2", "granite"))
@@ -27,17 +19,17 @@ def test_tiled_mlp(arch: str) -> None:
     tiled = tiled_copy(untiled, loss=False)
     layers, unit = 2, 2 * TOKENS * 48 * 130
     biases = 2 * TOKENS * (48 + 2 * 130) if untiled.model.layers[0].mlp.down_proj.bias is not None else 0  # their sums
-    assert flops_of(tiled) - flops_of(untiled) == layers * ((11 - 9) * unit + biases)
+    assert flops_of_step(tiled, TOKENS) - flops_of_step(untiled, TOKENS) == layers * ((11 - 9) * unit + biases)
     for model in (untiled, tiled):
         checkpointing(model, reentrant=False)
-    checkpointed = flops_of(untiled)
+    checkpointed = flops_of_step(untiled, TOKENS)
     more = biases + (2 * unit if ARCHS[arch].norm_after else 0)
-    assert flops_of(tiled) == checkpointed + layers * more
+    assert flops_of_step(tiled, TOKENS) == checkpointed + layers * more
     del untiled.model.layers[1:], tiled.model.layers[1:]
     for model in (untiled, tiled):
         model.config.num_hidden_layers = 1
-    a_layer = checkpointed - flops_of(untiled)
-    assert a_layer > 11 * unit and checkpointed + more - flops_of(tiled) == a_layer
+    a_layer = checkpointed - flops_of_step(untiled, TOKENS)
+    assert a_layer > 11 * unit and checkpointed + more - flops_of_step(tiled, TOKENS) == a_layer
 
 
 @pytest.mark.parametrize("experts", ["eager", "grouped_mm"])
@@ -47,10 +39,10 @@ def test_tiled_experts(experts: str) -> None:
     untiled.set_experts_implementation(experts)
     tiled = tiled_copy(untiled, loss=False)
     unit = 2 * 2 * TOKENS * 48 * untiled.config.intermediate_size  # two experts a token
-    assert flops_of(tiled) - flops_of(untiled) == 2 * (12 - 9) * unit
+    assert flops_of_step(tiled, TOKENS) - flops_of_step(untiled, TOKENS) == 2 * (12 - 9) * unit
     for model in (untiled, tiled):
         checkpointing(model, reentrant=False)
-    assert flops_of(tiled) == flops_of(untiled)
+    assert flops_of_step(tiled, TOKENS) == flops_of_step(untiled, TOKENS)
 
 
 @pytest.mark.full(OTHERS, but=("*llama*", "*gemma2*", "*mixtral*"))
@@ -58,4 +50,4 @@ def test_tiled_experts(experts: str) -> None:
 @pytest.mark.parametrize("arch", CLASSES)
 def test_a_tiled_loss_and_a_sequence_of_one_chunk_pay_nothing(arch: str, options: dict) -> None:
     untiled = build(arch)
-    assert flops_of(tiled_copy(untiled, **options)) == flops_of(untiled) - IGNORED
+    assert flops_of_step(tiled_copy(untiled, **options), TOKENS) == flops_of_step(untiled, TOKENS) - IGNORED

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import seqtile
-from models.layered import KINDS, assert_equal
+from models.layered import KINDS, assert_equal, assert_same_step
 from seqtile.arch import ARCHS
 from support.assertions import assert_each_as_exact, relative_error
 from support.choice import every_pair
@@ -24,30 +24,10 @@ from support.tiny import (
     tiled_copy,
 )
 
-
-def assert_equals(arch: str, liger: bool, reentrant: bool | None, shape: tuple, items: int | None, device: str) -> None:
-    if interpreted() and (arch not in ("llama", "mistral", "qwen3") or items is not None):
-        pytest.skip("the interpreter is slow, and has none of the functions that Liger's other kernels call")
-    if liger:
-        liger_or_skip(arch, device)
-    untiled = build(arch, device)
-    tiled = copy.deepcopy(untiled)
-    batch = batch_of(*shape, device)
-    if items is not None:
-        batch["num_items_in_batch"] = torch.tensor(items, device=device)
-    checkpointing(untiled, reentrant)
-    theirs = loss_and_gradients(untiled, **batch)
-    with modeling_restored():
-        if liger:
-            apply_liger(arch, model=tiled)
-        seqtile.apply_seqtile(tiled, chunk_tokens=CHUNK)
-        status = seqtile.status(tiled)
-        assert status.loss.tiled == 1 and status.mlp.tiled == status.mlp.total > 0
-        checkpointing(tiled, reentrant)
-        assert_equal(loss_and_gradients(tiled, **batch), theirs)
+ON_GPU = "a CPU trains all of them by the same lines, and each kernel has its own tests"
 
 
-@pytest.mark.on_gpu("a CPU trains all of them by the same lines, and each kernel has its own tests", only=every_pair)
+@pytest.mark.on_gpu(ON_GPU, only=every_pair)
 @pytest.mark.in_interpreter("one model of each kind", only=("mistral-reentrant-shape0-None",))
 @pytest.mark.full("of 168 models", but=every_pair)
 @pytest.mark.parametrize("items", [None, 77])
@@ -55,18 +35,32 @@ def assert_equals(arch: str, liger: bool, reentrant: bool | None, shape: tuple, 
 @pytest.mark.parametrize("reentrant", KINDS)
 @pytest.mark.parametrize("arch", CLASSES)
 def test_gradients_equal(arch: str, reentrant: bool | None, shape: tuple, items: int | None, device: str) -> None:
-    assert_equals(arch, False, reentrant, shape, items, device)
+    if interpreted() and (arch not in ("llama", "mistral", "qwen3") or items is not None):
+        pytest.skip("the interpreter is slow")
+    untiled, batch = build(arch, device), batch_of(*shape, device)
+    if items is not None:
+        batch["num_items_in_batch"] = torch.tensor(items, device=device)
+    tiled = tiled_copy(untiled)
+    status = seqtile.status(tiled)
+    assert status.loss.tiled == 1 and status.mlp.tiled == status.mlp.total > 0
+    assert_same_step(tiled, untiled, batch, reentrant)
 
 
-@pytest.mark.on_gpu("a CPU trains all of them by the same lines, and each kernel has its own tests", only=every_pair)
-@pytest.mark.in_interpreter("Liger's kernels", only=("llama-plain-shape0-None", "qwen3-ckpt-shape0-None"))
+@pytest.mark.on_gpu(ON_GPU)
+@pytest.mark.in_interpreter("test_liger_orders.py has the kernels that it can run", only=())
 @pytest.mark.full("Liger's kernels need a GPU or the interpreter")
-@pytest.mark.parametrize("items", [None, 77])
-@pytest.mark.parametrize("shape", [(1, 63), (3, 101)])
-@pytest.mark.parametrize("reentrant", KINDS)
 @pytest.mark.parametrize("arch", CLASSES)
-def test_over_liger(arch: str, reentrant: bool | None, shape: tuple, items: int | None, device: str) -> None:
-    assert_equals(arch, True, reentrant, shape, items, device)
+def test_over_liger(arch: str, device: str) -> None:
+    if interpreted() and arch not in ("llama", "mistral", "qwen3"):
+        pytest.skip("the interpreter has none of the functions that Liger's other kernels call")
+    liger_or_skip(arch, device)
+    untiled, batch = build(arch, device), batch_of(3, 63, device)
+    tiled, truth = copy.deepcopy(untiled), loss_and_gradients(untiled, **batch)
+    with modeling_restored():
+        apply_liger(arch, model=tiled)
+        seqtile.apply_seqtile(tiled, chunk_tokens=CHUNK)
+        checkpointing(tiled, False)
+        assert_equal(loss_and_gradients(tiled, **batch), truth)
 
 
 @pytest.mark.full("one with all kernels of the row, one with experts", but=("gemma2", "qwen3_moe"))

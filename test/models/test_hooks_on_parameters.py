@@ -8,10 +8,10 @@ import torch
 from torch import nn
 
 import seqtile
-from models.layered import KINDS
-from support.assertions import relative_error
+from models.layered import KINDS, assert_equal
 from support.choice import every_value
 from support.tiny import batch_of, build, checkpointing, loss_and_gradients, tiled_copy
+from support.training import with_lora
 
 CALLED = {  # what is done to a model so that parts of it are called chunk by chunk
     "experts": ("qwen3_moe", {}),
@@ -21,9 +21,8 @@ CALLED = {  # what is done to a model so that parts of it are called chunk by ch
 
 
 def adapted(model: nn.Module) -> nn.Module:
-    peft = pytest.importorskip("peft")
-    config = peft.LoraConfig(r=4, target_modules=["q_proj", "down_proj", "lm_head"], lora_dropout=1e-9)
-    return peft.get_peft_model(model, config).train()  # a rate that drops nothing, so that both compute the same
+    """With a rate that drops nothing, so that both compute the same."""
+    return with_lora(model, "q_proj", "down_proj", "lm_head", lora_dropout=1e-9).train()
 
 
 @pytest.mark.full("half a second each", but=every_value)
@@ -48,11 +47,9 @@ def test_hook_sees_the_whole_gradient_once(case: str, reentrant: bool | None, de
             if parameter.requires_grad:
                 parameter.register_hook(partial(clipped, calls, name))
         found.append((*loss_and_gradients(each, **batch), calls))
-    (loss, gradients, calls), (tiled_loss, tiled_gradients, tiled_calls) = found
+    (*theirs, calls), (*ours, tiled_calls) = found
     assert set(calls.values()) == {1} and tiled_calls == calls
-    assert relative_error(tiled_loss, loss) < 1e-6
-    for name, gradient in gradients.items():
-        assert gradient is None or relative_error(tiled_gradients[name], gradient) < 3e-4, name
+    assert_equal(ours, theirs, gradients=3e-4)
 
 
 def test_hooks_are_there_again_after_a_backward_that_fails(device: str) -> None:

@@ -6,7 +6,6 @@ from functools import partial
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import nn
 from transformers import AttentionInterface, MambaConfig, MambaForCausalLM
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -14,11 +13,11 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 import seqtile
 from models.layered import KINDS, LAYERED, assert_same_step, gradients_of, in_groups, tiled_copy, whole
 from seqtile.models.small import small_model
-from seqtile.offload.checkpointing import Checkpoints, install
-from seqtile.offload.store import Copies, Pool, Store
 from support.assertions import relative_error
 from support.choice import every_value
-from support.tiny import CHUNK, CLASSES, VOCAB, batch_of, build, checkpointing, loss_and_gradients
+from support.plain_store import offloaded
+from support.tiny import CHUNK, CLASSES, VOCAB, batch_of, build, loss_and_gradients
+from support.training import with_lora
 
 pytestmark = pytest.mark.on_gpu("a CPU trains all of them by the same lines", only=every_value)
 
@@ -27,10 +26,7 @@ PROJECTIONS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "
 
 def with_adapters(model: nn.Module, dropout: float, names: list[str]) -> nn.Module:
     """LoRA in float32; with a `dropout` that is none, but that is not known to be."""
-    model = get_peft_model(model, LoraConfig(r=3, lora_dropout=dropout, target_modules=names))
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(parameter, std=0.1)
+    model = with_lora(model, *names, lora_dropout=dropout)
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 1e-12
@@ -143,11 +139,10 @@ def test_a_graph_that_is_kept_serves_twice(head_groups: int | None, device: str)
 @in_groups
 def test_offloaded_inputs(head_groups: int | None) -> None:
     untiled = build("llama")
-    tiled, store = tiled_copy(untiled, head_groups), Store(Pool(), Copies(torch.device("cpu")))
-    checkpointing(tiled, False)
-    install(Checkpoints(store, small=1), tiled, keep_last=0)
+    tiled = tiled_copy(untiled, head_groups)
+    pool = offloaded(tiled, keep_last=0)
     assert_same_step(tiled, untiled, whole(101))
-    assert store.count == len(tiled.model.layers)
+    assert pool.total == 2 * 101 * 48 * 4, "the input of each layer"
 
 
 @pytest.mark.full("10 s of compiler; make test-all compiles whole layers")

@@ -153,6 +153,25 @@ def test_what_is_put_into_a_dict(kind: type) -> None:
     assert_equal(found[1], found[0])
 
 
+@pytest.mark.parametrize("of", [lambda hidden: 2 * hidden, lambda hidden: hidden.norm(dim=-1)], ids=["rows", "norms"])
+def test_what_a_layer_returns_besides(of: Callable) -> None:
+    found = []
+    for tiled in (False, True):
+        layer = noting_layer()
+        hidden, nothing, rest = called(layer, lambda hidden, _: (hidden, None, of(hidden)), None, tiled)
+        (hidden.sum() + rest.square().sum()).backward()
+        assert nothing is None
+        found.append((rest.detach(), gradients_of(layer)))
+    assert_equal(found[1], found[0])
+
+
+def test_what_cannot_be_put_together_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match=r"a Noting is computed chunk by chunk: .*, got a float; apply with layer=False"
+    ):
+        called(noting_layer(), lambda hidden, _: (hidden, 3.0), None, True)
+
+
 @pytest.mark.parametrize("kind", [dict, UserDict])
 def test_what_is_read_from_a_dict(kind: type) -> None:
     """A factor for each token is cut where it is an argument's; whole tensors of a dict that is none of Python's own

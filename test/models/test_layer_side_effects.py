@@ -1,9 +1,7 @@
-"""What a tiled layer makes besides its hidden states: recorded router logits, other outputs; layers in threads."""
+"""What is recorded inside of a tiled layer: router logits, attentions, outputs of modules; layers in threads."""
 
 import copy
-import inspect
 import threading
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -15,8 +13,7 @@ from transformers.utils.output_capturing import OutputRecorder
 
 from models import layered
 from models.layered import KINDS, assert_equal, gradients_of
-from seqtile.models.layer import _FORWARD_CHECKPOINTS, tiled_layer_forward
-from seqtile.models.placement import Options
+from seqtile.models.layer import _FORWARD_CHECKPOINTS
 from seqtile.models.small import WORDS, small_model
 from support.assertions import relative_error
 from support.choice import every_value
@@ -74,48 +71,6 @@ def test_attentions_are_recorded_of_layers_that_run_untiled(reentrant: bool | No
         return
     assert relative_error(tiled(**batch).attentions[1], untiled(**batch).attentions[1]) <= 1e-5
     assert_close_steps(tiled, untiled, batch, 3e-5)
-
-
-def returning(what: object) -> nn.Module:
-    """A model with a layer that puts something beside what it returns, of each token if it is a function."""
-    model = small_model(Olmo2ForCausalLM, Olmo2Config()).double().train()
-    layer = model.model.layers[1]
-    inner = inspect.unwrap(type(layer).forward)
-
-    class Layer(type(layer)):
-        def forward(self, hidden_states: torch.Tensor, **options: object) -> tuple:
-            hidden = inner(self, hidden_states, **options)
-            return hidden, None, what(hidden) if callable(what) else what
-
-    Layer.__module__ = type(layer).__module__
-    layer.__class__ = Layer
-    return model
-
-
-def called(model: nn.Module, x: torch.Tensor, tiled: bool) -> tuple:
-    layer, angles = model.model.layers[1], model.model.rotary_emb(x, torch.arange(x.shape[1])[None])
-    forward = type(layer).forward
-    forward = tiled_layer_forward(Options(layer=True, chunk_tokens=CHUNK), forward) if tiled else forward
-    return forward(layer, x, position_embeddings=angles, attention_mask=None)
-
-
-@pytest.mark.parametrize("what", [lambda hidden: 2 * hidden, lambda hidden: hidden.norm(dim=-1)], ids=["rows", "norms"])
-def test_what_a_layer_returns_besides(what: Callable) -> None:
-    model, found, x = returning(what), [], torch.randn(2, 3 * CHUNK + 1, 64, dtype=torch.double)
-    for tiled in (True, False):
-        model.zero_grad()
-        hidden, nothing, rest = called(model, x, tiled)
-        (hidden.sum() + rest.square().sum()).backward()
-        assert nothing is None
-        found.append((rest.detach(), gradients_of(model.model.layers[1])))
-    assert_close(*found, 1e-6)
-
-
-def test_what_cannot_be_put_together_is_refused() -> None:
-    model, x = returning(3.0), torch.randn(2, 3 * CHUNK + 1, 64, dtype=torch.double)
-    match = r"a Layer is computed chunk by chunk: .*, got a float; apply with layer=False"
-    with pytest.raises(ValueError, match=match):
-        called(model, x, True)
 
 
 def test_two_models_in_two_threads() -> None:

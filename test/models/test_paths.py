@@ -14,29 +14,17 @@ from seqtile.arch import ARCHS
 from support.choice import every_value
 from support.measure import FlopCount, LiveBytes, eager_memory
 from support.tiny import CHUNK, batch_of, build, checkpointing, loss_and_gradients
+from support.training import with_lora
 
 Change = Callable[[nn.Module], nn.Module]
 PROJECTIONS = ["gate_proj", "up_proj", "down_proj"]
 
 
 def lora(*targets: str, **options: object) -> Change:
-    """PEFT's adapters on `targets`, of which none is zero."""
-
     def add(model: nn.Module) -> nn.Module:
-        peft = pytest.importorskip("peft")
-        config = peft.LoraConfig(r=4, target_modules=list(targets), **options)
-        model = peft.get_peft_model(model, config).get_base_model()
-        randomise(model)
-        return model.train()
+        return with_lora(model, *targets, **options).get_base_model().train()
 
     return add
-
-
-def randomise(model: nn.Module) -> None:
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(std=0.3)
 
 
 class Rounded(nn.Linear):
@@ -79,11 +67,9 @@ def exact_gelu(model: nn.Module) -> nn.Module:
 
 def two_adapters(model: nn.Module) -> nn.Module:
     peft = pytest.importorskip("peft")
-    configs = [peft.LoraConfig(r=4, target_modules=PROJECTIONS) for _ in range(2)]
-    wrapped = peft.get_peft_model(model, configs[0])
-    wrapped.add_adapter("second", configs[1])
+    wrapped = with_lora(model, *PROJECTIONS)
+    wrapped.add_adapter("second", peft.LoraConfig(r=4, target_modules=PROJECTIONS, init_lora_weights=False))
     wrapped.base_model.set_adapter(["default", "second"])
-    randomise(model)
     return model.train()
 
 

@@ -6,10 +6,9 @@ import pytest
 import torch
 from torch import nn
 
-import seqtile
-from models.layered import KINDS, assert_equal
+from models.layered import KINDS, assert_same_step
 from support.choice import every_value
-from support.tiny import CHUNK, batch_of, build, checkpointing, loss_and_gradients
+from support.tiny import batch_of, build, checkpointing, loss_and_gradients, tiled_copy
 
 pytestmark = pytest.mark.on_gpu("refused before any kernel runs", only=every_value)
 
@@ -61,25 +60,17 @@ def keeping(name: str, device: str) -> nn.Module:
 @pytest.mark.parametrize("reentrant", KINDS)
 @pytest.mark.parametrize(("name", "layer"), TILED)
 def test_state_is_refused(name: str, layer: bool, reentrant: bool | None, device: str) -> None:
-    model = keeping(name, device)
-    checkpointing(model, reentrant)
-    seqtile.apply_seqtile(model, layer=layer, chunk_tokens=CHUNK)
-    buffers = {name: buffer.clone() for name, buffer in model.named_buffers()}
-    with pytest.raises(ValueError, match=rf"fn changes .*{KEEPING[name][1]}.*eval mode"):
-        loss_and_gradients(model, **batch_of(3, 101, device))
-    assert all(buffer.equal(buffers[name]) for name, buffer in model.named_buffers())
-
-
-@pytest.mark.full("of 7 cases", but=every_value)
-@pytest.mark.parametrize(("name", "layer"), TILED)
-def test_state_that_stays_is_right(name: str, layer: bool, device: str) -> None:
     """With what keeps state in evaluation, and the rest in training, loss and gradients are the untiled ones."""
-    model = keeping(name, device)
-    model(**batch_of(2, 31, device))
-    for module in model.modules():
+    untiled, batch = keeping(name, device), batch_of(3, 101, device)
+    tiled = tiled_copy(untiled, layer=layer)
+    untiled(**batch_of(2, 31, device))
+    tiled.load_state_dict(untiled.state_dict())
+    checkpointing(tiled, reentrant)
+    buffers = {name: buffer.clone() for name, buffer in tiled.named_buffers()}
+    with pytest.raises(ValueError, match=rf"fn changes .*{KEEPING[name][1]}.*eval mode"):
+        loss_and_gradients(tiled, **batch)
+    assert all(buffer.equal(buffers[name]) for name, buffer in tiled.named_buffers())
+    for module in (*untiled.modules(), *tiled.modules()):
         if any(True for _ in module.buffers(recurse=False)):
             module.eval()
-    batch = batch_of(3, 101, device)
-    theirs = loss_and_gradients(model, **batch)
-    seqtile.apply_seqtile(model, layer=layer, chunk_tokens=CHUNK)
-    assert_equal(loss_and_gradients(model, **batch), theirs)
+    assert_same_step(tiled, untiled, batch, reentrant)

@@ -6,15 +6,15 @@ from functools import partial
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import nn
 
-from models.layered import KINDS, whole
+from models.layered import KINDS, MODES, whole
+from models.test_layer import PROJECTIONS
 from support.assertions import relative_error
 from support.choice import every_pair
 from support.tiny import build, checkpointing, loss_and_gradients, tiled_copy
+from support.training import with_lora
 
-MODES = {"mlp": {}, "layer": {"layer": True}, "groups": {"layer": True, "head_groups": 2}}
 Step = Callable[[nn.Parameter], None]
 
 
@@ -52,11 +52,9 @@ def trained(model: nn.Module, make_step: Callable[[nn.Parameter], Step], batches
 
 def with_adapters(model: nn.Module) -> nn.Module:
     """LoRA on every projection and the head, its halves trained as well as the norms."""
-    model = get_peft_model(model, LoraConfig(r=3, target_modules="all-linear"))
+    model = with_lora(model, *PROJECTIONS, "lm_head")
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("lora" in name or "norm" in name)
-        if "lora_B" in name:
-            nn.init.normal_(parameter, std=0.1)
     model.enable_input_require_grads()
     return model
 

@@ -51,7 +51,9 @@ def test_the_counts_in_readme() -> None:
     ) in readme
 
 
-@pytest.mark.full("a third of a second each", but=("*l", "gpt_oss", "deepseek_v3", "phimoe", "gemma4_text"))
+@pytest.mark.full(
+    "a third of a second each", but=("*_vl", "mi*l", "ctrl", "gpt_oss", "deepseek_v3", "phimoe", "gemma4_text", "hy_v4")
+)
 @documented
 @pytest.mark.parametrize("model_type", model_types())
 def test_a_type(model_type: str) -> None:
@@ -196,14 +198,6 @@ def test_a_proof_of_nothing_is_none(cls: type[GPT2LMHeadModel], reason: str) -> 
     assert status.mlp.tiled == status.mlp.total - (1 if cls is UnusedGPT2 else 2)
 
 
-@pytest.mark.parametrize("model_type", ["glm5_next", "hy_v4", "deepseek_v4"])
-def test_layers_of_four_dimensions(model_type: str) -> None:
-    """Whose attention is given what is made of other tokens, too; they did run untiled without a word."""
-    if isinstance(found := found_in(model_type), str):
-        pytest.skip(found)
-    assert all(one.refusal for one in found if one.part is LAYER)
-
-
 @pytest.mark.full("a dozen seconds of hrm_text", but=("llama-*", "gpt_oss-*", "olmo2-*"))
 @pytest.mark.parametrize(("model_type", "tiled"), [("llama", 6), ("gpt_oss", 4), ("olmo2", 4), ("hrm_text", None)])
 def test_every_call_is_counted(model_type: str, tiled: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,7 +254,8 @@ SIZES = {"hidden_size": 96, "num_hidden_layers": 5, "num_attention_heads": 6, "n
 )
 def test_what_was_proven_holds_for_other_sizes_alone(runs: list[object], changes: dict, same: bool) -> None:
     sizes = {"vocab_size": 40, "num_hidden_layers": 2, "intermediate_size": 50}
-    model = LlamaForCausalLM(LlamaConfig(**sizes | changes))
+    with torch.device("meta"):
+        model = LlamaForCausalLM(LlamaConfig(**sizes | changes))
     assert (proof.unproven(model)(LOSS, model) is None) == same and len(runs) == (not same)
 
 

@@ -4,9 +4,11 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 from seqtile.kernels.dispatch import triton
 from seqtile.memory import measure
+from support.tiny import batch_of, loss_and_gradients
 
 eager_memory = pytest.mark.skipif(
     triton is not None and triton.knobs.runtime.interpret, reason="the interpreter has tensors of its own"
@@ -40,3 +42,11 @@ class LiveBytes(measure.LiveBytes):
     def _add(self, storage: torch.UntypedStorage) -> None:
         super()._add(storage)
         self.largest = max(self.largest, storage.nbytes())
+
+
+def flops_of_step(model: nn.Module, tokens: int) -> int:
+    """Of a forward and a backward of one sequence."""
+    with FlopCount() as flops:
+        loss_and_gradients(model, **batch_of(1, tokens))
+    assert not flops.unknown
+    return flops.total

@@ -75,7 +75,10 @@ def test_one_process(run: Run, tmp_path: Path, capsys: pytest.CaptureFixture) ->
 )
 def test_ranks(pool: Pool, shard: str, tmp_path: Path) -> None:
     save_with_dropout(tmp_path / "start")
-    _, printed, _ = (pool.run(run_of_a_rank, str(tmp_path), shard, name) for name in ("part", "rest", "whole"))
+    once = shard == "zero3"  # DeepSpeed keeps the process groups of its first run
+    _, printed, _ = (
+        pool.run(run_of_a_rank, str(tmp_path), shard, name, leaves_traces=once) for name in ("part", "rest", "whole")
+    )
     assert "".join(printed).count(f"seqtile: goes on after step 2 of {STEPS}\n") == 1, "one rank prints"
     rest, whole = (json.loads((tmp_path / name / "report.json").read_text()) for name in ("run", "whole"))
     assert rest["seqtile"]["losses"] == whole["seqtile"]["losses"] and rest["steps"] == STEPS

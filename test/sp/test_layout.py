@@ -1,5 +1,6 @@
 """What is found once a forward, whatever the layers, and how often the host waits for it; groups of ranks."""
 
+import inspect
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,7 @@ from seqtile import sp
 from seqtile.sp import all_to_all, attention, backends
 from seqtile.sp.attention import UlyssesAttention
 from seqtile.sp.layout import Layout, documents_of
-from seqtile.sp.recurrence import Recurrence
+from seqtile.sp.recurrence import Recurrence, is_known
 from sp import recurrences
 from sp.cases import batch_of_kind
 from sp.over_ranks import alone
@@ -66,6 +67,9 @@ def test_ranks_agree_by_one_collective(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_more_ranks_than_channels() -> None:
     """Ranks that computed the same channels would each add all of their weights' gradient."""
     layer = recurrences.build("lfm2").model.layers[0].conv
+    if "kwargs" not in inspect.signature(type(layer).forward).parameters:  # transformers 5.16
+        assert not is_known(layer)
+        return
     layout = Layout(SimpleNamespace(rank=0, size=49, group=None), 2, (((0, 98),),), "sdpa")
     with pytest.raises(ValueError, match="Lfm2ShortConv has 48 heads, expected at least one for each of 49 ranks"):
         Recurrence(layer)(torch.randn(1, 2, 48), ulysses_layout=layout)

@@ -150,7 +150,7 @@ class InterpretedFloat(float):
 
 
 def apply_liger(arch: str, model: nn.Module | None = None, mlp: bool = True, **options: object) -> None:
-    """Liger's own patch, of the classes or of `model`, its RMSNorm made fit for Triton's interpreter if that runs.
+    """Liger's own patch, of the classes or of `model`, its kernels made fit for Triton's interpreter if that runs.
 
     `mlp=False` leaves the MLPs out, as must be where there are experts: Liger's kernel for these needs a GPU.
     """
@@ -160,6 +160,8 @@ def apply_liger(arch: str, model: nn.Module | None = None, mlp: bool = True, **o
     getattr(liger, f"apply_liger_kernel_to_{arch}")(model=model, **options)
     if interpreted():
         import_module("liger_kernel.ops.rms_norm").rsqrt = lambda x: triton.language.rsqrt(x)
+        import_module("liger_kernel.ops.geglu").tanh = lambda x: 2 * triton.language.sigmoid(2 * x) - 1
+        import_module("liger_kernel.ops.swiglu").float = InterpretedFloat  # of its multipliers
         if model is not None:
             make_interpretable(model)
 

@@ -73,12 +73,12 @@ def interrupts_noted(run: Run, console: Console) -> Iterator[list[int]]:
     noted: list[int] = []
 
     def note(number: int, frame: Any) -> None:
+        noted.append(number)  # before it is told, so that a second one is known as such
         if run.job.local_rank is None:
-            if noted:
+            if len(noted) > 1:
                 raise KeyboardInterrupt
             newline = "\n" if console.is_terminal else ""  # there a bar ends without one
             console.print(f"{newline}interrupted: after this step the model is saved; Ctrl-C again ends it at once")
-        noted.append(number)
 
     before = signal.signal(signal.SIGINT, note)
     try:

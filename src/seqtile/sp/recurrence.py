@@ -75,6 +75,8 @@ def is_recurrence(module: nn.Module) -> bool:
     function = inspect.unwrap(kind.forward)
     if function.__module__ != kind.__module__ or "forward" in vars(module):
         return False
+    if not function.__code__.co_flags & inspect.CO_VARKEYWORDS:  # it is not given the layout
+        return False
     return len(RULES.keys() & set(names)) == 1 or kind.__name__ in _CONVOLUTION_ALONE
 
 

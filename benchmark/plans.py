@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from seqtile import memory
 from seqtile.cli import app
-from seqtile.fitting import cheapest
+from seqtile.fitting import choose, formula_of
 from seqtile.memory.setup import GIB
 
 PLANNING, QUANTISED = "docs/planning.md", "docs/quantised-bases.md"
@@ -68,7 +68,8 @@ def command(page: str) -> str:
 
 
 def fit() -> str:
-    return f"```text\n{cheapest(LLAMA, seq_len=400_000, gpu_memory_gib=160, host_memory_gib=1900)}\n```"
+    room = memory.Setup(gpu_memory_gib=160, host_memory_gib=1900)
+    return f"```text\n{choose(formula_of(LLAMA), room, 400_000)}\n```"
 
 
 def longest(model: str, **setup: Any) -> str:

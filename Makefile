@@ -26,8 +26,11 @@ $(STAMP): pyproject.toml dev/constraints.txt dev/no-deps.txt dev/transformers-ol
 	$(PIP) --no-deps --target $(AXOLOTL) -r dev/axolotl.txt
 	touch $@
 
-demo: $(STAMP)  ## fine-tune a real model on real long documents, untiled and tiled, and compare; LONG=1: on 8,192 tokens, 10 minutes on 2 cores
+demo: $(STAMP)  ## fine-tune a real model on real long documents, untiled and tiled, compare, and evaluate; LONG=1: on 8,192 tokens, 10 minutes on 2 cores
 	$(BIN)/seqtile finetune --compare --seq-len $(if $(LONG),8192,4096) --steps 2 --output runs/demo
+	@echo "A document that was not trained on, before and after:"
+	$(BIN)/seqtile evaluate smollm2-135m docs/quickstart.md
+	$(BIN)/seqtile evaluate runs/demo/model docs/quickstart.md --output runs/demo
 
 INTERPRETED := test/kernels test/ops test/models/test_gradients.py test/models/test_layer_gradients.py \
 	test/models/test_liger_orders.py test/distributed

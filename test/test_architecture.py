@@ -24,9 +24,10 @@ SUBPACKAGES = {  # subpackage -> those that it may import
     "memory": {"arch", "rules", "models"},
     "integrations": {"ops", "models", "offload", "fitting"},
     "fitting": {"models", "offload", "memory"},
-    "recipes": {"fitting", "arch", "ops", "modules", "models", "offload", "sp", "memory", "__init__"},
+    "evaluation": {"models", "sp"},
+    "recipes": {"fitting", "evaluation", "arch", "ops", "modules", "models", "offload", "sp", "memory", "__init__"},
     "cli": {"recipes", "memory", "__init__"},
-    "__init__": {"ops", "modules", "models", "offload", "sp", "memory", "fitting", "integrations"},
+    "__init__": {"ops", "modules", "models", "offload", "sp", "memory", "fitting", "evaluation", "integrations"},
 }
 FOREIGN = {  # package -> the subpackages that may import it; a package that is not here may be imported nowhere
     "torch": set(SUBPACKAGES) - {"arch", "rules"},

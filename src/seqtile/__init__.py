@@ -15,6 +15,7 @@ _NAMES = {
     "LowRank": "seqtile.ops.linear",
     "TokenValues": "seqtile.ops.linear_log_probs",
     "apply_seqtile": "seqtile.models",
+    "evaluate": "seqtile.evaluation",
     "fit": "seqtile.fitting",
     "gated_mlp": "seqtile.ops.gated_mlp",
     "linear_cross_entropy": "seqtile.ops.linear_cross_entropy",

@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from seqtile import integrations, memory, models, modules, offload, sp
+from seqtile.evaluation import evaluate
 from seqtile.fitting import fit
 from seqtile.models import apply_seqtile, restore, status
 from seqtile.ops.gated_mlp import gated_mlp
@@ -39,6 +40,7 @@ __all__ = [
     "apply_seqtile_to_qwen3",
     "apply_seqtile_to_qwen3_moe",
     "apply_seqtile_to_smollm3",
+    "evaluate",
     "fit",
     "gated_mlp",
     "integrations",
@@ -74,7 +76,7 @@ def apply_seqtile_to_llama(
         model: the model to tile, alone, also in PEFT's wrapper; None tiles Hugging Face's classes, for every
             model of this type with a head that is built from then on.
         mlp: tile the MLPs.
-        loss: tile lm_head and loss: in training, with labels, no logits are computed and none are returned.
+        loss: tile lm_head and loss: given labels it is computed without logits, which who reads them computes.
         layer: tile whole layers: everything of a layer but attention itself, and the norm behind the last layer. A
             layer then keeps its input, queries, keys, values and what attention returned. Of Liger's norms the weights
             are used; neither they nor its RoPE run.

@@ -1,4 +1,4 @@
-"""The command line: seqtile finetune | plan | check | env."""
+"""The command line: seqtile finetune | evaluate | plan | check | env."""
 
 import inspect
 import json
@@ -20,7 +20,7 @@ import typer
 from rich.console import Console
 
 from seqtile import __version__
-from seqtile.recipes import CheckOptions, Job
+from seqtile.recipes import CheckOptions, EvaluateOptions, Job
 from seqtile.recipes.plan import PlanOptions, figures, forecast, print_forecast
 
 NEEDED = ("torch", "triton", "transformers")
@@ -102,7 +102,28 @@ def finetune(job: Job) -> None:
         except ModuleNotFoundError as error:
             raise ModuleNotFoundError(f"{error}: pip install 'seqtile[demo]'") from error
         run(job, console)
-    if job.local_rank is not None:  # threads of gloo abort the interpreter's own exit now and then
+    end_rank(job.local_rank)
+
+
+@command
+def evaluate(asked: EvaluateOptions) -> None:
+    """The loss, the perplexity and the bits per byte of long documents, by how many tokens came before.
+
+    On several GPUs, which share each document: torchrun --nproc-per-node 4 -m seqtile.cli evaluate MODEL TEXT ...
+    """
+    from seqtile.recipes.evaluate import evaluate as run  # slow to import
+
+    console = Console(quiet=asked.local_rank not in (None, 0), soft_wrap=True, highlight=False)
+    with errors_printed(console):
+        asked.check()
+        found = run(asked)
+    console.print(json.dumps(found.figures(), indent=2) if asked.as_json else str(found), markup=False)
+    end_rank(asked.local_rank)
+
+
+def end_rank(local_rank: int | None) -> None:
+    """Ends a process that torchrun started: threads of gloo abort the interpreter's own exit now and then."""
+    if local_rank is not None:
         sys.stdout.flush()
         sys.stderr.flush()
         os._exit(0)

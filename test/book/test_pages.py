@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from book.page import ROOT, Block, blocks_of, run_python
 from seqtile.cli import app, signature_of
-from seqtile.recipes import Job
+from seqtile.recipes import EvaluateOptions, Job
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md"]
 COMMANDS = [(page, block) for page in PAGES for block in blocks_of(page.read_text()) if block.language == "bash"]
@@ -72,6 +72,8 @@ def check_command(words: list[str]) -> None:
         case ["seqtile", "finetune", *options] | ["torchrun", _, _, "-m", "seqtile.cli", "finetune", *options]:
             if options != ["--help"]:
                 parsed_job(options)
+        case ["seqtile", "evaluate", *options] | ["torchrun", _, _, "-m", "seqtile.cli", "evaluate", *options]:
+            parsed_job(options, EvaluateOptions)
         case ["seqtile", "check", model_type]:  # takes half a minute; test/recipes/test_check.py runs it
             assert model_type in CONFIG_MAPPING, f"no model type {model_type}"
         case ["seqtile", *arguments]:
@@ -92,14 +94,14 @@ def check_command(words: list[str]) -> None:
             raise AssertionError(f"an unknown command: {shlex.join(words)}")
 
 
-def parsed_job(options: list[str]) -> None:
-    """Raises AssertionError unless `seqtile finetune` takes these options."""
+def parsed_job(options: list[str], of_command: type = Job) -> None:
+    """Raises AssertionError unless a command, `seqtile finetune`, takes these options."""
     seen, command = [], typer.Typer()
 
     def parse(**values: object) -> None:
         seen.append(values)
 
-    parse.__signature__ = signature_of(Job)
+    parse.__signature__ = signature_of(of_command)
     command.command()(parse)
     result = CliRunner().invoke(command, options)
     assert result.exit_code == 0 and seen, result.output

@@ -124,7 +124,6 @@ WRONG: dict[str, Wrong] = {
     "shared keys of the last chunk": Wrong(GEMMA4, LAYER, share(last_chunk_of), NAMES_LAYER),
     "shared keys without gradients": Wrong(GEMMA4, LAYER, share(torch.Tensor.detach), NAMES_LAYER),
     "a main_grad that loses what it held": Wrong(LLAMA, LAYER, overwrite_main_grads, r"layer=False|loss=False"),
-    "a cache": Wrong(LLAMA, LAYER, make_a_cache, NAMES_LAYER, PACKED),
     "a cache, the loss untiled": Wrong(OLMO2, LAYER | {"loss": False}, make_a_cache, NAMES_LAYER, PACKED),
 }
 
@@ -245,7 +244,7 @@ def test_nothing_is_compared_without_values_or_with_a_compiler() -> None:
         unfilled = type(model)(model.config).train()
     seqtile.apply_seqtile(unfilled, chunk_tokens=CHUNK)
     ids = torch.zeros(1, 61, dtype=torch.int64, device="meta")
-    unfilled(input_ids=ids, labels=ids)
+    unfilled(input_ids=ids, labels=ids, use_cache=True)  # without one Hugging Face reads positions
     assert "hold no values" in outcome_of(unfilled)
 
 

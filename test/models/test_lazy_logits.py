@@ -1,101 +1,234 @@
-"""Logits that are not computed know what was done to them, and give it to the loss or to whoever reads them."""
+"""Logits that a model returns: a tensor that is computed by who reads it, as it would have been in the forward."""
+
+import copy
+import io
+import pickle
+from collections.abc import Callable
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import BartConfig, BartForCausalLM, BertConfig, BertLMHeadModel
+from torch.utils._pytree import tree_map
 
-from seqtile.models import proof
-from seqtile.models.difference import difference
-from seqtile.models.lazy_logits import LazyLogits
-from seqtile.models.small import small_model
-from support.tiny import tiled_copy
+from models.layered import whole
+from seqtile.models.lazy_logits import LazyGradient, LazyLogits, lazy_logits
+from seqtile.models.logits_recipe import LogitsRecipe
+from support.assertions import relative_error, unread
+from support.measure import FlopCount
+from support.tiny import batch_of, build, tiled_copy
+from support.training import with_lora
 
-V, D = 11, 8
-STEPS = {
+B, S, D, V = 2, 5, 8, 11
+LABELS, KEPT = torch.arange(B * S).view(B, S) % V, torch.arange(B * S).view(B, S) % 3 > 0
+STEPS: dict[str, Callable] = {
     "plain": lambda x: x,
-    "scaled": lambda x: x * 0.3 / 2,
     "capped": lambda x: torch.tanh(x / 5) * 5,
-    "biased, then scaled": lambda x: (x + torch.arange(V).float()) * 0.5,
-    "scaled, biased, cast, cut": lambda x: (2 * x + torch.ones(1, V)).float()[:, 1:].contiguous(),
-    "flattened": lambda x: x.view(-1, V),
+    "cut, cast and scaled": lambda x: x[:, :].double() * 2,
 }
-OTHER = {
-    "capped twice": lambda x: (x / 5).tanh().tanh(),
-    "capped, then biased": lambda x: torch.tanh(x / 5) * 5 + torch.ones(V),
-    "a cap of another height": lambda x: torch.tanh(x / 5) * -5,
+READERS: dict[str, Callable] = {
+    "squares": lambda x: x.double() ** 2,
+    "shifted": lambda x: x[:, :-1] * torch.ones(V) * x[:, 1:].exp(),
+    "a mask": lambda x: x[KEPT].sin(),
+    "a loss": lambda x: F.cross_entropy(x[:, :-1].contiguous().view(-1, V), LABELS[:, 1:].reshape(-1)),
+    "a weighted loss": lambda x: F.cross_entropy(
+        x.flatten(0, 1), LABELS.flatten(), weight=torch.arange(1, V + 1).double(), ignore_index=3, label_smoothing=0.1
+    ),
+    "log-probabilities": lambda x: x.log_softmax(-1).gather(-1, LABELS.unsqueeze(-1)).squeeze(-1),
+    "argmax": lambda x: x.argmax(-1),
+    "logsumexp of rows": lambda x: torch.stack([torch.logsumexp(row, -1) for row in x]),
+    "the last token": lambda x: x[:, -1, :].tanh() * 2 + 0,
+    "a slice in place": lambda x: (x[:, 1:].div_(2.0), x * 1)[1],
+    "three readers": lambda x: x.logsumexp(-1).sum() + x.sin().sum() + x[0].sum(),
+    "an entry in place": lambda x: (x.__setitem__((slice(None), slice(None), 3), 0.0), x * 1)[1],
+    "over a batch": lambda x: torch.cat([x, x]).amax(-1),
 }
-READS = (
-    lambda x: x.argmax(-1),
-    lambda x: x[..., 3],
-    lambda x: x.transpose(1, 2),
-    lambda x: torch.softmax(x, -1),
-    lambda x: x + torch.ones(2, 5, 1),
-    lambda x: x @ torch.ones(V, 2),
-    lambda x: -x,
-    lambda x: torch.cat([x, x]),
-)
 
 
-def lazy_and_real() -> tuple[LazyLogits, torch.Tensor]:
-    hidden, head = torch.randn(2, 5, D), nn.Linear(D, V)
-    return LazyLogits(hidden, head), head(hidden)
+class CountedHead(nn.Linear):
+    runs = 0
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        self.runs += 1
+        return super().forward(x)
 
 
-@pytest.mark.parametrize("name", STEPS)
-def test_what_was_done(name: str) -> None:
-    lazy, real = lazy_and_real()
-    changed, expected = STEPS[name](lazy), STEPS[name](real)
-    assert isinstance(changed, LazyLogits) and changed.shape == expected.shape and lazy._real is None
-    torch.testing.assert_close(changed.real(), expected)
-    scale, added, softcap = changed.affine
-    logits = changed.head(changed.hidden) * scale + sum(added)
-    torch.testing.assert_close(logits if softcap is None else softcap * torch.tanh(logits / softcap), expected)
+def made() -> tuple[CountedHead, torch.Tensor]:
+    return CountedHead(D, V, dtype=torch.double), torch.randn(B, S, D, dtype=torch.double, requires_grad=True)
 
 
-@pytest.mark.parametrize("name", OTHER)
-def test_what_no_loss_knows(name: str) -> None:
-    lazy, real = lazy_and_real()
-    changed = OTHER[name](lazy)
-    if isinstance(changed, LazyLogits):
-        assert changed.affine is None
-        changed = changed.real()
-    torch.testing.assert_close(changed, OTHER[name](real))
+def logits_of(head: nn.Module, x: torch.Tensor) -> torch.Tensor:
+    return lazy_logits(LogitsRecipe(x * 2, head))
 
 
-def test_who_reads_them() -> None:
-    lazy, real = lazy_and_real()
-    for read in READS:
-        torch.testing.assert_close(read(lazy), read(real))
-
-
-@pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
-@pytest.mark.parametrize("label_smoothing", [0.0, 0.1])
-def test_cross_entropy_is_handed_over(reduction: str, label_smoothing: float) -> None:
-    lazy, real = lazy_and_real()
-    calls: list[tuple] = []
-
-    def ours(logits: LazyLogits, target: torch.Tensor, *args: object, **kwargs: object) -> object:
-        calls.append((args, kwargs))
-        return NotImplemented if kwargs["reduction"] == "none" else torch.tensor(7.0)
-
-    lazy.cross_entropy = ours
-    target = torch.randint(V, (10,))
-    options = {"reduction": reduction, "label_smoothing": label_smoothing}
-    found = F.cross_entropy((lazy * 2).view(-1, V), target, **options)
-    assert len(calls) == 1
-    expected = F.cross_entropy((real * 2).view(-1, V), target, **options) if reduction == "none" else torch.tensor(7.0)
+@pytest.mark.parametrize("steps", STEPS)
+@pytest.mark.parametrize("reader", READERS)
+def test_as_plain_logits(reader: str, steps: str) -> None:
+    read, then = READERS[reader], STEPS[steps]
+    head, x = made()
+    expected, leaves = read(then(head(x * 2))), (x, head.weight, head.bias)
+    head.runs = 0
+    logits = lazy_logits(then(LogitsRecipe(x * 2, head)))
+    assert unread(logits) and logits.requires_grad and head.runs == 0
+    found = read(logits)
+    assert not isinstance(found, LazyLogits) and found.requires_grad == expected.requires_grad
     torch.testing.assert_close(found, expected)
+    if found.requires_grad:
+        gradients = (torch.autograd.grad(each.square().sum(), leaves) for each in (found, expected))
+        assert all(relative_error(*pair) <= 1e-6 for pair in zip(*gradients, strict=True))  # of weights float32 sums
 
 
-@pytest.mark.parametrize(
-    ("model_class", "config"), [(BartForCausalLM, BartConfig()), (BertLMHeadModel, BertConfig(is_decoder=True))]
-)
-def test_a_loss_that_the_forward_computes_itself(model_class: type, config: object) -> None:
-    model = small_model(model_class, config)
-    tiled = tiled_copy(model, mlp=False, chunk_tokens=proof.CHUNK, check=False)
-    plain, nudged = proof.gradients_of(model), proof.gradients_of(model, nudge=proof.EPS)
-    assert difference(plain, proof.gradients_of(tiled), nudged, proof.EPS) is None
-    ids = torch.randint(5, 100, (1, 50))
-    assert tiled(input_ids=ids, labels=ids).logits is None, "it is tiled"
+def test_what_is_known_without_computing() -> None:
+    head, x = made()
+    logits = logits_of(head, x)
+    assert isinstance(logits, torch.Tensor) and torch.is_tensor(logits) and logits.shape == (B, S, V)
+    assert (logits.dtype, logits.device, logits.ndim, len(logits)) == (torch.double, x.device, 3, B)
+    assert repr(logits) == "LazyLogits([2, 5, 11], torch.float64, not computed)"
+    same = tree_map(lambda tensor: tensor, {"logits": logits})["logits"]
+    for lazy in (same, logits.detach(), logits.data, logits[:, 1:], logits[KEPT], logits.float()):
+        assert unread(lazy)
+    assert not logits.detach().requires_grad and head.runs == 0
+    torch.testing.assert_close((logits + 0, logits.sin()), (head(2 * x), head(2 * x).sin()))
+    assert head.runs == 3 and "not" not in repr(logits), "once, whoever reads"
+
+
+def test_copies_and_files() -> None:
+    head, x = made()
+    logits, expected, file = logits_of(head, x).detach(), head(2 * x).detach(), io.BytesIO()
+    torch.save(logits, file)
+    file.seek(0)
+    for read in (copy.deepcopy(logits), pickle.loads(pickle.dumps(logits)), torch.load(file)):
+        assert type(read) is torch.Tensor and read.equal(expected)
+    assert (logits.numpy() == expected.numpy()).all() and logits.tolist() == expected.tolist()
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_the_mode_of_the_reader_counts(mode: Callable) -> None:
+    head, x = made()
+    expected, logits = head(2 * x), logits_of(head, x)
+    with mode():
+        assert not (logits * 1).requires_grad and not logits.logsumexp(-1).requires_grad
+        inside = logits_of(head, x)
+        assert unread(inside) and inside.equal(expected) and inside.argmax(-1).equal(expected.argmax(-1))
+    assert (logits * 1).requires_grad
+
+
+def test_hooks_and_kept_gradients() -> None:
+    head, x = made()
+    logits, seen = logits_of(head, x), []
+    logits.retain_grad()
+    logits.register_hook(seen.append)
+    (logits.sin().sum() + logits[:, 1:].logsumexp(-1).sum()).backward()
+    assert isinstance(seen[0], LazyGradient)
+    plain = head(2 * x).detach().requires_grad_()
+    (plain.sin().sum() + plain[:, 1:].logsumexp(-1).sum()).backward()
+    torch.testing.assert_close(logits.grad + 0, plain.grad)
+    torch.testing.assert_close(logits.grad / 2, plain.grad / 2)
+
+
+def stepped(head: nn.Module, x: torch.Tensor) -> None:
+    with torch.no_grad():
+        head.weight.add_(1)
+
+
+def past_the_version(head: nn.Module, x: torch.Tensor) -> None:
+    head.weight.data.mul_(2)
+
+
+def hidden_changed(head: nn.Module, x: torch.Tensor) -> None:
+    with torch.no_grad():
+        x.add_(1)
+
+
+CHANGES: dict[str, tuple[Callable, str]] = {
+    "a step": (stepped, "the head's weight changed"),
+    "data": (past_the_version, "the head's weight changed"),
+    "hidden states": (hidden_changed, "the hidden states changed|modified by an inplace operation"),
+    "a hook": (lambda head, x: head.register_forward_hook(lambda *_: None), "the head's hooks"),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_late_read_is_right_or_refused(change: str) -> None:
+    apply, said = CHANGES[change]
+    head, x = made()
+    logits, before = (lazy_logits(LogitsRecipe(x, head)) for _ in range(2))
+    read, later = before.sin(), before.logsumexp(-1)
+    apply(head, x)
+    for late in (logits.sin, lambda: logits.argmax(-1), logits.detach().exp, read.sum().backward, later.sum().backward):
+        with pytest.raises(RuntimeError, match=said):
+            late()
+    assert before.detach().shape == (B, S, V), "what was computed stays"
+
+
+def test_autocast_dropout_and_training_as_in_the_forward() -> None:
+    head, x = nn.Sequential(nn.Dropout(0.5), nn.Linear(D, V)), torch.randn(B, S, D, requires_grad=True)
+    head.weight = head[1].weight
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = logits_of(head, x)
+    assert logits.dtype == torch.bfloat16
+    head.eval()
+    state = torch.get_rng_state()
+    total = logits.float().sum()
+    total.backward()
+    assert torch.get_rng_state().equal(state) and not head[0].training
+    again = logits.detach().abs() * logits.detach().sign()
+    assert again.dtype == torch.bfloat16 and relative_error(again.float().sum(), total) < 1e-2
+    dropped = (logits.detach() - head[1].bias.bfloat16()).float()
+    assert relative_error(dropped.sum(-1), (x.grad * x).sum(-1)) < 0.1, "of the same mask"
+
+
+def own_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+    return logits[:, :-1].float().log_softmax(-1).gather(-1, labels[:, 1:].clamp(min=0)[..., None]).square().mean()
+
+
+@pytest.mark.full("of 8 models", but=("llama-*", "*-True"))
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("arch", ["llama", "gemma2", "cohere", "granite"])
+def test_a_loss_of_ones_own(arch: str, training: bool, device: str) -> None:
+    """Of soft caps, scales and plain heads, beside the model's loss, with labels and without."""
+    untiled, batch, found = build(arch, device), batch_of(2, 101, device), []
+    tiled = tiled_copy(untiled)
+    for labels in (batch["labels"], None):
+        for model in (untiled.train(training), tiled.train(training)):
+            model.zero_grad()
+            output = model(**batch | {"labels": labels})
+            assert model is untiled or unread(output.logits)
+            loss = own_loss(output.logits, batch["labels"]) + (0 if labels is None else output.loss)
+            loss.backward()
+            found.append([loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
+        for ours, theirs in zip(*found[-2:], strict=True):
+            assert relative_error(ours, theirs) <= 1e-4
+
+
+def test_an_adapter_on_the_head(device: str) -> None:
+    untiled = with_lora(build("llama", device), "lm_head", "q_proj")
+    tiled, batch, found = tiled_copy(untiled), batch_of(1, 101, device), []
+    for model in (untiled, tiled):
+        own_loss(model(**batch).logits, batch["labels"]).backward()
+        found.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert found[0].keys() == found[1].keys() and any("lm_head" in name for name in found[0])
+    assert all(relative_error(found[1][name], found[0][name]) <= 1e-4 for name in found[0])
+    output = tiled(**batch)
+    with tiled.disable_adapter(), pytest.raises(RuntimeError, match="its adapters changed"):
+        output.logits.sum()
+
+
+def head_flops(model: nn.Module, of: Callable[[], object]) -> int:
+    with FlopCount() as alone:
+        model.model(input_ids=whole(100)["input_ids"], use_cache=False)
+    with FlopCount() as count:
+        of()
+    return count.total - alone.total
+
+
+@torch.no_grad()
+def test_what_evaluation_computes() -> None:
+    """The loss alone is one product of the head's, logits behind it one more; neither without them."""
+    model, ids = tiled_copy(build("llama")).eval(), {"input_ids": whole(100)["input_ids"]}
+    batch = ids | {"labels": ids["input_ids"]}
+    u = 2 * ids["input_ids"].numel() * model.lm_head.weight.numel()
+    assert head_flops(model, lambda: model(**batch).loss) == 0.99 * u, "but of the last token"
+    assert head_flops(model, lambda: model(**batch).logits.argmax(-1)) == 1.99 * u
+    assert head_flops(model, lambda: model(**ids).logits.shape) == 0
+    assert head_flops(model, lambda: model(**ids).logits + 1) == u

@@ -146,7 +146,7 @@ class Truth:
         self.batches = {length: batch_of(1, length, device) for length in LENGTHS}
         self.steps = {length: loss_and_gradients(model, **batch) for length, batch in self.batches.items()}
         with torch.no_grad():
-            self.logits = model.eval()(**self.batches[SHORT]).logits
+            self.logits = model.eval()(**self.batches[SHORT]).logits.clone()  # now: modules change
         model.train()
         self.forward, self.mlp_class = CLASSES[self.name][1].forward, self.mlp_class_now()
         self.mlp_forward = self.mlp_class.forward

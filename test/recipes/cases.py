@@ -55,11 +55,15 @@ def ended_in(step: int, by: Callable[[], None], rank: int = 0) -> Iterator[None]
         yield
 
 
-def on_rank(*arguments: str) -> tuple[int, str]:
-    """`seqtile finetune`, in a process that has a rank: its exit code, and what it printed."""
+def on_rank(*arguments: str, command: str = "finetune") -> tuple[int, str]:
+    """A command of seqtile's, in a process that has a rank: its exit code, and what it printed."""
     with patch.object(os, "_exit"):  # with which it ends where all went well
-        result = CliRunner().invoke(app, ["finetune", "--device", "cpu", *arguments])
+        result = CliRunner().invoke(app, [command, "--device", "cpu", *arguments])
     return result.exit_code, result.output
+
+
+def evaluated_on_rank(*arguments: str) -> tuple[int, str]:
+    return on_rank(*arguments, command="evaluate")
 
 
 def rank() -> int:

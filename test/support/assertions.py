@@ -10,6 +10,7 @@ import torch
 from benchmark.errors import FLOOR, relative_error
 
 from seqtile.kernels.dispatch import triton
+from seqtile.models.lazy_logits import LazyLogits
 
 __all__ = [
     "FLOOR",
@@ -19,6 +20,7 @@ __all__ = [
     "floor_of",
     "poisoned",
     "relative_error",
+    "unread",
 ]
 INTERPRETER_BFLOAT16_FLOOR = 2**-7
 
@@ -64,3 +66,8 @@ def assert_each_as_exact(
 def poisoned(*shape: int, dtype: torch.dtype, device: str) -> torch.Tensor:
     """A buffer full of NaN: what is read before it is written shows."""
     return torch.full(shape, torch.nan, dtype=dtype, device=device)
+
+
+def unread(logits: object) -> bool:
+    """Says if logits are a tensor that nobody has read yet."""
+    return isinstance(logits, LazyLogits) and not logits.is_computed

@@ -49,7 +49,7 @@ def _apply_to_type(model_type: str, model: nn.Module | None, options: Options) -
         model: the model to tile, alone, also in PEFT's wrapper; None tiles Hugging Face's classes, for every
             model of this type with a head that is built from then on.
         mlp: tile the MLPs.
-        loss: tile lm_head and loss: in training, with labels, no logits are computed and none are returned.
+        loss: tile lm_head and loss: given labels it is computed without logits, which who reads them computes.
         layer: tile whole layers: everything of a layer but attention itself, and the norm behind the last layer. A
             layer then keeps its input, queries, keys, values and what attention returned. Of Liger's norms the weights
             are used; neither they nor its RoPE run.

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.nn.modules.conv import _ConvNd
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+from transformers.cache_utils import Cache
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from seqtile.models.forms import source_of
@@ -31,6 +32,36 @@ _HEADS = ("query", "key", "value")
 
 class _Reached(Exception):
     """Ends a forward at its attention function."""
+
+
+class _CacheIsRead(Exception):
+    """A layer does something else with its cache than to add keys and values, and to attend to what that returns."""
+
+
+class _CacheOfChunks:
+    """Stands in for a cache while chunks are computed: the cache itself is given the keys and values of all of them."""
+
+    def __init__(self, cache: Cache):
+        self._cache = cache
+        self.get_seq_length = cache.get_seq_length
+        self.update_with: tuple | None = None
+        """The further arguments of `update`, such as the layer's index."""
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *others: Any, **named: Any) -> tuple[torch.Tensor, ...]:
+        self.update_with, self.of_chunk = (others, named), (keys, values)
+        return keys, values
+
+    def check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Raises _CacheIsRead if an attention is given others than those that were added."""
+        if self.update_with is None or keys is not self.of_chunk[0] or values is not self.of_chunk[1]:
+            raise _CacheIsRead
+
+    def add(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        others, named = self.update_with
+        return self._cache.update(keys, values, *others, **named)
+
+    def __getattr__(self, name: str) -> Any:
+        raise _CacheIsRead
 
 
 def any_layer_refusal(layer: nn.Module) -> str | None:
@@ -56,14 +87,22 @@ def call_layer_in_chunks(
     chunk_tokens: int | None,
 ) -> Any:
     """Returns forward(layer, hidden, **given), chunk by chunk around its attention. `hidden` is [B, S, D], or of
-    several streams [B, S, N, D] or [N, B, S, D]."""
+    several streams [B, S, N, D] or [N, B, S, D]. Given a cache it is called without gradients."""
     _install_look_up()
+    if isinstance(cache := given.get("past_key_values"), Cache):
+        try:
+            of_chunks = given | {"past_key_values": _CacheOfChunks(cache)}
+            return call_layer_in_chunks(layer, modules, forward, hidden, of_chunks, chunk_tokens)
+        except (_CacheIsRead, ValueError):  # before anything was added to it
+            return forward(layer, hidden, **given)
     axis = _token_axis(layer, hidden, given)
     rows, length = hidden.shape[axis - 1 : axis + 1]
-    call = _LayerCall(layer, forward, axis, LayerArguments(given, rows, length))
+    call = _LayerCall(layer, forward, axis, LayerArguments(given, rows, length), cache)
     inputs = (hidden.movedim(axis, 1), *call.arguments.tensors)
     made = call_in_chunks(call.before_attention, modules, *inputs, chunk_tokens=chunk_tokens, dim=1)
     heads = call.whole_heads(made if isinstance(made, tuple) else (made,))
+    if call.cache is not None:
+        heads[1:] = call.cache.add(*heads[1:])
     attn_output = call.function(call.module, *heads, call.mask, **call.options)[0]
     output, (rest, further) = call_with_further_outputs(
         call.behind_attention, modules, inputs[0], attn_output, *inputs[1:], rows=rows, chunk_tokens=chunk_tokens
@@ -81,9 +120,10 @@ class _LayerCall:
     """Found by the first chunk before attention, as are `module`, `mask` and `options`: the model's attention function,
     and what it is given besides queries, keys and values."""
 
-    def __init__(self, layer: nn.Module, forward: Callable, axis: int, arguments: LayerArguments):
+    def __init__(self, layer: nn.Module, forward: Callable, axis: int, arguments: LayerArguments, cache: Any):
         self.layer, self.forward, self.axis, self.arguments = layer, forward, axis, arguments
         self.module: nn.Module | None = None
+        self.cache = cache
 
     def before_attention(self, hidden: torch.Tensor, *pieces: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Returns a chunk's queries, keys and values [B, C, H, K]; not those that the layer was given whole."""
@@ -96,6 +136,8 @@ class _LayerCall:
         def stop(module: nn.Module, *tensors: torch.Tensor, **options: Any) -> None:
             named = dict(zip((*_HEADS, "attention_mask"), tensors, strict=False)) | options
             heads = {name: named.pop(name) for name in _HEADS}
+            if self.cache is not None:
+                self.cache.check(heads["key"], heads["value"])
             wholes = {name: chunk.whole_of(part) for name, part in heads.items()}
             made.extend(_by_token(name, heads[name], hidden) for name in _HEADS if wholes[name] is None)
             if self.module is None:

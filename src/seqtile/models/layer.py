@@ -112,7 +112,8 @@ def _compute(
     """Returns what a layer makes of `hidden` and of what else it is `given`, by the way that its verdict says; `inner`
     is its original forward. Raises ValueError where there is none."""
     cache = given.get("past_key_values")
-    if (verdict.form is None and cache is not None) or (verdict.error is None and not verdict.tileable):
+    through_cache = verdict.form is None and cache is not None and torch.is_grad_enabled()
+    if through_cache or (verdict.error is None and not verdict.tileable):
         return inner(layer, hidden, **given)
     check_untransformed()
     if verdict.error is not None:

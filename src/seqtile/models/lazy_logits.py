@@ -1,169 +1,347 @@
-"""Logits that are not computed until somebody reads them.
+"""Logits that a model returns as a tensor, and that are computed when somebody reads them.
 
-    hidden [..., D] ─ head ─ LazyLogits [..., V] ─ * 0.1 ─ / 30 ─ tanh ─ * 30 ─ LazyLogits, which know all this
+    forward    hidden ─── Edge ── LazyLogits ── what reducers and wrappers do with outputs ── LazyLogits ── Read
+    backward   gradients ─ Edge ─────────────── LazyGradient, which keeps what was read ──────────────────── Read
 
-A model's forward may scale, cap, cast, slice along tokens and flatten them as it does logits: a loss that knows
-`LazyLogits` reads off them what it is to compute. Anything else computes the logits, and goes on with these.
+The hooks that reducers put on outputs, by which FSDP2 and ZeRO gather weights before the backward, so run before Edge,
+where the gradients of hidden states and head are computed: chunk by chunk, from the logits once more.
 """
 
+import copy
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
 from torch.utils._pytree import tree_map_only
-from transformers.utils import logging
 
-logger = logging.get_logger(__name__)
-Step = tuple[str, float | torch.dtype | torch.Tensor | None]
-"""The name of a tensor's method and its argument: "mul", "div", "add", "tanh", "to"."""
+from seqtile.models.late_read import AtForward, head_alone, in_rows
+from seqtile.models.logits_recipe import RULES, LogitsRecipe
+from seqtile.models.weights import call_inside, leaves_of
+from seqtile.ops.checks import check_first_derivative
+from seqtile.ops.leaf_gradients import gradients_of
+from seqtile.ops.linear import main_grad_of, weight_grads
 
-
-class Affine(NamedTuple):
-    """Logits as `linear_cross_entropy` takes them: scale * head(hidden) + the sum of `added`, soft-capped."""
-
-    scale: float
-    added: list[torch.Tensor]
-    """Each [V]."""
-    softcap: float | None
+Rowwise = Callable[..., torch.Tensor]
+"""Computes [n, ...] of logits [n, V] and of further tensors [n, ...], each row by itself."""
 
 
-class LazyLogits:
-    """Stands for head(hidden) [..., V] after some steps. `cross_entropy` is called for torch's, where a forward calls
-    that itself, and returns NotImplemented for what it does not know."""
+def connected(recipe: LogitsRecipe, hidden: torch.Tensor | None = None) -> "LazyLogits":
+    """Returns what a head makes of hidden states as a tensor, with gradients for both where they are recorded.
 
-    def __init__(
-        self,
-        hidden: torch.Tensor,
-        head: nn.Module,
-        steps: tuple[Step, ...] = (),
-        cross_entropy: Callable | None = None,
-    ):
-        self.hidden, self.head, self.steps, self.cross_entropy = hidden, head, steps, cross_entropy
-        self._real: torch.Tensor | None = None
+    Computes nothing. Given `hidden` it is inside the head's own call; else it makes one where that gathers weights, so
+    that they are there in the backward, as they are untiled.
+    """
+    leaves = [leaf for leaf in leaves_of(recipe.head) if leaf.requires_grad]
+    recorded = torch.is_grad_enabled() and (bool(leaves) or recipe.hidden.requires_grad)
+    if hidden is None and recorded:
+        return call_inside(recipe.head, lambda hidden: connected(recipe, hidden), recipe.hidden)
+    given = recipe.changed(at_forward=AtForward(recipe), cross_entropy=None)
+    return _Edge.apply(given, hidden, *leaves) if recorded else LazyLogits(given)
+
+
+@torch.compiler.disable(reason="logits that are not computed cannot be traced")
+def lazy_logits(recipe: LogitsRecipe) -> torch.Tensor:
+    """Returns a recipe's logits as a tensor."""
+    if recipe._real is not None:
+        return recipe._real
+    root = recipe if recipe.root is None else recipe.root
+    tensor = connected(root) if root.tensor is None else root.tensor
+    if root is recipe:
+        return tensor
+    return tensor._derived(recipe.changed(at_forward=tensor.recipe.at_forward, cross_entropy=None))
+
+
+class LazyLogits(torch.Tensor):
+    """Logits [..., V] that are computed by the function that reads them, once.
+
+    Casts, slices and masks along tokens, scales, soft caps and softmax of them are LazyLogits, too; argmax, logsumexp,
+    amax, gather and cross_entropy are computed chunk by chunk.
+    """
+
+    @staticmethod
+    def __new__(cls, recipe: LogitsRecipe) -> "LazyLogits":
+        return torch.Tensor._make_wrapper_subclass(cls, recipe.shape, dtype=recipe.dtype, device=recipe.device)
+
+    def __init__(self, recipe: LogitsRecipe):
+        self.recipe = recipe
+        self._computed: torch.Tensor | None = None
+        self._tracked: torch.Tensor | None = None
+        self._viewed: tuple[LazyLogits, Callable] | None = None
+        """Of which this is a view, for who changes it in place."""
 
     @property
-    def shape(self) -> torch.Size:
-        size = getattr(self.head, "out_features", None) or self.head.weight.shape[0]
-        return torch.Size((*self.hidden.shape[:-1], size))
+    def is_computed(self) -> bool:
+        return self._computed is not None or self._tracked is not None
 
-    @property
-    def dtype(self) -> torch.dtype:
-        return next((value for name, value in reversed(self.steps) if name == "to"), self.hidden.dtype)
+    def computed(self) -> torch.Tensor:
+        """Returns the logits, computed now if they are not; with gradients where these are recorded."""
+        if not (torch.is_grad_enabled() and self.requires_grad):
+            if self._tracked is not None:
+                return self._tracked.detach()
+            if self._computed is None:
+                self._computed = self._read()
+            return self._computed
+        if self._tracked is None:
+            self._tracked = _Read.apply(self, None)
+        return self._tracked
 
-    @property
-    def device(self) -> torch.device:
-        return self.hidden.device
+    def _read(self, function: Rowwise | None = None, *along: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            return self.recipe.at_forward.read(self.recipe, function, *along)
 
-    @property
-    def affine(self) -> Affine | None:
-        """What the steps make of head(hidden); None if that is not affine with a soft cap, or without one."""
-        scale, softcap, added = 1.0, None, []
-        steps = [step for step in self.steps if step[0] != "to"]
-        for i, (name, value) in enumerate(steps):
-            if name == "tanh":  # and then times the cap, and nothing more
-                if [name for name, _ in steps[i + 1 :]] != ["mul"] or (softcap := steps[i + 1][1]) <= 0:
-                    return None
-                return Affine(scale * softcap, [tensor * softcap for tensor in added], softcap)
-            if name == "add":
-                added.append(value.reshape(-1))
-            else:
-                factor = value if name == "mul" else 1 / value
-                scale, added = scale * factor, [tensor * factor for tensor in added]
-        return Affine(scale, added, softcap)
+    def by_rows(self, function: Rowwise, *along: torch.Tensor) -> torch.Tensor:
+        """Returns function(logits [n, V], ...) of all rows [..., *], chunk by chunk."""
+        if torch.is_grad_enabled() and self.requires_grad:
+            return _Read.apply(self, function, *along)
+        return self._read(function, *along)
 
-    def real(self, reader: str = "") -> torch.Tensor:
-        """Computes the logits; once, however often they are read."""
-        if self._real is None:
-            if reader:
-                logger.warning_once(f"the forward reads its logits ({reader}), so they are computed, untiled")
-            logits = self.head(self.hidden)
-            for name, value in self.steps:
-                logits = getattr(logits, name)(*(() if value is None else (value,)))
-            self._real = logits
-        return self._real
-
-    def size(self, dim: int | None = None) -> torch.Size | int:
-        return self.shape if dim is None else self.shape[dim]
-
-    def dim(self) -> int:
-        return self.hidden.dim()
-
-    def contiguous(self) -> "LazyLogits":
-        return self
-
-    def float(self) -> "LazyLogits":
-        return self._after("to", torch.float32)
-
-    def to(self, *args: Any, **kwargs: Any) -> Any:
-        if len(args) == 1 and not kwargs and isinstance(args[0], torch.dtype):
-            return self._after("to", args[0])
-        return self if args == (self.device,) and not kwargs else self.real("to").to(*args, **kwargs)
-
-    def view(self, *shape: Any) -> Any:
-        sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
-        if all(isinstance(size, int) for size in sizes) and sizes and sizes[-1] == self.shape[-1]:
-            return self._of(self.hidden.reshape(*sizes[:-1], self.hidden.shape[-1]))
-        return self.real("view").view(*shape)
-
-    reshape = view
-
-    def __getitem__(self, index: Any) -> Any:
-        entries = index if isinstance(index, tuple) else (index,)
-        if Ellipsis in [entry for entry in entries if not isinstance(entry, torch.Tensor)]:
-            at = entries.index(Ellipsis)
-            missing = self.dim() - len(entries) + 1
-            entries = (*entries[:at], *[slice(None)] * missing, *entries[at + 1 :])
-        whole = len(entries) < self.dim() or entries[-1] == slice(None)
-        if whole and len(entries) <= self.dim() and all(isinstance(entry, slice) for entry in entries):
-            return self._of(self.hidden[entries[: self.dim() - 1]])
-        return self.real("indexing")[index]
-
-    def __mul__(self, other: Any) -> Any:
-        return self._after("mul", other) if isinstance(other, int | float) else self.real("*") * other
-
-    __rmul__ = __mul__
-
-    def __truediv__(self, other: Any) -> Any:
-        return self._after("div", other) if isinstance(other, int | float) else self.real("/") / other
-
-    def __add__(self, other: Any) -> Any:
-        per_word = isinstance(other, torch.Tensor) and other.numel() == other.shape[-1:].numel() == self.shape[-1]
-        return self._after("add", other) if per_word else self.real("+") + other
-
-    def tanh(self) -> "LazyLogits":
-        return self._after("tanh", None)
-
-    def _after(self, name: str, value: Any) -> "LazyLogits":
-        return LazyLogits(self.hidden, self.head, (*self.steps, (name, value)), self.cross_entropy)
-
-    def _of(self, hidden: torch.Tensor) -> "LazyLogits":
-        return LazyLogits(hidden, self.head, self.steps, self.cross_entropy)
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("_"):
-            raise AttributeError(name)
-        return getattr(self.real(name), name)
+    def _derived(self, recipe: LogitsRecipe) -> "LazyLogits":
+        if recipe is self.recipe:
+            return self
+        derived = LazyLogits(recipe)
+        if torch.is_grad_enabled() and self.requires_grad:
+            derived = _Derived.apply(self, [derived])
+        if len(recipe.views) > len(self.recipe.views) and len(recipe.steps) == len(self.recipe.steps):
+            derived._viewed = (self, recipe.views[-1])
+        return derived
 
     @classmethod
     def __torch_function__(cls, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        if function is torch.tanh and len(args) == 1 and not kwargs:
-            return args[0].tanh()
-        if function is F.cross_entropy and isinstance(args[0], cls) and args[0].cross_entropy is not None:
-            if (loss := args[0].cross_entropy(*args, **(kwargs or {}))) is not NotImplemented:
-                return loss
-        name = getattr(function, "__name__", "a function of torch's")
-        args, kwargs = tree_map_only(cls, lambda logits: logits.real(name), (args, kwargs or {}))
+        name, kwargs = getattr(function, "__name__", ""), kwargs or {}
+        if function in _ABOUT or name == "__set__":
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **kwargs)
+        first = args[0] if args else None
+        if isinstance(first, cls) and not first.is_computed:
+            if name in ("detach", "__get__"):  # the last of `data`
+                return first._unread()
+            if name in RULES and (found := RULES[name](first.recipe, *args[1:], **kwargs)) is not NotImplemented:
+                return tree_map_only(LogitsRecipe, first._derived, found)
+            if name in _BY_ROWS and (found := _BY_ROWS[name](*args, **kwargs)) is not NotImplemented:
+                return found
+            if _changes(name):
+                first._to_be_changed()
+        args, kwargs = tree_map_only(cls, lambda logits: logits.computed(), (args, kwargs))
         return function(*args, **kwargs)
 
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if function.overloadpacket in (torch.ops.aten.detach, torch.ops.aten.alias, torch.ops.aten.clone):
+            return args[0]._unread()
+        args, kwargs = tree_map_only(cls, lambda logits: logits.computed().detach(), (args, kwargs or {}))
+        return function(*args, **kwargs)
 
-def _operator(name: str) -> Callable:
-    def operate(self: LazyLogits, *args: Any) -> Any:
-        return getattr(self.real(name), name)(*args)
+    def _to_be_changed(self) -> None:
+        """Computes what this is a view of, too, so that a change in place reaches it."""
+        base, view = self._viewed or (self, None)
+        with torch.enable_grad():
+            base._tracked = base.computed().clone()  # as autograd lets nobody change the view that a Function returned
+            if view is not None:
+                self._viewed, self._tracked = None, view(base._tracked)
 
-    return operate
+    def _unread(self) -> torch.Tensor:
+        return self.computed().detach() if self.is_computed else LazyLogits(self.recipe.detached())
+
+    def __deepcopy__(self, memo: dict) -> torch.Tensor:
+        return copy.deepcopy(self.computed(), memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.computed().__reduce_ex__(protocol)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"LazyLogits({list(self.shape)}, {self.dtype}, {'computed' if self.is_computed else 'not computed'})"
 
 
-for _name in ("radd", "sub", "rsub", "matmul", "pow", "neg", "lt", "le", "gt", "ge", "len", "iter"):
-    setattr(LazyLogits, f"__{_name}__", _operator(f"__{_name}__"))
+_PROPERTIES = "shape dtype device ndim layout requires_grad grad_fn is_leaf grad _base _version is_cuda is_cpu is_meta"
+_PROPERTIES += (
+    " is_sparse is_quantized is_nested is_mps is_xpu _backward_hooks _post_accumulate_grad_hooks names itemsize"
+)
+_METHODS = "size dim numel stride nelement ndimension element_size is_floating_point is_complex is_contiguous __len__"
+_METHODS += " register_hook retain_grad get_device storage_offset is_inference is_same_size __hash__ backward"
+_ABOUT = {getattr(torch.Tensor, name).__get__ for name in _PROPERTIES.split() if hasattr(torch.Tensor, name)}
+_ABOUT |= {getattr(torch.Tensor, name) for name in _METHODS.split() if hasattr(torch.Tensor, name)}
+_ABOUT |= {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_inference}
+
+
+def _changes(name: str) -> bool:
+    """Says if a function of this name changes its first argument in place."""
+    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
+
+
+def _reduced(logits: LazyLogits, dim: int | None = None, keepdim: bool = False, *, name: str, **kwargs: Any) -> Any:
+    if dim not in (-1, logits.dim() - 1) or kwargs:
+        return NotImplemented
+    return logits.by_rows(lambda rows: getattr(rows, name)(-1, keepdim=keepdim))
+
+
+def _gathered(logits: LazyLogits, dim: int, index: torch.Tensor, **kwargs: Any) -> Any:
+    if dim not in (-1, logits.dim() - 1) or kwargs or index.shape[:-1] != logits.shape[:-1]:
+        return NotImplemented
+    return logits.by_rows(lambda rows, index: rows.gather(-1, index), index)
+
+
+def _cross_entropy(
+    logits: LazyLogits,
+    target: torch.Tensor,
+    weight: torch.Tensor | None = None,
+    size_average: None = None,
+    ignore_index: int = -100,
+    reduce: None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Any:
+    of_rows = logits.dim() == 2 and target.dim() == 1 and not target.is_floating_point()
+    if not of_rows or size_average is not None or reduce is not None or (weight is not None and weight.requires_grad):
+        return NotImplemented
+    options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "weight": weight}
+    losses = logits.by_rows(lambda rows, target: F.cross_entropy(rows, target, reduction="none", **options), target)
+    if reduction != "mean":
+        return losses.sum() if reduction == "sum" else losses
+    counted = target != ignore_index
+    divisor = counted.sum() if weight is None else weight[target.where(counted, 0)].where(counted, 0).sum()
+    return losses.sum() / divisor
+
+
+_BY_ROWS: dict[str, Callable] = {"gather": _gathered, "cross_entropy": _cross_entropy}
+for _name in ("argmax", "logsumexp", "amax"):
+    _BY_ROWS[_name] = lambda *args, name=_name, **kwargs: _reduced(*args, name=name, **kwargs)
+
+
+class _Read(torch.autograd.Function):
+    """Reads logits: all of them, or by rows."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: LazyLogits, function: Rowwise | None, *along: torch.Tensor) -> torch.Tensor:
+        ctx.read = (logits.recipe.detached(), function, along)
+        found = logits._read(function, *along) if function is not None or logits._computed is None else logits._computed
+        if not found.is_floating_point():
+            ctx.mark_non_differentiable(found)
+        return found
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        check_first_derivative("logits")
+        recipe, *_ = ctx.read
+        return LazyGradient(recipe, [(*ctx.read, grad)]), None, *[None] * len(ctx.read[2])
+
+
+class _Derived(torch.autograd.Function):
+    """Other logits that are made of some, without computing either."""
+
+    @staticmethod
+    def forward(ctx: Any, logits: LazyLogits, derived: list[LazyLogits]) -> LazyLogits:
+        ctx.of, ctx.to = logits.recipe.detached(), derived[0].recipe.detached()
+        return derived[0]
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        return LazyGradient(ctx.of, _reads_in(grad, ctx.to)), None
+
+
+class _Edge(torch.autograd.Function):
+    """What a head makes of hidden states, given the leaves that it trains, without computing it."""
+
+    @staticmethod
+    def forward(ctx: Any, recipe: LogitsRecipe, hidden: torch.Tensor, *leaves: torch.Tensor) -> LazyLogits:
+        ctx.save_for_backward(hidden)
+        ctx.recipe, ctx.leaves, ctx.main_grads = recipe.detached(), leaves, [main_grad_of(leaf) for leaf in leaves]
+        return LazyLogits(recipe)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
+        (hidden,), needs = ctx.saved_tensors, ctx.needs_input_grad[1:]
+        sums = weight_grads(ctx.leaves, needs[1:], ctx.main_grads)
+        with torch.enable_grad():
+            leaf = hidden.detach().requires_grad_()
+        for recipe, function, along, d_output in _reads_in(grad, ctx.recipe):
+            _add_gradients(leaf, [*ctx.leaves], sums, recipe, function, along, d_output)
+        gradients = (None if total is None or total.is_empty else total.result() for total in sums)
+        return None, leaf.grad if needs[0] else None, *gradients
+
+
+def _add_gradients(
+    leaf: torch.Tensor, leaves: list[torch.Tensor], sums: list, recipe: LogitsRecipe, function: Any, along: Any, d: Any
+) -> None:
+    """Adds the gradients of one reading of logits to leaf.grad, that of hidden states, and to the leaves' sums."""
+    trained = [(weight, total) for weight, total in zip(leaves, sums, strict=True) if total is not None]
+    call = head_alone(recipe.head)
+
+    def of_chunk(hidden: torch.Tensor, d: torch.Tensor, *along: torch.Tensor) -> torch.Tensor:
+        with torch.enable_grad():
+            hidden = hidden.detach().requires_grad_()
+            logits = recipe.of(hidden, call)
+            found = logits if function is None else function(logits, *along)
+        d_hidden, *gradients = gradients_of([found], [hidden, *(weight for weight, _ in trained)], [d])
+        for (_, total), gradient in zip(trained, gradients, strict=True):
+            if gradient is not None:
+                total.add_gradient(gradient)
+        return torch.zeros_like(hidden) if d_hidden is None else d_hidden
+
+    with torch.enable_grad():
+        rows = leaf
+        for view in recipe.views:
+            rows = view(rows)
+    with recipe.at_forward.as_then(recipe):
+        d_rows = in_rows(of_chunk, rows.detach(), d, *along)
+    torch.autograd.backward([rows], [d_rows], inputs=[leaf])
+
+
+Reading = tuple[LogitsRecipe, Rowwise | None, tuple[torch.Tensor, ...], torch.Tensor]
+"""What was read, by which function, of which further tensors; and the gradient of what that made of it."""
+
+
+class LazyGradient(torch.Tensor):
+    """The gradient of logits, as the readings of them that it is the sum of: computed if anybody but `_Edge` reads it.
+
+    `recipe` is that of the logits; that of a reading starts with the same views and steps.
+    """
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, recipe: LogitsRecipe, readings: list[Reading]) -> "LazyGradient":
+        return torch.Tensor._make_wrapper_subclass(cls, recipe.shape, dtype=recipe.dtype, device=recipe.device)
+
+    def __init__(self, recipe: LogitsRecipe, readings: list[Reading]):
+        self.recipe, self.readings = recipe, readings
+
+    def computed(self) -> torch.Tensor:
+        recipe = self.recipe
+        logits = LazyLogits(recipe).computed().requires_grad_()
+        with torch.enable_grad(), recipe.at_forward.as_then(recipe):
+            for read, function, along, d_output in self.readings:
+                found = logits
+                for view in read.views[len(recipe.views) :]:
+                    found = view(found)
+                for name, arguments in read.steps[len(recipe.steps) :]:
+                    found = getattr(found, name)(*arguments)
+                found = found if function is None else in_rows(function, found, *along)
+                torch.autograd.backward([found], [d_output], inputs=[logits])
+        return logits.grad
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        name, first, others = function.overloadpacket.__name__, args[0], args[1:]
+        if name in ("detach", "alias", "clone"):
+            return LazyGradient(first.recipe, first.readings)
+        if name in ("add", "add_") and getattr(others[0], "shape", None) == first.shape and not kwargs:
+            mine = first if isinstance(first, cls) else others[0]
+            readings = [*_reads_in(first, mine.recipe), *_reads_in(others[0], mine.recipe)]
+            if name == "add":
+                return LazyGradient(mine.recipe, readings)
+            if isinstance(first, cls):
+                first.readings = readings
+                return first
+        if name in ("mul", "div") and isinstance(first, cls) and not getattr(others[0], "shape", ()):
+            readings = [(*read, function(d_output, *others)) for *read, d_output in first.readings]
+            return LazyGradient(first.recipe, readings)
+        args, kwargs = tree_map_only(cls, lambda gradient: gradient.computed(), (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"LazyGradient({list(self.shape)}, {self.dtype}, of {len(self.readings)} readings)"
+
+
+def _reads_in(gradient: torch.Tensor, recipe: LogitsRecipe) -> list[Reading]:
+    return gradient.readings if isinstance(gradient, LazyGradient) else [(recipe, None, (), gradient)]

@@ -1,10 +1,10 @@
 """The loss of a causal LM without its logits: the model's own forward runs, with a head that computes nothing yet.
 
-    the model's forward   hidden ─ head ─ LazyLogits ─ (scale, soft cap) ─ loss_function ─ loss
+    the model's forward   hidden ─ head ─ LogitsRecipe ─ (scale, soft cap) ─ loss_function ─ loss
                                    stands in for lm_head                    stands in for Hugging Face's
 
-So all that a model does before its head and after its loss is done by its own code. Its caller finds None in the place
-of logits. Whatever is not a tiled loss goes to the forward that stood there before.
+So all that a model does before its head and after its loss is done by its own code. Its caller finds logits that are
+computed when they are read.
 """
 
 import inspect
@@ -17,13 +17,14 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from transformers.loss import loss_utils
-from transformers.utils import ModelOutput
 
 from seqtile.models.find import head_of
 from seqtile.models.first_step import check_first_step
 from seqtile.models.forms import code_of
 from seqtile.models.in_chunks import InChunks, call_in_chunks
-from seqtile.models.lazy_logits import LazyLogits
+from seqtile.models.late_read import gathers
+from seqtile.models.lazy_logits import connected, lazy_logits
+from seqtile.models.logits_recipe import LogitsRecipe
 from seqtile.models.placement import Options
 from seqtile.models.quantised import is_quantised
 from seqtile.models.verdict import Verdict
@@ -52,14 +53,15 @@ _CROSS_ENTROPY = F.cross_entropy if defining_path(F.cross_entropy) in _CROSS_ENT
 def tiled_loss_forward(options: Options, original: Callable) -> Callable:
     """Returns `original`, the forward (a plain function) of a model with a head over a vocabulary, with the loss tiled.
 
-    In training, given `labels` or `shift_labels`, the loss is computed without logits, and `logits` is None. The same
-    happens in eval with `skip_logits=True`; `skip_logits=False` asks for logits, and so an untiled loss, in training.
-    Everything else, such as eval with logits, generation, a cache or `logits_to_keep`, is `original`'s.
+    Given `labels` or `shift_labels`, the loss is computed without logits. `logits` is a `LazyLogits`, computed when it
+    is read; None with `skip_logits=True`. Plain logits are computed, by `original`, with `skip_logits=False` and given
+    `logits_to_keep`, both with an untiled loss, and given a cache without labels.
     """
     parameters = list(inspect.signature(original).parameters.values())
     variadic = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)
     names = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD][1:]
     takes_skip_logits = "skip_logits" in names
+    takes_use_cache = "use_cache" in names or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     calls_torch = "loss_function" not in getattr(code_of(inspect.unwrap(original)), "co_names", ())
 
     def forward(self, *args, skip_logits=None, **kwargs):
@@ -77,28 +79,38 @@ def tiled_loss_forward(options: Options, original: Callable) -> Callable:
             raise ValueError(
                 "skip_logits=True asks for a loss alone: pass labels or shift_labels, and no logits_to_keep"
             )
-        if skip_logits is None:
-            skip_logits = self.training and has_labels and keeps_all
         if takes_skip_logits:  # Liger's forward, whose own loss is not asked for
             inputs["skip_logits"] = False
-        if not skip_logits or (calls_torch and F.cross_entropy is not _CROSS_ENTROPY):
+        given_cache = inputs.get("past_key_values") is not None
+        if skip_logits is False or not (has_labels or (keeps_all and not given_cache)):
             return original(self, *passed_on, **inputs)
-        if inputs.get("labels") is None:  # which Hugging Face's forward wants, to compute any loss
-            inputs["labels"] = inputs["shift_labels"]
-        with _lazy_head(self, options):
-            return _without_logits(original(self, *passed_on, **inputs))
+        if has_labels:
+            if not keeps_all or (calls_torch and F.cross_entropy is not _CROSS_ENTROPY):
+                return original(self, *passed_on, **inputs)
+            if inputs.get("labels") is None:  # which Hugging Face's forward wants, to compute any loss
+                inputs["labels"] = inputs["shift_labels"]
+            if takes_use_cache and not given_cache:  # keys and values of all tokens, which nobody reads after a loss
+                inputs.setdefault("use_cache", False)
+        verdict = loss_verdict(self)
+        if verdict.error is not None:
+            if has_labels:
+                raise ValueError(verdict.error)
+            return original(self, *passed_on, **inputs)
+        with _lazy_head(self, options, verdict, with_logits=not skip_logits):
+            output = original(self, *passed_on, **inputs)
+        return _with_tensors(output, None if skip_logits else lazy_logits)
 
     return forward
 
 
 class LazyHead:
-    """Stands in for a head while a forward runs; called with hidden states [..., D] it returns LazyLogits."""
+    """Stands in for a head while a forward runs; called with hidden states [..., D] it returns LogitsRecipe."""
 
     def __init__(self, head: nn.Module, cross_entropy: Callable):
         self._head, self._cross_entropy = head, cross_entropy
 
-    def __call__(self, hidden: torch.Tensor) -> LazyLogits:
-        return LazyLogits(hidden, self._head, (), self._cross_entropy)
+    def __call__(self, hidden: torch.Tensor) -> LogitsRecipe:
+        return LogitsRecipe(hidden, self._head, self._cross_entropy)
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._head, name)
@@ -118,15 +130,17 @@ def place_of_head(model: nn.Module) -> tuple[nn.Module, str]:
 
 
 @contextmanager
-def _lazy_head(model: nn.Module, options: Options) -> Iterator[None]:
+def _lazy_head(model: nn.Module, options: Options, verdict: Verdict, with_logits: bool) -> Iterator[None]:
     """Lets a model's forward run with `LazyHead` and the tiled loss, as attributes that hide its own until the end."""
     check_untransformed()
-    verdict, untiled = loss_verdict(model), model.loss_function
-    if verdict.error is not None:
-        raise ValueError(verdict.error)
     owner, name = place_of_head(model)
-    head = getattr(owner, name)
-    compute = partial(_cross_entropy, chunked=verdict.how == "chunked", chunk_tokens=options.chunk_tokens)
+    head, untiled = getattr(owner, name), model.loss_function
+    compute = partial(
+        _cross_entropy,
+        chunked=verdict.how == "chunked",
+        chunk_tokens=options.chunk_tokens,
+        with_logits=with_logits and gathers(head),
+    )
     loss = partial(_loss, untiled=untiled, compute=compute)
     own = vars(model).get("_loss_function")
     object.__setattr__(owner, name, LazyHead(head, compute))
@@ -140,13 +154,11 @@ def _lazy_head(model: nn.Module, options: Options) -> Iterator[None]:
             object.__setattr__(model, "_loss_function", own)
 
 
-def _without_logits(output: Any) -> Any:
-    """Returns a forward's output with None in the place of logits that were not computed, or not for its caller."""
-    if isinstance(output, tuple):
-        return tuple(None if isinstance(value, LazyLogits) else value for value in output)
-    assert isinstance(output, ModelOutput)
-    values = {name: None if isinstance(value, LazyLogits) else value for name, value in output.items()}
-    return type(output)(**values)
+def _with_tensors(output: Any, of_recipe: Callable[[LogitsRecipe], torch.Tensor] | None) -> Any:
+    """Returns a forward's output with what a function makes of recipes in their place, or None."""
+    values = list(output) if isinstance(output, tuple) else list(output.values())
+    found = [(of_recipe and of_recipe(value)) if isinstance(value, LogitsRecipe) else value for value in values]
+    return tuple(found) if isinstance(output, tuple) else type(output)(**dict(zip(output, found, strict=True)))
 
 
 def loss_verdict(model: nn.Module) -> Verdict:
@@ -185,7 +197,7 @@ def _unknown_loss_reason(function: Any) -> str | None:
 
 
 def _loss(
-    logits: LazyLogits | torch.Tensor,
+    logits: LogitsRecipe | torch.Tensor,
     labels: torch.Tensor,
     vocab_size: int | None = None,
     num_items_in_batch: torch.Tensor | int | None = None,
@@ -198,7 +210,7 @@ def _loss(
 ) -> torch.Tensor:
     """Computes what Hugging Face's ForCausalLMLoss, `untiled`, computes from logits [B, S, V]."""
     arguments = {"ignore_index": ignore_index, "num_items_in_batch": num_items_in_batch, "shift_labels": shift_labels}
-    if not isinstance(logits, LazyLogits):  # the forward has read them
+    if not isinstance(logits, LogitsRecipe):  # the forward has read them
         return untiled(logits, labels, vocab_size, **arguments, **kwargs)
     if shift_labels is None:
         shift_labels = F.pad(labels, (0, 1), value=ignore_index)[..., 1:]
@@ -210,7 +222,7 @@ def _loss(
 
 
 def _cross_entropy(
-    logits: LazyLogits,
+    logits: LogitsRecipe,
     target: torch.Tensor,
     weight: torch.Tensor | None = None,
     size_average: None = None,
@@ -222,9 +234,11 @@ def _cross_entropy(
     num_items: torch.Tensor | int | None = None,
     chunked: bool,
     chunk_tokens: int | None,
+    with_logits: bool,
 ) -> torch.Tensor:
     """Computes what torch's cross_entropy computes from logits [..., V] and targets [...], divided by `num_items` where
-    that is given; NotImplemented for what is not tiled."""
+    that is given; NotImplemented for what is not tiled. `with_logits`: where the head's weights are gathered, once, the
+    logits are connected to them, too."""
     same_shape = target.shape == logits.shape[:-1] and not target.is_floating_point()
     if not same_shape or size_average is not None or reduce is not None or reduction not in ("mean", "sum"):
         return NotImplemented
@@ -246,17 +260,23 @@ def _cross_entropy(
         options |= {"class_weight": weight, "label_smoothing": label_smoothing}
         return linear_cross_entropy(hidden, matrix, target, bias=sum(biases) if biases else None, **options)
 
-    return call_inside(head, of_weight, logits.hidden)  # a head in chunks has its weight gathered by its own call
+    # a head in chunks has its weight gathered by its own call
+    if not with_logits:
+        return call_inside(head, of_weight, logits.hidden)
+    root = logits if logits.root is None else logits.root
+    both = lambda hidden, of_root: (of_weight(hidden), connected(root, of_root))  # noqa: E731
+    loss, root.tensor = call_inside(head, both, logits.hidden, root.hidden)
+    return loss
 
 
 def _chunked_losses(
-    logits: LazyLogits, targets: torch.Tensor, ignore_index: int, chunk_tokens: int | None
+    logits: LogitsRecipe, targets: torch.Tensor, ignore_index: int, chunk_tokens: int | None
 ) -> torch.Tensor:
     """Computes the loss of every token under a head that runs in chunks, ignored ones too: its logits once more in the
     backward. 4 u of all tokens."""
 
     def losses_of(hidden: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
-        real = LazyLogits(hidden, logits.head, logits.steps).real().float().flatten(0, -2)
+        real = logits.of(hidden).float().flatten(0, -2)
         losses = F.cross_entropy(real, targets.flatten(), ignore_index=ignore_index, reduction="none")
         return losses.view(targets.shape)
 

@@ -119,7 +119,7 @@ def notes_on(model: nn.Module, loss: PartStatus | None, mlp: PartStatus, layer: 
     for name, reason in refused_of(model).items():
         yield f"{name} is left untiled: {reason}"
     if loss is not None and loss.tiled:
-        yield "in training the loss is computed without logits, which are None; skip_logits=False asks for them"
+        yield "the loss is computed without logits; outputs.logits are computed by who reads them"
     if mlp.tiled:
         lengths = " or ".join(map(str, mlp.chunk_tokens))
         parts = "MLPs and layers" if layer else "MLPs"

@@ -111,6 +111,39 @@ class CheckOptions:
     as_json: bool = option(False, "The same as JSON.", "--json")
 
 
+@dataclass(frozen=True)
+class EvaluateOptions:
+    """What `seqtile evaluate` is asked."""
+
+    model: str = argument(f"A local path, a hub name, or {DEFAULT_MODEL}.")
+    text: list[Path] = argument("Text files, each a document.")
+    adapter: Path | None = option(None, "A directory with an adapter of PEFT's for the model.")
+    context: int | None = option(
+        None, "The most tokens that are given to the model at once (default: a whole document)."
+    )
+    stride: int | None = option(None, "Tokens from one window of --context to the next (default: half of it).")
+    layer: bool = option(False, "Tile layers as a whole: longer documents fit.")
+    dtype: str = option("float32", "Of weights and computation: float32 or bfloat16.")
+    device: str | None = option(None, "cpu or cuda (default: cuda if there is one).")
+    output: Path | None = option(None, "Directory for evaluation.json and evaluation.png.")
+    as_json: bool = option(False, "Print JSON.", "--json")
+    world_size: int = option(1, "Set by torchrun.", envvar="WORLD_SIZE", hidden=True)
+    local_rank: int | None = option(None, "Set by torchrun.", envvar="LOCAL_RANK", hidden=True)
+
+    def check(self) -> None:
+        """Raises ValueError for what cannot work."""
+        for name, right, expected in (
+            ("dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}"),
+            ("device", self.device in (None, "cpu", "cuda"), "cpu or cuda"),
+        ):
+            if not right:
+                raise ValueError(f"--{name} is {getattr(self, name)!r}, expected {expected}")
+        for file in (*self.text, *([self.adapter] if self.adapter else [])):
+            if not file.exists():
+                raise ValueError(f"{file} does not exist{what_is_here(file)}")
+        source(self.model)
+
+
 def number_or_name(option: str | None) -> int | str | None:
     """Returns --head-groups as seqtile takes it: a number, auto or None."""
     return int(option) if option and option.isdigit() else option

@@ -1,0 +1,171 @@
+"""seqtile.evaluate: loss, perplexity and bits per byte of documents of any length, in all and by position."""
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import nn
+
+from seqtile.models import apply_seqtile, restore, status
+from seqtile.sp import SequenceParallel, shard
+
+FIRST = 1024
+"""Tokens of the first span of positions; each further one ends at twice as many."""
+IGNORED = -100
+
+
+@dataclass(frozen=True)
+class Span:
+    """The mean loss of the tokens that are predicted from more than `start` and at most `stop` tokens before them."""
+
+    start: int
+    stop: int
+    tokens: int
+    loss: float
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """What a model makes of documents."""
+
+    tokens: int
+    """Those that were predicted."""
+    loss: float
+    """Their mean cross-entropy, in nats."""
+    by_position: tuple[Span, ...]
+    text_bytes: int | None
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(min(self.loss, 700))
+
+    @property
+    def bits_per_byte(self) -> float | None:
+        """None if it is not known how long the text is."""
+        return self.loss * self.tokens / math.log(2) / self.text_bytes if self.text_bytes else None
+
+    def figures(self) -> dict[str, Any]:
+        """Returns all of it, for JSON."""
+        spans = [vars(span) | {"perplexity": math.exp(min(span.loss, 700))} for span in self.by_position]
+        total = {"tokens": self.tokens, "loss": self.loss, "perplexity": self.perplexity}
+        return total | {"bits_per_byte": self.bits_per_byte, "by_position": spans}
+
+    def __str__(self) -> str:
+        rows = [(f"{span.start:,} to {span.stop:,}", span.tokens, span.loss) for span in self.by_position]
+        lines = [f"{'tokens before':>22}{'predicted':>12}{'loss':>9}{'perplexity':>12}"]
+        for name, tokens, loss in (*rows, ("all", self.tokens, self.loss)):
+            lines.append(f"{name:>22}{tokens:>12,}{loss:>9.4f}{math.exp(min(loss, 700)):>12.3f}")
+        return "\n".join(lines + ([f"{self.bits_per_byte:.4f} bits per byte"] if self.text_bytes else []))
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    documents: torch.Tensor | Sequence[torch.Tensor],
+    *,
+    context: int | None = None,
+    stride: int | None = None,
+    text_bytes: int | None = None,
+    ctx: SequenceParallel | None = None,
+    each: Callable[[int, int], None] = lambda done, total: None,
+) -> Evaluation:
+    """Computes the loss of every token of documents, given the tokens before it, in evaluation mode.
+
+    Args:
+        model: a causal LM, alone or with an adapter of PEFT's; tiled for as long as this takes, if it is not tiled.
+        documents: token ids [N] of one document, or of several, each by itself.
+        context: the most tokens that are given to the model at once; None for whole documents.
+        stride: of a longer document, the tokens from one window of `context` tokens to the next. A window predicts
+            those that none before it has, each from at least `context - stride` tokens. By default half the context.
+        text_bytes: the length of the text, for bits per byte.
+        ctx: the ranks that share each sequence, to which the model was given by `sp.apply_ulysses`. All call this.
+        each: is called with the windows that are done, and their number.
+
+    Memory: that of the model's forward with a chunk of logits; no cache.
+
+    Raises ValueError for a document of fewer than two tokens and for a stride that is not between 1 and the context.
+    """
+    documents = [documents] if isinstance(documents, torch.Tensor) else list(documents)
+    for document in documents:
+        if document.dim() != 1 or len(document) < 2:
+            raise ValueError(f"evaluate: expected token ids [N] of at least 2 tokens, got {list(document.shape)}")
+    longest = max(map(len, documents), default=0)
+    context = min(context or longest, longest)
+    stride = max(1, context // 2) if stride is None else stride
+    if not (longest and context >= 2 and 1 <= stride <= context):
+        raise ValueError(
+            f"evaluate: got a context of {context} and a stride of {stride}; expected 1 <= stride <= context"
+        )
+    windows = [(document, *window) for document in documents for window in _windows(len(document), context, stride)]
+    device = next(model.parameters()).device
+    ends = FIRST * 2 ** torch.arange(1 + max(0, math.ceil(math.log2(context / FIRST))), device=device)
+    sums = torch.zeros(2, len(ends), dtype=torch.float64, device=device)
+    with _ready(model):
+        for done, (document, start, stop, predicted) in enumerate(windows):
+            losses, before = _losses(model, document[start:stop].to(device), predicted, ctx)
+            span = torch.bucketize(before, ends)
+            sums[0].index_add_(0, span, losses.double())
+            sums[1].index_add_(0, span, torch.ones_like(losses, dtype=torch.float64))
+            each(done + 1, len(windows))
+    if ctx is not None:
+        dist.all_reduce(sums, group=ctx.group)
+    totals, counts = sums.tolist()
+    stops = [min(end, context - 1) for end in ends.tolist()]
+    spans = [Span(*row) for row in zip([0, *stops], stops, map(int, counts), _means(totals, counts), strict=False)]
+    [mean] = _means([sum(totals)], [sum(counts)])
+    return Evaluation(int(sum(counts)), mean, tuple(span for span in spans if span.tokens), text_bytes)
+
+
+def _means(totals: list[float], counts: list[float]) -> list[float]:
+    return [total / max(count, 1) for total, count in zip(totals, counts, strict=True)]
+
+
+def _windows(length: int, context: int, stride: int) -> Iterator[tuple[int, int, int]]:
+    """Yields the start and the stop of each window, and how many tokens it does not predict, its first."""
+    for start in range(0, length, stride):
+        stop, before = min(start + context, length), 1 if start == 0 else context - stride
+        yield start, stop, max(1, before)
+        if stop == length:
+            return
+
+
+def _losses(
+    model: nn.Module, ids: torch.Tensor, given: int, ctx: SequenceParallel | None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the losses [n] of the tokens behind the first `given`, of those that this rank has, and how many tokens
+    came before each."""
+    targets = F.pad(ids[1:], (0, 1), value=IGNORED)
+    targets[: given - 1] = IGNORED
+    batch = {"input_ids": ids[None], "shift_labels": targets[None]}
+    if ctx is not None:
+        batch = shard(batch, ctx)
+    targets = batch.pop("shift_labels")
+    batch.pop("num_items_in_batch", None)
+    logits = model(**batch, use_cache=False).logits
+    rows = targets != IGNORED
+    losses = -logits[rows].float().log_softmax(-1).gather(-1, targets[rows].unsqueeze(-1)).squeeze(-1)
+    positions = batch.get("position_ids", torch.arange(len(ids), device=ids.device)[None])
+    return losses, positions[rows] + 1
+
+
+@contextmanager
+def _ready(model: nn.Module) -> Iterator[None]:
+    """Puts a model into evaluation mode, tiled, and back."""
+    training = [module for module in model.modules() if module.training]
+    found = status(model).loss
+    untiled = found is None or not found.tiled
+    if untiled:
+        apply_seqtile(model)
+    model.eval()
+    try:
+        yield
+    finally:
+        for module in training:
+            module.training = True
+        if untiled:
+            restore(model)

@@ -1,0 +1,198 @@
+"""Logits that are read after the forward: as they would have been in it, or an error.
+
+Recorded are autocast, what decides what the head computes (training mode, hooks, adapters), the versions of its weights
+and of the hidden states, and some of the weights' numbers, since ZeRO and FSDP2 write past versions.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from torch.func import functional_call
+
+from seqtile.models.in_chunks import InChunks
+from seqtile.models.logits_recipe import LogitsRecipe
+from seqtile.models.weights import call_inside
+from seqtile.ops.chunks import chunks, resolve_chunk_tokens
+from seqtile.ops.state import ForwardState
+
+ARRIVAL_LIMIT = timedelta(minutes=5)
+"""How long a rank waits for the others where they gather a head's weights together."""
+Weights = dict[str, torch.Tensor]
+
+
+class AtForward:
+    """What the forward that made logits was like. To be made where the head's weights are whole, if they ever are."""
+
+    def __init__(self, recipe: LogitsRecipe):
+        head, hidden = recipe.head, recipe.hidden
+        self._state = ForwardState.now(hidden.device)
+        self._environment = InChunks(head=head).environment()
+        self._adapters = _adapters_of(head)
+        self._modules = [*head.modules()]
+        self._training = [module.training for module in self._modules]
+        self._draws = any(module.training and getattr(module, "p", 0) for module in self._modules)  # dropout
+        self._hidden_version = _version(hidden)
+        self._weights = {
+            name: (weight, _version(weight), _sample(weight)) for name, weight in _weights_of(head).items()
+        }
+
+    @contextmanager
+    def as_then(self, recipe: LogitsRecipe) -> Iterator[None]:
+        """Autocast, random numbers and the head's training mode as in the forward. RuntimeError, see `check`."""
+        now = [module.training for module in self._modules]
+        try:
+            self._set_training(self._training)
+            self.check(recipe)
+            with self._state.forward_autocast(), self._state.forward_random():
+                yield
+        finally:
+            self._set_training(now)
+
+    def _set_training(self, modes: list[bool]) -> None:
+        for module, mode in zip(self._modules, modes, strict=True):
+            module.training = mode
+
+    def read(
+        self, recipe: LogitsRecipe, function: Callable[..., torch.Tensor] | None = None, *along: torch.Tensor
+    ) -> torch.Tensor:
+        """Returns the recipe's logits [..., V]; given a function, what it makes of them [n, V] and of rows of `along`
+        [..., *], chunk by chunk, each row by itself.
+
+        Raises RuntimeError if something has changed since the forward, or if other ranks, with which the head's weights
+        are to be gathered, do not read them.
+        """
+        with self.as_then(recipe):
+            return self._read(recipe, function, along)
+
+    def _read(self, recipe: LogitsRecipe, function: Callable[..., torch.Tensor] | None, along: tuple) -> torch.Tensor:
+        head, now = recipe.head, _weights_of(recipe.head)
+        for ranks in _to_gather_with(now.values()):
+            _arrive(ranks)
+        call, gathered = head_alone(head), {}
+        if not isinstance(head, FSDPModule):
+            sharded = {name: weight for name, weight in now.items() if isinstance(weight, DTensor)}
+            sharded = {
+                name: weight for name, weight in sharded.items() if not isinstance(self._weights[name][0], DTensor)
+            }
+            gathered = {name: weight.full_tensor().to(self._weights[name][0].dtype) for name, weight in sharded.items()}
+            call = partial(_called_with, head, gathered) if gathered else call
+
+        def compute(hidden: torch.Tensor) -> torch.Tensor:
+            self.check(recipe, gathered)
+            if function is None and not self._draws:
+                return recipe.of(hidden, call)
+            of_rows = function or (lambda rows: rows)
+            return in_rows(lambda hidden, *along: of_rows(recipe.of(hidden, call), *along), hidden, *along)
+
+        return call_inside(head, compute, recipe.hidden)
+
+    def check(self, recipe: LogitsRecipe, weights: Weights | None = None) -> None:
+        """Raises RuntimeError if anything has changed since the forward; the head's weights, or those given."""
+        changed, weights = [], weights or _weights_of(recipe.head)
+        if not InChunks(head=recipe.head).environment().computes_as(self._environment):
+            changed.append("the head's hooks or forwards")
+        if _adapters_of(recipe.head) != self._adapters:
+            changed.append("its adapters")
+        if _version(recipe.hidden) != self._hidden_version:
+            changed.append("the hidden states")
+        for name, weight in weights.items():
+            before, version, sample = self._weights[name]
+            if isinstance(weight, DTensor) != isinstance(before, DTensor):
+                continue  # a shard, and the whole
+            if (weight is before and _version(weight) != version) or not torch.equal(_sample(weight), sample):
+                changed.append(f"the head's {name}")
+        if changed:
+            raise RuntimeError(
+                f"these logits were not computed in the forward, and since then {' and '.join(changed)} changed: read "
+                "them before that, such as before the optimizer steps, or keep of them what is wanted later"
+            )
+
+
+def in_rows(function: Callable[..., torch.Tensor], hidden: torch.Tensor, *along: torch.Tensor) -> torch.Tensor:
+    """Returns function(hidden [n, D], ...) of tensors [..., *], chunk by chunk of all dimensions of hidden but its
+    last."""
+    leading = hidden.shape[:-1]
+    rows = [tensor.reshape(leading.numel(), *tensor.shape[len(leading) :]) for tensor in (hidden, *along)]
+    cut = chunks(len(rows[0]), rows_of_chunk(hidden)) if len(rows[0]) else [slice(0, 0)]
+    found = torch.cat([function(*(tensor[chunk] for tensor in rows)) for chunk in cut])
+    return found.reshape(*leading, *found.shape[1:])
+
+
+def rows_of_chunk(hidden: torch.Tensor) -> int:
+    return max(
+        1, resolve_chunk_tokens(None, hidden.shape[-1]) // 4
+    )  # as torch's functions keep several chunks of logits
+
+
+def gathers(head: nn.Module) -> bool:
+    """Says if a head's own call gathers its weights: under ZeRO-3, and where FSDP2 shards it by itself."""
+    return isinstance(head, FSDPModule) or any(hasattr(weight, "ds_id") for weight in head.parameters())
+
+
+def head_alone(head: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
+    """Returns what computes a head's logits inside its own call, see `call_inside`: without hooks that gather."""
+    return (lambda hidden: head.forward(hidden)) if gathers(head) else head
+
+
+def _called_with(head: nn.Module, weights: Weights, hidden: torch.Tensor) -> torch.Tensor:
+    return functional_call(head, weights, (hidden,))
+
+
+def _weights_of(head: nn.Module) -> Weights:
+    return dict(head.named_parameters()) | dict(head.named_buffers())
+
+
+def _adapters_of(head: nn.Module) -> list[Any]:
+    """Returns what of PEFT's layers decides which adapters they compute."""
+    names = ("_active_adapter", "_disable_adapters", "merged_adapters")
+    return [repr([vars(module).get(name) for name in names]) for module in head.modules()]
+
+
+def _version(tensor: torch.Tensor) -> int | None:
+    return None if tensor.is_inference() else tensor._version
+
+
+def _sample(weight: torch.Tensor) -> torch.Tensor:
+    """Copies up to 64 x 64 numbers of a weight, or of the part of it that this rank holds."""
+    held = getattr(weight, "ds_tensor", weight)
+    held = (held.to_local() if isinstance(held, DTensor) else held).detach()
+    return held[tuple(slice(None, None, max(1, size // 32)) for size in held.shape)].clone()
+
+
+def _to_gather_with(weights: Any) -> Iterator[tuple[int, ...]]:
+    """Yields the ranks, groups of more than one, that have to gather weights together."""
+    groups = {}
+    for weight in weights:
+        if isinstance(weight, DTensor):
+            sharded = [i for i, placement in enumerate(weight.placements) if placement.is_shard()]
+            groups |= dict.fromkeys(
+                tuple(dist.get_process_group_ranks(weight.device_mesh.get_group(i))) for i in sharded
+            )
+        elif hasattr(weight, "ds_id") and weight.ds_status.name != "AVAILABLE":
+            groups[tuple(dist.get_process_group_ranks(weight.ds_process_group))] = None
+    yield from (ranks for ranks in groups if len(ranks) > 1)
+
+
+def _arrive(ranks: tuple[int, ...]) -> None:
+    """Waits until all of the ranks have come here as often; RuntimeError after `ARRIVAL_LIMIT`."""
+    store = dist.distributed_c10d._get_default_store()
+    key = f"seqtile/logits/{ranks}"
+    key = f"{key}/{store.add(f'{key} of {dist.get_rank()}', 1)}"
+    if store.add(f"{key}/count", 1) == len(ranks):
+        store.set(key, "all")
+    try:
+        store.wait([key], ARRIVAL_LIMIT)
+    except dist.DistStoreError as error:
+        here = store.add(f"{key}/count", 0)
+        raise RuntimeError(
+            f"logits of a sharded head are read on {here} of {len(ranks)} ranks, and it takes all of them to gather "
+            "its weights: read them on every rank, or none"
+        ) from error

@@ -1,0 +1,249 @@
+"""How logits are computed: from which hidden states, by which head, and what is done to them after it.
+
+    hidden [..., D] ─ head ─ LogitsRecipe [..., V] ─ * 0.1 ─ / 30 ─ tanh ─ * 30 ─ LogitsRecipe, which knows all this
+
+A model's forward may scale, cap, cast, slice along tokens and flatten a recipe as it does logits: a loss that knows
+recipes reads off it what it is to compute. Anything else computes the logits, and goes on with these.
+"""
+
+from collections.abc import Callable
+from functools import partialmethod
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils._pytree import tree_map_only
+from transformers.utils import logging
+
+from seqtile.ops.checks import autocast_dtype
+
+logger = logging.get_logger(__name__)
+Step = tuple[str, tuple]
+"""The name of a tensor's method, and its arguments: "mul", "div", "add", "tanh", "to", "softmax", "log_softmax"."""
+View = Callable[[torch.Tensor], torch.Tensor]
+"""Cuts or flattens all dimensions of a tensor but its last: hidden states and logits alike."""
+
+
+class Affine(NamedTuple):
+    """Logits as `linear_cross_entropy` takes them: scale * head(hidden) + the sum of `added`, soft-capped."""
+
+    scale: float
+    added: list[torch.Tensor]
+    """Each [V]."""
+    softcap: float | None
+
+
+class LogitsRecipe:
+    """Stands for head(hidden) [..., V] after some steps. `cross_entropy` is called for torch's, where a forward calls
+    that itself, and returns NotImplemented for what it does not know."""
+
+    def __init__(self, hidden: torch.Tensor, head: nn.Module, cross_entropy: Callable | None = None):
+        self.hidden, self.head, self.cross_entropy = hidden, head, cross_entropy
+        self.views: tuple[View, ...] = ()
+        """What made `hidden` of the hidden states that the head was given."""
+        self.steps: tuple[Step, ...] = ()
+        self.dtype = (hidden.dtype != torch.float64 and autocast_dtype(hidden)) or hidden.dtype
+        self.root: LogitsRecipe | None = None
+        """What the head returned, of which this was made; None of that itself."""
+        self.at_forward: Any = None
+        """What the forward was like, for who reads later, see `AtForward`."""
+        self.tensor: torch.Tensor | None = None
+        """What the head returned, as a tensor with its gradient, if that has been made."""
+        self._real: torch.Tensor | None = None
+
+    @property
+    def shape(self) -> torch.Size:
+        size = getattr(self.head, "out_features", None) or self.head.weight.shape[0]
+        return torch.Size((*self.hidden.shape[:-1], size))
+
+    @property
+    def device(self) -> torch.device:
+        return self.hidden.device
+
+    @property
+    def affine(self) -> Affine | None:
+        """What the steps make of head(hidden); None if that is not affine with a soft cap, or without one."""
+        scale, softcap, added = 1.0, None, []
+        steps = [(name, *arguments) for name, arguments in self.steps if name != "to"]
+        for i, (name, *arguments) in enumerate(steps):
+            if name == "tanh":  # and then times the cap, and nothing more
+                if [name for name, *_ in steps[i + 1 :]] != ["mul"] or (softcap := steps[i + 1][1]) <= 0:
+                    return None
+                return Affine(scale * softcap, [tensor * softcap for tensor in added], softcap)
+            if name == "add":
+                added.append(arguments[0].reshape(-1))
+            elif name in ("mul", "div"):
+                factor = arguments[0] if name == "mul" else 1 / arguments[0]
+                scale, added = scale * factor, [tensor * factor for tensor in added]
+            else:
+                return None
+        return Affine(scale, added, softcap)
+
+    def of(self, hidden: torch.Tensor, head: Callable | None = None) -> torch.Tensor:
+        """Computes the logits of other hidden states [..., D]."""
+        logits = (head or self.head)(hidden)
+        for name, arguments in self.steps:
+            logits = getattr(logits, name)(*arguments)
+        return logits
+
+    def real(self, reader: str) -> torch.Tensor:
+        """Computes the logits for the forward that reads them; once, however often it does."""
+        if self._real is None:
+            logger.warning_once(f"the forward reads its logits ({reader}), so they are computed, untiled")
+            self._real = self.of(self.hidden)
+        return self._real
+
+    def changed(self, **fields: Any) -> "LogitsRecipe":
+        """Returns a recipe with other fields, which nobody has read."""
+        other = object.__new__(type(self))
+        vars(other).update(vars(self) | {"_real": None, "tensor": None} | fields)
+        return other
+
+    def viewed(self, view: View) -> "LogitsRecipe":
+        return self.changed(
+            hidden=view(self.hidden), views=(*self.views, view), root=self if self.root is None else self.root
+        )
+
+    def then(self, name: str, *arguments: Any, dtype: torch.dtype | None = None) -> "LogitsRecipe":
+        steps = (*self.steps, (name, arguments))
+        return self.changed(steps=steps, dtype=dtype or self.dtype, root=self if self.root is None else self.root)
+
+    def detached(self) -> "LogitsRecipe":
+        return self.changed(hidden=self.hidden.detach(), root=None)
+
+    def size(self, dim: int | None = None) -> torch.Size | int:
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        return self.hidden.dim()
+
+    def _call(self, name: str, *args: Any, **kwargs: Any) -> Any:
+        rule = RULES.get(name)
+        found = NotImplemented if rule is None else rule(self, *args, **kwargs)
+        return getattr(self.real(name), name)(*args, **kwargs) if found is NotImplemented else found
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        if name not in RULES:
+            return getattr(self.real(name), name)
+        return lambda *args, **kwargs: self._call(name, *args, **kwargs)
+
+    @classmethod
+    def __torch_function__(cls, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        name, kwargs = getattr(function, "__name__", "a function of torch's"), kwargs or {}
+        if isinstance(args[0], cls):
+            if function is F.cross_entropy and args[0].cross_entropy is not None:
+                if (loss := args[0].cross_entropy(*args, **kwargs)) is not NotImplemented:
+                    return loss
+            elif name in RULES and (found := RULES[name](*args, **kwargs)) is not NotImplemented:
+                return found
+        args, kwargs = tree_map_only(cls, lambda logits: logits.real(name), (args, kwargs))
+        return function(*args, **kwargs)
+
+
+def _to(recipe: LogitsRecipe, *args: Any, **kwargs: Any) -> Any:
+    args = (*args, *kwargs.values()) if kwargs.keys() <= {"dtype", "device"} else (None, None)
+    if len(args) == 1 and isinstance(args[0], torch.dtype):
+        return recipe.then("to", args[0], dtype=args[0])
+    return recipe if args in ((recipe.device,), (str(recipe.device),)) else NotImplemented
+
+
+def _view(recipe: LogitsRecipe, *shape: Any, **kwargs: Any) -> Any:
+    sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int | torch.dtype) else shape
+    if kwargs or not sizes or not all(isinstance(size, int) for size in sizes) or sizes[-1] != recipe.shape[-1]:
+        return NotImplemented
+    return recipe.viewed(lambda tensor: tensor.reshape(*sizes[:-1], tensor.shape[-1]))
+
+
+def _flatten(recipe: LogitsRecipe, start_dim: int = 0, end_dim: int = -1) -> Any:
+    last = end_dim % recipe.dim()
+    return NotImplemented if last == recipe.dim() - 1 else recipe.viewed(lambda tensor: tensor.flatten(start_dim, last))
+
+
+def _index(recipe: LogitsRecipe, index: Any) -> Any:
+    entries = index if isinstance(index, tuple) else (index,)
+    taken = [entry.dim() if _is_mask(entry) else entry is not None for entry in entries if entry is not Ellipsis]
+    if len(taken) < len(entries):  # an ellipsis, which stands for whole dimensions
+        at, missing = next(i for i, entry in enumerate(entries) if entry is Ellipsis), recipe.dim() - sum(taken)
+        entries = (*entries[:at], *[slice(None)] * missing, *entries[at + 1 :])
+        taken = [*taken[:at], *[1] * missing, *taken[at:]]
+    if sum(taken) == recipe.dim() and isinstance(entries[-1], slice) and entries[-1] == slice(None):
+        entries = entries[:-1]
+    elif sum(taken) >= recipe.dim() or any(isinstance(entry, list) for entry in entries):
+        return NotImplemented
+    return recipe.viewed(lambda tensor: tensor[entries])
+
+
+def _is_mask(entry: Any) -> bool:
+    return isinstance(entry, torch.Tensor) and entry.dtype == torch.bool
+
+
+def _split(recipe: LogitsRecipe, size: Any, dim: int = 0) -> Any:
+    dim, pieces = dim % recipe.dim(), []
+    if dim == recipe.dim() - 1:
+        return NotImplemented
+    for piece in torch.empty(recipe.shape[dim], device="meta").split(size):
+        start = pieces[-1][1] if pieces else 0
+        pieces.append((start, start + len(piece)))
+    return tuple(_index(recipe, (*[slice(None)] * dim, slice(*piece))) for piece in pieces)
+
+
+def _unbind(recipe: LogitsRecipe, dim: int = 0) -> Any:
+    return NotImplemented if dim or recipe.dim() < 2 else tuple(_index(recipe, i) for i in range(recipe.shape[0]))
+
+
+def _scaled(recipe: LogitsRecipe, other: Any, *, by: str, **kwargs: Any) -> Any:
+    return recipe.then(by, other) if isinstance(other, int | float) and not kwargs else NotImplemented
+
+
+def _added(recipe: LogitsRecipe, other: Any, **kwargs: Any) -> Any:
+    per_word = isinstance(other, torch.Tensor) and other.numel() == other.shape[-1:].numel() == recipe.shape[-1]
+    if not per_word or kwargs or other.dim() > recipe.dim():
+        return NotImplemented
+    return recipe.then("add", other, dtype=torch.promote_types(recipe.dtype, other.dtype))
+
+
+def _softmax(recipe: LogitsRecipe, dim: int, dtype: torch.dtype | None = None, *, name: str, **_: Any) -> Any:
+    if dim not in (-1, recipe.dim() - 1):
+        return NotImplemented
+    return (recipe if dtype is None else _to(recipe, dtype)).then(name, -1)
+
+
+def _rules() -> dict[str, Callable]:
+    scaled = {name: lambda *a, **k: _scaled(*a, by="mul", **k) for name in ("mul", "multiply", "__mul__", "__rmul__")}
+    scaled |= {name: lambda *a, **k: _scaled(*a, by="div", **k) for name in ("div", "true_divide", "__truediv__")}
+    dtypes = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16, "double": torch.float64}
+    casts = {name: lambda recipe, dtype=dtype: _to(recipe, dtype) for name, dtype in dtypes.items()}
+    views = {"view": _view, "reshape": _view, "flatten": _flatten, "__getitem__": _index}
+    views |= {"split": _split, "unbind": _unbind, "__iter__": lambda recipe: iter(_unbind(recipe))}
+    added = dict.fromkeys(("add", "__add__", "__radd__"), _added)
+    probabilities = {
+        name: lambda *a, name=name, **k: _softmax(*a, name=name, **k) for name in ("softmax", "log_softmax")
+    }
+    others = {"to": _to, "contiguous": lambda recipe: recipe, "tanh": lambda recipe: recipe.then("tanh")}
+    return scaled | casts | views | added | probabilities | others
+
+
+RULES = _rules()
+"""What a recipe goes through uncomputed, by the name of a tensor's method or of torch's function: each returns a
+recipe, or NotImplemented where the logits have to be computed."""
+_OPERATORS = (
+    "mul",
+    "rmul",
+    "truediv",
+    "add",
+    "getitem",
+    "radd",
+    "sub",
+    "rsub",
+    "matmul",
+    "pow",
+    "neg",
+    "lt",
+    "le",
+    "gt",
+)
+for _name in (*_OPERATORS, "ge", "len", "iter"):
+    setattr(LogitsRecipe, f"__{_name}__", partialmethod(LogitsRecipe._call, f"__{_name}__"))

@@ -1,0 +1,97 @@
+"""The job of `seqtile evaluate`: a model and text files, evaluated on this process or on ranks that share documents."""
+
+import io
+import json
+from contextlib import nullcontext, redirect_stderr
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TimeRemainingColumn
+
+import seqtile
+from seqtile import sp
+from seqtile.evaluation import Evaluation
+from seqtile.evaluation import evaluate as evaluate_model
+from seqtile.recipes import EvaluateOptions, Job
+from seqtile.recipes.data import file_tokens, load_config, load_model, load_tokenizer, read_of
+from seqtile.recipes.output import written_beside
+from seqtile.recipes.state import rank
+from seqtile.recipes.train import sequence_group
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def evaluate(asked: EvaluateOptions) -> Evaluation:
+    """Returns what a model makes of text files, and writes it to `asked.output`.
+
+    Raises ValueError for bad input, and OSError where the output cannot be written.
+    """
+    device = asked.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    job = Job(device=device, sequence_parallel=asked.world_size, local_rank=asked.local_rank)
+    with nullcontext() if asked.local_rank is None else sequence_group(job) as ctx:
+        documents = _documents(asked)
+        with redirect_stderr(io.StringIO()):  # Hugging Face has bars of its own
+            model = load_model(asked.model, load_config(asked.model))
+            if asked.adapter is not None:
+                with read_of(f"--adapter: {asked.adapter}"):
+                    model.load_adapter(str(asked.adapter))  # which needs peft
+        model.to(device, getattr(torch, asked.dtype))
+        seqtile.apply_seqtile(model, layer=asked.layer)
+        if ctx is not None:
+            sp.apply_ulysses(model, ctx)
+        size = sum(file.stat().st_size for file in asked.text)
+        columns = ("evaluating", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+        with Progress(*columns, transient=True, disable=rank() > 0 or asked.as_json) as progress:
+            bar = progress.add_task("", total=None)
+            found = evaluate_model(
+                model,
+                documents,
+                context=asked.context,
+                stride=asked.stride,
+                text_bytes=size,
+                ctx=ctx,
+                each=lambda done, total: progress.update(bar, completed=done, total=total),
+            )
+        if asked.output is not None and rank() == 0:
+            write_evaluation(found, f"{asked.model}: {', '.join(file.name for file in asked.text)}", asked.output)
+    return found
+
+
+def _documents(asked: EvaluateOptions) -> list[torch.Tensor]:
+    tokenizer, found = load_tokenizer(asked.model), []
+    for file in asked.text:
+        try:
+            ids = [token for some in file_tokens(file, tokenizer) for token in some]
+        except (UnicodeError, OSError) as error:
+            raise ValueError(f"{file} cannot be read as UTF-8 text ({error})") from error
+        if len(ids) < 2:
+            raise ValueError(f"{file} has {len(ids)} tokens, expected 2 at least")
+        found.append(torch.tensor(ids))
+    return found
+
+
+def write_evaluation(found: Evaluation, title: str, directory: Path) -> None:
+    """Writes evaluation.json and evaluation.png."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with written_beside(directory / "evaluation.json") as new:
+        new.write_text(json.dumps(found.figures(), indent=2) + "\n", encoding="utf-8")
+    with written_beside(directory / "evaluation.png") as new:
+        picture(found, title).savefig(new, dpi=150, format="png")
+
+
+def picture(found: Evaluation, title: str) -> "Figure":
+    """Returns the mean loss of a token by how many tokens came before it."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(7, 3.6), layout="constrained")
+    axes = figure.subplots()
+    axes.stairs(
+        [span.loss for span in found.by_position], [0, *(span.stop for span in found.by_position)], baseline=None
+    )
+    axes.axhline(found.loss, linestyle="--", color="tab:gray", label=f"all: {found.loss:.4f}")
+    axes.set(title=title, xlabel="tokens before", ylabel="mean loss of a token")
+    axes.grid(alpha=0.3)
+    axes.legend()
+    return figure

@@ -1,0 +1,95 @@
+"""One rank of a distributed run whose loss is the user's own, of the logits that a model returns."""
+
+from datetime import timedelta
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+import seqtile
+from distributed.worker import CHUNK, LAYERS, LENGTHS, STRATEGIES, full, trainable
+from seqtile.models import late_read
+from support.assertions import relative_error, unread
+from support.tiny import batch_of, build
+from support.training import halved, update, with_lora
+
+
+def unused(model: nn.Module):
+    wrapped = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+    return wrapped, torch.optim.SGD(trainable(model), lr=1.0)
+
+
+WRAPPED = STRATEGIES | {"ddp_unused": unused}
+OF = {
+    "alone": lambda logits, loss: logits[:, :-1].float().logsumexp(-1).sin().mean() + logits[:, ::3].square().mean(),
+    "beside": lambda logits, loss: loss + logits[..., 5].tanh().mean(),
+    "not trained on": lambda logits, loss: loss + logits.argmax(-1).float().mean() * 0,
+}
+
+
+def train(model: nn.Module, strategy: str, of: str, batches: list[dict]) -> tuple[list, dict[str, torch.Tensor]]:
+    wrapped, optimizer = WRAPPED[strategy](model)
+    found = []
+    for batch in batches:
+        inputs = {name: value for name, value in batch.items() if name != "labels" or of != "alone"}
+        output = wrapped(**inputs)
+        loss = OF[of](output.logits, output.loss)
+        found.append(loss.detach())
+        update(wrapped, optimizer, loss)
+    model.eval()
+    with torch.no_grad():
+        logits = wrapped(input_ids=batches[0]["input_ids"]).logits
+        found.append(logits.argmax(-1))
+    weights = full(model)
+    if wrapped is optimizer:
+        wrapped.destroy()
+    return found, weights
+
+
+def same_training(strategy: str, of: str, adapter: bool) -> None:
+    """The same losses, updates and words as untiled."""
+    found = []
+    for tiled in (False, True):
+        torch.manual_seed(0)
+        model = halved(build("llama", tie_word_embeddings=False, num_hidden_layers=LAYERS))
+        if adapter:
+            model = with_lora(model, "q_proj", "lm_head", task_type="CAUSAL_LM")
+        if tiled:
+            seqtile.apply_seqtile(model, chunk_tokens=CHUNK)
+        start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        torch.manual_seed(dist.get_rank())
+        found.append(train(model, strategy, of, [batch_of(1, length) for length in LENGTHS[dist.get_rank()]]))
+    (theirs, expected), (ours, weights) = found
+    for mine, other in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-5, atol=1e-5)
+    moved = {name: weight - start[name] for name, weight in expected.items()}
+    assert any(each.norm() > 0 for name, each in moved.items() if "lm_head" in name)
+    for name, each in moved.items():
+        assert relative_error(weights[name] - start[name], each) <= 1e-4, name
+
+
+def read_on_one_rank(strategy: str) -> None:
+    """It is named within a time, and the other rank goes on."""
+    model = halved(build("llama", tie_word_embeddings=False, num_hidden_layers=1))
+    seqtile.apply_seqtile(model, chunk_tokens=CHUNK)
+    wrapped, _ = WRAPPED[strategy](model)
+    with torch.no_grad():
+        logits = model.eval() and wrapped(input_ids=batch_of(1, 30)["input_ids"]).logits
+    assert unread(logits)
+    late_read.ARRIVAL_LIMIT = timedelta(seconds=2)
+    if dist.get_rank() == 0:
+        with pytest.raises(RuntimeError, match=r"of a sharded head are read on 1 of 2 ranks.*on every rank, or none"):
+            logits.argmax(-1)
+    dist.barrier()
+
+
+def steps_between(strategy: str) -> None:
+    """Logits of a sharded head that are read after a step are refused."""
+    model = halved(build("llama", tie_word_embeddings=False, num_hidden_layers=1))
+    seqtile.apply_seqtile(model, chunk_tokens=CHUNK)
+    wrapped, optimizer = WRAPPED[strategy](model)
+    output = wrapped(**batch_of(1, 60))
+    update(wrapped, optimizer, output.loss)
+    with pytest.raises(RuntimeError, match="the head's weight changed"):
+        output.logits.argmax(-1)

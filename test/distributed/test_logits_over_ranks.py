@@ -1,0 +1,51 @@
+"""A loss of one's own, of logits that a tiled model returns, under every data parallelism: as untiled."""
+
+import pytest
+
+from distributed import logits
+from support.pool import Pool
+
+STRATEGIES = ("ddp", "ddp_unused", "fsdp2", "fsdp2_head", "fsdp2_group", "zero1", "zero2", "zero3")
+REFUSED = (
+    "fsdp2_head",
+    "fsdp2_group",
+    "zero3",
+)  # with an adapter: a head that runs in chunks would be gathered for each
+CASES = [(each, of, adapter) for each in STRATEGIES for of in logits.OF for adapter in (False, each not in REFUSED)]
+EVERY_DAY = ("ddp_unused-alone-True", "ddp-beside-False", "fsdp2-alone-False", "fsdp2_head-alone-False")
+EVERY_DAY += ("zero2-not trained on-False", "zero3-alone-False", "zero3-beside-False")
+SHARDED = ("fsdp2_group", "fsdp2_head", "zero3")
+
+
+def pool_of(strategy: str) -> tuple[int, str]:
+    return 2, "zero3" if strategy == "zero3" else "zero" if "zero" in strategy else "torch"
+
+
+each_sharded = pytest.mark.parametrize(
+    ("pool", "strategy"), [pytest.param(pool_of(each), each, id=each) for each in SHARDED], indirect=["pool"]
+)
+
+
+@pytest.mark.dist
+@pytest.mark.full("3 s each of three losses and two kinds of training", but=EVERY_DAY)
+@pytest.mark.parametrize(
+    ("pool", "strategy", "of", "adapter"),
+    [pytest.param(pool_of(case[0]), *case, id="-".join(map(str, case))) for case in dict.fromkeys(CASES)],
+    indirect=["pool"],
+)
+def test_same_training(pool: Pool, strategy: str, of: str, adapter: bool) -> None:
+    pool.run(logits.same_training, strategy, of, adapter)
+
+
+@pytest.mark.dist
+@pytest.mark.full("3 s each", but=("fsdp2_head",))
+@each_sharded
+def test_a_step_in_between(pool: Pool, strategy: str) -> None:
+    pool.run(logits.steps_between, strategy)
+
+
+@pytest.mark.dist
+@pytest.mark.full("8 s each", but=("zero3",))
+@each_sharded
+def test_one_rank_alone(pool: Pool, strategy: str) -> None:
+    pool.run(logits.read_on_one_rank, strategy, leaves_traces=True)

@@ -1,0 +1,77 @@
+"""`seqtile evaluate`: text files and a model, on a process and on ranks that share documents."""
+
+import json
+from pathlib import Path
+
+import pytest
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+from typer.testing import CliRunner
+
+from recipes.cases import evaluated_on_rank
+from recipes.tiny_pretrained import save_tiny
+from seqtile.cli import app
+from support.pool import Pool
+
+TEXT = "".join(chr(40 + i * i % 80) for i in range(3001))
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> list[str]:
+    save_tiny(tmp_path / "model")
+    (tmp_path / "a.txt").write_text(TEXT)
+    (tmp_path / "b.txt").write_text(TEXT[:700])
+    return [str(tmp_path / name) for name in ("model", "a.txt", "b.txt")]
+
+
+def evaluated(*arguments: str) -> dict:
+    result = CliRunner().invoke(app, ["evaluate", "--device", "cpu", "--json", *arguments])
+    assert result.exit_code == 0, result.output
+    return json.loads(result.output)
+
+
+def test_files_and_their_report(files: list[str], tmp_path: Path) -> None:
+    found = evaluated(*files, "--output", str(tmp_path / "out"))
+    assert found["tokens"] == 3001 + 700 and found["perplexity"] > 1 and found["bits_per_byte"] > 1
+    assert [(span["start"], span["stop"]) for span in found["by_position"]] == [(0, 1024), (1024, 2048), (2048, 3001)]
+    assert json.loads((tmp_path / "out" / "evaluation.json").read_text()) == found
+    assert (tmp_path / "out" / "evaluation.png").read_bytes()[:4] == b"\x89PNG"
+    strided = evaluated(*files, "--context", "1000", "--stride", "300", "--layer")
+    assert strided["tokens"] == found["tokens"] and strided["loss"] != found["loss"]
+    printed = CliRunner().invoke(app, ["evaluate", "--device", "cpu", *files]).output
+    assert f"{'all':>22}{found['tokens']:>12,}{found['loss']:>9.4f}" in printed
+
+
+def test_an_adapter(files: list[str], tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(files[0])
+    adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
+    adapted.save_pretrained(tmp_path / "adapter")
+    with_it = evaluated(*files, "--adapter", str(tmp_path / "adapter"))
+    assert abs(with_it["loss"] - evaluated(*files)["loss"]) > 1e-4
+
+
+def test_what_cannot_be_evaluated(files: list[str], tmp_path: Path) -> None:
+    (tmp_path / "empty.txt").write_text("")
+    (tmp_path / "binary.txt").write_bytes(b"\0\xff")
+    for arguments, said in (
+        ([files[0], str(tmp_path / "none.txt")], "none.txt does not exist"),
+        ([files[0], str(tmp_path / "empty.txt")], "empty.txt has 0 tokens, expected 2 at least"),
+        ([files[0], str(tmp_path / "binary.txt")], "cannot be read as UTF-8 text"),
+        ([*files, "--dtype", "float8"], "--dtype is 'float8', expected one of float32, bfloat16"),
+        ([*files, "--adapter", str(tmp_path)], "--adapter: .* cannot be loaded"),
+        ([*files, "--stride", "0"], "expected 1 <= stride <= context"),
+    ):
+        result = CliRunner().invoke(app, ["evaluate", "--device", "cpu", *arguments])
+        assert result.exit_code == 1
+        assert said.split(" .* ")[-1] in " ".join(result.output.split()), result.output
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("pool", [(2, "own")], indirect=True)
+def test_ranks_share_documents(pool: Pool, files: list[str]) -> None:
+    alone = evaluated(*files, "--context", "1001")
+    code, printed = pool.run(evaluated_on_rank, *files, "--context", "1001", "--json")[0]
+    assert code == 0, printed
+    found = json.loads(printed[printed.index("{") :])
+    assert found["tokens"] == alone["tokens"] and found["loss"] == pytest.approx(alone["loss"], rel=1e-5)
+    assert [span["tokens"] for span in found["by_position"]] == [span["tokens"] for span in alone["by_position"]]

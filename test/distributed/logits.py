@@ -1,11 +1,14 @@
 """One rank of a distributed run whose loss is the user's own, of the logits that a model returns."""
 
+from collections import Counter
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import seqtile
 from distributed.worker import CHUNK, LAYERS, LENGTHS, STRATEGIES, full, trainable
@@ -93,3 +96,34 @@ def steps_between(strategy: str) -> None:
     update(wrapped, optimizer, output.loss)
     with pytest.raises(RuntimeError, match="the head's weight changed"):
         output.logits.argmax(-1)
+
+
+def gathers_of_a_step(strategy: str) -> None:
+    """Logits that are not read cost no collective."""
+    found = []
+    for skipped in (True, None):
+        model = halved(build("llama", tie_word_embeddings=False, num_hidden_layers=1))
+        seqtile.apply_seqtile(model, chunk_tokens=CHUNK)
+        wrapped, optimizer = WRAPPED[strategy](model)
+        batch = batch_of(1, 60)
+        for counted in (False, True):  # the first step compares itself with the untiled model
+            with CollectiveCount() as count:
+                output = wrapped(**batch, skip_logits=skipped)
+                update(wrapped, optimizer, output.loss)
+            found += [count.total] * counted
+        if wrapped is optimizer:
+            wrapped.destroy()
+    assert found[0] == found[1] and sum(found[0].values()) > 0, found
+
+
+class CollectiveCount(TorchDispatchMode):
+    """Collectives inside, by their names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total: Counter = Counter()
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        if function.namespace in ("c10d", "_c10d_functional"):
+            self.total[function.overloadpacket.__name__] += 1
+        return function(*args, **(kwargs or {}))

@@ -49,3 +49,10 @@ def test_a_step_in_between(pool: Pool, strategy: str) -> None:
 @each_sharded
 def test_one_rank_alone(pool: Pool, strategy: str) -> None:
     pool.run(logits.read_on_one_rank, strategy, leaves_traces=True)
+
+
+@pytest.mark.dist
+@pytest.mark.full("2 s each", but=("fsdp2_head", "zero3"))
+@each_sharded
+def test_logits_that_are_not_read_cost_no_collective(pool: Pool, strategy: str) -> None:
+    pool.run(logits.gathers_of_a_step, strategy)

@@ -60,7 +60,7 @@ class AtForward:
         for module, mode in zip(self._modules, modes, strict=True):
             module.training = mode
 
-    def read(
+    def compute(
         self, recipe: LogitsRecipe, function: Callable[..., torch.Tensor] | None = None, *along: torch.Tensor
     ) -> torch.Tensor:
         """Returns the recipe's logits [..., V]; given a function, what it makes of them [n, V] and of rows of `along`
@@ -70,9 +70,11 @@ class AtForward:
         are to be gathered, do not read them.
         """
         with self.as_then(recipe):
-            return self._read(recipe, function, along)
+            return self._computed(recipe, function, along)
 
-    def _read(self, recipe: LogitsRecipe, function: Callable[..., torch.Tensor] | None, along: tuple) -> torch.Tensor:
+    def _computed(
+        self, recipe: LogitsRecipe, function: Callable[..., torch.Tensor] | None, along: tuple
+    ) -> torch.Tensor:
         head, now = recipe.head, _weights_of(recipe.head)
         for ranks in _to_gather_with(now.values()):
             _arrive(ranks)

@@ -29,8 +29,8 @@ Rowwise = Callable[..., torch.Tensor]
 def connected(recipe: LogitsRecipe, hidden: torch.Tensor | None = None) -> "LazyLogits":
     """Returns what a head makes of hidden states as a tensor, with gradients for both where they are recorded.
 
-    Computes nothing. Given `hidden` it is inside the head's own call; else it makes one where that gathers weights, so
-    that they are there in the backward, as they are untiled.
+    Computes nothing. To be called inside the head's own call, see `call_inside`, with the hidden states that it was
+    given; without them this makes that call, so that who shards the head by itself gathers it in the backward, too.
     """
     leaves = [leaf for leaf in leaves_of(recipe.head) if leaf.requires_grad]
     recorded = torch.is_grad_enabled() and (bool(leaves) or recipe.hidden.requires_grad)
@@ -88,7 +88,7 @@ class LazyLogits(torch.Tensor):
 
     def _read(self, function: Rowwise | None = None, *along: torch.Tensor) -> torch.Tensor:
         with torch.no_grad():
-            return self.recipe.at_forward.read(self.recipe, function, *along)
+            return self.recipe.at_forward.compute(self.recipe, function, *along)
 
     def by_rows(self, function: Rowwise, *along: torch.Tensor) -> torch.Tensor:
         """Returns function(logits [n, V], ...) of all rows [..., *], chunk by chunk."""
@@ -292,7 +292,8 @@ Reading = tuple[LogitsRecipe, Rowwise | None, tuple[torch.Tensor, ...], torch.Te
 
 
 class LazyGradient(torch.Tensor):
-    """The gradient of logits, as the readings of them that it is the sum of: computed if anybody but `_Edge` reads it.
+    """The gradient of logits, kept as what was read of them and the gradient of that. `_Edge` computes with it; as a
+    tensor it is computed where a hook, or anybody else, reads it.
 
     `recipe` is that of the logits; that of a reading starts with the same views and steps.
     """

@@ -88,7 +88,7 @@ def evaluate(
 
     Memory: that of the model's forward with a chunk of logits; no cache.
 
-    Raises ValueError for a document of fewer than two tokens and for a stride that is not between 1 and the context.
+    Raises ValueError for a document of fewer than two tokens and for a stride that is not less than the context.
     """
     documents = [documents] if isinstance(documents, torch.Tensor) else list(documents)
     for document in documents:
@@ -97,10 +97,8 @@ def evaluate(
     longest = max(map(len, documents), default=0)
     context = min(context or longest, longest)
     stride = max(1, context // 2) if stride is None else stride
-    if not (longest and context >= 2 and 1 <= stride <= context):
-        raise ValueError(
-            f"evaluate: got a context of {context} and a stride of {stride}; expected 1 <= stride <= context"
-        )
+    if not (longest and context >= 2 and 1 <= stride < context):
+        raise ValueError(f"evaluate: a context of {context}, a stride of {stride}; expected 1 <= stride < context")
     windows = [(document, *window) for document in documents for window in _windows(len(document), context, stride)]
     device = next(model.parameters()).device
     ends = FIRST * 2 ** torch.arange(1 + max(0, math.ceil(math.log2(context / FIRST))), device=device)
@@ -157,8 +155,8 @@ def _losses(
 def _ready(model: nn.Module) -> Iterator[None]:
     """Puts a model into evaluation mode, tiled, and back."""
     training = [module for module in model.modules() if module.training]
-    found = status(model).loss
-    untiled = found is None or not found.tiled
+    found = status(model)
+    untiled = not any(part is not None and part.tiled for part in (found.loss, found.mlp, found.layer))
     if untiled:
         apply_seqtile(model)
     model.eval()

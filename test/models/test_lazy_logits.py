@@ -4,6 +4,7 @@ import copy
 import io
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -152,8 +153,8 @@ CHANGES: dict[str, tuple[Callable, str]] = {
 def test_a_late_read_is_right_or_refused(change: str) -> None:
     apply, said = CHANGES[change]
     head, x = made()
-    logits, before = (lazy_logits(LogitsRecipe(x, head)) for _ in range(2))
-    read, later = before.sin(), before.logsumexp(-1)
+    logits, before, another = (lazy_logits(LogitsRecipe(x, head)) for _ in range(3))
+    read, later = before.sin(), another.logsumexp(-1)
     apply(head, x)
     for late in (logits.sin, lambda: logits.argmax(-1), logits.detach().exp, read.sum().backward, later.sum().backward):
         with pytest.raises(RuntimeError, match=said):
@@ -232,3 +233,160 @@ def test_what_evaluation_computes() -> None:
     assert head_flops(model, lambda: model(**batch).logits.argmax(-1)) == 1.99 * u
     assert head_flops(model, lambda: model(**ids).logits.shape) == 0
     assert head_flops(model, lambda: model(**ids).logits + 1) == u
+
+
+def both(of: Callable) -> tuple[Any, Any]:
+    """What `of` returns of lazy logits and of plain ones, given a function that makes gradients of inputs."""
+    found = []
+    for lazy in (True, False):
+        torch.manual_seed(3)
+        head, x = made()
+        logits = logits_of(head, x) if lazy else head(x * 2)
+        found.append(of(logits, lambda y, x=x, head=head: torch.autograd.grad(y.sum(), (x, head.weight))))
+    return tuple(found)
+
+
+def shift_and_scale(logits: torch.Tensor, gradients: Callable) -> Any:
+    shifted = logits[..., :-1, :].contiguous()
+    shifted /= 2
+    return logits.sin(), shifted + 0, gradients(shifted.sin())
+
+
+def copied_by_reshape(logits: torch.Tensor, gradients: Callable) -> Any:
+    part = logits[:, :-1]
+    part.reshape(-1, V).mul_(2)
+    return part + 0, logits + 0
+
+
+def view_of_a_view(logits: torch.Tensor, gradients: Callable) -> Any:
+    part = logits[:, 2:4][0]
+    part.zero_()
+    return logits + 0, gradients(logits.sin())
+
+
+def a_view_made_before(logits: torch.Tensor, gradients: Callable) -> Any:
+    part = logits[:, 2]
+    logits.mul_(3)
+    return part + 0, gradients(part.sin())
+
+
+def read_before_it_changes(logits: torch.Tensor, gradients: Callable) -> Any:
+    part, read = logits[:, 2], logits.sin()
+    logits.mul_(3)
+    return part + 0, read, gradients(part.sin() + 0)
+
+
+def through_detach(logits: torch.Tensor, gradients: Callable) -> Any:
+    logits.detach()[..., 0] = -9
+    logits.data[..., 1] = 7
+    return logits + 0, gradients(logits.square())
+
+
+def a_cast_that_casts_nothing(logits: torch.Tensor, gradients: Callable) -> Any:
+    same = logits.double()
+    same[..., 2] = 5
+    return logits + 0
+
+
+def inplace_by_a_keyword(logits: torch.Tensor, gradients: Callable) -> Any:
+    part = logits[0]
+    F.relu(part, inplace=True)
+    return logits + 0
+
+
+def out(logits: torch.Tensor, gradients: Callable) -> Any:
+    made = torch.empty(B, S, V, dtype=torch.double)
+    return torch.softmax(logits.detach(), -1, out=made), made
+
+
+def transposes(logits: torch.Tensor, gradients: Callable) -> Any:
+    return logits.mT, logits[0].T, logits[0].H, logits.nbytes, logits[0, -1].argmax(-1), logits[0, -1].logsumexp(-1)
+
+
+def added_with_a_gradient(logits: torch.Tensor, gradients: Callable) -> Any:
+    bias = torch.zeros(V, dtype=torch.double, requires_grad=True)
+    (of_bias,) = torch.autograd.grad((logits + bias).sin().sum(), bias, retain_graph=True)
+    later = torch.ones(V, dtype=torch.double)
+    added = logits + later
+    later.zero_()
+    return of_bias, added + 0, gradients((logits + logits[0, 0]).sin())
+
+
+def of_the_logits(logits: torch.Tensor, gradients: Callable) -> Any:
+    y = F.cross_entropy(logits.view(-1, V), LABELS.flatten()) + logits.sin().mean() + logits[:, :-1].square().sum()
+    return torch.autograd.grad(y, logits)[0] + 0
+
+
+def gradient_changed_by_a_hook(logits: torch.Tensor, gradients: Callable) -> Any:
+    logits.register_hook(lambda gradient: gradient.mul_(2))
+    logits.retain_grad()
+    found = gradients(logits.sin())
+    return found
+
+
+def a_leaf_of_its_own(logits: torch.Tensor, gradients: Callable) -> Any:
+    leaf = logits.detach().requires_grad_()
+    leaf.sin().sum().backward()
+    return leaf.grad + 0
+
+
+def other_dtypes_and_indices(logits: torch.Tensor, gradients: Callable) -> Any:
+    indices = (logits[torch.ones(B, dtype=torch.uint8)], logits[KEPT.numpy()], logits[[0, 1], [2, 3]], logits[..., [1]])
+    return logits.to(torch.long) / 2, *indices, logits[None, :, -1], logits[torch.tensor([1, 0])]
+
+
+UNUSUAL = (shift_and_scale, copied_by_reshape, view_of_a_view, a_view_made_before, read_before_it_changes)
+UNUSUAL += (through_detach, a_cast_that_casts_nothing, inplace_by_a_keyword, out, transposes, added_with_a_gradient)
+UNUSUAL += (of_the_logits, gradient_changed_by_a_hook, a_leaf_of_its_own, other_dtypes_and_indices)
+
+
+@pytest.mark.filterwarnings("ignore:indexing with dtype torch.uint8")
+@pytest.mark.parametrize("of", UNUSUAL)
+def test_what_else_is_done_to_logits(of: Callable) -> None:
+    torch.testing.assert_close(*both(of), rtol=1e-6, atol=1e-6)
+
+
+def test_what_is_read_with_them_must_not_change() -> None:
+    head, x = made()
+    targets = LABELS.flatten().clone()
+    for change in (lambda: targets.fill_(3),):
+        loss = F.cross_entropy(logits_of(head, x).view(-1, V), targets)
+        change()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+    kept = KEPT.clone()
+    masked = logits_of(head, x)[kept]
+    kept.zero_()
+    assert masked.sum().item() == pytest.approx(head(x * 2)[KEPT].sum().item())
+    with pytest.raises(RuntimeError, match="cannot be given other data"):
+        logits_of(head, x).data = torch.zeros(B, S, V)
+
+
+@pytest.mark.parametrize("forward", [True, False])
+@pytest.mark.parametrize("reader", [True, False])
+@pytest.mark.parametrize("of", ["cross_entropy", "log_softmax", "logsumexp"])
+def test_autocast_of_the_reader(of: str, reader: bool, forward: bool) -> None:
+    head, x = nn.Linear(D, V), torch.randn(B, S, D)
+    head, x = (head, x) if forward else (head.bfloat16(), x.bfloat16())
+    read = {
+        "cross_entropy": lambda logits: F.cross_entropy(logits.view(-1, V), LABELS.flatten()),
+        "log_softmax": lambda logits: logits.log_softmax(-1).gather(-1, LABELS[..., None]),
+        "logsumexp": lambda logits: logits.logsumexp(-1),
+    }[of]
+    with torch.autocast("cpu", torch.bfloat16, enabled=forward):
+        lazy, plain = lazy_logits(LogitsRecipe(x, head)), head(x)
+    with torch.autocast("cpu", torch.bfloat16, enabled=reader):
+        found, expected = read(lazy), read(plain)
+    assert found.dtype == expected.dtype
+    torch.testing.assert_close(found, expected, rtol=1e-6 if found.dtype == torch.float32 else 2**-7, atol=0)
+
+
+def test_inference_mode_around_the_forward_alone() -> None:
+    model, ids = tiled_copy(build("llama")).eval(), whole(60)["input_ids"]
+    for around, inside in ((torch.inference_mode, torch.no_grad), (torch.no_grad, torch.inference_mode)):
+        with around():
+            logits = model(input_ids=ids).logits
+        with inside():
+            found = F.cross_entropy(logits[:, :-1].reshape(-1, logits.shape[-1]), ids[0, 1:])
+            assert logits[ids > 50].argmax(-1).shape == (int((ids > 50).sum()),)
+        assert found.item() == pytest.approx(model(input_ids=ids, labels=ids).loss.item(), rel=1e-5)

@@ -39,7 +39,7 @@ class AtForward:
         self._modules = [*head.modules()]
         self._training = [module.training for module in self._modules]
         self._draws = any(module.training and getattr(module, "p", 0) for module in self._modules)  # dropout
-        self._hidden_version = _version(hidden)
+        self._hidden, self._hidden_version = hidden, _version(hidden)  # a view made in inference mode counts anew
         self._weights = {
             name: (weight, _version(weight), _sample(weight)) for name, weight in _weights_of(head).items()
         }
@@ -103,7 +103,7 @@ class AtForward:
             changed.append("the head's hooks or forwards")
         if _adapters_of(recipe.head) != self._adapters:
             changed.append("its adapters")
-        if _version(recipe.hidden) != self._hidden_version:
+        if _version(self._hidden) != self._hidden_version:
             changed.append("the hidden states")
         for name, weight in weights.items():
             before, version, sample = self._weights[name]
@@ -125,7 +125,7 @@ def in_rows(function: Callable[..., torch.Tensor], hidden: torch.Tensor, *along:
     rows = [tensor.reshape(leading.numel(), *tensor.shape[len(leading) :]) for tensor in (hidden, *along)]
     cut = chunks(len(rows[0]), rows_of_chunk(hidden)) if len(rows[0]) else [slice(0, 0)]
     found = torch.cat([function(*(tensor[chunk] for tensor in rows)) for chunk in cut])
-    return found.reshape(*leading, *found.shape[1:])
+    return found.reshape((*leading, *found.shape[1:]))
 
 
 def rows_of_chunk(hidden: torch.Tensor) -> int:

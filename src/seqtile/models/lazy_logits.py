@@ -10,13 +10,14 @@ where the gradients of hidden states and head are computed: chunk by chunk, from
 import copy
 from collections.abc import Callable
 from typing import Any
+from weakref import ref
 
 import torch
 import torch.nn.functional as F
 from torch.utils._pytree import tree_map_only
 
 from seqtile.models.late_read import AtForward, head_alone, in_rows
-from seqtile.models.logits_recipe import RULES, LogitsRecipe
+from seqtile.models.logits_recipe import RULES, LogitsRecipe, autocast_now
 from seqtile.models.weights import call_inside, leaves_of
 from seqtile.ops.checks import check_first_derivative
 from seqtile.ops.leaf_gradients import gradients_of
@@ -43,8 +44,9 @@ def connected(recipe: LogitsRecipe, hidden: torch.Tensor | None = None) -> "Lazy
 @torch.compiler.disable(reason="logits that are not computed cannot be traced")
 def lazy_logits(recipe: LogitsRecipe) -> torch.Tensor:
     """Returns a recipe's logits as a tensor."""
-    if recipe._real is not None:
-        return recipe._real
+    given = [argument for step in recipe.steps for argument in step.arguments]
+    if recipe._real is not None or any(getattr(argument, "requires_grad", False) for argument in given):
+        return recipe.real("its output")
     root = recipe if recipe.root is None else recipe.root
     tensor = connected(root) if root.tensor is None else root.tensor
     if root is recipe:
@@ -67,8 +69,10 @@ class LazyLogits(torch.Tensor):
         self.recipe = recipe
         self._computed: torch.Tensor | None = None
         self._tracked: torch.Tensor | None = None
-        self._viewed: tuple[LazyLogits, Callable] | None = None
-        """Of which this is a view, for who changes it in place."""
+        self._layout = torch.empty(recipe.shape, dtype=recipe.dtype, device="meta")
+        """Shares its storage with those of other logits where plain ones would."""
+        self._viewed: LazyLogits | None = None
+        self._views: list[tuple[ref[LazyLogits], Callable]] = []
 
     @property
     def is_computed(self) -> bool:
@@ -91,7 +95,8 @@ class LazyLogits(torch.Tensor):
             return self.recipe.at_forward.compute(self.recipe, function, *along)
 
     def by_rows(self, function: Rowwise, *along: torch.Tensor) -> torch.Tensor:
-        """Returns function(logits [n, V], ...) of all rows [..., *], chunk by chunk."""
+        """Returns function(logits [n, V], ...) of all rows [..., *], chunk by chunk, under the autocast of now."""
+        function = autocast_now(self.device)()(function)
         if torch.is_grad_enabled() and self.requires_grad:
             return _Read.apply(self, function, *along)
         return self._read(function, *along)
@@ -103,25 +108,40 @@ class LazyLogits(torch.Tensor):
         if torch.is_grad_enabled() and self.requires_grad:
             derived = _Derived.apply(self, [derived])
         if len(recipe.views) > len(self.recipe.views) and len(recipe.steps) == len(self.recipe.steps):
-            derived._viewed = (self, recipe.views[-1])
+            derived._share(self, recipe.views[-1])
         return derived
+
+    def _share(self, base: "LazyLogits", view: Callable) -> None:
+        """Notes that this is a view of `base`, if plain logits would be: a change in place then reaches both."""
+        try:
+            layout = view(base._layout)
+        except RuntimeError:  # a mask or an index, which has values: they copy
+            return
+        if layout.untyped_storage()._cdata == base._layout.untyped_storage()._cdata:
+            self._viewed, self._layout = base, layout
+            base._views.append((ref(self), view))
 
     @classmethod
     def __torch_function__(cls, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         name, kwargs = getattr(function, "__name__", ""), kwargs or {}
-        if function in _ABOUT or name == "__set__":
+        if function in _ABOUT:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
-        first = args[0] if args else None
-        if isinstance(first, cls) and not first.is_computed:
-            if name in ("detach", "__get__"):  # the last of `data`
+        if function == torch.Tensor.data.__set__:
+            raise RuntimeError("logits that are computed when they are read cannot be given other data; use a copy")
+        first, out = args[0] if args else None, kwargs.get("out")
+        changed = first if name in _IN_PLACE or kwargs.get("inplace") or _ends_in_one_underscore(name) else out
+        if isinstance(changed, cls):
+            changed._to_be_changed()
+        elif isinstance(first, cls) and not first.is_computed:
+            if name == "detach" or function == torch.Tensor.data.__get__:
                 return first._unread()
+            if name == "contiguous" and not first._layout.is_contiguous():
+                return first._derived(first.recipe.changed())
             if name in RULES and (found := RULES[name](first.recipe, *args[1:], **kwargs)) is not NotImplemented:
                 return tree_map_only(LogitsRecipe, first._derived, found)
             if name in _BY_ROWS and (found := _BY_ROWS[name](*args, **kwargs)) is not NotImplemented:
                 return found
-            if _changes(name):
-                first._to_be_changed()
         args, kwargs = tree_map_only(cls, lambda logits: logits.computed(), (args, kwargs))
         return function(*args, **kwargs)
 
@@ -133,15 +153,25 @@ class LazyLogits(torch.Tensor):
         return function(*args, **kwargs)
 
     def _to_be_changed(self) -> None:
-        """Computes what this is a view of, too, so that a change in place reaches it."""
-        base, view = self._viewed or (self, None)
-        with torch.enable_grad():
-            base._tracked = base.computed().clone()  # as autograd lets nobody change the view that a Function returned
-            if view is not None:
-                self._viewed, self._tracked = None, view(base._tracked)
+        """Computes all logits that share memory with these."""
+        if self._viewed is not None:
+            return self._viewed._to_be_changed()
+        with torch.enable_grad():  # a clone, since autograd lets nobody change the view that a Function returned
+            self._become(self.computed().clone())
+
+    def _become(self, tensor: torch.Tensor) -> None:
+        self._tracked, self._computed, self._layout, views = tensor, None, tensor.to("meta"), self._views
+        self._viewed, self._views = None, []
+        for reference, view in views:
+            if (other := reference()) is not None:
+                other._become(view(tensor))
 
     def _unread(self) -> torch.Tensor:
-        return self.computed().detach() if self.is_computed else LazyLogits(self.recipe.detached())
+        if self.is_computed:
+            return self.computed().detach()
+        unread = LazyLogits(self.recipe.detached())
+        unread._share(self, torch.Tensor.detach)
+        return unread
 
     def __deepcopy__(self, memo: dict) -> torch.Tensor:
         return copy.deepcopy(self.computed(), memo)
@@ -154,19 +184,22 @@ class LazyLogits(torch.Tensor):
 
 
 _PROPERTIES = "shape dtype device ndim layout requires_grad grad_fn is_leaf grad _base _version is_cuda is_cpu is_meta"
-_PROPERTIES += (
-    " is_sparse is_quantized is_nested is_mps is_xpu _backward_hooks _post_accumulate_grad_hooks names itemsize"
-)
+_PROPERTIES += " is_sparse is_quantized is_nested is_mps is_xpu retains_grad itemsize nbytes is_mkldnn _backward_hooks"
+_PROPERTIES += " _post_accumulate_grad_hooks names"
 _METHODS = "size dim numel stride nelement ndimension element_size is_floating_point is_complex is_contiguous __len__"
 _METHODS += " register_hook retain_grad get_device storage_offset is_inference is_same_size __hash__ backward"
+_METHODS += " requires_grad_"
 _ABOUT = {getattr(torch.Tensor, name).__get__ for name in _PROPERTIES.split() if hasattr(torch.Tensor, name)}
 _ABOUT |= {getattr(torch.Tensor, name) for name in _METHODS.split() if hasattr(torch.Tensor, name)}
 _ABOUT |= {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_inference}
+_ABOUT |= {torch.autograd.grad, torch.autograd.backward}
+_ABOUT |= {torch.Tensor.grad.__set__, torch.Tensor.requires_grad.__set__}
+_IN_PLACE = {f"__i{name}__" for name in "add sub mul truediv floordiv mod pow and or xor lshift rshift".split()}
+_IN_PLACE.add("__setitem__")
 
 
-def _changes(name: str) -> bool:
-    """Says if a function of this name changes its first argument in place."""
-    return name == "__setitem__" or (name.endswith("_") and not name.endswith("__")) or name.startswith("__i")
+def _ends_in_one_underscore(name: str) -> bool:
+    return name.endswith("_") and not name.endswith("__")
 
 
 def _reduced(logits: LazyLogits, dim: int | None = None, keepdim: bool = False, *, name: str, **kwargs: Any) -> Any:
@@ -192,8 +225,12 @@ def _cross_entropy(
     label_smoothing: float = 0.0,
 ) -> Any:
     of_rows = logits.dim() == 2 and target.dim() == 1 and not target.is_floating_point()
-    if not of_rows or size_average is not None or reduce is not None or (weight is not None and weight.requires_grad):
+    if not of_rows or size_average is not None or reduce is not None or reduction not in ("mean", "sum", "none"):
         return NotImplemented
+    if weight is not None:
+        if weight.requires_grad:
+            return NotImplemented
+        weight = weight.clone()
     options = {"ignore_index": ignore_index, "label_smoothing": label_smoothing, "weight": weight}
     losses = logits.by_rows(lambda rows, target: F.cross_entropy(rows, target, reduction="none", **options), target)
     if reduction != "mean":
@@ -213,7 +250,8 @@ class _Read(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, logits: LazyLogits, function: Rowwise | None, *along: torch.Tensor) -> torch.Tensor:
-        ctx.read = (logits.recipe.detached(), function, along)
+        ctx.save_for_backward(*along)  # which must not change
+        ctx.read = (logits.recipe.detached(), function)
         found = logits._read(function, *along) if function is not None or logits._computed is None else logits._computed
         if not found.is_floating_point():
             ctx.mark_non_differentiable(found)
@@ -222,8 +260,9 @@ class _Read(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
         check_first_derivative("logits")
-        recipe, *_ = ctx.read
-        return LazyGradient(recipe, [(*ctx.read, grad)]), None, *[None] * len(ctx.read[2])
+        recipe, function = ctx.read
+        along = ctx.saved_tensors
+        return LazyGradient(recipe, [(recipe, function, along, grad)]), None, *[None] * len(along)
 
 
 class _Derived(torch.autograd.Function):
@@ -287,6 +326,8 @@ def _add_gradients(
     torch.autograd.backward([rows], [d_rows], inputs=[leaf])
 
 
+_EXCLUDED = torch._C._dispatch_tls_local_exclude_set()
+"""Outside of `__torch_dispatch__`, in which autograd records nothing."""
 Reading = tuple[LogitsRecipe, Rowwise | None, tuple[torch.Tensor, ...], torch.Tensor]
 """What was read, by which function, of which further tensors; and the gradient of what that made of it."""
 
@@ -310,13 +351,14 @@ class LazyGradient(torch.Tensor):
     def computed(self) -> torch.Tensor:
         recipe = self.recipe
         logits = LazyLogits(recipe).computed().requires_grad_()
-        with torch.enable_grad(), recipe.at_forward.as_then(recipe):
+        recorded = torch._C._ForceDispatchKeyGuard(torch._C._dispatch_tls_local_include_set(), _EXCLUDED)
+        with recorded, torch.enable_grad(), recipe.at_forward.as_then(recipe):
             for read, function, along, d_output in self.readings:
                 found = logits
                 for view in read.views[len(recipe.views) :]:
                     found = view(found)
-                for name, arguments in read.steps[len(recipe.steps) :]:
-                    found = getattr(found, name)(*arguments)
+                for step in read.steps[len(recipe.steps) :]:
+                    found = step(found)
                 found = found if function is None else in_rows(function, found, *along)
                 torch.autograd.backward([found], [d_output], inputs=[logits])
         return logits.grad
@@ -338,7 +380,11 @@ class LazyGradient(torch.Tensor):
             readings = [(*read, function(d_output, *others)) for *read, d_output in first.readings]
             return LazyGradient(first.recipe, readings)
         args, kwargs = tree_map_only(cls, lambda gradient: gradient.computed(), (args, kwargs or {}))
-        return function(*args, **kwargs)
+        found = function(*args, **kwargs)
+        if isinstance(first, cls) and _ends_in_one_underscore(name):  # it has changed its first argument
+            first.readings = [(first.recipe, None, (), found)]
+            return first
+        return found
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"LazyGradient({list(self.shape)}, {self.dtype}, of {len(self.readings)} readings)"

@@ -7,7 +7,8 @@ recipes reads off it what it is to compute. Anything else computes the logits, a
 """
 
 from collections.abc import Callable
-from functools import partialmethod
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial, partialmethod
 from typing import Any, NamedTuple
 
 import torch
@@ -19,8 +20,28 @@ from transformers.utils import logging
 from seqtile.ops.checks import autocast_dtype
 
 logger = logging.get_logger(__name__)
-Step = tuple[str, tuple]
-"""The name of a tensor's method, and its arguments: "mul", "div", "add", "tanh", "to", "softmax", "log_softmax"."""
+
+
+class Step(NamedTuple):
+    """What is done to logits: a tensor's method, one of mul, div, add, tanh, to, softmax and log_softmax."""
+
+    name: str
+    arguments: tuple
+    under: Callable[[], AbstractContextManager] = nullcontext
+    """The autocast of who does it after the forward."""
+
+    def __call__(self, logits: torch.Tensor) -> torch.Tensor:
+        with self.under():
+            return getattr(logits, self.name)(*self.arguments)
+
+
+def autocast_now(device: torch.device) -> Callable[[], AbstractContextManager]:
+    """Returns what makes contexts with the autocast of now."""
+    kind = "cpu" if device.type == "meta" else device.type
+    now = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+    return partial(torch.autocast, kind, *now, cache_enabled=False)
+
+
 View = Callable[[torch.Tensor], torch.Tensor]
 """Cuts or flattens all dimensions of a tensor but its last: hidden states and logits alike."""
 
@@ -65,7 +86,7 @@ class LogitsRecipe:
     def affine(self) -> Affine | None:
         """What the steps make of head(hidden); None if that is not affine with a soft cap, or without one."""
         scale, softcap, added = 1.0, None, []
-        steps = [(name, *arguments) for name, arguments in self.steps if name != "to"]
+        steps = [(name, *arguments) for name, arguments, _ in self.steps if name != "to"]
         for i, (name, *arguments) in enumerate(steps):
             if name == "tanh":  # and then times the cap, and nothing more
                 if [name for name, *_ in steps[i + 1 :]] != ["mul"] or (softcap := steps[i + 1][1]) <= 0:
@@ -83,8 +104,8 @@ class LogitsRecipe:
     def of(self, hidden: torch.Tensor, head: Callable | None = None) -> torch.Tensor:
         """Computes the logits of other hidden states [..., D]."""
         logits = (head or self.head)(hidden)
-        for name, arguments in self.steps:
-            logits = getattr(logits, name)(*arguments)
+        for step in self.steps:
+            logits = step(logits)
         return logits
 
     def real(self, reader: str) -> torch.Tensor:
@@ -106,7 +127,8 @@ class LogitsRecipe:
         )
 
     def then(self, name: str, *arguments: Any, dtype: torch.dtype | None = None) -> "LogitsRecipe":
-        steps = (*self.steps, (name, arguments))
+        under = nullcontext if self.at_forward is None else autocast_now(self.device)
+        steps = (*self.steps, Step(name, arguments, under))
         return self.changed(steps=steps, dtype=dtype or self.dtype, root=self if self.root is None else self.root)
 
     def detached(self) -> "LogitsRecipe":
@@ -145,8 +167,8 @@ class LogitsRecipe:
 
 def _to(recipe: LogitsRecipe, *args: Any, **kwargs: Any) -> Any:
     args = (*args, *kwargs.values()) if kwargs.keys() <= {"dtype", "device"} else (None, None)
-    if len(args) == 1 and isinstance(args[0], torch.dtype):
-        return recipe.then("to", args[0], dtype=args[0])
+    if len(args) == 1 and isinstance(args[0], torch.dtype) and args[0].is_floating_point:
+        return recipe if args[0] == recipe.dtype else recipe.then("to", args[0], dtype=args[0])
     return recipe if args in ((recipe.device,), (str(recipe.device),)) else NotImplemented
 
 
@@ -164,6 +186,11 @@ def _flatten(recipe: LogitsRecipe, start_dim: int = 0, end_dim: int = -1) -> Any
 
 def _index(recipe: LogitsRecipe, index: Any) -> Any:
     entries = index if isinstance(index, tuple) else (index,)
+    tensors = [entry for entry in entries if isinstance(entry, torch.Tensor)]
+    plain = [entry for entry in entries if entry is None or entry is Ellipsis or type(entry) in (int, slice)]
+    if len(tensors) + len(plain) < len(entries) or any(tensor.dtype == torch.uint8 for tensor in tensors):
+        return NotImplemented
+    entries = tuple(entry.clone() if isinstance(entry, torch.Tensor) else entry for entry in entries)
     taken = [entry.dim() if _is_mask(entry) else entry is not None for entry in entries if entry is not Ellipsis]
     if len(taken) < len(entries):  # an ellipsis, which stands for whole dimensions
         at, missing = next(i for i, entry in enumerate(entries) if entry is Ellipsis), recipe.dim() - sum(taken)
@@ -171,7 +198,7 @@ def _index(recipe: LogitsRecipe, index: Any) -> Any:
         taken = [*taken[:at], *[1] * missing, *taken[at:]]
     if sum(taken) == recipe.dim() and isinstance(entries[-1], slice) and entries[-1] == slice(None):
         entries = entries[:-1]
-    elif sum(taken) >= recipe.dim() or any(isinstance(entry, list) for entry in entries):
+    elif sum(taken) >= recipe.dim():
         return NotImplemented
     return recipe.viewed(lambda tensor: tensor[entries])
 
@@ -202,13 +229,29 @@ def _added(recipe: LogitsRecipe, other: Any, **kwargs: Any) -> Any:
     per_word = isinstance(other, torch.Tensor) and other.numel() == other.shape[-1:].numel() == recipe.shape[-1]
     if not per_word or kwargs or other.dim() > recipe.dim():
         return NotImplemented
+    if recipe.at_forward is not None:  # by a reader, who may change it before it is added
+        if other.requires_grad:
+            return NotImplemented
+        other = other.clone()
     return recipe.then("add", other, dtype=torch.promote_types(recipe.dtype, other.dtype))
 
 
-def _softmax(recipe: LogitsRecipe, dim: int, dtype: torch.dtype | None = None, *, name: str, **_: Any) -> Any:
-    if dim not in (-1, recipe.dim() - 1):
+def _softmax(
+    recipe: LogitsRecipe,
+    dim: int | None = None,
+    _stacklevel: int = 3,
+    dtype: torch.dtype | None = None,
+    *,
+    name: str,
+    **kwargs: Any,
+) -> Any:
+    if dim not in (-1, recipe.dim() - 1) or recipe.at_forward is None or kwargs or not isinstance(_stacklevel, int):
         return NotImplemented
-    return (recipe if dtype is None else _to(recipe, dtype)).then(name, -1)
+    recipe = recipe if dtype is None else _to(recipe, dtype)
+    made = getattr(torch.empty(1, dtype=recipe.dtype, device=recipe.device), name)(
+        -1
+    )  # under autocast in another dtype
+    return recipe.then(name, -1, dtype=made.dtype)
 
 
 def _rules() -> dict[str, Callable]:

@@ -298,14 +298,6 @@ MUTANTS = (
         select="as_plain_logits or what_else",
     ),
     Mutant(
-        "lazy logits: a copy is taken for a view",
-        "LazyLogits._share",
-        "if layout.untyped_storage()._cdata == base._layout.untyped_storage()._cdata:",
-        "if True:",
-        LAZY_LOGITS,
-        select="what_else",
-    ),
-    Mutant(
         "lazy logits: rows are computed under the autocast of the forward",
         "LazyLogits.by_rows",
         "function = autocast_now(self.device)()(function)",

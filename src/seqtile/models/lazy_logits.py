@@ -9,6 +9,7 @@ where the gradients of hidden states and head are computed: chunk by chunk, from
 
 import copy
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 from weakref import ref
 
@@ -70,7 +71,7 @@ class LazyLogits(torch.Tensor):
         self._computed: torch.Tensor | None = None
         self._tracked: torch.Tensor | None = None
         self._layout = torch.empty(recipe.shape, dtype=recipe.dtype, device="meta")
-        """Shares its storage with those of other logits where plain ones would."""
+        """Has the strides that plain logits would have."""
         self._viewed: LazyLogits | None = None
         self._views: list[tuple[ref[LazyLogits], Callable]] = []
 
@@ -112,14 +113,12 @@ class LazyLogits(torch.Tensor):
         return derived
 
     def _share(self, base: "LazyLogits", view: Callable) -> None:
-        """Notes that this is a view of `base`, if plain logits would be: a change in place then reaches both."""
-        try:
-            layout = view(base._layout)
-        except RuntimeError:  # a mask or an index, which has values: they copy
-            return
-        if layout.untyped_storage()._cdata == base._layout.untyped_storage()._cdata:
-            self._viewed, self._layout = base, layout
-            base._views.append((ref(self), view))
+        """Notes of which this is a view, or a copy where plain logits would be copied: what changes one in place then
+        computes both first."""
+        self._viewed = base
+        base._views.append((ref(self), view))
+        with suppress(RuntimeError):  # of a mask, which has values, and copies
+            self._layout = view(base._layout)
 
     @classmethod
     def __torch_function__(cls, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -153,7 +152,7 @@ class LazyLogits(torch.Tensor):
         return function(*args, **kwargs)
 
     def _to_be_changed(self) -> None:
-        """Computes all logits that share memory with these."""
+        """Computes all logits that may share memory with these."""
         if self._viewed is not None:
             return self._viewed._to_be_changed()
         with torch.enable_grad():  # a clone, since autograd lets nobody change the view that a Function returned

@@ -1,4 +1,5 @@
-"""A training step of a whole model at full size on tensors without data, and the bytes of a GPU alive in it."""
+"""A training step, or an evaluation, of a whole model at full size on tensors without data, and the bytes of a GPU
+alive in it."""
 
 import sys
 from collections.abc import Callable
@@ -213,6 +214,7 @@ def quantise(model: nn.Module) -> None:
 
     for module in model.modules():
         if isinstance(module, Linear4bit):
+            module.support_avx512bf16_for_cpu = False  # in an evaluation it would pack them for a CPU
             weight = module.weight
             blocks = weight.numel() // 64
             scales = QuantState(
@@ -266,19 +268,22 @@ def build(config: PreTrainedConfig, setup: Setup, modes: ExitStack, host: HostMe
 
 
 def simulate(
-    config: PreTrainedConfig, setup: Setup, *, seq_len: int, batch_size: int = 1, rank: int = 0
+    config: PreTrainedConfig, setup: Setup, *, seq_len: int, batch_size: int = 1, rank: int = 0, evaluate: bool = False
 ) -> "Simulated":
-    """A step, forward, loss and backward: the most bytes that it allocates, and those it pins."""
+    """A step, forward, loss and backward: the most bytes that it allocates, and those it pins. Or an evaluation: its
+    forward and loss, with the cache that the model makes by itself."""
     with ExitStack() as modes:
         host = HostMemory()
-        model = build(config, setup, modes, host, rank)
+        model = build(config, setup, modes, host, rank).train(not evaluate)
         ids = torch.zeros(batch_size, seq_len // setup.sequence_parallel, dtype=torch.long)
         labels = {"shift_labels": ids, "ignore_index": None} if "loss" in setup.tiles else {"labels": ids}
         memory = Sharded()
         for name, full in (("alloc_storage", True), ("free_storage", False)):
             modes.enter_context(patch.object(_fsdp_param, name, memory.resizing(getattr(_fsdp_param, name), full)))
-        with memory:
+        labels |= {} if evaluate else {"use_cache": False}
+        with memory, torch.set_grad_enabled(not evaluate):
             with torch.autocast("cpu", getattr(torch, setup.dtype), enabled=setup.autocast):
-                loss = model(input_ids=ids, use_cache=False, **labels).loss
-            loss.backward()
+                loss = model(input_ids=ids, **labels).loss
+            if not evaluate:
+                loss.backward()
     return Simulated(memory.peak, host.total)

@@ -20,13 +20,16 @@ __all__ = ["KNOWN", "OFFLOAD", "OPTIMIZERS", "TILES", "Longest", "Plan", "Setup"
 __all__ += ["ladder", "longest", "plan", "shape_of"]
 
 
-def plan(config: Any, *, seq_len: int, batch_size: int = 1, **setup: Any) -> Plan:
+def plan(config: Any, *, seq_len: int, batch_size: int = 1, evaluate: bool = False, **setup: Any) -> Plan:
     """Predicts the memory of a training step, from a model's configuration alone.
 
     Args:
         config: a Hugging Face config, a dict of one, the path of a config.json, or a name in `memory.KNOWN`.
         seq_len: tokens of a sequence, over all the GPUs that share it.
         batch_size: sequences at a time.
+        evaluate: predicts an evaluation between two steps instead, `model.eval()` under `torch.no_grad()`, of which the
+            loss alone is wanted. With an untiled loss the cache is counted that a model's config asks for; under
+            Trainer, whose `use_cache` is False, there is none.
         setup: the fields of `memory.Setup`, such as gpus, sequence_parallel, zero_stage, tiles, offload.
 
     Counted are tensors, as torch allocates them, with 1 GiB for CUDA and 1 GiB for NCCL; not what the allocator loses
@@ -36,20 +39,20 @@ def plan(config: Any, *, seq_len: int, batch_size: int = 1, **setup: Any) -> Pla
 
     Raises ValueError for lengths, sizes and names that cannot be; TypeError for a name that is no field of Setup.
     """
-    return Formula(shape_of(config)).predict(setup_of(setup), seq_len, batch_size)
+    return Formula(shape_of(config), evaluate).predict(setup_of(setup), seq_len, batch_size)
 
 
-def longest(config: Any, *, batch_size: int = 1, **setup: Any) -> Longest:
+def longest(config: Any, *, batch_size: int = 1, evaluate: bool = False, **setup: Any) -> Longest:
     """Returns the longest sequence that fits, from `plan`'s arguments without `seq_len`; a multiple of the GPUs that
     share it."""
-    return Formula(shape_of(config)).longest(setup_of(setup), batch_size)
+    return Formula(shape_of(config), evaluate).longest(setup_of(setup), batch_size)
 
 
 class Formula(Predictor):
-    """The memory of a model of this shape, by `Step`."""
+    """The memory of a model of this shape, by `Step`; with `evaluate` that of an evaluation."""
 
-    def __init__(self, shape: Shape):
-        self.shape, self.notes = shape, shape.notes
+    def __init__(self, shape: Shape, evaluate: bool = False):
+        self.shape, self.notes, self.evaluate = shape, shape.notes, evaluate
 
     def refusal(self, name: str, setup: Setup) -> str | None:
         shape, changes = self.shape, FEATURES[name].changes
@@ -74,8 +77,10 @@ class Formula(Predictor):
         expect("seq_len", is_count(seq_len), "a positive int", seq_len)
         expect("batch_size", is_count(batch_size), "a positive int", batch_size)
         tokens = -(-seq_len // setup.sequence_parallel) * batch_size
+        expect("evaluate", isinstance(self.evaluate, bool), "True or False", self.evaluate)
         step = Step(shape, setup, tokens)
-        return Plan(shape, setup, seq_len, batch_size, tuple(step.moments()), step.host())
+        moments = step.evaluation() if self.evaluate else step.moments()
+        return Plan(shape, setup, seq_len, batch_size, tuple(moments), step.host())
 
 
 def ladder(config: Any, *, batch_size: int = 1, **setup: Any) -> Iterator[tuple[Setup, Longest]]:

@@ -9,6 +9,8 @@ A layer is run in one of two ways, and each has moments of its own, in the order
 
     its MLP tiled, or nothing    MLP > norm after > norm before MLP > attention > norm before attention
     tiled as a whole             MLP, norms included > attention, group by group > projections > norm before attention
+
+An evaluation records nothing for a backward, and peaks in attention, the MLP or a norm.
 """
 
 from collections.abc import Iterator
@@ -39,6 +41,8 @@ class ModuleBytes(NamedTuple):
     """From its forward to its backward, besides its output (and its input, if it is Liger's norm)."""
     backward: int
     """At the peak of its backward, gradients and what was kept included."""
+    evaluated: int
+    """At the peak of a forward that records nothing, besides its input; of an MLP in chunks with its output."""
 
 
 def chunk_tokens(shape: Shape, setup: Setup, mlp: bool = False) -> int:
@@ -114,12 +118,12 @@ class Layer:
         size = self.setup.weight_bytes if stream else self.setup.bytes
         if chunked or self.setup.liger:
             in_place = not chunked and not arch.norm_after  # Liger's then writes over its gradient
-            return ModuleBytes(elements * size, elements * size * (2 if in_place else 3))
+            return ModuleBytes(elements * size, elements * size * (2 if in_place else 3), elements * size)
         centred = arch.norm == "layer"
         weighted = size if arch.norm == "rms" else FLOAT  # an element of what the weight multiplies
         kept = FLOAT * (1 + centred) + weighted * self.setup.full  # the input in float32, centred too
         copied = size < FLOAT or not stream  # its input; besides gradients of it, of its square
-        return ModuleBytes(elements * kept, elements * FLOAT * (5 + copied + centred))
+        return ModuleBytes(elements * kept, elements * FLOAT * (5 + copied + centred), elements * FLOAT * 2)
 
     def _untiled(self) -> Iterator[Alive]:
         """Yields the moments of a layer whose MLP may be tiled. The gradient of what a branch is added to is alive
@@ -199,6 +203,48 @@ class Layer:
         yield Alive("projections", after, alive, norms=hidden + self.cast)
         yield Alive("norm before attention", after, sums + self._rounded(sums) + decoded, norms=hidden + self.cast)
 
+    def evaluated(self) -> Iterator[Alive]:
+        """Yields the moments of a forward that records nothing. Alive throughout are what the first layer was given,
+        which the model holds on to, and what this one was."""
+        shape, setup, given = self.shape, self.setup, 2 * self.hidden
+        if self.tiled:
+            # Beside an untiled loss there is a cache, with which heads are not computed in groups.
+            chunk, count = self.chunk * setup.bytes, self.groups if self.groups and "loss" in setup.tiles else 1
+            group = self.q + (self.qkv + self.lse) // count
+            if setup.sequence_parallel > 1:  # the next group arrives; what attention returned is sent, and arrives
+                group = (self.q * (max(count, 2) + 1) + self.qkv * (3 if count > 1 else 1)) // count
+            group += self.cast if count > 1 else chunk * shape.hidden  # groups share what was normed
+            group += setup.decoded(shape.hidden * (shape.q + 2 * shape.kv))
+            yield Alive("attention", attention=group, norms=given)
+            chunks = chunk * (2 * shape.mlp + shape.hidden + (shape.q if count > 1 else 0))
+            chunks += setup.decoded(shape.mlp_parameters + shape.hidden * shape.q)
+            yield Alive("MLP", attention=self.q, mlp=chunks, norms=given + self.hidden)
+            return
+        norm, normed = self.norm(shape.hidden, stream=True).evaluated, self.hidden * shape.arch.norm_before
+        yield Alive("attention", attention=self._evaluated_attention(), norms=given + normed)
+        yield Alive("norm", norms=given + self.hidden * (1 + shape.arch.norm_after) + norm)
+        yield Alive("MLP", mlp=self._mlp(self.tiled_mlp).evaluated, norms=given + self.hidden + normed)
+
+    def _evaluated_attention(self) -> int:
+        """Returns the bytes of attention in such a forward: the most of its output projection, what is sent to other
+        GPUs and back, its rotary embedding and the norms of heads."""
+        arch, setup, size = self.shape.arch, self.setup, self.setup.bytes
+        q, kv = (self.tokens * width * size for width in (self.shape.q, self.shape.kv))
+        rotated = (q + kv) * setup.weight_bytes // size + kv  # queries and keys in float32 under autocast
+        output = rotated + self.q + max(self.lse, self.cast + self._added(self.shape.q, self.shape.hidden))
+        sent = rotated + self.qkv + 2 * self.q + q if setup.sequence_parallel > 1 else 0
+        if setup.liger:
+            return max(output, sent)
+        wide = FLOAT // size if setup.autocast or arch.norm == "layer" or arch.head_norm == "own" else 1
+        rotary = (rotated if arch.head_norm else q + 2 * kv) + wide * (3 * q + (q + kv) * (arch.norm == "layer"))
+        of_heads = self.norm(self.shape.q).evaluated + q + 2 * kv * (arch.norm != "rms") if arch.head_norm else 0
+        return max(output + (q + kv if "qkv" in arch.merged else 0), sent, rotary, of_heads)
+
+    def _added(self, width: int, out: int) -> int:
+        """Returns the bytes of an adapter's input in float32, so wide, and twice of what it adds to `out` elements."""
+        added = 2 * out * (self.setup.bytes if self.setup.autocast else FLOAT)
+        return 0 if self.setup.full else self.tokens * (added + width * FLOAT * (self.setup.bytes < FLOAT))
+
     def inputs(self, count: int) -> int:
         """Returns the bytes that `count` projections of the same hidden states keep of them: under autocast a copy
         each, unless they are frozen."""
@@ -213,17 +259,23 @@ class Layer:
         sums = self._sums(3 * shape.hidden * shape.mlp * max(shape.experts, 1)) if chunked else 0
         if shape.experts:  # the sums begin when the first chunk is differentiated
             later = sums + self._experts(min(rows, self.tokens - rows) * shape.experts_per_token) if chunked else 0
-            return ModuleBytes(0, max(self._experts(rows * shape.experts_per_token), later) + self.hidden)
+            weighted = setup.bytes + (FLOAT if arch.float32_routing else setup.bytes)
+            a_pair = max((4 * shape.mlp + shape.hidden) * setup.bytes, 2 * shape.hidden * weighted)
+            evaluated = rows * shape.experts_per_token * a_pair + self.hidden * chunked
+            return ModuleBytes(0, max(self._experts(rows * shape.experts_per_token), later) + self.hidden, evaluated)
         if chunked:
-            outer = self.cast * (2 if arch.norm_after or setup.autocast else 1)
-            outer += setup.decoded(3 * shape.hidden * shape.mlp)
-            return ModuleBytes(0, 3 * inner + sums + self._rounded(sums) + outer)
+            outer = self.cast * (1 + setup.autocast) + setup.decoded(3 * shape.hidden * shape.mlp)
+            after = 0 if setup.autocast else self.cast * arch.norm_after
+            return ModuleBytes(0, 3 * inner + sums + self._rounded(sums) + outer + after, 2 * inner + outer)
         adapters = (1 if "gate_up" in arch.merged else 2) * self._adapter(shape.hidden) + self._adapter(shape.mlp)
         kept = inner * (3 if setup.liger else 4) + adapters + setup.cast(3 * shape.hidden * shape.mlp)
         more = inner * (1 if setup.liger and setup.full else 2)  # Liger's are written over what was kept
         if setup.autocast and not setup.full:  # the recomputation of down with its adapter is the peak
             more += self.hidden + 3 * self.cast
-        return ModuleBytes(kept, kept + more)
+        merged = "gate_up" in arch.merged
+        evaluated = inner * (3 + (merged and not setup.liger)) - setup.full * setup.cast(shape.hidden * shape.mlp)
+        adapted = 0 if setup.full else 2 * inner + self._added(shape.hidden, shape.mlp * (1 + merged))
+        return ModuleBytes(kept, kept + more, max(evaluated, adapted))
 
     def _experts(self, pairs: int) -> int:
         """Returns the bytes of so many pairs of a token and an expert: the most of three moments of Hugging Face's

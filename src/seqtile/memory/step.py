@@ -137,14 +137,31 @@ class Step:
         last = Alive("embedding", shape.parameters - matrix, norms=hidden, gradients=embedding)
         yield self._moment(last, 0, 0 if shape.tied else matrix)
 
+    def evaluation(self) -> Iterator[Moment]:
+        """Yields the moments of an evaluation between two steps, of its last layer in the place of all. Hugging Face's
+        models make a cache of keys and values, seqtile's make none where they compute the loss."""
+        shape, setup, layer, tokens = self.shape, self.setup, self.layer, self.tokens
+        cache = 0 if "loss" in setup.tiles else shape.layers * 2 * tokens * shape.kv * setup.weight_bytes
+        logits = min(tokens, layer.chunk) * shape.vocab * setup.bytes
+        if "loss" not in setup.tiles:  # in float32, too, and their logarithms
+            logits = tokens * shape.vocab * (2 * FLOAT + setup.bytes * (setup.bytes < FLOAT))
+        yield next(self.moments())
+        moments = [alive._replace(name=f"{alive.name}, last layer") for alive in layer.evaluated()]
+        # The final norm is not chunked in an evaluation.
+        moments.append(Alive("final norm", norms=2 * layer.hidden + layer.norm(shape.hidden, stream=True).evaluated))
+        moments.append(Alive("loss", norms=layer.hidden, loss=logits + setup.cast(shape.head_parameters)))
+        for alive in moments:
+            held = {"attention": alive.attention + cache, "mlp": alive.mlp + shape.layers * layer.cached}
+            yield self._moment(alive._replace(**held), None, gathered=2 if "layer" in alive.name else 1)
+
     def _moment(
-        self, alive: Alive, waiting: int, whole: int = 0, gathered: int = 1, outer: int = 1, backward: bool = False
+        self, alive: Alive, kept: int | None, whole: int = 0, gathered: int = 1, outer: int = 1, backward: bool = False
     ) -> Moment:
         """Returns all that is on the GPU.
 
         Args:
             alive: what is computed, with the parameters of the model that have their gradients.
-            waiting: layers, from the first on, whose inputs wait.
+            kept: layers, from the first on, whose inputs wait; None in an evaluation, of which none do.
             whole: parameters whose gradients are there and not yet sharded over the GPUs.
             gathered: layers whose weights, or gradients on their way, are whole.
             outer: how many times the weights outside of the layers are there.
@@ -158,7 +175,7 @@ class Step:
             "weights": 0 if "weights" in setup.offload else self.weights,
             "gradients": gradients + alive.gradients,
             "optimizer": 0 if "optimizer" in setup.offload else self.optimizer,
-            "inputs": self._inputs(waiting, backward),
+            "inputs": 0 if kept is None else self._inputs(kept, backward),
             "attention": alive.attention,
             "mlp": alive.mlp,
             "norms": alive.norms + 2 * self.tokens * shape.head_dim * setup.weight_bytes,  # and positions

@@ -83,9 +83,7 @@ def test_peak_of_what_steps_are_simulated_of(case: Case) -> None:
 @pytest.mark.parametrize("offloaded", [(), ("activations",), memory.OFFLOAD], ids=str)
 @pytest.mark.parametrize("name", TILED)
 def test_it_fits_where_a_training_step_fits(name: str, offloaded: tuple[str, ...]) -> None:
-    """Of tiled models. By groups of heads, with the optimizer on the host, it takes up to 3 % more from a million
-    tokens on, since the norm behind the last layer is not chunked in an evaluation."""
-    more = 1.03 if name == "groups" and "optimizer" in offloaded else 1
+    """Of tiled models."""
     for model, shape in memory.KNOWN.items():
         for gpus in (1, 8):
             try:
@@ -94,7 +92,7 @@ def test_it_fits_where_a_training_step_fits(name: str, offloaded: tuple[str, ...
                 for tokens, rows in sizes:
                     given = {"seq_len": tokens, "batch_size": rows} | asdict(setup)
                     step, evaluation = (memory.plan(shape, evaluate=evaluate, **given) for evaluate in (False, True))
-                    assert evaluation.gpu_bytes <= more * step.gpu_bytes, (model, gpus, tokens, rows)
+                    assert evaluation.gpu_bytes <= step.gpu_bytes, (model, gpus, tokens, rows)
                     assert evaluation.host == step.host
             except ValueError as error:
                 assert "not tiled as a whole" in str(error) or "head_groups" in str(error)

@@ -147,8 +147,7 @@ class Step:
             logits = tokens * shape.vocab * (2 * FLOAT + setup.bytes * (setup.bytes < FLOAT))
         yield next(self.moments())
         moments = [alive._replace(name=f"{alive.name}, last layer") for alive in layer.evaluated()]
-        # The final norm is not chunked in an evaluation.
-        moments.append(Alive("final norm", norms=2 * layer.hidden + layer.norm(shape.hidden, stream=True).evaluated))
+        moments.append(Alive("final norm", norms=2 * layer.hidden + layer.final_norm.evaluated))
         moments.append(Alive("loss", norms=layer.hidden, loss=logits + setup.cast(shape.head_parameters)))
         for alive in moments:
             held = {"attention": alive.attention + cache, "mlp": alive.mlp + shape.layers * layer.cached}

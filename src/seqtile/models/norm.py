@@ -20,12 +20,12 @@ _LIGERS_NORM = "liger_kernel.transformers.rms_norm.LigerRMSNorm.forward"
 def tiled_norm_forward(options: Options, original: Callable) -> Callable:
     """Returns a forward in place of `original`, an RMSNorm's forward (a plain function); rows need no chunks.
 
-    `original` itself in evaluation, where a sequence fits in a chunk, and for heads [B, S, H, K].
+    `original` itself where a sequence fits in a chunk, and for heads [B, S, H, K].
     """
 
     def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
         fits = hidden_states.shape[:-1].numel() <= resolve_chunk_tokens(options.chunk_tokens, hidden_states.shape[-1])
-        if fits or not self.training or hidden_states.dim() != 3 or process_unfused_reason() is not None:
+        if fits or hidden_states.dim() != 3 or process_unfused_reason() is not None:
             return original(self, hidden_states)
         return rms_norm(hidden_states, *read_norm(self))
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import MISSING, fields
 from functools import partial
+from importlib import import_module
 from importlib.metadata import distributions
 from pathlib import Path
 from typing import Annotated, Any
@@ -97,11 +98,7 @@ def finetune(job: Job) -> None:
     console = Console(quiet=job.local_rank not in (None, 0), soft_wrap=True, highlight=False)
     with errors_printed(console):
         job.check()
-        try:
-            from seqtile.recipes.finetune import finetune as run  # slow to import
-        except ModuleNotFoundError as error:
-            raise ModuleNotFoundError(f"{error}: pip install 'seqtile[demo]'") from error
-        run(job, console)
+        recipe("finetune")(job, console)
     end_rank(job.local_rank)
 
 
@@ -111,14 +108,20 @@ def evaluate(asked: EvaluateOptions) -> None:
 
     On several GPUs, which share each document: torchrun --nproc-per-node 4 -m seqtile.cli evaluate MODEL TEXT ...
     """
-    from seqtile.recipes.evaluate import evaluate as run  # slow to import
-
     console = Console(quiet=asked.local_rank not in (None, 0), soft_wrap=True, highlight=False)
     with errors_printed(console):
         asked.check()
-        found = run(asked)
+        found = recipe("evaluate")(asked)
     console.print(json.dumps(found.figures(), indent=2) if asked.as_json else str(found), markup=False)
     end_rank(asked.local_rank)
+
+
+def recipe(name: str) -> Callable[..., Any]:
+    """Returns the function of this name in the module of recipes of this name, which is slow to import."""
+    try:
+        return getattr(import_module(f"seqtile.recipes.{name}"), name)
+    except ModuleNotFoundError as error:
+        raise ModuleNotFoundError(f"{error}: pip install 'seqtile[demo]'") from error
 
 
 def end_rank(local_rank: int | None) -> None:

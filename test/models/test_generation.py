@@ -53,6 +53,21 @@ def test_a_prompt_in_two_parts(arch: str) -> None:
     assert relative_error(found[1], found[0]) <= 1e-5
 
 
+@torch.no_grad()
+def test_a_cache_is_filled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What fails behind an attention that has filled it is said, and not run again."""
+
+    def fails(*_: object) -> None:
+        raise ValueError("behind its attention")
+
+    tiled = tiled_copy(made("gpt2").eval(), layer=True, chunk_tokens=CHUNK)
+    cache = DynamicCache(config=tiled.config)
+    monkeypatch.setattr(any_layer._LayerCall, "behind_attention", fails)
+    with pytest.raises(ValueError, match="a GPT2Block cannot fill a cache in chunks; apply with layer=False"):
+        tiled(input_ids=torch.randint(5, WORDS - 5, (1, 60)), past_key_values=cache)
+    assert cache.get_seq_length() == 60
+
+
 def peak_of_prefill(arch: str, layer: bool | None, tokens: int) -> float:
     """Live bytes of a prompt's forward, in hidden states of all its tokens, keys and values among them."""
     width = {"hidden_size": 1024, "intermediate_size": 16384, "num_attention_heads": 8, "vocab_size": 1000}

@@ -179,6 +179,30 @@ def test_autocast_dropout_and_training_as_in_the_forward() -> None:
     assert relative_error(dropped.sum(-1), (x.grad * x).sum(-1)) < 0.1, "of the same mask"
 
 
+def test_logits_for_who_follows_a_forward() -> None:
+    """Transforms, tracing and compilers get plain logits of a forward without labels."""
+    untiled, ids = build("llama").eval(), whole(60)["input_ids"]
+    tiled, plain = tiled_copy(untiled, mlp=False), untiled(input_ids=ids).logits
+    forward = lambda of: lambda weights: torch.func.functional_call(of, weights, (ids,)).logits.square().sum()  # noqa: E731
+    gradients = [torch.func.grad(forward(of))(dict(of.named_parameters())) for of in (tiled, untiled)]
+    assert all(relative_error(gradients[0][name], theirs) <= 1e-5 for name, theirs in gradients[1].items())
+    torch._dynamo.reset()
+    compiled = torch.compile(tiled, backend="eager", fullgraph=True)(input_ids=ids).logits
+    assert type(compiled) is torch.Tensor and relative_error(compiled, plain) <= 1e-5
+
+
+@pytest.mark.parametrize("read", [lambda x: x.sin(), lambda x: x.logsumexp(-1)], ids=["all", "by rows"])
+def test_products_of_a_read_and_its_gradients(read: Callable) -> None:
+    """One in the forward; three in the backward, which computes logits once more."""
+    head, x = nn.Linear(D, V), torch.randn(B, S, D, requires_grad=True)
+    u, logits = 2 * B * S * D * V, lazy_logits(LogitsRecipe(x, head))
+    with FlopCount() as forward:
+        total = read(logits).sum()
+    with FlopCount() as backward:
+        total.backward()
+    assert (forward.total, backward.total) == (u, 3 * u)
+
+
 def own_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return logits[:, :-1].float().log_softmax(-1).gather(-1, labels[:, 1:].clamp(min=0)[..., None]).square().mean()
 
@@ -349,11 +373,10 @@ def test_what_else_is_done_to_logits(of: Callable) -> None:
 def test_what_is_read_with_them_must_not_change() -> None:
     head, x = made()
     targets = LABELS.flatten().clone()
-    for change in (lambda: targets.fill_(3),):
-        loss = F.cross_entropy(logits_of(head, x).view(-1, V), targets)
-        change()
-        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward()
+    loss = F.cross_entropy(logits_of(head, x).view(-1, V), targets)
+    targets.fill_(3)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
     kept = KEPT.clone()
     masked = logits_of(head, x)[kept]
     kept.zero_()

@@ -46,6 +46,7 @@ class _CacheOfChunks:
         self.get_seq_length = cache.get_seq_length
         self.update_with: tuple | None = None
         """The further arguments of `update`, such as the layer's index."""
+        self.is_filled = False
 
     def update(self, keys: torch.Tensor, values: torch.Tensor, *others: Any, **named: Any) -> tuple[torch.Tensor, ...]:
         self.update_with, self.of_chunk = (others, named), (keys, values)
@@ -58,6 +59,7 @@ class _CacheOfChunks:
 
     def add(self, keys: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         others, named = self.update_with
+        self.is_filled = True
         return self._cache.update(keys, values, *others, **named)
 
     def __getattr__(self, name: str) -> Any:
@@ -90,10 +92,15 @@ def call_layer_in_chunks(
     several streams [B, S, N, D] or [N, B, S, D]. Given a cache it is called without gradients."""
     _install_look_up()
     if isinstance(cache := given.get("past_key_values"), Cache):
+        of_chunks = _CacheOfChunks(cache)
         try:
-            of_chunks = given | {"past_key_values": _CacheOfChunks(cache)}
-            return call_layer_in_chunks(layer, modules, forward, hidden, of_chunks, chunk_tokens)
-        except (_CacheIsRead, ValueError):  # before anything was added to it
+            cached = given | {"past_key_values": of_chunks}
+            return call_layer_in_chunks(layer, modules, forward, hidden, cached, chunk_tokens)
+        except (_CacheIsRead, ValueError) as error:
+            if of_chunks.is_filled:  # another run would add keys and values once more
+                raise ValueError(
+                    f"a {type(layer).__name__} cannot fill a cache in chunks; apply with layer=False"
+                ) from error
             return forward(layer, hidden, **given)
     axis = _token_axis(layer, hidden, given)
     rows, length = hidden.shape[axis - 1 : axis + 1]

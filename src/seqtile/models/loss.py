@@ -33,6 +33,7 @@ from seqtile.models.weights import (
     check_untransformed,
     defining_path,
     is_sharded,
+    is_transformed,
     named,
     process_unfused_reason,
     projection_unfused_reason,
@@ -55,7 +56,8 @@ def tiled_loss_forward(options: Options, original: Callable) -> Callable:
 
     Given `labels` or `shift_labels`, the loss is computed without logits. `logits` is a `LazyLogits`, computed when it
     is read; None with `skip_logits=True`. Plain logits are computed, by `original`, with `skip_logits=False` and given
-    `logits_to_keep`, both with an untiled loss, and given a cache without labels.
+    `logits_to_keep`, both with an untiled loss; and without labels given a cache, or where the forward is compiled,
+    traced or transformed by torch.func.
     """
     parameters = list(inspect.signature(original).parameters.values())
     variadic = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)
@@ -82,7 +84,9 @@ def tiled_loss_forward(options: Options, original: Callable) -> Callable:
         if takes_skip_logits:  # Liger's forward, whose own loss is not asked for
             inputs["skip_logits"] = False
         given_cache = inputs.get("past_key_values") is not None
-        if skip_logits is False or not (has_labels or (keeps_all and not given_cache)):
+        # What transforms, compiles or traces a forward without a loss gets logits that it can follow.
+        followed = torch.compiler.is_compiling() or torch.jit.is_tracing() or is_transformed()
+        if skip_logits is False or not (has_labels or (keeps_all and not given_cache and not followed)):
             return original(self, *passed_on, **inputs)
         if has_labels:
             if not keeps_all or (calls_torch and F.cross_entropy is not _CROSS_ENTROPY):

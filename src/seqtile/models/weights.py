@@ -371,9 +371,14 @@ def call_inside(module: nn.Module, function: Callable, *args: torch.Tensor) -> A
         vars(module).pop("forward", None)
 
 
+def is_transformed() -> bool:
+    """Says if a transform of torch.func is active."""
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()  # else a node in a graph
+
+
 def check_untransformed() -> None:
     """Raises ValueError inside a transform of torch.func."""
-    if not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active():  # a node in a compiled graph
+    if is_transformed():
         raise ValueError(
             "expected no transform of torch.func (grad, vmap, jvp, ...) around a tiled model, whose chunks they cannot "
             "follow: use torch.autograd, or take seqtile off first with seqtile.restore(model)"

@@ -32,6 +32,13 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, RuntimeError) and "can't allocate memory" in str(error)
 
 
+def device_of(asked: str | None) -> str:
+    """Returns the device that --device asks for, by default a GPU if there is one. ValueError if it is not there."""
+    if asked == "cuda" and not torch.cuda.is_available():
+        raise ValueError("--device is cuda, but torch sees no GPU; use --device cpu")
+    return asked or ("cuda" if torch.cuda.is_available() else "cpu")
+
+
 @contextmanager
 def read_of(what: str, remedy: str = "get its files again") -> Iterator[None]:
     """Turns what is raised inside, where files are read, to a ValueError that says what they hold and what to do."""

@@ -14,7 +14,7 @@ from seqtile import sp
 from seqtile.evaluation import Evaluation
 from seqtile.evaluation import evaluate as evaluate_model
 from seqtile.recipes import EvaluateOptions, Job
-from seqtile.recipes.data import file_tokens, load_config, load_model, load_tokenizer, read_of
+from seqtile.recipes.data import device_of, file_tokens, load_config, load_model, load_tokenizer, read_of
 from seqtile.recipes.output import written_beside
 from seqtile.recipes.state import rank
 from seqtile.recipes.train import sequence_group
@@ -28,7 +28,7 @@ def evaluate(asked: EvaluateOptions) -> Evaluation:
 
     Raises ValueError for bad input, and OSError where the output cannot be written.
     """
-    device = asked.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    device = device_of(asked.device)
     job = Job(device=device, sequence_parallel=asked.world_size, local_rank=asked.local_rank)
     with nullcontext() if asked.local_rank is None else sequence_group(job) as ctx:
         documents = _documents(asked)

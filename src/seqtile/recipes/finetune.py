@@ -22,7 +22,7 @@ import seqtile
 from seqtile.fitting import choose, formula_of, gpu_memory_at_hand, host_memory_at_hand
 from seqtile.memory import Setup
 from seqtile.recipes import Job, check_output, checkpoint_in, number_or_name
-from seqtile.recipes.data import is_out_of_memory, load_config, load_tokenizer, sequences, standard_library
+from seqtile.recipes.data import device_of, is_out_of_memory, load_config, load_tokenizer, sequences, standard_library
 from seqtile.recipes.output import RunResult, print_table, remove_incomplete, report_of, write_report
 from seqtile.recipes.state import Run, check_same, rank, ranks
 from seqtile.recipes.train import sequence_group, train
@@ -39,9 +39,7 @@ def finetune(job: Job, console: Console) -> dict[str, Any]:
     the tiled run does not fit; OSError, last, if the model had to be saved elsewhere; and KeyboardInterrupt, last, if
     Ctrl-C ended it early; then, or with `save_every`, a checkpoint is there too, from which `resume` goes on.
     """
-    job = replace(job, device=job.device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    if job.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device is cuda, but torch sees no GPU; use --device cpu")
+    job = replace(job, device=device_of(job.device))
     if job.offload and job.device == "cpu":
         raise ValueError("--offload moves what checkpointing keeps off a GPU, but --device is cpu; leave it out")
     alone = job.local_rank is None

@@ -337,6 +337,14 @@ MUTANTS = (
         ("models/test_generation.py",),
     ),
     Mutant(
+        "any layer: a cache is filled twice where chunks fail behind attention",
+        "call_layer_in_chunks",
+        "if of_chunks.is_filled:",
+        "if False:",
+        ("models/test_generation.py",),
+        select="filled_once",
+    ),
+    Mutant(
         "any layer: a layer that attends to other keys than it caches is computed in chunks",
         "_CacheOfChunks.check",
         "if self.update_with is None or keys is not self.of_chunk[0] or values is not self.of_chunk[1]:",

@@ -172,9 +172,9 @@ MUTANTS = (
     ),
     Mutant(
         "run again: autocast is off",
-        "ForwardState.now",
-        "torch.is_autocast_enabled(kind))",
-        "False)",
+        "autocast_on",
+        "torch.is_autocast_enabled(kind)",
+        "False",
         TILED,
     ),
     Mutant(

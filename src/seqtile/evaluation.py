@@ -13,25 +13,29 @@ from torch import nn
 
 from seqtile.models import apply_seqtile, restore, status
 from seqtile.sp import SequenceParallel, shard
+from seqtile.sp.data import IGNORED
 
 FIRST = 1024
 """Tokens of the first span of positions; each further one ends at twice as many."""
-IGNORED = -100
 
 
 @dataclass(frozen=True)
 class Span:
-    """The mean loss of the tokens that are predicted from more than `start` and at most `stop` tokens before them."""
+    """Tokens that are predicted from more than `start` and at most `stop` tokens before them, and their mean loss."""
 
     start: int
     stop: int
     tokens: int
     loss: float
 
+    @property
+    def perplexity(self) -> float:
+        return math.exp(min(self.loss, 700))
+
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a model makes of documents."""
+    """How well a model predicts the tokens of documents."""
 
     tokens: int
     """Those that were predicted."""
@@ -41,8 +45,13 @@ class Evaluation:
     text_bytes: int | None
 
     @property
+    def total(self) -> Span:
+        """All of them as one span."""
+        return Span(0, max(span.stop for span in self.by_position), self.tokens, self.loss)
+
+    @property
     def perplexity(self) -> float:
-        return math.exp(min(self.loss, 700))
+        return self.total.perplexity
 
     @property
     def bits_per_byte(self) -> float | None:
@@ -51,15 +60,15 @@ class Evaluation:
 
     def figures(self) -> dict[str, Any]:
         """Returns all of it, for JSON."""
-        spans = [vars(span) | {"perplexity": math.exp(min(span.loss, 700))} for span in self.by_position]
+        spans = [vars(span) | {"perplexity": span.perplexity} for span in self.by_position]
         total = {"tokens": self.tokens, "loss": self.loss, "perplexity": self.perplexity}
         return total | {"bits_per_byte": self.bits_per_byte, "by_position": spans}
 
     def __str__(self) -> str:
-        rows = [(f"{span.start:,} to {span.stop:,}", span.tokens, span.loss) for span in self.by_position]
+        rows = [(f"{span.start:,} to {span.stop:,}", span) for span in self.by_position]
         lines = [f"{'tokens before':>22}{'predicted':>12}{'loss':>9}{'perplexity':>12}"]
-        for name, tokens, loss in (*rows, ("all", self.tokens, self.loss)):
-            lines.append(f"{name:>22}{tokens:>12,}{loss:>9.4f}{math.exp(min(loss, 700)):>12.3f}")
+        for name, span in (*rows, ("all", self.total)):
+            lines.append(f"{name:>22}{span.tokens:>12,}{span.loss:>9.4f}{span.perplexity:>12.3f}")
         return "\n".join(lines + ([f"{self.bits_per_byte:.4f} bits per byte"] if self.text_bytes else []))
 
 

@@ -128,10 +128,9 @@ def in_rows(function: Callable[..., torch.Tensor], hidden: torch.Tensor, *along:
     return found.reshape((*leading, *found.shape[1:]))
 
 
-def rows_of_chunk(hidden: torch.Tensor) -> int:
-    return max(
-        1, resolve_chunk_tokens(None, hidden.shape[-1]) // 4
-    )  # as torch's functions keep several chunks of logits
+def rows_of_chunk(hidden: torch.Tensor, chunk_tokens: int | None = None) -> int:
+    """Returns a quarter of a chunk's tokens: torch's functions keep four chunks of logits where seqtile's keep one."""
+    return max(1, resolve_chunk_tokens(chunk_tokens, hidden.shape[-1]) // 4)
 
 
 def gathers(head: nn.Module) -> bool:

@@ -73,7 +73,9 @@ class LazyLogits(torch.Tensor):
         self._layout = torch.empty(recipe.shape, dtype=recipe.dtype, device="meta")
         """Has the strides that plain logits would have."""
         self._viewed: LazyLogits | None = None
+        """The logits of which these are a view."""
         self._views: list[tuple[ref[LazyLogits], Callable]] = []
+        """The views of these that were made before they were computed, and how each is made."""
 
     @property
     def is_computed(self) -> bool:
@@ -103,6 +105,7 @@ class LazyLogits(torch.Tensor):
         return self._read(function, *along)
 
     def _derived(self, recipe: LogitsRecipe) -> "LazyLogits":
+        """Returns the logits of a recipe that begins with this one's, with a graph that leads back to these."""
         if recipe is self.recipe:
             return self
         derived = LazyLogits(recipe)
@@ -113,8 +116,8 @@ class LazyLogits(torch.Tensor):
         return derived
 
     def _share(self, base: "LazyLogits", view: Callable) -> None:
-        """Notes of which this is a view, or a copy where plain logits would be copied: what changes one in place then
-        computes both first."""
+        """Remembers that these are a view of `base`, or a copy where plain logits would be one. A change of either in
+        place then computes both first."""
         self._viewed = base
         base._views.append((ref(self), view))
         with suppress(RuntimeError):  # of a mask, which has values, and copies
@@ -159,6 +162,7 @@ class LazyLogits(torch.Tensor):
             self._become(self.computed().clone())
 
     def _become(self, tensor: torch.Tensor) -> None:
+        """Takes a plain tensor for these logits from now on, and views of it for their views."""
         self._tracked, self._computed, self._layout, views = tensor, None, tensor.to("meta"), self._views
         self._viewed, self._views = None, []
         for reference, view in views:
@@ -166,6 +170,7 @@ class LazyLogits(torch.Tensor):
                 other._become(view(tensor))
 
     def _unread(self) -> torch.Tensor:
+        """Returns these logits without a graph, not computed if they are not."""
         if self.is_computed:
             return self.computed().detach()
         unread = LazyLogits(self.recipe.detached())
@@ -188,6 +193,7 @@ _PROPERTIES += " _post_accumulate_grad_hooks names"
 _METHODS = "size dim numel stride nelement ndimension element_size is_floating_point is_complex is_contiguous __len__"
 _METHODS += " register_hook retain_grad get_device storage_offset is_inference is_same_size __hash__ backward"
 _METHODS += " requires_grad_"
+# What is answered without computing the logits.
 _ABOUT = {getattr(torch.Tensor, name).__get__ for name in _PROPERTIES.split() if hasattr(torch.Tensor, name)}
 _ABOUT |= {getattr(torch.Tensor, name) for name in _METHODS.split() if hasattr(torch.Tensor, name)}
 _ABOUT |= {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_inference}
@@ -265,7 +271,7 @@ class _Read(torch.autograd.Function):
 
 
 class _Derived(torch.autograd.Function):
-    """Other logits that are made of some, without computing either."""
+    """Connects logits to those that they are made of, and computes neither."""
 
     @staticmethod
     def forward(ctx: Any, logits: LazyLogits, derived: list[LazyLogits]) -> LazyLogits:
@@ -278,7 +284,7 @@ class _Derived(torch.autograd.Function):
 
 
 class _Edge(torch.autograd.Function):
-    """What a head makes of hidden states, given the leaves that it trains, without computing it."""
+    """Connects logits to hidden states and to the leaves that the head trains, and computes nothing."""
 
     @staticmethod
     def forward(ctx: Any, recipe: LogitsRecipe, hidden: torch.Tensor, *leaves: torch.Tensor) -> LazyLogits:

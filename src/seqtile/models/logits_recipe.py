@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_map_only
 from transformers.utils import logging
 
 from seqtile.ops.checks import autocast_dtype
+from seqtile.ops.state import autocast_on
 
 logger = logging.get_logger(__name__)
 
@@ -28,7 +29,7 @@ class Step(NamedTuple):
     name: str
     arguments: tuple
     under: Callable[[], AbstractContextManager] = nullcontext
-    """The autocast of who does it after the forward."""
+    """Makes the autocast of the code that applies the step after the forward."""
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
         with self.under():
@@ -36,10 +37,8 @@ class Step(NamedTuple):
 
 
 def autocast_now(device: torch.device) -> Callable[[], AbstractContextManager]:
-    """Returns what makes contexts with the autocast of now."""
-    kind = "cpu" if device.type == "meta" else device.type
-    now = torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
-    return partial(torch.autocast, kind, *now, cache_enabled=False)
+    """Returns a function that makes contexts with the autocast that is active now."""
+    return partial(torch.autocast, *autocast_on(device), cache_enabled=False)
 
 
 View = Callable[[torch.Tensor], torch.Tensor]
@@ -248,10 +247,9 @@ def _softmax(
     if dim not in (-1, recipe.dim() - 1) or recipe.at_forward is None or kwargs or not isinstance(_stacklevel, int):
         return NotImplemented
     recipe = recipe if dtype is None else _to(recipe, dtype)
-    made = getattr(torch.empty(1, dtype=recipe.dtype, device=recipe.device), name)(
-        -1
-    )  # under autocast in another dtype
-    return recipe.then(name, -1, dtype=made.dtype)
+    number = torch.empty(1, dtype=recipe.dtype, device=recipe.device)
+    dtype = getattr(number, name)(-1).dtype  # autocast may change it, on a GPU other than on a CPU
+    return recipe.then(name, -1, dtype=dtype)
 
 
 def _rules() -> dict[str, Callable]:
@@ -272,21 +270,5 @@ def _rules() -> dict[str, Callable]:
 RULES = _rules()
 """What a recipe goes through uncomputed, by the name of a tensor's method or of torch's function: each returns a
 recipe, or NotImplemented where the logits have to be computed."""
-_OPERATORS = (
-    "mul",
-    "rmul",
-    "truediv",
-    "add",
-    "getitem",
-    "radd",
-    "sub",
-    "rsub",
-    "matmul",
-    "pow",
-    "neg",
-    "lt",
-    "le",
-    "gt",
-)
-for _name in (*_OPERATORS, "ge", "len", "iter"):
+for _name in "mul rmul truediv add radd getitem sub rsub matmul pow neg lt le gt ge len iter".split():
     setattr(LogitsRecipe, f"__{_name}__", partialmethod(LogitsRecipe._call, f"__{_name}__"))

@@ -22,7 +22,7 @@ from seqtile.models.find import head_of
 from seqtile.models.first_step import check_first_step
 from seqtile.models.forms import code_of
 from seqtile.models.in_chunks import InChunks, call_in_chunks
-from seqtile.models.late_read import gathers
+from seqtile.models.late_read import gathers, rows_of_chunk
 from seqtile.models.lazy_logits import connected, lazy_logits
 from seqtile.models.logits_recipe import LogitsRecipe
 from seqtile.models.placement import Options
@@ -40,7 +40,6 @@ from seqtile.models.weights import (
     read_projection,
     zero3_error,
 )
-from seqtile.ops.chunks import resolve_chunk_tokens
 from seqtile.ops.linear_cross_entropy import linear_cross_entropy
 
 _CROSS_ENTROPIES = (  # where one of these was written
@@ -108,7 +107,7 @@ def tiled_loss_forward(options: Options, original: Callable) -> Callable:
 
 
 class LazyHead:
-    """Stands in for a head while a forward runs; called with hidden states [..., D] it returns LogitsRecipe."""
+    """Stands in for a head while a forward runs; called with hidden states [..., D] it returns a LogitsRecipe."""
 
     def __init__(self, head: nn.Module, cross_entropy: Callable):
         self._head, self._cross_entropy = head, cross_entropy
@@ -159,7 +158,7 @@ def _lazy_head(model: nn.Module, options: Options, verdict: Verdict, with_logits
 
 
 def _with_tensors(output: Any, of_recipe: Callable[[LogitsRecipe], torch.Tensor] | None) -> Any:
-    """Returns a forward's output with what a function makes of recipes in their place, or None."""
+    """Returns a forward's output whose recipes are replaced by what `of_recipe` makes of them, without it by None."""
     values = list(output) if isinstance(output, tuple) else list(output.values())
     found = [(of_recipe and of_recipe(value)) if isinstance(value, LogitsRecipe) else value for value in values]
     return tuple(found) if isinstance(output, tuple) else type(output)(**dict(zip(output, found, strict=True)))
@@ -284,8 +283,7 @@ def _chunked_losses(
         losses = F.cross_entropy(real, targets.flatten(), ignore_index=ignore_index, reduction="none")
         return losses.view(targets.shape)
 
-    # torch's cross-entropy keeps four chunks of logits where ours keeps one
-    quarter = max(1, resolve_chunk_tokens(chunk_tokens, logits.hidden.shape[-1]) // 4)
+    rows = rows_of_chunk(logits.hidden, chunk_tokens)
     return call_in_chunks(
-        losses_of, InChunks(head=logits.head), logits.hidden, targets.unsqueeze(-1), chunk_tokens=quarter
+        losses_of, InChunks(head=logits.head), logits.hidden, targets.unsqueeze(-1), chunk_tokens=rows
     )

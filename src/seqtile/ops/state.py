@@ -72,6 +72,12 @@ def _generator(name: str, thing: Any) -> Generator:
     return Generator(name, source.__getstate__, source.__setstate__)
 
 
+def autocast_on(device: torch.device) -> tuple[str, torch.dtype, bool]:
+    """Returns the arguments of `torch.autocast` that make the one that is active now."""
+    kind = "cpu" if device.type == "meta" else device.type  # nothing is cast on the meta device
+    return kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind)
+
+
 class ForwardState(NamedTuple):
     """Autocast, and torch's default generators of the CPU and of the device that computes, as they are in a forward."""
 
@@ -82,9 +88,7 @@ class ForwardState(NamedTuple):
 
     @classmethod
     def now(cls, device: torch.device) -> "ForwardState":
-        kind = "cpu" if device.type == "meta" else device.type  # nothing is cast on the meta device
-        autocast = (kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
-        return cls(device, autocast, default_generators(device))
+        return cls(device, autocast_on(device), default_generators(device))
 
     def forward_autocast(self) -> torch.autocast:
         """Returns a context. Casts are not cached in it: the graph of a cached one would serve one run only."""

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def evaluate(asked: EvaluateOptions) -> Evaluation:
-    """Returns what a model makes of text files, and writes it to `asked.output`.
+    """Evaluates a model on text files, and writes the result to `asked.output`, if that is given.
 
     Raises ValueError for bad input, and OSError where the output cannot be written.
     """
@@ -87,9 +87,8 @@ def picture(found: Evaluation, title: str) -> "Figure":
 
     figure = Figure(figsize=(7, 3.6), layout="constrained")
     axes = figure.subplots()
-    axes.stairs(
-        [span.loss for span in found.by_position], [0, *(span.stop for span in found.by_position)], baseline=None
-    )
+    spans = found.by_position
+    axes.stairs([span.loss for span in spans], [0, *(span.stop for span in spans)], baseline=None)
     axes.axhline(found.loss, linestyle="--", color="tab:gray", label=f"all: {found.loss:.4f}")
     axes.set(title=title, xlabel="tokens before", ylabel="mean loss of a token")
     axes.grid(alpha=0.3)

@@ -269,3 +269,15 @@ def test_tokens_are_chosen_about_what_differs() -> None:
     whole = torch.rand(2, 1, 200, 200)
     cut = trial_batch(model, type(model).forward, (), {"input_ids": labels.clamp(min=0), "attention_mask": whole})
     assert torch.equal(cut.inputs["attention_mask"], whole[:, :, :TOKENS, :TOKENS])
+
+
+@pytest.mark.parametrize("options", [{}, {"mlp": False}, {"loss": False, "layer": True}, {"layer": True}], ids=str)
+def test_packed_documents_with_the_cache_that_configs_ask_for(options: dict) -> None:
+    """What is tiled makes none, and so tells the documents apart: as the untiled model does without."""
+    model, batch = build("llama"), packed(40, 50)
+    batch["labels"] = batch["input_ids"]
+    tiled = copy.deepcopy(model)
+    seqtile.apply_seqtile(tiled, chunk_tokens=20, **options)
+    apart, mixed = model(**batch, use_cache=False).loss, model(**batch).loss
+    assert torch.allclose(tiled(**batch).loss, apart, rtol=1e-5) and not torch.allclose(apart, mixed, rtol=1e-4)
+    assert "equal the untiled model's" in str(seqtile.status(tiled))

@@ -95,6 +95,12 @@ def positional_of(forward: Callable) -> list[inspect.Parameter]:
     return [each for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
 
 
+def takes_use_cache(forward: Callable) -> bool:
+    """Says if a model's forward can be told whether to make a cache."""
+    parameters = inspect.signature(forward).parameters
+    return "use_cache" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+
+
 def _walk(module: nn.Module) -> Iterator[nn.Module]:
     """Yields a module and all below it, of PEFT's wrappers only what runs inside."""
     seen: set[int] = set()

@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from torch import nn
 from transformers.loss import loss_utils
 
-from seqtile.models.find import head_of
+from seqtile.models.find import head_of, takes_use_cache
 from seqtile.models.first_step import check_first_step
 from seqtile.models.forms import code_of
 from seqtile.models.in_chunks import InChunks, call_in_chunks
@@ -62,7 +62,7 @@ def tiled_loss_forward(options: Options, original: Callable) -> Callable:
     variadic = any(parameter.kind is parameter.VAR_POSITIONAL for parameter in parameters)
     names = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD][1:]
     takes_skip_logits = "skip_logits" in names
-    takes_use_cache = "use_cache" in names or any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    makes_cache = takes_use_cache(original)
     calls_torch = "loss_function" not in getattr(code_of(inspect.unwrap(original)), "co_names", ())
 
     def forward(self, *args, skip_logits=None, **kwargs):
@@ -92,7 +92,7 @@ def tiled_loss_forward(options: Options, original: Callable) -> Callable:
                 return original(self, *passed_on, **inputs)
             if inputs.get("labels") is None:  # which Hugging Face's forward wants, to compute any loss
                 inputs["labels"] = inputs["shift_labels"]
-            if takes_use_cache and not given_cache:  # keys and values of all tokens, which nobody reads after a loss
+            if makes_cache and not given_cache:  # keys and values of all tokens, which nobody reads after a loss
                 inputs.setdefault("use_cache", False)
         verdict = loss_verdict(self)
         if verdict.error is not None:

@@ -124,7 +124,8 @@ def notes_on(model: nn.Module, loss: PartStatus | None, mlp: PartStatus, layer: 
         lengths = " or ".join(map(str, mlp.chunk_tokens))
         parts = "MLPs and layers" if layer else "MLPs"
         yield f"a sequence of at most {lengths} tokens fits in a chunk: its {parts} run untiled"
-    if layer is not None and layer.tiled and getattr(model.config.get_text_config(), "use_cache", False):
+    is_cacheless = any(part is not None and part.tiled for part in (loss, layer))
+    if is_cacheless and getattr(model.config.get_text_config(), "use_cache", False):
         yield (
             "the config asks for a cache: in training none is made unless one is given, so packed documents are told "
             "apart by their positions, as with use_cache=False"

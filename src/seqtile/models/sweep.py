@@ -248,7 +248,7 @@ def _difference(
         if not placed:  # not even a loss
             refusals["all"] = "it has no part that can be tiled"
             return None
-        if options.layer and "use_cache" not in inputs:  # tiled layers make no cache in training
+        if (options.layer or options.loss) and "use_cache" not in inputs:  # what is tiled makes no cache in training
             untiled = partial(untiled, use_cache=False)
         differs = compare(tiled, inputs, placed, CHUNK_TOKENS, untiled)[1]
     except Exception as error:  # of whatever tiled code does not bear

@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from seqtile.models.difference import Vectors, loss_and_gradients
-from seqtile.models.find import experts_in
+from seqtile.models.find import experts_in, takes_use_cache
 from seqtile.models.placement import Placement, package_of, placement_at
 from seqtile.models.small import DROPOUT_FIELDS
 from seqtile.models.trial_ranks import Ranks
@@ -79,6 +79,8 @@ class Pass:
             inputs["return_dict"] = True
         if any(placement.part == "layer" for placement in untiled.values()):
             inputs["use_cache"] = False  # tiled layers make no cache in training, so documents are told apart
+        elif any(placement.part == "loss" for placement in untiled.values()) and takes_use_cache(forward):
+            inputs.setdefault("use_cache", False)  # nor does a tiled loss
         with ExitStack() as stack:
             stack.enter_context(without_a_trace(self.model))
             if (sharded := vars(self.model).get(SHARDED)) is not None:

@@ -28,8 +28,29 @@ PendingTensors = Callable[[], Sequence[Tensor]]
 class ShardedSequences(Protocol):
     """What a model is told whose sequences are sharded over ranks."""
 
+    takes_whole: bool
+    """Whether it is given the same whole batch on every rank; else each rank's part of it."""
+
     def other_batch(self) -> AbstractContextManager[None]:
         """Returns a context in which forwards take another batch than that of the model's forward that runs."""
+        ...
+
+
+@runtime_checkable
+class ShardedTokens(Protocol):
+    """A tensor [..., K] of tokens of which each rank holds its own, [n, K]."""
+
+    def each(self, function: Callable[..., Tensor], *along: Tensor) -> Tensor:
+        """Returns function([n, K], ...), which computes each token by itself, as such a tensor; of `along` [..., *] it
+        is given this rank's tokens, too."""
+        ...
+
+    def gradient(self, of_whole: Tensor) -> Tensor:
+        """Returns a gradient of this tensor, plain and the same on every rank, as one whose tokens are over ranks."""
+        ...
+
+    def whole(self) -> Tensor:
+        """Returns the values of all tokens, on every rank. One all-gather."""
         ...
 
 

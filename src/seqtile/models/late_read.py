@@ -22,6 +22,7 @@ from seqtile.models.logits_recipe import LogitsRecipe
 from seqtile.models.weights import call_inside
 from seqtile.ops.chunks import chunks, resolve_chunk_tokens
 from seqtile.ops.state import ForwardState
+from seqtile.protocols import ShardedTokens
 
 ARRIVAL_LIMIT = timedelta(minutes=5)
 """How long a rank waits for the others where they gather a head's weights together."""
@@ -70,7 +71,8 @@ class AtForward:
         are to be gathered, do not read them.
         """
         with self.as_then(recipe):
-            return self._computed(recipe, function, along)
+            found = self._computed(recipe, function, along)
+        return found.whole() if isinstance(found, ShardedTokens) else found
 
     def _computed(
         self, recipe: LogitsRecipe, function: Callable[..., torch.Tensor] | None, along: tuple
@@ -120,7 +122,9 @@ class AtForward:
 
 def in_rows(function: Callable[..., torch.Tensor], hidden: torch.Tensor, *along: torch.Tensor) -> torch.Tensor:
     """Returns function(hidden [n, D], ...) of tensors [..., *], chunk by chunk of all dimensions of hidden but its
-    last."""
+    last; of hidden states that are over ranks, each rank its own."""
+    if isinstance(hidden, ShardedTokens):
+        return hidden.each(partial(in_rows, function), *along)
     leading = hidden.shape[:-1]
     rows = [tensor.reshape(leading.numel(), *tensor.shape[len(leading) :]) for tensor in (hidden, *along)]
     cut = chunks(len(rows[0]), rows_of_chunk(hidden)) if len(rows[0]) else [slice(0, 0)]

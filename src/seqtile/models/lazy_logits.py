@@ -23,6 +23,8 @@ from seqtile.models.weights import call_inside, leaves_of
 from seqtile.ops.checks import check_first_derivative
 from seqtile.ops.leaf_gradients import gradients_of
 from seqtile.ops.linear import main_grad_of, weight_grads
+from seqtile.protocols import ShardedTokens
+from seqtile.tensor_like import ABOUT, is_in_place
 
 Rowwise = Callable[..., torch.Tensor]
 """Computes [n, ...] of logits [n, V] and of further tensors [n, ...], each row by itself."""
@@ -126,13 +128,13 @@ class LazyLogits(torch.Tensor):
     @classmethod
     def __torch_function__(cls, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         name, kwargs = getattr(function, "__name__", ""), kwargs or {}
-        if function in _ABOUT:
+        if function in ABOUT:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
         if function == torch.Tensor.data.__set__:
             raise RuntimeError("logits that are computed when they are read cannot be given other data; use a copy")
         first, out = args[0] if args else None, kwargs.get("out")
-        changed = first if name in _IN_PLACE or kwargs.get("inplace") or _ends_in_one_underscore(name) else out
+        changed = first if is_in_place(name, kwargs) else out
         if isinstance(changed, cls):
             changed._to_be_changed()
         elif isinstance(first, cls) and not first.is_computed:
@@ -185,26 +187,6 @@ class LazyLogits(torch.Tensor):
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"LazyLogits({list(self.shape)}, {self.dtype}, {'computed' if self.is_computed else 'not computed'})"
-
-
-_PROPERTIES = "shape dtype device ndim layout requires_grad grad_fn is_leaf grad _base _version is_cuda is_cpu is_meta"
-_PROPERTIES += " is_sparse is_quantized is_nested is_mps is_xpu retains_grad itemsize nbytes is_mkldnn _backward_hooks"
-_PROPERTIES += " _post_accumulate_grad_hooks names"
-_METHODS = "size dim numel stride nelement ndimension element_size is_floating_point is_complex is_contiguous __len__"
-_METHODS += " register_hook retain_grad get_device storage_offset is_inference is_same_size __hash__ backward"
-_METHODS += " requires_grad_"
-# What is answered without computing the logits.
-_ABOUT = {getattr(torch.Tensor, name).__get__ for name in _PROPERTIES.split() if hasattr(torch.Tensor, name)}
-_ABOUT |= {getattr(torch.Tensor, name) for name in _METHODS.split() if hasattr(torch.Tensor, name)}
-_ABOUT |= {torch.is_floating_point, torch.is_complex, torch.numel, torch.is_inference}
-_ABOUT |= {torch.autograd.grad, torch.autograd.backward}
-_ABOUT |= {torch.Tensor.grad.__set__, torch.Tensor.requires_grad.__set__}
-_IN_PLACE = {f"__i{name}__" for name in "add sub mul truediv floordiv mod pow and or xor lshift rshift".split()}
-_IN_PLACE.add("__setitem__")
-
-
-def _ends_in_one_underscore(name: str) -> bool:
-    return name.endswith("_") and not name.endswith("__")
 
 
 def _reduced(logits: LazyLogits, dim: int | None = None, keepdim: bool = False, *, name: str, **kwargs: Any) -> Any:
@@ -326,8 +308,9 @@ def _add_gradients(
         rows = leaf
         for view in recipe.views:
             rows = view(rows)
+    as_gradient = rows.gradient if isinstance(rows, ShardedTokens) else lambda gradient: gradient
     with recipe.at_forward.as_then(recipe):
-        d_rows = in_rows(of_chunk, rows.detach(), d, *along)
+        d_rows = as_gradient(in_rows(of_chunk, rows.detach(), as_gradient(d), *along))
     torch.autograd.backward([rows], [d_rows], inputs=[leaf])
 
 
@@ -386,7 +369,7 @@ class LazyGradient(torch.Tensor):
             return LazyGradient(first.recipe, readings)
         args, kwargs = tree_map_only(cls, lambda gradient: gradient.computed(), (args, kwargs or {}))
         found = function(*args, **kwargs)
-        if isinstance(first, cls) and _ends_in_one_underscore(name):  # it has changed its first argument
+        if isinstance(first, cls) and is_in_place(name):  # it has changed its first argument
             first.readings = [(first.recipe, None, (), found)]
             return first
         return found

@@ -9,6 +9,7 @@ recipes reads off it what it is to compute. Anything else computes the logits, a
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial, partialmethod
+from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
@@ -19,6 +20,7 @@ from transformers.utils import logging
 
 from seqtile.ops.checks import autocast_dtype
 from seqtile.ops.state import autocast_on
+from seqtile.tensor_like import VIEWS, View, view_of
 
 logger = logging.get_logger(__name__)
 
@@ -39,10 +41,6 @@ class Step(NamedTuple):
 def autocast_now(device: torch.device) -> Callable[[], AbstractContextManager]:
     """Returns a function that makes contexts with the autocast that is active now."""
     return partial(torch.autocast, *autocast_on(device), cache_enabled=False)
-
-
-View = Callable[[torch.Tensor], torch.Tensor]
-"""Cuts or flattens all dimensions of a tensor but its last: hidden states and logits alike."""
 
 
 class Affine(NamedTuple):
@@ -171,53 +169,9 @@ def _to(recipe: LogitsRecipe, *args: Any, **kwargs: Any) -> Any:
     return recipe if args in ((recipe.device,), (str(recipe.device),)) else NotImplemented
 
 
-def _view(recipe: LogitsRecipe, *shape: Any, **kwargs: Any) -> Any:
-    sizes = tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int | torch.dtype) else shape
-    if kwargs or not sizes or not all(isinstance(size, int) for size in sizes) or sizes[-1] != recipe.shape[-1]:
-        return NotImplemented
-    return recipe.viewed(lambda tensor: tensor.reshape(*sizes[:-1], tensor.shape[-1]))
-
-
-def _flatten(recipe: LogitsRecipe, start_dim: int = 0, end_dim: int = -1) -> Any:
-    last = end_dim % recipe.dim()
-    return NotImplemented if last == recipe.dim() - 1 else recipe.viewed(lambda tensor: tensor.flatten(start_dim, last))
-
-
-def _index(recipe: LogitsRecipe, index: Any) -> Any:
-    entries = index if isinstance(index, tuple) else (index,)
-    tensors = [entry for entry in entries if isinstance(entry, torch.Tensor)]
-    plain = [entry for entry in entries if entry is None or entry is Ellipsis or type(entry) in (int, slice)]
-    if len(tensors) + len(plain) < len(entries) or any(tensor.dtype == torch.uint8 for tensor in tensors):
-        return NotImplemented
-    entries = tuple(entry.clone() if isinstance(entry, torch.Tensor) else entry for entry in entries)
-    taken = [entry.dim() if _is_mask(entry) else entry is not None for entry in entries if entry is not Ellipsis]
-    if len(taken) < len(entries):  # an ellipsis, which stands for whole dimensions
-        at, missing = next(i for i, entry in enumerate(entries) if entry is Ellipsis), recipe.dim() - sum(taken)
-        entries = (*entries[:at], *[slice(None)] * missing, *entries[at + 1 :])
-        taken = [*taken[:at], *[1] * missing, *taken[at:]]
-    if sum(taken) == recipe.dim() and isinstance(entries[-1], slice) and entries[-1] == slice(None):
-        entries = entries[:-1]
-    elif sum(taken) >= recipe.dim():
-        return NotImplemented
-    return recipe.viewed(lambda tensor: tensor[entries])
-
-
-def _is_mask(entry: Any) -> bool:
-    return isinstance(entry, torch.Tensor) and entry.dtype == torch.bool
-
-
-def _split(recipe: LogitsRecipe, size: Any, dim: int = 0) -> Any:
-    dim, pieces = dim % recipe.dim(), []
-    if dim == recipe.dim() - 1:
-        return NotImplemented
-    for piece in torch.empty(recipe.shape[dim], device="meta").split(size):
-        start = pieces[-1][1] if pieces else 0
-        pieces.append((start, start + len(piece)))
-    return tuple(_index(recipe, (*[slice(None)] * dim, slice(*piece))) for piece in pieces)
-
-
-def _unbind(recipe: LogitsRecipe, dim: int = 0) -> Any:
-    return NotImplemented if dim or recipe.dim() < 2 else tuple(_index(recipe, i) for i in range(recipe.shape[0]))
+def _viewed(recipe: LogitsRecipe, *args: Any, name: str, **kwargs: Any) -> Any:
+    views = view_of(name, recipe.shape, *args, **kwargs)
+    return views if views is NotImplemented else tree_map_only(FunctionType, recipe.viewed, views)
 
 
 def _scaled(recipe: LogitsRecipe, other: Any, *, by: str, **kwargs: Any) -> Any:
@@ -257,13 +211,13 @@ def _rules() -> dict[str, Callable]:
     scaled |= {name: lambda *a, **k: _scaled(*a, by="div", **k) for name in ("div", "true_divide", "__truediv__")}
     dtypes = {"float": torch.float32, "half": torch.float16, "bfloat16": torch.bfloat16, "double": torch.float64}
     casts = {name: lambda recipe, dtype=dtype: _to(recipe, dtype) for name, dtype in dtypes.items()}
-    views = {"view": _view, "reshape": _view, "flatten": _flatten, "__getitem__": _index}
-    views |= {"split": _split, "unbind": _unbind, "__iter__": lambda recipe: iter(_unbind(recipe))}
+    views = {name: lambda *a, name=name, **k: _viewed(*a, name=name, **k) for name in VIEWS}
     added = dict.fromkeys(("add", "__add__", "__radd__"), _added)
     probabilities = {
         name: lambda *a, name=name, **k: _softmax(*a, name=name, **k) for name in ("softmax", "log_softmax")
     }
-    others = {"to": _to, "contiguous": lambda recipe: recipe, "tanh": lambda recipe: recipe.then("tanh")}
+    others = {"__iter__": lambda recipe: iter(RULES["unbind"](recipe))}
+    others |= {"to": _to, "contiguous": lambda recipe: recipe, "tanh": lambda recipe: recipe.then("tanh")}
     return scaled | casts | views | added | probabilities | others
 
 

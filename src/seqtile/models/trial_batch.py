@@ -43,7 +43,9 @@ def trial_batch(model: nn.Module, forward: Callable, args: tuple, kwargs: dict[s
     columns = _columns(given, tokens.shape[1])
     cut = {name: _cut(value, rows, columns, tokens.shape[:2]) for name, value in given.items()}
     inputs = {name: value for name, value in cut.items() if value is not None}
-    if (sharded := vars(model).get(SHARDED)) is not None and sharded.sp_group.size > 1 and "position_ids" in inputs:
+    sharded = vars(model).get(SHARDED)
+    is_cut = sharded is not None and sharded.sp_group.size > 1 and not sharded.takes_whole
+    if is_cut and "position_ids" in inputs:
         inputs = _as_one_sequence(inputs, len(columns), sharded.sp_group.rank)
     _add_labels(inputs)
     return TrialBatch(inputs, torch.Size((len(rows), len(columns))), [name for name in cut if cut[name] is None])

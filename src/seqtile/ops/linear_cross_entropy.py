@@ -25,6 +25,7 @@ from seqtile.ops.checks import (
 from seqtile.ops.chunks import resolve_chunk_tokens
 from seqtile.ops.logit_chunks import ChunkedHeads, Head, LogitChunk, RowLossSpec
 from seqtile.ops.reduction import labelled_rows, reduced, scatter_to_tokens
+from seqtile.ops.tensor_likes import dispatched
 
 _OP = "linear_cross_entropy"
 _LABELS = (torch.int64, torch.int32, torch.int16, torch.int8, torch.uint8, torch.uint16, torch.uint32)
@@ -62,6 +63,7 @@ class LossMetrics(NamedTuple):
     """The log-sum-exp of the logits; float32, target's shape, 0 for ignored tokens."""
 
 
+@dispatched
 def linear_cross_entropy(
     hidden: torch.Tensor,
     weight: torch.Tensor,

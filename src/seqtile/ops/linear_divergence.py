@@ -11,10 +11,12 @@ from seqtile.ops.checks import check_device, check_loss_options, check_mask, che
 from seqtile.ops.chunks import resolve_chunk_tokens
 from seqtile.ops.logit_chunks import ChunkedHeads, Head, LogitChunk, RowLossSpec
 from seqtile.ops.reduction import masked_loss
+from seqtile.ops.tensor_likes import dispatched
 
 _OP = "linear_divergence"
 
 
+@dispatched
 def linear_divergence(
     student_hidden: torch.Tensor,
     student_weight: torch.Tensor,

@@ -9,6 +9,7 @@ from seqtile.ops.checks import check_loss_options
 from seqtile.ops.linear_cross_entropy import Values, labels_of, prepare_head, run_head
 from seqtile.ops.logit_chunks import ChunkedHeads, Head
 from seqtile.ops.reduction import scatter_to_tokens
+from seqtile.ops.tensor_likes import dispatched
 
 _OP = "linear_log_probs"
 _VALUES = {"entropy": "entropy", "is_largest": "predicted", "mean_logit": "mean", "sum_squared_probs": "squares"}
@@ -32,6 +33,7 @@ class TokenValues(NamedTuple):
     """The sum of the squares of the probabilities."""
 
 
+@dispatched
 def linear_log_probs(
     hidden: torch.Tensor,
     weight: torch.Tensor,

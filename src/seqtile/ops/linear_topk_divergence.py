@@ -19,11 +19,13 @@ from seqtile.ops.checks import check_dense, check_device, check_loss_options, ch
 from seqtile.ops.chunks import resolve_chunk_tokens
 from seqtile.ops.logit_chunks import ChunkedHeads, Head, LogitChunk, RowLossSpec
 from seqtile.ops.reduction import masked_loss
+from seqtile.ops.tensor_likes import dispatched
 
 _OP = "linear_topk_divergence"
 _SLACK = 1e-2  # by which half-precision log-probabilities may sum up to more than 1
 
 
+@dispatched
 def linear_topk_divergence(
     hidden: torch.Tensor,
     weight: torch.Tensor,

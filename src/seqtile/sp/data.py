@@ -81,7 +81,7 @@ def parts_of(batch: dict[str, Any], ranks: Sequence[int], size: int) -> list[dic
         batch["num_items_in_batch"] = (batch["shift_labels"] != IGNORED).sum()
     if "position_ids" not in batch:
         batch["position_ids"] = torch.arange(length, device=tokens.device).expand(rows, -1)
-    dims = {name: dim for name, x in batch.items() if (dim := _sequence_dim(name, x, rows, length)) is not None}
+    dims = {name: dim for name, x in batch.items() if (dim := sequence_dim(name, x, rows, length)) is not None}
     integers = {name: batch[name] for name in dims if not batch[name].is_floating_point()}  # the same on any GPU
     batch[BATCH_HASH] = hash_of(integers)
     batch |= {name: _padded(name, batch[name], local * size - length) for name in dims}
@@ -95,7 +95,7 @@ def parts_of(batch: dict[str, Any], ranks: Sequence[int], size: int) -> list[dic
     return [part(rank) for rank in ranks]  # of its own each, not views of the whole
 
 
-def _sequence_dim(name: str, value: Any, batch: int, length: int) -> int | None:
+def sequence_dim(name: str, value: Any, batch: int, length: int) -> int | None:
     """Returns the dimension along which a value has the sequence; None if it has none."""
     if not isinstance(value, Tensor) or value.ndim < 2:
         return None

@@ -148,14 +148,14 @@ def _hash(values: Tensor) -> Tensor:
 
 
 def check_same_batch(
-    tokens: Tensor, kwargs: Mapping[str, Any], batch_hash: Tensor | None, sp_group: SequenceParallel
+    tokens: Tensor, kwargs: Mapping[str, Any], batch_hash: Tensor | None, sp_group: SequenceParallel, expected: str
 ) -> int:
     """Returns the largest of all ranks' position_ids. `tokens` are input_ids [B, S] or inputs_embeds [B, S, D]; of the
     model's keyword arguments it reads position_ids, attention_mask and num_items_in_batch.
 
     Raises ValueError on every rank if the ranks hold batches of different shapes or shards of different batches, if
-    they have no position_ids, or if nothing tells that these are shards and all ranks hold the same tokens. One small
-    collective and one wait for the device.
+    they have no position_ids, or if nothing tells that these are shards and all ranks hold the same tokens; with what
+    was `expected`. One small collective and one wait for the device.
     """
     position_ids, items = kwargs.get("position_ids"), kwargs.get("num_items_in_batch")
     rows, last, own = 0, 0, batch_hash
@@ -179,9 +179,5 @@ def check_same_batch(
     elif batch_hash is None and sp_group.size > 1 and len(set(hashes)) == 1:
         wrong = "every rank of the group holds the same tokens at the same positions"
     if wrong is not None:
-        raise ValueError(
-            f"{wrong}; expected each rank's shard of the same batch, cut by {CUTTERS}. The ranks of a group draw the "
-            "same samples (by ctx.data_parallel_rank of ctx.data_parallel_size), but for sp.ShardedDataLoader; for "
-            "whole sequences on every rank sp.restore(model) first"
-        )
+        raise ValueError(f"{wrong}; expected {expected}")
     return max(lasts)

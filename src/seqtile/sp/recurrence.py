@@ -114,9 +114,12 @@ class Recurrence:
         rest = original.__name__, original.__defaults__, original.__closure__
         self._forward = FunctionType(original.__code__, original.__globals__ | places, *rest)
         self._forward.__kwdefaults__ = original.__kwdefaults__
+        self.is_whole = False
+        """Every rank is given whole sequences, of which this one computes all tokens."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        return self._forward(self.module, *args, **kwargs)
+        forward = type(self.module).forward if self.is_whole else self._forward
+        return forward(self.module, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict) -> "Recurrence":
         return Recurrence(copy.deepcopy(self.module, memo))  # in whose copy it is just being put

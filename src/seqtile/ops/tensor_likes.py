@@ -1,0 +1,19 @@
+"""Lets tensors of other classes compute the functions of this package as they do torch's."""
+
+from collections.abc import Callable
+from functools import wraps
+from typing import Any
+
+from torch.overrides import handle_torch_function, has_torch_function
+
+
+def dispatched(function: Callable) -> Callable:
+    """Returns `function`, which a positional argument that has `__torch_function__` is asked to compute."""
+
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if has_torch_function(args):
+            return handle_torch_function(call, args, *args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call

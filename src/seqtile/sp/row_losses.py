@@ -1,0 +1,136 @@
+"""Losses and log-probabilities of tokens that are over ranks: each rank computes its own rows, with the head's weights
+that it has, and one all-reduce makes the loss, or one all-gather of a number a token makes the values."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from seqtile.ops.linear_cross_entropy import LossMetrics, linear_cross_entropy
+from seqtile.ops.linear_divergence import linear_divergence
+from seqtile.ops.linear_log_probs import TokenValues, linear_log_probs
+from seqtile.ops.linear_topk_divergence import linear_topk_divergence
+from seqtile.sp.owners import gathered, summed
+
+_IGNORED = -100
+
+
+def _cross_entropy(
+    hidden: Any, weight: Tensor, target: Tensor, *, ignore_index: int | None = _IGNORED, **options: Any
+) -> Any:
+    """`linear_cross_entropy`; of metrics, sums over ranks make the means."""
+    owners, metrics = hidden.owners, options.pop("return_metrics", False)
+    counted = torch.ones_like(target, dtype=torch.bool) if ignore_index is None else target != ignore_index
+    if options.get("reduction", "mean") == "mean" and options.get("num_items") is None:
+        options["num_items"] = _divisor(target, counted, options.get("class_weight"))
+    ignored = _IGNORED if ignore_index is None else ignore_index
+    rows, labels, own = _never_empty(hidden.connected_rows(), owners.own(target), ignored)
+    found = linear_cross_entropy(rows, weight, labels, ignore_index=ignored, return_metrics=metrics, **options)
+    loss, of_rows = found if metrics else (found, None)
+    loss = gathered(loss[own], owners) if options.get("reduction") == "none" else summed(loss, owners.sp_group)
+    if of_rows is None:
+        return loss
+    predicted, lse = (gathered(values[own], owners) for values in (of_rows.predicted_tokens, of_rows.logsumexp))
+    labelled = (labels != ignored).sum()
+    entropy = of_rows.mean_entropy * labelled if labelled else of_rows.logsumexp.sum()  # zero, with a graph
+    right = (predicted == target)[counted].float().mean()
+    return loss, LossMetrics(right, predicted, summed(entropy, owners.sp_group) / counted.sum(), lse)
+
+
+def _divisor(target: Tensor, counted: Tensor, weight: Tensor | None) -> Tensor:
+    """Returns what the mean over all ranks' tokens divides by."""
+    return counted.sum() if weight is None else weight.float()[target.long().where(counted, 0)].where(counted, 0).sum()
+
+
+def _never_empty(rows: Tensor, labels: Tensor, ignored: int) -> tuple[Tensor, Tensor, slice]:
+    """Returns rows and their labels, of a rank that has none one that is ignored; and which of these are its own. So
+    the head's weights get a gradient on every rank."""
+    if len(rows):
+        return rows, labels, slice(None)
+    return F.pad(rows, (0, 0, 0, 1)), labels.new_full((1, *labels.shape[1:]), ignored), slice(0, 0)
+
+
+def _log_probs(
+    hidden: Any, weight: Tensor, target: Tensor, *, ignore_index: int | None = _IGNORED, **options: Any
+) -> Any:
+    owners, ignored = hidden.owners, _IGNORED if ignore_index is None else ignore_index
+    rows, labels, own = _never_empty(hidden.connected_rows(), owners.own(target), ignored)
+    if len(rows) > len(labels[own]):
+        ignore_index = ignored
+    found = linear_log_probs(rows, weight, labels, ignore_index=ignore_index, **options)
+    log_probs, values = found if isinstance(found, tuple) else (found, None)
+    log_probs = gathered(log_probs[own], owners)
+    if values is None:
+        return log_probs
+    return log_probs, TokenValues(*(None if each is None else gathered(each[own], owners) for each in values))
+
+
+def _divergence(
+    student_hidden: Any, student_weight: Tensor, teacher_hidden: Any, teacher_weight: Tensor, **options: Any
+) -> Any:
+    if not hasattr(student_hidden, "owners"):  # a student that every rank has whole
+        return linear_divergence(student_hidden, student_weight, teacher_hidden.whole(), teacher_weight, **options)
+
+    def of_rows(student: Tensor, teacher: Tensor, **options: Any) -> Any:
+        return linear_divergence(student, student_weight, teacher, teacher_weight, **options)
+
+    return _masked(of_rows, student_hidden, (teacher_hidden,), **options)
+
+
+def _topk_divergence(hidden: Any, weight: Tensor, ids: Tensor, log_probs: Tensor, **options: Any) -> Any:
+    def of_rows(hidden: Tensor, ids: Tensor, log_probs: Tensor, **options: Any) -> Any:
+        return linear_topk_divergence(hidden, weight, ids, log_probs, **options)
+
+    return _masked(of_rows, hidden, (ids, log_probs), **options)
+
+
+def _masked(of_rows: Callable[..., Any], hidden: Any, along: tuple[Tensor, ...], **options: Any) -> Any:
+    """Returns a loss of heads over tokens of which a mask may leave some out."""
+    owners, mask = hidden.owners, options.pop("mask", None)
+    if mask is None:
+        mask = torch.ones(owners.shape, dtype=torch.bool, device=hidden.device)
+    if options.get("reduction", "mean") == "mean" and options.get("num_items") is None:
+        options["num_items"] = mask.sum()
+    rows, counts, own = _never_empty(hidden.connected_rows(), owners.own(mask), 0)
+    others = [hidden.own(each) for each in along]
+    others = [each if len(each) == len(rows) else each.new_zeros(1, *each.shape[1:]) for each in others]
+    found = of_rows(rows, *others, mask=counts, **options)
+    loss, entropies = found if isinstance(found, tuple) else (found, None)
+    loss = gathered(loss[own], owners) if options.get("reduction") == "none" else summed(loss, owners.sp_group)
+    return loss if entropies is None else (loss, gathered(entropies[own], owners))
+
+
+def _cross_entropy_of_logits(
+    input: Any,
+    target: Tensor,
+    weight: Tensor | None = None,
+    size_average: None = None,
+    ignore_index: int = _IGNORED,
+    reduce: None = None,
+    reduction: str = "mean",
+    label_smoothing: float = 0.0,
+) -> Tensor:
+    """torch's cross_entropy of logits [n, V]."""
+    options = {"weight": weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
+    owners = getattr(input, "owners", None)
+    if owners is None or target.shape != owners.shape or len(owners.shape) != 1 or size_average or reduce:
+        logits = input if owners is None else input.whole()
+        return F.cross_entropy(logits, target, size_average=size_average, reduce=reduce, reduction=reduction, **options)
+    how = "none" if reduction == "none" else "sum"
+    losses = F.cross_entropy(input.connected_rows(), owners.own(target), reduction=how, **options)
+    if reduction == "none":
+        return gathered(losses, owners)
+    total = summed(losses, owners.sp_group)
+    return total / _divisor(target, target != ignore_index, weight) if reduction == "mean" else total
+
+
+LOSSES: dict[Callable, Callable] = {
+    linear_cross_entropy: _cross_entropy,
+    linear_log_probs: _log_probs,
+    linear_divergence: _divergence,
+    linear_topk_divergence: _topk_divergence,
+    F.cross_entropy: _cross_entropy_of_logits,
+}
+"""What each of these is for hidden states, or logits, that are over ranks."""

@@ -1,0 +1,200 @@
+"""The hooks that tell a model's layers of a batch whose tokens are over ranks, in the order of a forward:
+
+    model      check_batch        finds the batch's `Layout`, from what the ranks hold
+     base      add_layout         the `Layout` joins the keyword arguments, which Hugging Face passes to every
+                                  attention, also in a checkpoint's recomputation
+      rotary   add, drop_last_position    tell embeddings that depend on the length what it is
+     base      check_layers       every layer has attended
+    model      finish             the loss is to be reduced over the ranks before its backward
+               forget_layout      the hooks let go of the `Layout`, also where the forward failed
+
+A base model that is called by itself finds the layout in add_layout.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from seqtile.sp.attention import NAME
+from seqtile.sp.balance import Balance
+from seqtile.sp.compressed import CompressedKeys, is_latent
+from seqtile.sp.groups import SequenceParallel
+from seqtile.sp.layout import BATCH_HASH, CUTTERS, LAYOUT, WHOLE_LENGTH, Layout, check_same_batch, layout_of
+from seqtile.sp.loss import PartialLossFunction
+from seqtile.sp.recurrence import Recurrence, is_recurrence
+
+
+class ShardingHooks:
+    """The hooks that are put on a model, its base model and their rotary embeddings, for batches that were cut."""
+
+    takes_whole = False
+    """See `seqtile.protocols.ShardedSequences`."""
+    expected = (
+        f"each rank's shard of the same batch, cut by {CUTTERS}. The ranks of a group draw the same samples (by "
+        "ctx.data_parallel_rank of ctx.data_parallel_size), but for sp.ShardedDataLoader; for whole sequences on every "
+        "rank sp.restore(model) first"
+    )
+    """What a batch that is refused should have been."""
+
+    def __init__(self, given: PreTrainedModel, model: PreTrainedModel, sp_group: SequenceParallel, layers: int):
+        self.model, self.sp_group = model, sp_group
+        """The model whose forward is computed over ranks: the given one, or a part of it."""
+        self.layers = layers
+        """How many modules tokens meet in."""
+        self.implementation = model.config._attn_implementation
+        """The attention that was there."""
+        self.layout: Layout | None = None
+        """Of the model's forward that runs; None between two, also after one that failed."""
+        self.last_position = 0
+        """Of whole sequences, in the base model's forward that runs."""
+        self.replaced: list[Recurrence | CompressedKeys] = []
+        """What stands in for functions of layers."""
+        base = model.base_model
+        self.handles = [
+            model.register_forward_pre_hook(self.check_batch, with_kwargs=True),
+            model.register_forward_hook(self.finish, with_kwargs=True),
+            model.register_forward_hook(self.forget_layout, always_call=True),
+            base.register_forward_pre_hook(self.add_layout, with_kwargs=True),
+            base.register_forward_hook(self.check_layers, with_kwargs=True),
+        ]
+        for module in model.modules():
+            if is_recurrence(module):
+                module.forward = Recurrence(module)
+                self.replaced.append(module.forward)
+            if is_latent(module):
+                module.expand_kv = CompressedKeys(module, sp_group)
+                self.replaced.append(module.expand_kv)
+            kinds = str(getattr(module, "rope_type", ""))  # a name, or one for each kind of layers
+            if "dynamic" in kinds or "longrope" in kinds:
+                self.handles.append(module.register_forward_pre_hook(self.add_last_position, with_kwargs=True))
+                self.handles.append(module.register_forward_hook(self.drop_last_position))
+        model.set_attn_implementation(NAME)
+
+    def remove(self) -> None:
+        """Takes all of it back."""
+        for handle in self.handles:
+            handle.remove()
+        for module in self.model.modules():
+            if isinstance(vars(module).get("forward"), Recurrence):
+                del module.forward
+            if isinstance(vars(module).get("expand_kv"), CompressedKeys):
+                del module.expand_kv
+        self.model.set_attn_implementation(self.implementation)
+
+    @contextmanager
+    def other_batch(self) -> Iterator[None]:
+        """See `seqtile.protocols.ShardedSequences`."""
+        held, self.layout = self.layout, None
+        try:
+            yield
+        finally:
+            self.layout = held
+
+    def check_batch(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Finds the layout, and refuses labels of which a shard's loss cannot be computed."""
+        missing = [name for name in ("shift_labels", "num_items_in_batch") if kwargs.get(name) is None]
+        if missing and self.sp_group.size > 1 and _labelled(kwargs):
+            names = " and ".join(missing)
+            raise ValueError(f"labels came without {names}, which a shard's loss needs; cut batches by {CUTTERS}")
+        self.layout = self._layout(args, kwargs)
+        return args, kwargs
+
+    def _layout(self, args: tuple, kwargs: dict[str, Any]) -> Layout:
+        """Returns the layout of the batch that a forward is called with, and takes what it tells of the shards out of
+        the keyword arguments. Raises ValueError, on every rank, for what is no shard, or of another batch."""
+        batch_hash, whole_length = (kwargs.pop(name, None) for name in (BATCH_HASH, WHOLE_LENGTH))
+        ids = kwargs.get("input_ids", args[0] if args else None)
+        tokens = ids if ids is not None else kwargs.get("inputs_embeds")
+        if tokens is None or len(args) > 1:
+            raise ValueError("over ranks pass input_ids or inputs_embeds, and the rest by keyword")
+        positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
+        if positions is None and self.sp_group.size == 1:
+            positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
+        _check_shard(kwargs, *tokens.shape[:2])
+        given = kwargs | {"position_ids": positions}
+        last_position = check_same_batch(tokens, given, batch_hash, self.sp_group, self.expected)
+        layout = layout_of(tokens.shape[1], positions, mask, self.sp_group, self.implementation)
+        layout.position_ids, layout.mask = positions, mask
+        layout.whole_length, layout.last_position = whole_length, last_position
+        if (lengths := kwargs.get("cu_seq_lens_q")) is not None:
+            lengths = lengths.tolist()  # what follows pads to a multiple of ranks
+            if lengths != [0, *(stop for start, stop in layout.documents[0] if start < lengths[-1])]:
+                raise ValueError("cu_seq_lens_q tells other documents than position_ids, which have to tell them here")
+        return layout
+
+    def add_layout(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Gives the base model the whole sequences' layout, and global position_ids."""
+        layout = self.layout
+        if layout is None or layout.attended:  # called by itself, or once more
+            layout = self._layout(args, kwargs)
+        self.last_position = layout.last_position
+        layout.balance = Balance.of(self.model) if kwargs.get("output_router_logits") else None
+        if kwargs.get("output_router_logits") and layout.balance is None:
+            raise ValueError(
+                "the router's balancing loss of this model is not known; expected output_router_logits=False over ranks"
+            )
+        if kwargs.get("position_ids") is None:
+            kwargs["position_ids"] = layout.position_ids
+        for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"):  # of whole sequences
+            kwargs.pop(name, None)
+        return args, kwargs | {"attention_mask": None, "use_cache": False, LAYOUT: layout}
+
+    def add_last_position(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Gives a rotary embedding the last position of the whole sequence besides this rank's."""
+        positions = kwargs.get("position_ids", args[1] if len(args) > 1 else None)
+        last = positions.new_full((*positions.shape[:-1], 1), self.last_position)
+        return args[:1], kwargs | {"position_ids": torch.cat([positions, last], -1)}
+
+    def drop_last_position(self, module: nn.Module, args: tuple, output: tuple) -> tuple:
+        """Returns cos and sin without that position."""
+        return tuple(values[..., :-1, :] for values in output)
+
+    def check_layers(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        """Raises ValueError if a layer mixed tokens in another way."""
+        if (found := len(kwargs[LAYOUT].attended)) < self.layers:
+            raise ValueError(f"{found} of {self.layers} layers attended over the whole sequence; leave it whole")
+
+    def finish(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+        """Returns the output, a dict or a tuple, with a loss that has to be reduced before its backward."""
+        size, balance, is_tuple = self.sp_group.size, self.layout.balance, isinstance(output, tuple)
+        if size == 1:
+            return output
+        if balance is not None and is_tuple:
+            raise ValueError(
+                "the loss that balances experts is not found in a tuple; expected return_dict=True over ranks"
+            )
+        if balance is not None and output.get("aux_loss") is not None:
+            balance.over_ranks(output, self.layout.counted(output["router_logits"][0]), self.sp_group)
+        loss = output[0] if is_tuple else output.get("loss")
+        if not _labelled(kwargs) or loss is None or not loss.requires_grad:
+            return output
+        partial = PartialLossFunction.apply(loss, size)
+        if is_tuple:
+            return (partial, *output[1:])
+        output["loss"] = partial
+        return output
+
+    def forget_layout(self, module: nn.Module, args: tuple, output: Any) -> None:
+        """Lets go of the layout that was found for the model's forward."""
+        self.layout = None
+
+
+def _labelled(kwargs: dict[str, Any]) -> bool:
+    return kwargs.get("labels") is not None or kwargs.get("shift_labels") is not None
+
+
+def _check_shard(kwargs: dict[str, Any], batch: int, local: int) -> None:
+    """Raises ValueError for arguments that are not of a shard [batch, local]."""
+    if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
+        raise ValueError("a cache is not sharded over ranks: use_cache=False, or sp.restore(model) before generating")
+    positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
+    expected = "expected this rank's shard of it"
+    if positions is not None and positions.shape[-1] != local:
+        raise ValueError(f"position_ids is {list(positions.shape)} for {local} tokens, {expected}")
+    if mask is not None and (not isinstance(mask, Tensor) or mask.shape != (batch, local)):
+        kind = list(mask.shape) if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
+        raise ValueError(f"attention_mask is {kind}, {expected}, {[batch, local]}")

@@ -1,0 +1,192 @@
+"""Hidden states and logits of whole sequences, as a tensor of which each rank holds the rows of its own tokens.
+
+    text model ── rows [n, K] ── TokenShard [B, S, K] ── slices, casts, projections ── TokenShard [..., V]
+                                          └─ any other function reads it: one all-gather, [B, S, K] on every rank
+
+What computes each token by itself computes a rank's own rows; losses over tokens are in row_losses.py.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from types import FunctionType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._pytree import tree_flatten, tree_map_only
+from transformers.utils import logging
+
+from seqtile.sp.owners import Owners, gathered
+from seqtile.sp.row_losses import LOSSES
+from seqtile.tensor_like import ABOUT, VIEWS, is_in_place, view_of
+
+logger = logging.get_logger(__name__)
+_ELEMENTWISE = "add sub rsub mul multiply div true_divide neg pow square rsqrt exp tanh sigmoid relu gelu silu dropout"
+_ELEMENTWISE += " to float half bfloat16 double contiguous clone detach __add__ __radd__ __sub__ __rsub__ __mul__"
+_ELEMENTWISE += " __rmul__ __truediv__ __pow__ __neg__"
+_OVER_LAST = "softmax log_softmax mean sum argmax logsumexp amax var"
+_WITH_WEIGHTS = (F.linear, F.layer_norm, F.rms_norm)
+
+
+class TokenShard(Tensor):
+    """Values [..., K] of tokens, of which this rank holds `rows` [n, K], those that are its own.
+
+    As a gradient its rows are what this rank adds to the sum over ranks, times their number: reducers average.
+    """
+
+    @staticmethod
+    def __new__(cls, rows: Tensor, owners: Owners, is_gradient: bool = False) -> "TokenShard":
+        shape = (*owners.shape, *rows.shape[1:])
+        return Tensor._make_wrapper_subclass(cls, shape, dtype=rows.dtype, device=rows.device)
+
+    def __init__(self, rows: Tensor, owners: Owners, is_gradient: bool = False):
+        self.rows, self.owners, self.is_gradient = rows.detach(), owners, is_gradient
+
+    def connected_rows(self) -> Tensor:
+        """Returns this rank's rows, with the graph of the whole where gradients are recorded."""
+        return _Rows.apply(self) if torch.is_grad_enabled() and self.requires_grad else self.rows
+
+    def each(self, function: Callable[..., Tensor], *along: Tensor) -> "TokenShard":
+        """Returns function(rows, ...), which computes each row by itself, as values of the same tokens. Of `along`,
+        [..., *], it is given this rank's rows, too."""
+        return shared(function(self.connected_rows(), *map(self.own, along)), self.owners)
+
+    def own(self, values: Tensor) -> Tensor:
+        """Returns this rank's rows of values [..., *] of the same tokens."""
+        if not isinstance(values, TokenShard):
+            return self.owners.own(values)
+        return values.connected_rows() if values.owners == self.owners else self.owners.own(values.whole())
+
+    def whole(self) -> Tensor:
+        """Returns the values of all tokens, on every rank. One all-gather."""
+        if self.is_gradient:
+            return self.owners.whole(self.rows) / self.owners.sp_group.size
+        return gathered(self.connected_rows(), self.owners)
+
+    def gradient(self, of_whole: Tensor) -> "TokenShard":
+        """Returns a gradient of these values, given on every rank as a plain tensor, as one of shards."""
+        return TokenShard(_rows_of_gradient(of_whole, self.owners), self.owners, is_gradient=True)
+
+    def _viewed(self, view: FunctionType, device: torch.device | None) -> "TokenShard":
+        owners, taken = self.owners.viewed(view, device)
+        rows = self.connected_rows()
+        return shared(rows if taken is None else rows[taken.to(rows.device)], owners)
+
+    @classmethod
+    def __torch_function__(cls, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs, name = kwargs or {}, getattr(function, "__name__", "")
+        if function in ABOUT:
+            with torch._C.DisableTorchFunctionSubclass():
+                return function(*args, **kwargs)
+        if is_in_place(name, kwargs) or function == Tensor.data.__set__:
+            raise RuntimeError(f"{name}: values whose tokens are over ranks are not changed in place; use a copy")
+        if function in LOSSES:
+            return LOSSES[function](*args, **kwargs)
+        if isinstance(args[0], cls) and name in VIEWS:
+            indices = [each for each in tree_flatten(args[1:])[0] if isinstance(each, Tensor)]
+            views = view_of(name, args[0].shape, *args[1:], **kwargs)
+            if views is not NotImplemented:
+                device = indices[0].device if indices else None
+                return tree_map_only(FunctionType, partial(args[0]._viewed, device=device), views)
+        elif _is_by_token(function, name, args, kwargs):
+            like = next(each for each in args if isinstance(each, cls))
+            args, kwargs = tree_map_only(cls, TokenShard.connected_rows, (args, kwargs))
+            found = shared(function(*args, **kwargs), like.owners)
+            return found if found.dim() > len(like.owners.shape) else found.whole()
+        if name == "gather" and args[1] in (-1, args[0].dim() - 1) and args[2].shape[:-1] == args[0].owners.shape:
+            return args[0].each(lambda rows, index: rows.gather(-1, index), args[2]).whole()
+        logger.warning_once(f"{name} reads what tokens of all ranks have, so that is gathered, on every rank")
+        args, kwargs = tree_map_only(cls, TokenShard.whole, (args, kwargs))
+        return function(*args, **kwargs)
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        """What autograd and code in C++ ask for, beneath all graphs."""
+        name, first = function.overloadpacket.__name__, args[0]
+        if name in ("detach", "alias", "clone") or (name == "view" and tuple(args[1]) == tuple(first.shape)):
+            rows = first.rows.clone() if name == "clone" else first.rows
+            return TokenShard(rows, first.owners, first.is_gradient)
+        if name in ("add", "add_", "mul", "div") and not kwargs and (found := _of_gradients(name, *args)) is not None:
+            if name != "add_":
+                return found
+            if isinstance(first, cls):
+                first.rows = found.rows
+                return first
+        args, kwargs = tree_map_only(cls, lambda shard: shard.whole().detach(), (args, kwargs or {}))
+        return function(*args, **kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.whole().__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict) -> Tensor:
+        return self.whole().detach().clone()
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        return f"TokenShard({list(self.shape)}, {self.dtype}, {len(self.rows)} of its tokens on this rank)"
+
+
+def shared(rows: Tensor, owners: Owners) -> TokenShard:
+    """Returns the values of all tokens, of which each rank has its own rows [n, *]."""
+    return _Shared.apply(rows, owners) if torch.is_grad_enabled() and rows.requires_grad else TokenShard(rows, owners)
+
+
+def _of_gradients(name: str, *operands: Any) -> TokenShard | None:
+    """Returns the sum, product or quotient of a gradient of shards and another gradient or a number; None of others."""
+    gradient = next(each for each in operands if isinstance(each, TokenShard))
+    tensors = [each for each in operands if isinstance(each, Tensor) and each.dim()]
+    if not gradient.is_gradient or any(each.shape != gradient.shape for each in tensors):
+        return None
+    if name not in ("add", "add_") and len(tensors) > 1:
+        return None
+    rows = tree_map_only(
+        Tensor, lambda each: _rows_of_gradient(each, gradient.owners) if each.dim() else each, operands
+    )
+    return TokenShard(getattr(torch, name.rstrip("_"))(*rows), gradient.owners, is_gradient=True)
+
+
+def _is_by_token(function: Callable, name: str, args: tuple, kwargs: dict) -> bool:
+    """Says if a function computes each token's values [K] by themselves, given these arguments."""
+    tensors = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, Tensor)]
+    shards = [each for each in args if isinstance(each, TokenShard)]
+    plain = [each for each in tensors if not isinstance(each, TokenShard)]
+    if not shards or len(shards) + len(plain) < len(tensors) or any(each.owners != shards[0].owners for each in shards):
+        return False
+    if function in _WITH_WEIGHTS:
+        return isinstance(args[0], TokenShard) and len(shards) == 1
+    if name in _OVER_LAST.split():
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+        return not plain and dim in (-1, shards[0].dim() - 1, [-1], (-1,))
+    return name in _ELEMENTWISE.split() and all(each.dim() <= 1 for each in plain)  # one number, or one for each of K
+
+
+def _rows_of_gradient(gradient: Tensor, owners: Owners) -> Tensor:
+    if isinstance(gradient, TokenShard):
+        return gradient.rows
+    return owners.own(gradient) * owners.sp_group.size
+
+
+class _Shared(torch.autograd.Function):
+    """From this rank's rows to the whole."""
+
+    @staticmethod
+    def forward(node, rows: Tensor, owners: Owners) -> TokenShard:
+        node.owners = owners
+        return TokenShard(rows, owners)
+
+    @staticmethod
+    def backward(node, gradient: Tensor) -> tuple[Tensor, None]:
+        return _rows_of_gradient(gradient, node.owners), None
+
+
+class _Rows(torch.autograd.Function):
+    """From the whole to this rank's rows."""
+
+    @staticmethod
+    def forward(node, shard: TokenShard) -> Tensor:
+        node.owners = shard.owners
+        return shard.rows.detach()
+
+    @staticmethod
+    def backward(node, gradient: Tensor) -> TokenShard:
+        return TokenShard(gradient, node.owners, is_gradient=True)

@@ -1,0 +1,192 @@
+"""Whole batches in, cut at the text model: what stands before it and behind it need not know of ranks.
+
+    any trainer ── model(whole batch) ── embeddings, images merged ── WholeBatches ── head, any loss, on every rank
+                                                                      │        ▲
+                                               this rank's tokens ────┘        └──── `TokenShard` of hidden states
+                                                               text model over ranks
+
+A forward that is given a cache, as `generate` does, runs whole on every rank.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten
+from transformers import PreTrainedModel
+
+from seqtile.sp.attention import NAME
+from seqtile.sp.data import parts_of, sequence_dim
+from seqtile.sp.groups import SequenceParallel
+from seqtile.sp.layout import BATCH_HASH, LAYOUT, hash_of
+from seqtile.sp.owners import Owners
+from seqtile.sp.sharding_hooks import ShardingHooks
+from seqtile.sp.token_shard import shared
+
+_OF_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch")  # which some models hand on to their text model
+
+
+def text_model_of(model: PreTrainedModel) -> PreTrainedModel:
+    """Returns the part of a model that computes its tokens' hidden states. ValueError if that is not known."""
+    found = model.get_decoder()
+    if not isinstance(found, PreTrainedModel) or all(found is not module for module in model.modules()):
+        raise ValueError(f"the text model of {type(model).__name__} is not found; expected one as its get_decoder()")
+    return found
+
+
+class WholeBatches(ShardingHooks):
+    """The hooks that cut a batch in front of the text model and hand on its hidden states."""
+
+    takes_whole = True
+    expected = (
+        "the same whole batch on every rank of a group: draw samples by ctx.data_parallel_rank of "
+        "ctx.data_parallel_size; for other batches on every rank sp.restore(model) first"
+    )
+
+    def __init__(self, given: PreTrainedModel, model: PreTrainedModel, sp_group: SequenceParallel, layers: int):
+        super().__init__(given, model, sp_group, layers)
+        self.is_inside = model is not given
+        """The text model is a part of the given one."""
+        self.batch_hash: Tensor | None = None
+        """Of all that the given model's forward was called with."""
+        self.calls = 0
+        """Of the text model, in the given model's forward that runs."""
+        self.owners: Owners | None = None
+        """Of the batch in the text model."""
+        self.is_whole = False
+        """The forward that runs is given a cache, and not cut."""
+        if self.is_inside:
+            self.handles.append(given.register_forward_pre_hook(self.begin, with_kwargs=True))
+            self.handles.append(given.register_forward_hook(self.end, always_call=True))
+
+    @contextmanager
+    def other_batch(self) -> Iterator[None]:
+        held, self.batch_hash = (self.batch_hash, self.calls, self.owners), None
+        try:
+            with super().other_batch():
+                yield
+        finally:
+            self.batch_hash, self.calls, self.owners = held
+
+    def begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
+        """Remembers what the given model's batch was."""
+        tensors = [each for each in tree_flatten((args, sorted(kwargs.items())))[0] if isinstance(each, Tensor)]
+        self.batch_hash, self.calls = hash_of({str(i): _bits(tensor) for i, tensor in enumerate(tensors)}), 0
+
+    def end(self, module: nn.Module, args: tuple, output: Any) -> None:
+        self.batch_hash = None
+
+    def check_batch(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        """Cuts the batch."""
+        if kwargs.get("past_key_values") is not None:
+            self._run_whole(True)
+            return args, kwargs
+        if self.calls and self.batch_hash is not None:
+            raise ValueError(f"{type(module).__name__} is called twice in a forward, expected once; leave it whole")
+        self.calls += 1
+        return super().check_batch(module, (), self._cut(args, kwargs))
+
+    def _run_whole(self, is_whole: bool) -> None:
+        self.is_whole = is_whole
+        self.model.config._attn_implementation = self.implementation if is_whole else NAME
+        for each in self.replaced:
+            each.is_whole = is_whole
+
+    def _cut(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Returns this rank's part of what the text model is called with. Raises ValueError for what cannot be cut."""
+        if len(args) > 1:
+            raise ValueError("over ranks pass input_ids or inputs_embeds, and the rest by keyword")
+        kwargs = kwargs | ({"input_ids": args[0]} if args else {})
+        given = {name: value for name, value in kwargs.items() if value is not None and name not in _OF_THE_LOSS}
+        tokens = given.get("input_ids", given.get("inputs_embeds"))
+        if tokens is None:
+            raise ValueError(f"{type(self.model).__name__} was given neither input_ids nor inputs_embeds")
+        rows, length = tokens.shape[:2]
+        local = -(-length // self.sp_group.size)
+        self.owners = Owners.of_sequences(rows, length, local, self.sp_group)
+        for name, value in given.items():
+            if name != "input_ids" and (found := self._features(value, given)) is not None:
+                given[name] = found
+            elif _has_tokens(name, value, rows, length):
+                shapes = [list(each.shape) for each in tree_flatten(value)[0] if isinstance(each, Tensor)]
+                raise ValueError(
+                    f"{name} of {type(self.model).__name__} has tokens in a way that is not known, {shapes} for "
+                    f"{rows} x {length}; leave it whole: sp.restore(model)"
+                )
+        cut = parts_of(given, [self.sp_group.rank], self.sp_group.size)[0]
+        if self.batch_hash is not None:
+            cut[BATCH_HASH] = self.batch_hash.to(cut[BATCH_HASH].device)
+        return cut
+
+    def _features(self, value: Any, given: dict[str, Any]) -> list[Tensor] | None:
+        """Returns of features of masked tokens, [n, K] for each of some layers, those of this rank's tokens; None for
+        anything else."""
+        are_tensors = isinstance(value, list | tuple) and all(isinstance(each, Tensor) for each in value)
+        if not are_tensors or any(each.dim() != 2 for each in value):
+            return None
+        others = [mask for name, mask in given.items() if isinstance(mask, Tensor) and name != "attention_mask"]
+        masks = [mask for mask in others if mask.dtype == torch.bool and mask.shape == self.owners.shape]
+        if len(masks) != 1 or any(len(each) != masks[0].sum() for each in value):
+            return None
+        mine = (self.owners.ranks.to(masks[0].device) == self.sp_group.rank)[masks[0]]
+        return [each[mine.to(each.device)] for each in value]
+
+    def add_layout(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        return (args, kwargs) if self.is_whole else super().add_layout(module, args, kwargs)
+
+    def add_last_position(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        return (args, kwargs) if self.is_whole else super().add_last_position(module, args, kwargs)
+
+    def drop_last_position(self, module: nn.Module, args: tuple, output: tuple) -> tuple:
+        return output if self.is_whole else super().drop_last_position(module, args, output)
+
+    def check_layers(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> None:
+        if LAYOUT in kwargs:
+            super().check_layers(module, args, kwargs, output)
+
+    def finish(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
+        """Returns the output with the hidden states of all tokens, each rank with its own."""
+        if self.is_whole:
+            return output
+        if isinstance(output, tuple):
+            return tuple(self._of_all(each) for each in output)
+        for name, value in list(output.items()):
+            output[name] = self._of_all(value)
+        return output
+
+    def _of_all(self, value: Any) -> Any:
+        """Returns what a text model returns of a batch, of all tokens where it is of this rank's."""
+        if isinstance(value, tuple):
+            return tuple(map(self._of_all, value))
+        (rows, length), local, owners = self.owners.shape, self.layout.local, self.owners
+        if not isinstance(value, Tensor) or value.dim() < 2:
+            return value
+        if value.shape[0] == rows * local and value.dim() == 2:  # a router's logits
+            value, owners = value.view(rows, local, -1), Owners(owners.ranks.flatten(), self.sp_group)
+        if tuple(value.shape[:2]) != (rows, local):
+            return value
+        own = max(0, min(local, length - self.sp_group.rank * local))
+        return shared(value[:, :own].flatten(0, 1), owners)
+
+    def forget_layout(self, module: nn.Module, args: tuple, output: Any) -> None:
+        super().forget_layout(module, args, output)
+        self.owners = None
+        if self.is_whole:
+            self._run_whole(False)
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    """Returns a tensor's bits as integers."""
+    if not tensor.is_floating_point():
+        return tensor
+    return tensor.detach().contiguous().view(getattr(torch, f"int{8 * tensor.element_size()}"))
+
+
+def _has_tokens(name: str, value: Any, rows: int, length: int) -> bool:
+    """Says if an argument has a dimension of tokens that is not known to be cut."""
+    return any(
+        isinstance(each, Tensor) and length in each.shape and sequence_dim(name, each, rows, length) is None
+        for each in tree_flatten(value)[0]
+    )

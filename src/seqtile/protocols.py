@@ -35,6 +35,10 @@ class ShardedSequences(Protocol):
         """Returns a context in which forwards take another batch than that of the model's forward that runs."""
         ...
 
+    def averaged(self, gradient: Tensor) -> Tensor:
+        """Returns the mean of the gradients that the ranks have which share a sequence, as a reducer does."""
+        ...
+
 
 @runtime_checkable
 class ShardedTokens(Protocol):

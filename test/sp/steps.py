@@ -115,6 +115,38 @@ def by_many(model: nn.Module, optimizer: object, step: int, ctx: sp.SequencePara
     return total.item() / dist.get_world_size()
 
 
+def by_whole_batches(model: nn.Module, optimizer: object, step: int, ctx: sp.SequenceParallel) -> float:
+    """The same with whole batches: as ranks that share nothing would train, but for how many they are."""
+    windows = [window_of(group, step) for group in range(ctx.data_parallel_size)]
+    items = sum((batch["labels"][:, 1:] != -100).sum() for window in windows for batch in window)
+    total = torch.zeros(())
+    for batch in windows[ctx.data_parallel_rank]:
+        loss = model(**batch, num_items_in_batch=items / ctx.data_parallel_size).loss
+        total += loss.detach()
+        if model is optimizer:
+            model.backward(loss, scale_wrt_gas=False)
+            model.step()
+        else:
+            loss.backward()
+    if model is not optimizer:
+        optimizer.step()
+        optimizer.zero_grad()
+    dist.all_reduce(total)
+    return total.item() / dist.get_world_size()
+
+
+def evaluated_inside(one: nn.Module, wrapped: nn.Module, ctx: sp.SequenceParallel) -> None:
+    """Between two steps, as it is: the group's batch on each of its ranks, its loss and its logits."""
+    batch = batch_of(1, 40 + 9 * ctx.data_parallel_rank)
+    wrapped.eval()
+    with torch.no_grad():
+        theirs, ours = one.eval()(**batch), wrapped(**batch)
+        counts = batch["attention_mask"].bool()
+        assert relative_error(ours.logits[counts], theirs.logits[counts]) <= 1e-4
+    assert relative_error(ours.loss, theirs.loss) <= 1e-5
+    one.train(), wrapped.train()
+
+
 def evaluated_whole(one: nn.Module, many: nn.Module, wrapped: nn.Module, ctx: sp.SequenceParallel) -> None:
     """Between two steps: each rank its own whole sequence, as README has it."""
     batch = batch_of(1, 40 + 9 * dist.get_rank())
@@ -134,22 +166,22 @@ def forgotten(wrapped: nn.Module, optimizer: object, ctx: sp.SequenceParallel) -
         wrapped.backward(loss, scale_wrt_gas=False) if wrapped is optimizer else loss.backward()
 
 
-def reducers(name: str, strategy: str, options: dict) -> None:
+def reducers(name: str, strategy: str, options: dict, batches: str = "cut") -> None:
     """Two groups of two ranks, windows of two batches, tiled: each step leaves all parameters as one process does.
     Whole sequences are evaluated between the steps, and a share's backward raises."""
     ctx = context(2)
     one = halved(build(name, tie_word_embeddings=False) if name == "llama" else recurrences.build(name))
     many = copy.deepcopy(one)
     start = full(one)
-    sp.apply_ulysses(many, ctx)
+    sp.apply_ulysses(many, ctx, batches=batches)
     seqtile.apply_seqtile(many, chunk_tokens=20, **options)
     wrapped, optimizer = STRATEGIES[strategy](many)
     for step, tolerance in enumerate((1e-5, 1e-4)):  # the second step begins where the first one's error left it
         if step == 1:
-            evaluated_whole(one, many, wrapped, ctx)
+            evaluated_inside(one, wrapped, ctx) if batches == "whole" else evaluated_whole(one, many, wrapped, ctx)
         theirs, updated = by_first_rank(by_one_process, one, ctx.data_parallel_size, step)
         one.load_state_dict(updated)
-        ours = by_many(wrapped, optimizer, step, ctx)
+        ours = (by_whole_batches if batches == "whole" else by_many)(wrapped, optimizer, step, ctx)
         assert abs(ours - theirs) <= 1e-5 * theirs, f"loss {ours}, expected {theirs}"
         weights = full(many)
         for part, weight in full(one).items():
@@ -159,7 +191,8 @@ def reducers(name: str, strategy: str, options: dict) -> None:
             allowed = tolerance * moved.norm() + 2**-23 * weight.norm()  # each weight is rounded once
             assert error <= allowed, f"of {part} {error:.1e} off {moved.norm():.1e}, x {factor:.3f}"
     assert "up to rounding" in str(outcome_of(many))
-    forgotten(wrapped, optimizer, ctx)
+    if batches == "cut":
+        forgotten(wrapped, optimizer, ctx)
     if wrapped is optimizer:
         wrapped.destroy()
 

@@ -98,6 +98,8 @@ class Pass:
             for name, before in self.main_grads.items():
                 added = 2 * (leaves[name].main_grad - before)  # which no hook doubled
                 found[name] = added if found[name] is None else found[name] + added
+            if sharded is not None and sharded.takes_whole:  # of which a rank's gradients are parts, or the whole
+                found = {name: value if value is None else sharded.averaged(value) for name, value in found.items()}
             if not self.main_grads:
                 with_one = [name for name in self.with_main_grad if found.get(name) is not None]
                 self.main_grads = {name: found[name].float() for name in with_one}

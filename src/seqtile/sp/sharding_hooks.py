@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
@@ -93,6 +94,12 @@ class ShardingHooks:
             yield
         finally:
             self.layout = held
+
+    def averaged(self, gradient: Tensor) -> Tensor:
+        """See `seqtile.protocols.ShardedSequences`."""
+        total = gradient.clone()
+        dist.all_reduce(total, group=self.sp_group.group)
+        return total / self.sp_group.size
 
     def check_batch(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Finds the layout, and refuses labels of which a shard's loss cannot be computed."""

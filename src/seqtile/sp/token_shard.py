@@ -50,7 +50,7 @@ class TokenShard(Tensor):
     def each(self, function: Callable[..., Tensor], *along: Tensor) -> "TokenShard":
         """Returns function(rows, ...), which computes each row by itself, as values of the same tokens. Of `along`,
         [..., *], it is given this rank's rows, too."""
-        return shared(function(self.connected_rows(), *map(self.own, along)), self.owners)
+        return shared(function(self.connected_rows(), *map(self.own, along)), self.owners, self.is_gradient)
 
     def own(self, values: Tensor) -> Tensor:
         """Returns this rank's rows of values [..., *] of the same tokens."""
@@ -71,7 +71,7 @@ class TokenShard(Tensor):
     def _viewed(self, view: FunctionType, device: torch.device | None) -> "TokenShard":
         owners, taken = self.owners.viewed(view, device)
         rows = self.connected_rows()
-        return shared(rows if taken is None else rows[taken.to(rows.device)], owners)
+        return shared(rows if taken is None else rows[taken.to(rows.device)], owners, self.is_gradient)
 
     @classmethod
     def __torch_function__(cls, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
@@ -92,7 +92,7 @@ class TokenShard(Tensor):
         elif _is_by_token(function, name, args, kwargs):
             like = next(each for each in args if isinstance(each, cls))
             args, kwargs = tree_map_only(cls, TokenShard.connected_rows, (args, kwargs))
-            found = shared(function(*args, **kwargs), like.owners)
+            found = shared(function(*args, **kwargs), like.owners, like.is_gradient)
             return found if found.dim() > len(like.owners.shape) else found.whole()
         if name == "gather" and args[1] in (-1, args[0].dim() - 1) and args[2].shape[:-1] == args[0].owners.shape:
             return args[0].each(lambda rows, index: rows.gather(-1, index), args[2]).whole()
@@ -126,9 +126,11 @@ class TokenShard(Tensor):
         return f"TokenShard({list(self.shape)}, {self.dtype}, {len(self.rows)} of its tokens on this rank)"
 
 
-def shared(rows: Tensor, owners: Owners) -> TokenShard:
+def shared(rows: Tensor, owners: Owners, is_gradient: bool = False) -> TokenShard:
     """Returns the values of all tokens, of which each rank has its own rows [n, *]."""
-    return _Shared.apply(rows, owners) if torch.is_grad_enabled() and rows.requires_grad else TokenShard(rows, owners)
+    if torch.is_grad_enabled() and rows.requires_grad:
+        return _Shared.apply(rows, owners)
+    return TokenShard(rows, owners, is_gradient)
 
 
 def _of_gradients(name: str, *operands: Any) -> TokenShard | None:

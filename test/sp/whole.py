@@ -1,0 +1,247 @@
+"""What a rank does to compare whole batches, which are cut inside the model, with one process's."""
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import LlamaForSequenceClassification
+
+import seqtile
+from seqtile import sp
+from seqtile.sp.token_shard import TokenShard
+from sp.attentions import install
+from sp.cases import WRAPPED, batch_of_kind
+from sp.over_ranks import Traffic, assert_same_step, by_first_rank, context
+from support.tiny import build, checkpointing, config_of, loss_and_gradients
+
+COLLECTIVES = ("all_reduce", "all_gather", "broadcast", "reduce_scatter_tensor", "all_gather_into_tensor")
+Batch = dict[str, Tensor]
+
+
+@contextmanager
+def counted() -> Iterator[dict[str, int]]:
+    """The collectives inside, but all-to-alls: how many of each, and the bytes of all-gathers."""
+    found, functions = dict.fromkeys(COLLECTIVES, 0), {name: getattr(dist, name) for name in COLLECTIVES}
+    found["gathered bytes"] = 0
+
+    def counting(name: str) -> Callable:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            found[name] += 1
+            if name == "all_gather":
+                found["gathered bytes"] += args[1].numel() * args[1].itemsize
+            return functions[name](*args, **kwargs)
+
+        return call
+
+    for name in COLLECTIVES:
+        setattr(dist, name, counting(name))
+    try:
+        yield found
+    finally:
+        for name, function in functions.items():
+            setattr(dist, name, function)
+
+
+def of_kind(i: int, case: str, kind: str, arch: str, shape: dict, **options: object) -> None:
+    """A step with the model's own loss, `options` applied: its loss, all gradients, and what ranks tell each other."""
+    install()
+    ctx = context()
+    torch.manual_seed(i)
+    one = build(arch, **shape)
+    many = copy.deepcopy(one)
+    many.config._attn_implementation = WRAPPED.get(case.split()[0], one.config._attn_implementation)
+    batch = batch_of_kind(kind)
+    expected = by_first_rank(loss_and_gradients, one, **batch)
+    sp.apply_ulysses(many, ctx, batches="whole")
+    if options:
+        seqtile.apply_seqtile(many, chunk_tokens=11, **options, check=False)
+    checkpointing(many, (None, False, True)[i % 3])
+    with Traffic() as traffic, counted() as collectives:
+        loss = many(**batch).loss
+        forward = len(traffic.sent)
+    loss.backward()
+    assert forward == 2 * many.config.num_hidden_layers
+    layout = 1 + ("attention_mask" in batch)
+    assert collectives["all_gather"] == 1 + layout, "hashes and shapes, positions, and a mask"
+    assert collectives["all_reduce"] == 1, "the loss"
+    assert_same_step(loss, many, expected, f"{case}, {kind}")
+    if case.split()[0] not in WRAPPED:  # which stand in for a GPU's
+        generated(one, many, batch["input_ids"][:1, :9])
+
+
+def generated(one: nn.Module, many: nn.Module, prompt: Tensor) -> None:
+    """The same words, while a model is cut and after it."""
+    words = [model.eval().generate(prompt, max_new_tokens=3, do_sample=False) for model in (one, many)]
+    assert words[0].equal(words[1])
+
+
+def padded_batch() -> Batch:
+    """Two rows of 37 tokens, one padded on the left."""
+    ids = torch.randint(3, 200, (2, 37))
+    mask = torch.ones_like(ids)
+    mask[0, :5] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:, :9] = -100
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def inputs_of(batch: Batch) -> Batch:
+    return {name: batch[name] for name in ("input_ids", "attention_mask")}
+
+
+def hidden_of(model: nn.Module, batch: Batch) -> Tensor:
+    return model.model(**inputs_of(batch), use_cache=False).last_hidden_state
+
+
+def own_loss(model: nn.Module, batch: Batch) -> Tensor:
+    logits = model(**inputs_of(batch)).logits[:, :-1]
+    return F.cross_entropy(logits.flatten(0, 1).float(), batch["labels"][:, 1:].flatten())
+
+
+def both_losses(model: nn.Module, batch: Batch) -> Tensor:
+    """The model's, and one that reads its logits in several ways."""
+    output, counts = model(**batch), batch["attention_mask"]
+    sharpness = (output.logits.softmax(-1).square().sum(-1) * counts).mean()
+    return output.loss + 0.01 * (counts * output.logits.float().logsumexp(-1).square()).mean() + sharpness
+
+
+def all_logits(model: nn.Module, batch: Batch) -> Tensor:
+    return (model(**inputs_of(batch)).logits.float().pow(3) * batch["attention_mask"][..., None]).mean()
+
+
+def hidden_states(model: nn.Module, batch: Batch) -> Tensor:
+    """Those of all layers, read by what needs all tokens, and a slice of them."""
+    found = model.model(**inputs_of(batch), use_cache=False, output_hidden_states=True).hidden_states
+    counts = batch["attention_mask"][..., None]
+    return sum((each.pow(2) * counts).cumsum(1).mean() for each in found) + found[1][:, -3:].std()
+
+
+def preferences(model: nn.Module, batch: Batch) -> Tensor:
+    """DPO's loss, as written for one GPU."""
+    hidden = hidden_of(model, batch)
+    log_probs = seqtile.linear_log_probs(hidden[:, :-1], model.lm_head.weight, batch["labels"][:, 1:], chunk_tokens=7)
+    chosen, rejected = log_probs.sum(1)
+    return -F.logsigmoid(0.1 * (chosen - rejected)) + 0.01 * chosen
+
+
+def chosen_tokens(model: nn.Module, batch: Batch) -> Tensor:
+    """Log-probabilities and entropies of the tokens that count, taken out by a mask."""
+    counts = batch["labels"][:, 1:] != -100
+    hidden, labels = hidden_of(model, batch)[:, :-1][counts], batch["labels"][:, 1:][counts]
+    outputs = {"outputs": ("entropy", "is_largest"), "ignore_index": None}
+    log_probs, values = seqtile.linear_log_probs(hidden, model.lm_head.weight, labels, **outputs)
+    return -(log_probs * torch.linspace(0, 1, len(labels))).sum() / 50 - 0.1 * values.entropy.mean()
+
+
+def metrics(model: nn.Module, batch: Batch) -> Tensor:
+    labels = F.pad(batch["labels"], (0, 1), value=-100)[..., 1:]
+    weight, options = model.lm_head.weight, {"return_metrics": True, "label_smoothing": 0.1}
+    loss, found = seqtile.linear_cross_entropy(hidden_of(model, batch), weight, labels, **options)
+    assert found.predicted_tokens.shape == labels.shape and 0 <= found.token_accuracy <= 1
+    return loss + 0.1 * found.mean_entropy + 0.01 * found.logsumexp.square().mean()
+
+
+def weighted(model: nn.Module, batch: Batch) -> Tensor:
+    labels = F.pad(batch["labels"], (0, 1), value=-100)[..., 1:]
+    classes, weight = torch.linspace(0.5, 2, model.config.vocab_size), model.lm_head.weight
+    hidden = hidden_of(model, batch)
+    mean = seqtile.linear_cross_entropy(hidden, weight, labels, class_weight=classes)
+    each = seqtile.linear_cross_entropy(hidden, weight, labels, reduction="none")
+    return mean + (each * torch.linspace(0, 1, labels.shape[1])).mean()
+
+
+def distillation(model: nn.Module, batch: Batch) -> Tensor:
+    """From hidden states of a teacher that every rank has whole, and from its k likeliest tokens."""
+    hidden, weight, mask = hidden_of(model, batch), model.lm_head.weight, batch["labels"] != -100
+    torch.manual_seed(5)
+    teacher, head = torch.randn(hidden.shape), torch.randn(weight.shape)
+    ids = torch.stack([torch.randperm(len(weight))[:4] for _ in range(mask.numel())]).view(*mask.shape, 4)
+    loss = seqtile.linear_divergence(hidden, weight, teacher, head, beta=0.5, mask=mask)
+    own = seqtile.linear_divergence(hidden, weight, hidden.detach(), head, mask=mask, reduction="sum") / 100
+    return loss + own + seqtile.linear_topk_divergence(hidden, weight, ids, torch.randn(*mask.shape, 4) - 9, mask=mask)
+
+
+LOSSES = (own_loss, both_losses, all_logits, hidden_states, preferences, chosen_tokens, metrics, weighted, distillation)
+
+
+def by_one(loss_of: Callable[..., Tensor], model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+    loss = loss_of(model, batch)
+    loss.backward()
+    return loss.detach(), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def loss_of_ones_own(loss_of: Callable[..., Tensor], options: dict | None) -> None:
+    """A loss that was written for one process, without a change."""
+    ctx, one, batch = context(), build("llama", num_key_value_heads=4), padded_batch()
+    many = copy.deepcopy(one)
+    expected = by_first_rank(by_one, loss_of, one, batch)
+    sp.apply_ulysses(many, ctx, batches="whole")
+    if options is not None:
+        seqtile.apply_seqtile(many, chunk_tokens=11, **options)
+    loss = loss_of(many, batch)
+    loss.backward()
+    assert_same_step(loss, many, expected, loss_of.__name__)
+
+
+def classification() -> None:
+    """A head of few words behind the text model, which takes the last token of each row."""
+    ctx, batch = context(), padded_batch()
+    batch["labels"] = torch.tensor([1, 0])
+    one = LlamaForSequenceClassification(config_of("llama", num_labels=3)).train()
+    many = copy.deepcopy(one)
+    expected = by_first_rank(loss_and_gradients, one, **batch)
+    sp.apply_ulysses(many, ctx, batches="whole")
+    loss = many(**batch).loss
+    loss.backward()
+    assert_same_step(loss, many, expected)
+
+
+def short() -> None:
+    """Fewer tokens than ranks have room for: some have none, and all of them go on."""
+    ctx = context()
+    for length in (3, 5, 9):
+        one = build("llama")
+        many, ids = copy.deepcopy(one), torch.randint(3, 200, (2, length))
+        expected = by_first_rank(
+            by_one, lambda model, batch: model(**batch).loss, one, {"input_ids": ids, "labels": ids}
+        )
+        sp.apply_ulysses(many, ctx, batches="whole")
+        seqtile.apply_seqtile(many)
+        loss = many(input_ids=ids, labels=ids).loss
+        loss.backward()
+        assert_same_step(loss, many, expected, f"{length} tokens")
+
+
+def read() -> None:
+    """What is gathered when it is read, and not before: shapes and types cost nothing, a slice costs itself."""
+    ctx, model, batch = context(), build("llama").eval(), padded_batch()
+    whole = by_first_rank(lambda: model(**inputs_of(batch)).logits.detach())
+    counts = batch["attention_mask"].bool()
+    sp.apply_ulysses(model, ctx, batches="whole")
+    with torch.no_grad():
+        hidden = hidden_of(model, batch)
+        with counted() as collectives:
+            assert isinstance(hidden, TokenShard) and hidden.shape == (2, 37, 48) and "on this rank" in repr(hidden)
+            half = hidden[:, 3:20].bfloat16().float() * 2
+            assert half.shape == (2, 17, 48) and half.dtype == torch.float32 and half.device == hidden.device
+        assert not any(collectives.values())
+        with counted() as collectives:
+            last = hidden[:, -1] + 0
+            assert last.norm().isfinite()
+        most = -(-2 // 1)  # both rows' last tokens are on one rank
+        assert collectives["gathered bytes"] == most * 48 * 4 and collectives["all_gather"] == 1
+        logits = model(**inputs_of(batch)).logits
+        with counted() as collectives:
+            best = logits.argmax(-1)
+        assert collectives["gathered bytes"] == -(-37 // ctx.size) * 2 * 8, "an index a token"
+        assert best.equal(whole.argmax(-1).where(counts, best))
+        assert torch.allclose(logits[counts], whole[counts], atol=1e-5)
+        with pytest.raises(RuntimeError, match="are not changed in place; use a copy"):
+            hidden.mul_(2)
+    assert len(logits.tolist()) == 2

@@ -1,101 +1,193 @@
-"""Hugging Face's Trainer over ranks that share sequences."""
+"""Trainers over ranks that share sequences: Hugging Face's Trainer, TRL's, and their subclasses.
 
+All ranks of a group are given the same batches, and compute the same loss of them, as if they were one process. So
+where a trainer deals samples out to processes, counts these, or puts together what they have, it has to see groups in
+the place of ranks; all else is as it was.
+"""
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from functools import partial, wraps
 from typing import Any
 
-import torch
-from torch import Tensor
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader
+from transformers import set_seed
 
 from seqtile.sp.apply import apply_ulysses
-from seqtile.sp.data import DataShardingCollator
 from seqtile.sp.groups import SequenceParallel
-from seqtile.sp.loss import allow_backward, reduce_loss
+
+_MODELS = ("model", "ref_model", "teacher_model")
+"""The attributes of trainers that hold models."""
+_sharing: ContextVar["_Groups | None"] = ContextVar("sharing", default=None)
+"""The groups whose trainer takes a step."""
 
 
 class SequenceParallelTrainerMixin:
-    """Lets Hugging Face's Trainer, or a subclass of it, train on sequences that ranks share. Put it before Trainer,
-    `class MyTrainer(SequenceParallelTrainerMixin, Trainer)`, and then `MyTrainer(..., sequence_parallel=ctx)`.
+    """Lets Hugging Face's Trainer, one of TRL's, or a subclass train on sequences that ranks share. Put it before the
+    trainer, `class MyTrainer(SequenceParallelTrainerMixin, Trainer)`; then `MyTrainer(..., sequence_parallel=ctx)`.
 
-    The model's sequences are sharded over the group, its ranks draw the same samples and each keeps its own part of
-    every sequence. Trainer itself counts the labels of an accumulation window over all ranks and scales every rank's
-    loss by their number, which is what a shard's part of the loss needs; so training changes nothing else, and a step
-    is the step of one process with `size` times fewer ranks. Evaluation reports the mean over samples of the losses of
-    their batches, as one process does (samples that even out the groups' last batches are in those).
+    The trainer's models, its reference model and teacher too, are sharded by `apply_ulysses(batches="whole")`. Samples
+    a step, epochs, the trainer's loss, metrics and what is logged are those of `size` times fewer ranks; so are
+    updates. Completions that a trainer samples are those of the group's first rank.
 
-    Raises ValueError for what would mix shards up: `average_tokens_across_devices=False`, a loss function, label
-    smoothing or NEFTune noise of Trainer's, evaluation with logits, and a loader that dispatches batches.
+    Raises ValueError for what would not be the same: NEFTune's noise, whose size follows from a shard's length, a
+    loader that dispatches batches, and a batch of generations that groups cannot share.
     """
 
     def __init__(self, *args: Any, sequence_parallel: SequenceParallel, **kwargs: Any):
         self.sequence_parallel = sequence_parallel
         super().__init__(*args, **kwargs)
         refused = {
-            "average_tokens_across_devices=False": not self.args.average_tokens_across_devices,
-            "compute_loss_func": self.compute_loss_func is not None,
-            "label_smoothing_factor": self.label_smoother is not None,
-            "compute_metrics": self.compute_metrics is not None,
             "neftune_noise_alpha": self.args.neftune_noise_alpha is not None,
             "dispatch_batches=True": self.accelerator.dispatch_batches,
         }
         if found := [name for name, is_given in refused.items() if is_given]:
-            raise ValueError(
-                f"{', '.join(found)}: takes a shard for a whole sequence, expected none of it; leave it out"
-            )
-        apply_ulysses(self.model, sequence_parallel)
-        self.data_collator = DataShardingCollator(self.data_collator, sequence_parallel)
+            raise ValueError(f"{', '.join(found)}: not the same over ranks that share sequences, expected none of it")
+        for model in (getattr(self, name, None) for name in _MODELS):
+            if isinstance(model, nn.Module):
+                apply_ulysses(self.accelerator.unwrap_model(model), sequence_parallel, batches="whole")
+        if hasattr(super(), "_generate"):
+            set_seed(self.args.seed + sequence_parallel.data_parallel_rank)
+            for kind in type(self).__mro__:
+                _gather_by_groups(sys.modules[kind.__module__])
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()
+        self._groups = _Groups(self.sequence_parallel)
+        self._groups.take(self.accelerator)
 
     def call_model_init(self, *args: Any, **kwargs: Any) -> Any:
         model = super().call_model_init(*args, **kwargs)
-        apply_ulysses(model, self.sequence_parallel)
+        apply_ulysses(model, self.sequence_parallel, batches="whole")
         return model
 
     def get_train_dataloader(self) -> DataLoader:
-        return self._same_samples(super().get_train_dataloader())
+        with self._generations_of_groups():
+            return super().get_train_dataloader()
 
-    def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader:
-        return self._same_samples(super().get_eval_dataloader(*args, **kwargs))
-
-    def get_test_dataloader(self, *args: Any, **kwargs: Any) -> DataLoader:
-        return self._same_samples(super().get_test_dataloader(*args, **kwargs))
-
-    def _same_samples(self, loader: DataLoader) -> DataLoader:
-        """Returns a loader that deals batches out to groups, where Accelerate's deals them out to ranks."""
-        sampler, sp_group = loader.batch_sampler, self.sequence_parallel
-        if hasattr(sampler, "num_processes"):
-            sampler.num_processes, sampler.process_index = sp_group.data_parallel_size, sp_group.data_parallel_rank
-            sampler.even_batches &= sp_group.data_parallel_size > 1  # one group has no other to be even with
-        elif self.accelerator.num_processes > 1:
-            raise ValueError(f"expected a dataset with a length, of Accelerate's sampler, got {type(sampler).__name__}")
-        return loader
-
-    def compute_loss(
-        self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None, **kwargs: Any
-    ) -> Any:
-        training = self.model.training
-        if training and (num_items_in_batch is None or not self.model_accepts_loss_kwargs):
+    @contextmanager
+    def _generations_of_groups(self) -> Iterator[None]:
+        """Lets TRL's sampler see how many completions groups generate at a time."""
+        of_ranks, size = getattr(self.args, "generation_batch_size", None), self.sequence_parallel.size
+        if of_ranks is None:
+            yield
+            return
+        if of_ranks % (size * self.num_generations):
             raise ValueError(
-                "Trainer did not count the labels of this step; expected labels, and a model with loss kwargs"
+                f"generation_batch_size is {of_ranks} over all ranks, expected a multiple of {size} ranks a sequence "
+                f"times {self.num_generations} generations; set steps_per_generation or per_device_train_batch_size"
             )
-        items = num_items_in_batch if training else None  # those of all groups; the batch has its own group's
-        result = super().compute_loss(model, inputs, return_outputs, items, **kwargs)
-        finish = allow_backward if training else reduce_loss
-        if return_outputs:
-            return finish(result[0], self.sequence_parallel), *result[1:]
-        return finish(result, self.sequence_parallel)
+        self.args.generation_batch_size = of_ranks // size
+        try:
+            yield
+        finally:
+            self.args.generation_batch_size = of_ranks
 
-    def evaluation_loop(self, *args: Any, **kwargs: Any) -> Any:
-        self.gather_function = self._once_a_group  # Trainer puts its own back at the end
-        return super().evaluation_loop(*args, **kwargs)
+    def get_total_train_batch_size(self, *args: Any) -> int:
+        return super().get_total_train_batch_size(*args) // self.sequence_parallel.size
 
-    def _once_a_group(self, losses: Tensor) -> Tensor:
-        """Returns the samples' losses from all groups, each from one rank of it, without those that fill up the last
-        batch."""
-        ranks = self.accelerator.gather(torch.full_like(losses, self.sequence_parallel.rank))
-        losses = self.accelerator.gather(losses)[ranks == 0]
-        state = self.accelerator.gradient_state
-        return losses[: state.remainder] if state.end_of_dataloader and state.remainder > 0 else losses
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._groups.sharing():
+            return super().training_step(*args, **kwargs)
 
-    def prediction_step(self, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any) -> Any:
-        if not prediction_loss_only:
-            raise ValueError("logits are of shards: evaluate with prediction_loss_only=True, without compute_metrics")
-        return super().prediction_step(model, inputs, prediction_loss_only, *args, **kwargs)
+    def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
+        with self._groups.sharing():
+            return super().prediction_step(*args, **kwargs)
+
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        """TRL's: returns what the first rank of the group has sampled."""
+        found = [super()._generate(*args, **kwargs)]
+        dist.broadcast_object_list(
+            found, group=self.sequence_parallel.group, group_src=0, device=self.accelerator.device
+        )
+        return found[0]
+
+
+class _Groups:
+    """The groups of ranks that share sequences, for who counts processes."""
+
+    def __init__(self, sp_group: SequenceParallel):
+        self.sp_group = sp_group
+        places: list = [None] * dist.get_world_size()
+        dist.all_gather_object(places, (sp_group.data_parallel_rank, sp_group.rank))
+        self.first_ranks = [places.index((group, 0)) for group in range(sp_group.data_parallel_size)]
+        """The first of each group."""
+
+    @contextmanager
+    def sharing(self) -> Iterator[None]:
+        token = _sharing.set(self)
+        try:
+            yield
+        finally:
+            _sharing.reset(token)
+
+    def once_a_group(self, gathered: Any) -> Any:
+        """Returns of tensors [ranks * n, ...] that were gathered those of each group's first rank."""
+        ranks = dist.get_world_size()
+        return tree_map_only(Tensor, lambda x: x.unflatten(0, (ranks, -1))[self.first_ranks].flatten(0, 1), gathered)
+
+    def take(self, accelerator: Any) -> None:
+        """Lets an Accelerator count groups in the place of processes."""
+        groups = self
+
+        class OfGroups(type(accelerator)):
+            counts_ranks = False
+            """As DeepSpeed's configuration wants it."""
+
+            @property
+            def num_processes(self) -> int:
+                return super().num_processes if self.counts_ranks else groups.sp_group.data_parallel_size
+
+            @property
+            def process_index(self) -> int:
+                return super().process_index if self.counts_ranks else groups.sp_group.data_parallel_rank
+
+            def gather(self, tensor: Any) -> Any:
+                return groups.once_a_group(super().gather(tensor))
+
+            def reduce(self, tensor: Any, reduction: str = "sum", scale: float = 1.0) -> Any:
+                found, size = super().reduce(tensor, reduction, scale), groups.sp_group.size
+                return tree_map_only(Tensor, lambda x: x / size, found) if reduction == "sum" else found
+
+            def _prepare_deepspeed(self, *args: Any) -> Any:
+                with self._counting(ranks=True):
+                    return super()._prepare_deepspeed(*args)
+
+            def prepare_data_loader(self, *args: Any, **kwargs: Any) -> Any:
+                with self._counting(ranks=False):
+                    return super().prepare_data_loader(*args, **kwargs)
+
+            @contextmanager
+            def _counting(self, ranks: bool) -> Iterator[None]:
+                before, self.counts_ranks = self.counts_ranks, ranks
+                try:
+                    yield
+                finally:
+                    self.counts_ranks = before
+
+        accelerator.__class__ = OfGroups
+
+
+def _gather_by_groups(module: Any) -> None:
+    """Lets what a module gathers by Accelerate's functions come once from each group, in a step of a trainer whose
+    ranks share sequences; else they are what they were."""
+    from accelerate import utils
+
+    for name, by_groups in (("gather", _gather), ("gather_object", _gather_object)):
+        if vars(module).get(name) is (original := getattr(utils, name)):
+            setattr(module, name, wraps(original)(partial(by_groups, original)))
+
+
+def _gather(original: Callable, tensor: Any) -> Any:
+    groups = _sharing.get()
+    return original(tensor) if groups is None else groups.once_a_group(original(tensor))
+
+
+def _gather_object(original: Callable, objects: Any) -> Any:
+    groups = _sharing.get()
+    return original(objects if groups is None or groups.sp_group.rank == 0 else [])

@@ -1,10 +1,11 @@
 """Whole batches, which are cut inside the model: by several real processes, against one."""
 
 from collections.abc import Callable
+from functools import cache
 
 import pytest
 
-from sp import steps, whole
+from sp import steps, trl_over_ranks, whole
 from sp.cases import attention_cases
 from sp.test_sequence_parallel import OF_TWO, each_on_ranks, reducers
 from support.pool import Pool
@@ -36,3 +37,28 @@ def test_batches(pool: Pool, case: Callable[[], None]) -> None:
 def test_reducers(pool: Pool, case: tuple) -> None:
     """Two groups of two ranks, accumulating over batches of unequal labels, under every reducer of gradients."""
     pool.run(steps.reducers, *case, "whole")
+
+
+@pytest.fixture(scope="module")
+def one_process() -> Callable:
+    """What TRL's trainers do in one process."""
+    return cache(trl_over_ranks.trained)
+
+
+@pytest.mark.parametrize(
+    ("pool", "size", "name"),
+    [
+        pytest.param(
+            count, count if name == "kto" else 2, name, id=f"{name}-{count}"
+        )  # of a batch's mean, of two or more
+        for count in (2, 4)
+        for name in trl_over_ranks.CASES
+    ],
+    indirect=["pool"],
+)
+@pytest.mark.usefixtures("one_thread")
+def test_trl(pool: Pool, size: int, name: str, one_process: Callable) -> None:
+    """Three updates of each trainer, with its reference model or teacher; what it logs, too."""
+    pool.run(
+        trl_over_ranks.over_ranks, one_process(name, False, False, None), size, name, False, False, leaves_traces=True
+    )

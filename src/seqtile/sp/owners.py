@@ -44,10 +44,10 @@ class Owners:
         own = F.pad(rows.detach(), [0, 0] * (rows.dim() - 1) + [0, most - len(rows)])
         parts = [torch.empty_like(own, memory_format=torch.contiguous_format) for _ in places]
         dist.all_gather(parts, own.contiguous(), group=self.sp_group.group)
-        found = own.new_empty(self.shape.numel(), *own.shape[1:])
+        found = own.new_empty(*self.shape, *own.shape[1:])  # no view, which could not be changed in place
         for where, part in zip(places, parts, strict=True):
-            found[where] = part[: len(where)]
-        return found.view(*self.shape, *own.shape[1:])
+            found.view(-1, *own.shape[1:])[where] = part[: len(where)]
+        return found
 
     def viewed(self, view: View, device: torch.device | None = None) -> tuple["Owners", Tensor | None]:
         """Returns the owners of a view of the tokens, and which of this rank's rows it then has, in which order; None

@@ -25,7 +25,8 @@ logger = logging.get_logger(__name__)
 _ELEMENTWISE = "add sub rsub mul multiply div true_divide neg pow square rsqrt exp tanh sigmoid relu gelu silu dropout"
 _ELEMENTWISE += " to float half bfloat16 double contiguous clone detach __add__ __radd__ __sub__ __rsub__ __mul__"
 _ELEMENTWISE += " __rmul__ __truediv__ __pow__ __neg__"
-_OVER_LAST = "softmax log_softmax mean sum argmax logsumexp amax var"
+_ELEMENTWISE = _ELEMENTWISE.split()
+_REDUCTIONS = "mean sum argmax logsumexp amax var".split()
 _WITH_WEIGHTS = (F.linear, F.layer_norm, F.rms_norm)
 
 
@@ -79,7 +80,7 @@ class TokenShard(Tensor):
         if function in ABOUT:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
-        if is_in_place(name, kwargs) or function == Tensor.data.__set__:
+        if (is_in_place(name, kwargs) and isinstance(args[0], cls)) or function == Tensor.data.__set__:
             raise RuntimeError(f"{name}: values whose tokens are over ranks are not changed in place; use a copy")
         if function in LOSSES:
             return LOSSES[function](*args, **kwargs)
@@ -91,11 +92,11 @@ class TokenShard(Tensor):
                 return tree_map_only(FunctionType, partial(args[0]._viewed, device=device), views)
         elif _is_by_token(function, name, args, kwargs):
             like = next(each for each in args if isinstance(each, cls))
-            args, kwargs = tree_map_only(cls, TokenShard.connected_rows, (args, kwargs))
+            args = tree_map_only(Tensor, lambda each: like.own(each) if each.dim() == like.dim() else each, args)
             found = shared(function(*args, **kwargs), like.owners, like.is_gradient)
-            return found if found.dim() > len(like.owners.shape) else found.whole()
-        if name == "gather" and args[1] in (-1, args[0].dim() - 1) and args[2].shape[:-1] == args[0].owners.shape:
-            return args[0].each(lambda rows, index: rows.gather(-1, index), args[2]).whole()
+            return found.whole() if name in _REDUCTIONS else found
+        if name == "gather" and (found := _along_last(*args, **kwargs)) is not None:
+            return found
         logger.warning_once(f"{name} reads what tokens of all ranks have, so that is gathered, on every rank")
         args, kwargs = tree_map_only(cls, TokenShard.whole, (args, kwargs))
         return function(*args, **kwargs)
@@ -156,10 +157,21 @@ def _is_by_token(function: Callable, name: str, args: tuple, kwargs: dict) -> bo
         return False
     if function in _WITH_WEIGHTS:
         return isinstance(args[0], TokenShard) and len(shards) == 1
-    if name in _OVER_LAST.split():
+    if name in (*_REDUCTIONS, "softmax", "log_softmax"):
         dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
         return not plain and dim in (-1, shards[0].dim() - 1, [-1], (-1,))
-    return name in _ELEMENTWISE.split() and all(each.dim() <= 1 for each in plain)  # one number, or one for each of K
+    along = [
+        each.dim() <= 1 or each.shape[:-1] == shards[0].owners.shape for each in plain
+    ]  # numbers of K, or of tokens
+    return name in _ELEMENTWISE and all(along)
+
+
+def _along_last(values: Tensor, dim: int, index: Tensor, **kwargs: Any) -> Tensor | None:
+    """Returns torch.gather along K, on every rank; None for what else is asked for."""
+    is_last = isinstance(values, TokenShard) and dim in (-1, values.dim() - 1)
+    if not is_last or kwargs or index.shape[:-1] != values.owners.shape:
+        return None
+    return values.each(lambda rows, index: rows.gather(-1, index), index).whole()
 
 
 def _rows_of_gradient(gradient: Tensor, owners: Owners) -> Tensor:

@@ -1,0 +1,122 @@
+"""TRL's trainers on ranks that share sequences, against themselves in one process."""
+
+import math
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import trl
+from torch import nn
+from transformers import AutoModelForCausalLM, TrainerCallback
+
+from integrations.test_trl import CASES as TRL_CASES
+from integrations.test_trl import CLOCKS
+from seqtile import apply_seqtile, sp
+from seqtile.integrations.trl import apply_seqtile_to_trl
+from sp.over_ranks import context
+from sp.trainer import weights_of
+from support import trl_trainers
+from support.tiny import gentle
+from support.training import with_lora
+
+STEPS = 3
+CASES = TRL_CASES | {"dpo": (*TRL_CASES["dpo"][:2], {})}  # its other loss is a mean over a process's tokens
+Log = list[dict[str, float]]
+Run = tuple[Log, torch.Tensor]
+"""What was logged, and the weights after each update."""
+
+
+class Answers:
+    """In the place of sampling: completions that follow from where their prompts are among those of all processes."""
+
+    def _generate_single_turn(self, prompt_ids: Any, *args: Any, **kwargs: Any) -> Any:
+        found = super()._generate_single_turn(prompt_ids, *args, **kwargs)
+        completions = found[0] if isinstance(found, tuple) else found
+        first = self.accelerator.process_index * len(prompt_ids)
+        for i, ids in enumerate(completions):
+            ids[:] = answer(self.state.global_step, first + i)
+        return found
+
+
+def answer(step: int, place: int) -> list[int]:
+    generator = torch.Generator().manual_seed(100 * step + place)
+    return torch.randint(3, 211, (4 + (step + place) % 5,), generator=generator).tolist()
+
+
+class Recorded(TrainerCallback):
+    def __init__(self) -> None:
+        self.weights: list[torch.Tensor] = []
+
+    def on_step_end(self, args: object, state: object, control: object, model: nn.Module, **_: object) -> None:
+        self.weights.append(weights_of(model))
+
+
+@contextmanager
+def shared_folder() -> Iterator[Path]:
+    """One for all ranks."""
+    with tempfile.TemporaryDirectory() as own:
+        found = [own]
+        if dist.is_initialized():
+            dist.broadcast_object_list(found)
+        yield Path(found[0])
+        if dist.is_initialized():
+            dist.barrier()
+
+
+def loaded(model: nn.Module, folder: Path) -> nn.Module:
+    """A model as TRL wants it, which loads a reference model from where the model was."""
+    model.save_pretrained(folder)
+    trl_trainers.tokenizer().save_pretrained(folder)
+    if dist.is_initialized():
+        dist.barrier()  # only the first rank has saved anything
+    return AutoModelForCausalLM.from_pretrained(folder)
+
+
+def trained(name: str, adapter: bool, tiled: bool, ctx: sp.SequenceParallel | None) -> Run:
+    """What a trainer logs in three steps, of two windows of two samples each, and the weights after each."""
+    kind, documents, options = CASES[name]
+    torch.manual_seed(7)
+    rows, model, teacher = documents(), gentle("llama"), gentle("llama")
+    bases = [getattr(trl, f"{kind}Trainer")]
+    if kind in ("GRPO", "RLOO", "Distillation"):
+        bases.insert(0, Answers)
+    recorded = Recorded()
+    given: dict[str, Any] = {"callbacks": [recorded]}
+    if ctx is not None:
+        bases.insert(0, sp.SequenceParallelTrainerMixin)
+        given["sequence_parallel"] = ctx
+        options = options | {"per_device_train_batch_size": 2 // ctx.data_parallel_size, "ddp_backend": "gloo"}
+    if kind == "Distillation":
+        given["teacher_model"] = teacher
+    options = {"learning_rate": 0.1 if kind == "SFT" else 0.01, "seed": 1} | options
+    with shared_folder() as output:
+        model = loaded(model, output / "start")
+        if adapter:
+            model = with_lora(model, "q_proj", "up_proj")
+        if tiled:
+            apply_seqtile_to_trl()
+            apply_seqtile(model, loss=False, chunk_tokens=20)
+        trainer = trl_trainers.trainer(type("Mine", tuple(bases), {}), model, rows, output, given=given, **options)
+        start = weights_of(trainer.model)
+        trainer.train()
+        if kind == "SFT" and ctx is not None and ctx.data_parallel_size == 1:
+            trainer.evaluate()
+    return trainer.state.log_history, torch.stack([weights - start for weights in recorded.weights])
+
+
+def over_ranks(expected: Run, size: int, name: str, adapter: bool, tiled: bool) -> None:
+    ours, moved = trained(name, adapter, tiled, context(size))
+    theirs, moves = expected
+    assert len(moved) == len(moves) == STEPS
+    for step, (mine, their) in enumerate(zip(moved, moves, strict=True)):
+        error = (mine - their).norm() / their.norm()
+        assert their.norm() > 0 and error <= 1e-4, f"update {step} is {error:.1e} off"
+    for our, their in zip(ours, theirs, strict=False):
+        for key in [key for key in their if not key.endswith(CLOCKS) and key != "total_flos"]:
+            scale = 10 if key == "kl" or key.startswith("rewards/") else 1
+            same = math.isclose(our[key], their[key], rel_tol=1e-4, abs_tol=1e-4 * scale)
+            assert same or math.isnan(their[key]), (key, our[key], their[key])

@@ -46,7 +46,7 @@ def apply_ulysses(model: PreTrainedModel, ctx: SequenceParallel, *, batches: str
         return
     cut_at = text_model_of(model) if batches == "whole" else model
     recurrent = mixers(cut_at) if is_recurrent(cut_at) else []
-    _check(cut_at, recurrent)
+    _check(cut_at, recurrent, is_masked_outside=cut_at is not model)
     AttentionInterface.register(NAME, ulysses_attention)
     layers = len(recurrent) or cut_at.config.get_text_config().num_hidden_layers
     setattr(model, SHARDED, kinds[batches](model, cut_at, ctx, layers))
@@ -78,9 +78,9 @@ def is_recurrent(model: PreTrainedModel) -> bool:
     return stateful or any(map(is_recurrence, model.modules()))
 
 
-def _check(model: PreTrainedModel, recurrent: list[nn.Module]) -> None:
+def _check(model: PreTrainedModel, recurrent: list[nn.Module], is_masked_outside: bool) -> None:
     """Raises ValueError for a model that cannot be sharded over ranks; `recurrent` are the modules in which the tokens
-    of one with recurrences meet."""
+    of one with recurrences meet. What says that its attention is causal may be masks that a model around it makes."""
     name, config, modules = type(model).__name__, model.config.get_text_config(), list(model.modules())
     known = ("eager", *(name for name in ALL_ATTENTION_FUNCTIONS if not name.startswith("paged|")))
     if (implementation := model.config._attn_implementation) not in known:
@@ -93,7 +93,9 @@ def _check(model: PreTrainedModel, recurrent: list[nn.Module]) -> None:
     refused = {
         f"{name} has {', '.join(others)}": others,
         f"{name} makes its own position_ids": any(hasattr(x, "create_position_ids_from_input_ids") for x in modules),
-        f"the attention of {name} is not causal": {getattr(x, "is_causal", None) for x in modules} - {None} == {False},
+        f"the attention of {name} is not causal": not (
+            is_masked_outside or any(getattr(x, "is_causal", True) for x in modules)
+        ),
         f"{name} does not take its attention from AttentionInterface": not model._can_set_attn_implementation(),
     }
     if found := [what for what, is_so in refused.items() if is_so]:

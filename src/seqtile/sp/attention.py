@@ -121,7 +121,8 @@ class UlyssesFunction(SequenceParallelFunction):
         wrong = []
         if attention_mask is not None:
             wrong.append("with a mask of its layer's own")
-        if not (getattr(module, "is_causal", True) if causal is None else causal):
+        causal = getattr(module, "is_causal", True) if causal is None else causal
+        if not causal and not layout.is_masked_outside:
             wrong.append("that is not causal")
         for name, option in options.items():
             if (name == "cache" and option is not None) or (isinstance(option, Tensor) and name not in _HARMLESS):

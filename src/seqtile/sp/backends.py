@@ -94,33 +94,46 @@ class Block(NamedTuple):
     q1: int
     k0: int
     k1: int
+    two_ways: bool = False
+    """Each query sees all keys up to k1, of a span whose tokens see each other both ways; else none behind itself."""
 
     def is_square(self, reach: int) -> bool:
         """Returns whether it is a causal square, for which no mask is needed."""
-        return self.q0 == self.k0 and self.q1 == self.k1 and self.k1 - self.k0 <= reach
+        return not self.two_ways and self.q0 == self.k0 and self.q1 == self.k1 and self.k1 - self.k0 <= reach
 
     def mask(self, reach: int, device: torch.device) -> Tensor:
         """Returns [q1 - q0, k1 - k0], True where a query sees a key."""
-        queries, keys = (torch.arange(*ends, device=device) for ends in (self[:2], self[2:]))
+        queries, keys = (torch.arange(*ends, device=device) for ends in (self[:2], self[2:4]))
         distance = queries[:, None] - keys
-        return (distance >= 0) & (distance < reach)
+        return (distance < reach) if self.two_ways else (distance >= 0) & (distance < reach)
 
 
 def segments(layout: Layout, rows: Rows, reach: int) -> list[list[Block]]:
     """Returns for each entry of the layout's documents all queries in `rows`, document by document, with the keys that
     they see."""
     key = ("segments", rows, reach)
-    return layout.once(key, lambda: [list(segments_of(rows, documents, reach)) for documents in layout.documents])
+    spans = layout.spans or ((),) * len(layout.documents)
+    of_rows = zip(layout.documents, spans, strict=True)
+    return layout.once(key, lambda: [list(segments_of(rows, *of_row, reach)) for of_row in of_rows])
 
 
-def segments_of(rows: Rows, documents: Rows, reach: int) -> Iterator[Block]:
+def segments_of(rows: Rows, documents: Rows, spans: Rows, reach: int) -> Iterator[Block]:
     for first, last in rows:
         for start, stop in documents:
             q0, q1 = max(first, start), min(last, stop)
             if q0 < q1:
                 if first < q0:
                     yield Block(first, q0, q0, q0)
-                yield Block(q0, q1, max(start, q0 - reach + 1), q1)
+                for begin, end in spans:
+                    begin, end = max(begin, start), min(end, stop)
+                    if q0 < end and begin < q1:
+                        if q0 < begin:
+                            yield Block(q0, begin, max(start, q0 - reach + 1), begin)
+                        q0, last_of_span = max(q0, begin), min(q1, end)
+                        yield Block(q0, last_of_span, max(start, q0 - reach + 1), end, two_ways=True)
+                        q0 = last_of_span
+                if q0 < q1:
+                    yield Block(q0, q1, max(start, q0 - reach + 1), q1)
                 first = q1
         if first < last:
             yield Block(first, last, last, last)
@@ -130,14 +143,14 @@ def blocks(found: Iterable[Block], reach: int, squares: bool = True) -> Iterator
     """Yields segments cut so that a mask is small: of as many queries at most as a query sees keys.
     `squares`: a causal square needs no mask, however large it is."""
     for segment in found:
-        q0, q1, start, stop = segment
+        q0, q1, start, stop, two_ways = segment
         if start == stop or (squares and segment.is_square(reach)):
             yield segment
             continue
-        size = min(reach, max(1, MASK_ELEMENTS // min(q1 - start, 2 * reach)))
+        size = min(reach, max(1, MASK_ELEMENTS // min(stop - start, 2 * reach)))
         while q0 < q1:
             end = min(q1, q0 + size)
-            yield Block(q0, end, max(start, q0 - reach + 1), end)
+            yield Block(q0, end, max(start, q0 - reach + 1), stop if two_ways else end, two_ways)
             q0 = end
 
 
@@ -255,10 +268,10 @@ def block_mask(attention: LocalAttention, batch: int, device: torch.device) -> B
     queries, length = count(attention.heads.rows), attention.layout.length
     shape = (batch, -(-queries // SIDE) * SIDE)
     first, last = torch.full(shape, length), torch.full(shape, -1)  # keys [first, last]; as of one that sees nothing
-    for row, at, (q0, q1, k0, _) in _visible(attention, batch):
+    for row, at, (q0, q1, k0, k1, two_ways) in _visible(attention, batch):
         tokens, here = torch.arange(q0, q1), slice(at, at + q1 - q0)
         first[row, here] = (tokens - attention.reach + 1).clamp(k0)
-        last[row, here] = tokens
+        last[row, here] = k1 - 1 if two_ways else tokens
     first, last = first.to(device), last.to(device)
     begin, end = (x.view(batch, -1, 1, SIDE) for x in (first, last))
     keys = torch.arange(0, length, SIDE, device=device)
@@ -300,6 +313,11 @@ def check(attention: LocalAttention, ranks: int, q_heads: int) -> None:
     if SINKS in attention.options and name == "eager" and "sinks" not in attention.eager.__code__.co_names:
         raise ValueError(
             f"the eager attention of {type(attention.module).__name__} has no sinks; leave this model whole"
+        )
+    if attention.layout.spans and _form_of(name) in (None, by_lengths):
+        raise ValueError(
+            f"{name!r} cannot be asked for spans whose tokens see each other both ways, as of images; "
+            'model.set_attn_implementation("sdpa")'
         )
     if _form_of(name) is None and (ranks > q_heads or (window is not None and window < longest)):
         what = "a sliding window" if ranks <= q_heads else f"{q_heads} heads over {ranks} ranks"

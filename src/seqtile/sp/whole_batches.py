@@ -17,6 +17,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 from transformers import PreTrainedModel
 
+from seqtile.sp import outside_masks
+from seqtile.sp.all_to_all import Rows
 from seqtile.sp.attention import NAME
 from seqtile.sp.data import parts_of, sequence_dim
 from seqtile.sp.groups import SequenceParallel
@@ -57,6 +59,7 @@ class WholeBatches(ShardingHooks):
         """Of the batch in the text model."""
         self.is_whole = False
         """The forward that runs is given a cache, and not cut."""
+        outside_masks.register()
         if self.is_inside:
             self.handles.append(given.register_forward_pre_hook(self.begin, with_kwargs=True))
             self.handles.append(given.register_forward_hook(self.end, always_call=True))
@@ -71,12 +74,17 @@ class WholeBatches(ShardingHooks):
             self.batch_hash, self.calls, self.owners = held
 
     def begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Remembers what the given model's batch was."""
+        """Remembers what the given model's batch was, and sees to masks that it makes."""
+        if kwargs.get("past_key_values") is not None:
+            self._run_whole(True)
+            return
         tensors = [each for each in tree_flatten((args, sorted(kwargs.items())))[0] if isinstance(each, Tensor)]
         self.batch_hash, self.calls = hash_of({str(i): _bits(tensor) for i, tensor in enumerate(tensors)}), 0
+        self.model.config._attn_implementation = outside_masks.OUTSIDE
 
     def end(self, module: nn.Module, args: tuple, output: Any) -> None:
         self.batch_hash = None
+        self._run_whole(False)
 
     def check_batch(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Cuts the batch."""
@@ -86,7 +94,33 @@ class WholeBatches(ShardingHooks):
         if self.calls and self.batch_hash is not None:
             raise ValueError(f"{type(module).__name__} is called twice in a forward, expected once; leave it whole")
         self.calls += 1
-        return super().check_batch(module, (), self._cut(args, kwargs))
+        self._run_whole(False)
+        recipes = self._take_recipes(kwargs)
+        spans = self._spans_of(recipes)
+        args, kwargs = super().check_batch(module, (), self._cut(args, kwargs))
+        self.layout.is_masked_outside = bool(recipes)
+        if any(spans):
+            rows = len(spans) if len(self.layout.documents) == 1 else 1
+            self.layout.documents, self.layout.spans = self.layout.documents * rows, spans
+        return args, kwargs
+
+    def _take_recipes(self, kwargs: dict[str, Any]) -> list[outside_masks.MaskRecipe]:
+        """Puts the padding mask in the place of masks that were made outside of the text model, and returns these."""
+        mask = kwargs.get("attention_mask")
+        found = [each for each in (mask.values() if isinstance(mask, dict) else (mask,)) if each is not None]
+        if not found or not all(isinstance(each, outside_masks.MaskRecipe) for each in found):
+            return []
+        kwargs["attention_mask"] = found[0].padding
+        return found
+
+    def _spans_of(self, recipes: list[outside_masks.MaskRecipe]) -> tuple[Rows, ...]:
+        """Returns the spans of tokens that see each other both ways, the same in all layers."""
+        window = getattr(self.model.config, "sliding_window", None)
+        windows = [] if window is None else [window]
+        spans = [outside_masks.spans_of(each, windows) for each in recipes if each.spans is not None]
+        if len(spans) not in (0, len(recipes)) or any(each != spans[0] for each in spans):
+            raise ValueError("tokens see each other both ways in some layers, not in others; leave this model whole")
+        return spans[0] if spans else ()
 
     def _run_whole(self, is_whole: bool) -> None:
         self.is_whole = is_whole
@@ -173,7 +207,7 @@ class WholeBatches(ShardingHooks):
     def forget_layout(self, module: nn.Module, args: tuple, output: Any) -> None:
         super().forget_layout(module, args, output)
         self.owners = None
-        if self.is_whole:
+        if self.is_whole and self.batch_hash is None:
             self._run_whole(False)
 
 

@@ -1,0 +1,97 @@
+"""Masks that a model makes outside of its text model, taken down as what they are made of: no rank makes one of
+length x length.
+
+Gemma 3 and others let the tokens of an image see each other both ways. Hugging Face asks the mask function that is
+registered for an attention: here one that returns a `MaskRecipe`, which the model hands on to its text model.
+"""
+
+from collections.abc import Callable, Iterator
+from types import FunctionType
+from typing import Any, NamedTuple
+
+from torch import Tensor
+from transformers import AttentionMaskInterface
+from transformers.masking_utils import causal_mask_function
+
+from seqtile.sp.all_to_all import Rows
+from seqtile.sp.layout import documents_of
+
+OUTSIDE = "seqtile_masks_outside"
+"""The attention's name while code outside of the text model runs."""
+_CAUSAL = {"causal_mask_function", "and_masks", "or_masks", "sliding_window_overlay", "padding_mask_function"}
+_CAUSAL |= {"packed_sequence_mask_function", "remap_positions_for_packed_sequence", "add_offsets_to_mask_function"}
+_CAUSAL |= {"packed_sequence_compatibility_function"}
+_TWO_WAYS = "blockwise_overlay"
+
+
+class MaskRecipe(NamedTuple):
+    """What a mask is made of besides causality, documents and a window, which layers are told."""
+
+    padding: Tensor | None
+    """[B, S], True where a token is none."""
+    spans: Tensor | None
+    """[B, S], the number of the span of a token whose tokens see each other both ways; -1 in none."""
+    function: Callable[..., Tensor]
+    """Says whether in row b, head h a query sees a key: function(b, h, query, key)."""
+
+
+def register() -> None:
+    AttentionMaskInterface.register(OUTSIDE, recipe)
+
+
+def recipe(*, mask_function: Callable, attention_mask: Tensor | None = None, **_: Any) -> MaskRecipe:
+    """In the place of Hugging Face's functions that make masks. Raises ValueError for what is not known."""
+    spans, functions = None, list(_functions_in(mask_function))
+    if causal_mask_function not in functions:
+        raise ValueError("a mask that is not causal is made outside of the text model; leave this model whole")
+    for function in functions:
+        name = function.__qualname__.partition(".")[0]
+        known = function.__module__ == "transformers.masking_utils" and (name in _CAUSAL or name == _TWO_WAYS)
+        if not known:
+            raise ValueError(
+                f"a mask of {function.__module__}.{function.__qualname__} is not known over ranks; expected causality, "
+                "windows, documents and spans that see each other both ways; leave this model whole"
+            )
+        if name == _TWO_WAYS:
+            spans = next(cell.cell_contents for cell in function.__closure__)
+    return MaskRecipe(attention_mask, spans, mask_function)
+
+
+def _functions_in(function: FunctionType) -> Iterator[FunctionType]:
+    """Yields a function, and those that it has in its closure."""
+    yield function
+    for cell in function.__closure__ or ():
+        held = cell.cell_contents
+        for each in held if isinstance(held, tuple) else (held,):
+            if isinstance(each, FunctionType):
+                yield from _functions_in(each)
+
+
+def spans_of(found: MaskRecipe, windows: list[int]) -> tuple[Rows, ...]:
+    """Returns for each row of the batch the [start, stop) of its spans. One wait for the device.
+
+    Raises ValueError where a span has a hole, or is seen further back than a window of the layers.
+    """
+    numbers = found.spans
+    inside = numbers >= 0
+    # A span begins where the number changes: runs of positions that restart there.
+    begins = inside & (numbers != numbers.roll(1, 1))
+    begins[:, 0] = inside[:, 0]
+    places = begins.new_ones(numbers.shape).cumsum(1)
+    restarts = (places * begins).cummax(1).values
+    rows = documents_of(places - restarts, inside)
+    for row, (spans, of_row) in enumerate(zip(rows, numbers.cpu(), strict=True)):
+        if len({int(of_row[start]) for start, _ in spans}) < len(spans):
+            raise ValueError("tokens that see each other both ways have others between them; leave this model whole")
+        for start, stop in spans:
+            if any(stop - start > window for window in windows) and _sees(found, row, stop - 1, start):
+                raise ValueError(
+                    f"{stop - start} tokens see each other both ways, further back than the window of {min(windows)}; "
+                    "leave this model whole"
+                )
+    return rows
+
+
+def _sees(found: MaskRecipe, row: int, query: int, key: int) -> bool:
+    numbers = found.spans.new_tensor([row, 0, query, key])
+    return bool(found.function(*numbers.unbind()))

@@ -5,9 +5,10 @@ from functools import cache
 
 import pytest
 
-from sp import steps, trl_over_ranks, whole
+from sp import images, steps, trl_over_ranks, whole
 from sp.cases import attention_cases
 from sp.test_sequence_parallel import OF_TWO, each_on_ranks, reducers
+from support.choice import every_value
 from support.pool import Pool
 
 pytestmark = pytest.mark.dist
@@ -62,3 +63,18 @@ def test_trl(pool: Pool, size: int, name: str, one_process: Callable) -> None:
     pool.run(
         trl_over_ranks.over_ranks, one_process(name, False, False, None), size, name, False, False, leaves_traces=True
     )
+
+
+@pytest.mark.full("of a product, each value every day", but=every_value)
+@pytest.mark.parametrize("pool", [2, 4], indirect=True)
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize("options", [None, {}, {"layer": True}], ids=["untiled", "tiled", "layers"])
+@pytest.mark.parametrize("model_type", images.MODELS)
+def test_images(pool: Pool, model_type: str, options: dict | None, frozen: bool) -> None:
+    """Several images, of unequal size, in rows of unequal number."""
+    pool.run(images.compared, model_type, options, frozen)
+
+
+@OF_TWO
+def test_images_that_are_refused(pool: Pool) -> None:
+    pool.run(images.refused)

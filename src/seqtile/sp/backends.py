@@ -54,6 +54,11 @@ class LocalAttention(NamedTuple):
         """How many keys a query sees at most, its own and those before it."""
         return self.layout.length if self.window is None else self.window
 
+    @property
+    def spans(self) -> tuple[Rows, ...]:
+        """The spans whose tokens see each other both ways in this layer, see `Layout`."""
+        return self.layout.spans[self.window is not None]
+
     def of_heads(self, heads: slice) -> "LocalAttention":
         """Returns the same with the sinks of some heads."""
         if SINKS not in self.options:
@@ -108,12 +113,11 @@ class Block(NamedTuple):
         return (distance < reach) if self.two_ways else (distance >= 0) & (distance < reach)
 
 
-def segments(layout: Layout, rows: Rows, reach: int) -> list[list[Block]]:
+def segments(layout: Layout, rows: Rows, reach: int, spans: tuple[Rows, ...] = ()) -> list[list[Block]]:
     """Returns for each entry of the layout's documents all queries in `rows`, document by document, with the keys that
     they see."""
-    key = ("segments", rows, reach)
-    spans = layout.spans or ((),) * len(layout.documents)
-    of_rows = zip(layout.documents, spans, strict=True)
+    key = ("segments", rows, reach, bool(spans))
+    of_rows = zip(layout.documents, spans or ((),) * len(layout.documents), strict=True)
     return layout.once(key, lambda: [list(segments_of(rows, *of_row, reach)) for of_row in of_rows])
 
 
@@ -186,8 +190,8 @@ def by_masks(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor, additiv
     """Asks for block after block, with booleans or addends; rows of the batch together if they have the same
     documents."""
     found, rows, reach = [], attention.heads.rows, attention.reach
-    parted = segments(attention.layout, rows, reach)
-    key = ("blocks", rows, reach, additive)
+    parted = segments(attention.layout, rows, reach, attention.spans)
+    key = ("blocks", rows, reach, additive, bool(attention.spans))
     cut = attention.layout.once(key, lambda: [list(blocks(row, reach, squares=not additive)) for row in parted])
 
     def of_block(block: Block, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -215,7 +219,7 @@ def by_masks(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor, additiv
 def _visible(attention: LocalAttention, batch: int) -> Iterator[tuple[int, int, Block]]:
     """Yields every segment of every row of the batch but padding's: the row, the place of its first query among this
     rank's, and the segment."""
-    found = segments(attention.layout, attention.heads.rows, attention.reach)
+    found = segments(attention.layout, attention.heads.rows, attention.reach, attention.spans)
     for row in range(batch):
         at = 0
         for segment in found[row if len(found) > 1 else 0]:
@@ -259,7 +263,7 @@ def _lengths(attention: LocalAttention, batch: int, device: torch.device) -> tup
 
 def by_block_mask(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Asks flex attention, with an interval of keys for each query."""
-    key = ("block mask", attention.reach, attention.heads.rows)
+    key = ("block mask", attention.reach, attention.heads.rows, bool(attention.spans))
     return attention.compute(q, k, v, attention.layout.once(key, lambda: block_mask(attention, len(q), q.device)))
 
 
@@ -314,7 +318,7 @@ def check(attention: LocalAttention, ranks: int, q_heads: int) -> None:
         raise ValueError(
             f"the eager attention of {type(attention.module).__name__} has no sinks; leave this model whole"
         )
-    if attention.layout.spans and _form_of(name) in (None, by_lengths):
+    if attention.spans and _form_of(name) in (None, by_lengths):
         raise ValueError(
             f"{name!r} cannot be asked for spans whose tokens see each other both ways, as of images; "
             'model.set_attn_implementation("sdpa")'

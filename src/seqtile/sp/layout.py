@@ -38,8 +38,9 @@ class Layout:
         self.documents = documents
         """For each row of the batch the [start, stop) of its documents; padding is in none. One entry if all are
         alike."""
-        self.spans: tuple[Rows, ...] = ()
-        """For each entry of documents the [start, stop) of spans whose tokens see each other both ways, if any are."""
+        self.spans: tuple[tuple[Rows, ...], tuple[Rows, ...]] = ((), ())
+        """Of layers without a window and with one, for each entry of documents the [start, stop) of spans whose
+        tokens see each other both ways, if any are."""
         self.is_masked_outside = False
         """Whether a mask was made outside of the text model, which is causal but for the spans."""
         self.implementation = implementation

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from types import FunctionType
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from transformers import AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function
@@ -35,11 +36,11 @@ class MaskRecipe(NamedTuple):
     """Says whether in row b, head h a query sees a key: function(b, h, query, key)."""
 
 
-def register() -> None:
-    AttentionMaskInterface.register(OUTSIDE, recipe)
+def register_recipes() -> None:
+    AttentionMaskInterface.register(OUTSIDE, _recipe)
 
 
-def recipe(*, mask_function: Callable, attention_mask: Tensor | None = None, **_: Any) -> MaskRecipe:
+def _recipe(*, mask_function: Callable, attention_mask: Tensor | None = None, **_: Any) -> MaskRecipe:
     """In the place of Hugging Face's functions that make masks. Raises ValueError for what is not known."""
     spans, functions = None, list(_functions_in(mask_function))
     if causal_mask_function not in functions:
@@ -67,31 +68,32 @@ def _functions_in(function: FunctionType) -> Iterator[FunctionType]:
                 yield from _functions_in(each)
 
 
-def spans_of(found: MaskRecipe, windows: list[int]) -> tuple[Rows, ...]:
-    """Returns for each row of the batch the [start, stop) of its spans. One wait for the device.
+def spans_of(recipe: MaskRecipe, window: int | None) -> tuple[Rows, ...]:
+    """Returns for each row of the batch the [start, stop) of its spans, nothing if there are none. One wait for the
+    device.
 
-    Raises ValueError where a span has a hole, or is seen further back than a window of the layers.
+    Raises ValueError where a span has a hole, or is seen further back than the window of the layers.
     """
-    numbers = found.spans
+    if (numbers := recipe.spans) is None:
+        return ()
     inside = numbers >= 0
-    # A span begins where the number changes: runs of positions that restart there.
     begins = inside & (numbers != numbers.roll(1, 1))
     begins[:, 0] = inside[:, 0]
-    places = begins.new_ones(numbers.shape).cumsum(1)
-    restarts = (places * begins).cummax(1).values
-    rows = documents_of(places - restarts, inside)
+    places = torch.arange(numbers.shape[1], device=numbers.device).expand_as(numbers)
+    positions = places - (places * begins).cummax(1).values  # which restart with every span
+    rows = documents_of(positions, inside)
     for row, (spans, of_row) in enumerate(zip(rows, numbers.cpu(), strict=True)):
         if len({int(of_row[start]) for start, _ in spans}) < len(spans):
             raise ValueError("tokens that see each other both ways have others between them; leave this model whole")
         for start, stop in spans:
-            if any(stop - start > window for window in windows) and _sees(found, row, stop - 1, start):
+            if window is not None and stop - start > window and _sees(recipe, row, stop - 1, start):
                 raise ValueError(
-                    f"{stop - start} tokens see each other both ways, further back than the window of {min(windows)}; "
-                    "leave this model whole"
+                    f"{stop - start} tokens see each other both ways, further back than the window of {window}; leave "
+                    "this model whole"
                 )
-    return rows
+    return rows if any(rows) else ()
 
 
-def _sees(found: MaskRecipe, row: int, query: int, key: int) -> bool:
-    numbers = found.spans.new_tensor([row, 0, query, key])
-    return bool(found.function(*numbers.unbind()))
+def _sees(recipe: MaskRecipe, row: int, query: int, key: int) -> bool:
+    numbers = recipe.spans.new_tensor([row, 0, query, key])
+    return bool(recipe.function(*numbers.unbind()))

@@ -17,17 +17,20 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
 from transformers import PreTrainedModel
 
-from seqtile.sp import outside_masks
-from seqtile.sp.all_to_all import Rows
 from seqtile.sp.attention import NAME
 from seqtile.sp.data import parts_of, sequence_dim
 from seqtile.sp.groups import SequenceParallel
 from seqtile.sp.layout import BATCH_HASH, LAYOUT, hash_of
+from seqtile.sp.outside_masks import OUTSIDE, MaskRecipe, register_recipes, spans_of
 from seqtile.sp.owners import Owners
 from seqtile.sp.sharding_hooks import ShardingHooks
 from seqtile.sp.token_shard import shared
 
 _OF_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch")  # which some models hand on to their text model
+
+
+_KINDS = ("full_attention", "sliding_attention")
+"""Hugging Face's names of layers without a window and with one."""
 
 
 def text_model_of(model: PreTrainedModel) -> PreTrainedModel:
@@ -59,7 +62,7 @@ class WholeBatches(ShardingHooks):
         """Of the batch in the text model."""
         self.is_whole = False
         """The forward that runs is given a cache, and not cut."""
-        outside_masks.register()
+        register_recipes()
         if self.is_inside:
             self.handles.append(given.register_forward_pre_hook(self.begin, with_kwargs=True))
             self.handles.append(given.register_forward_hook(self.end, always_call=True))
@@ -80,7 +83,7 @@ class WholeBatches(ShardingHooks):
             return
         tensors = [each for each in tree_flatten((args, sorted(kwargs.items())))[0] if isinstance(each, Tensor)]
         self.batch_hash, self.calls = hash_of({str(i): _bits(tensor) for i, tensor in enumerate(tensors)}), 0
-        self.model.config._attn_implementation = outside_masks.OUTSIDE
+        self.model.config._attn_implementation = OUTSIDE
 
     def end(self, module: nn.Module, args: tuple, output: Any) -> None:
         self.batch_hash = None
@@ -96,31 +99,24 @@ class WholeBatches(ShardingHooks):
         self.calls += 1
         self._run_whole(False)
         recipes = self._take_recipes(kwargs)
-        spans = self._spans_of(recipes)
         args, kwargs = super().check_batch(module, (), self._cut(args, kwargs))
-        self.layout.is_masked_outside = bool(recipes)
-        if any(spans):
-            rows = len(spans) if len(self.layout.documents) == 1 else 1
-            self.layout.documents, self.layout.spans = self.layout.documents * rows, spans
+        layout, window = self.layout, getattr(self.model.config, "sliding_window", None)
+        layout.is_masked_outside = any(recipes)
+        layout.spans = tuple(spans_of(recipe, window) if recipe else () for recipe in recipes)
+        if rows := max(map(len, layout.spans)):
+            layout.documents *= rows if len(layout.documents) == 1 else 1
         return args, kwargs
 
-    def _take_recipes(self, kwargs: dict[str, Any]) -> list[outside_masks.MaskRecipe]:
-        """Puts the padding mask in the place of masks that were made outside of the text model, and returns these."""
+    def _take_recipes(self, kwargs: dict[str, Any]) -> list[MaskRecipe | None]:
+        """Puts the padding mask in the place of masks made outside of the text model, and returns these, of layers
+        without a window and of those with one."""
         mask = kwargs.get("attention_mask")
-        found = [each for each in (mask.values() if isinstance(mask, dict) else (mask,)) if each is not None]
-        if not found or not all(isinstance(each, outside_masks.MaskRecipe) for each in found):
-            return []
-        kwargs["attention_mask"] = found[0].padding
+        of_kinds = mask if isinstance(mask, dict) else dict.fromkeys(_KINDS, mask)
+        if of_kinds.keys() - set(_KINDS) or not any(isinstance(each, MaskRecipe) for each in of_kinds.values()):
+            return [None, None]
+        found = [of_kinds.get(kind) for kind in _KINDS]
+        kwargs["attention_mask"] = next(recipe.padding for recipe in found if recipe is not None)
         return found
-
-    def _spans_of(self, recipes: list[outside_masks.MaskRecipe]) -> tuple[Rows, ...]:
-        """Returns the spans of tokens that see each other both ways, the same in all layers."""
-        window = getattr(self.model.config, "sliding_window", None)
-        windows = [] if window is None else [window]
-        spans = [outside_masks.spans_of(each, windows) for each in recipes if each.spans is not None]
-        if len(spans) not in (0, len(recipes)) or any(each != spans[0] for each in spans):
-            raise ValueError("tokens see each other both ways in some layers, not in others; leave this model whole")
-        return spans[0] if spans else ()
 
     def _run_whole(self, is_whole: bool) -> None:
         self.is_whole = is_whole

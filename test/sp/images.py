@@ -157,7 +157,8 @@ def made(model_type: str) -> tuple[nn.Module, Inputs]:
     model = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)](config).train()
     with torch.no_grad():
         for parameter in model.parameters():
-            parameter.mul_(3) if parameter.dim() > 1 else parameter.add_(torch.randn_like(parameter) * 0.1)
+            many = parameter.dim() > 1 and parameter.any()  # a projector may begin with zeros
+            parameter.mul_(3) if many else parameter.add_(torch.randn_like(parameter) * 0.1)
     ids = torch.randint(10, WORDS, (2, LENGTH))
     batch = {"input_ids": ids} | images(ids)
     return model, batch | {"labels": ids.masked_fill(ids < 10, -100)}

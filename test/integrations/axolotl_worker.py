@@ -1,6 +1,7 @@
 """Trains with Axolotl as its command does, once for each YAML that is named, and prints what came of it as JSON."""
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -20,7 +21,7 @@ def main(paths: list[str]) -> None:
             cfg = load_cfg(path)
             model, _, trainer = train(cfg=cfg, dataset_meta=load_datasets(cfg=cfg, cli_args=TrainerCliArgs()))
         except ValueError as error:
-            print("RESULT", json.dumps({"error": str(error)}), flush=True)
+            say({"error": str(error)})
             continue
         status = seqtile.status(model)
         base = seqtile.models.unwrapped(model)
@@ -33,6 +34,11 @@ def main(paths: list[str]) -> None:
             "groups": status.layer.head_groups if status.layer else None,
             "checkpointed": any(layer.gradient_checkpointing for layer in base.model.layers),
         }
+        say(found)
+
+
+def say(found: dict) -> None:
+    if os.environ.get("RANK", "0") == "0":
         print("RESULT", json.dumps(found), flush=True)
 
 

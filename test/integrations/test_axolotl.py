@@ -55,6 +55,7 @@ BAD = {  # a plugin stays registered, so those with others come last
     "seqtile_fit chooses seqtile_layer": OWN_CHECKPOINTS + PLUGIN + "seqtile_fit: true\nseqtile_layer: true\n",
     "seqtile_head_groups: expected seqtile_layer: true": RUN + PLUGIN + "seqtile_head_groups: 2\n",
     "seqtile_offload checkpoints by itself": RUN + PLUGIN + "seqtile_offload: true\n",
+    "seqtile_sequence_parallel: expected": RUN + PLUGIN + "seqtile_sequence_parallel: 2\nrl: dpo\n",
     "gpu_memory_gib: torch sees no GPU": OWN_CHECKPOINTS + PLUGIN + "seqtile_fit: true\n",
     "seqtile: true and liger_glu_activation": RUN + LIGER + "liger_glu_activation: true\n",
     "seqtile: true and liger_fused_linear_cross_entropy": RUN + LIGER + "liger_fused_linear_cross_entropy: true\n",
@@ -62,9 +63,12 @@ BAD = {  # a plugin stays registered, so those with others come last
 }
 
 
+SHARED = {"over ranks": RUN + PLUGIN + "seqtile_sequence_parallel: 2\n"}
+
+
 @pytest.fixture(scope="module")
-def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
-    """What came of each YAML, in one process."""
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a model and documents."""
     from support.trl_trainers import tokenizer
 
     place = tmp_path_factory.mktemp("axolotl")
@@ -74,18 +78,32 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict]:
     words = torch.randint(3, VOCAB, (12, 240)).tolist()
     rows = [json.dumps({"text": " ".join(f"w{i}" for i in row)}) for row in words]
     (place / "data.jsonl").write_text("\n".join(rows))
-    files = [place / f"{i}.yaml" for i in range(len(GOOD | BAD))]
-    for file, text in zip(files, (GOOD | BAD).values(), strict=True):
+    return place
+
+
+@pytest.fixture(scope="module")
+def results(place: Path) -> dict[str, dict]:
+    return ran(place, GOOD | BAD)
+
+
+def ran(place: Path, cases: dict[str, str], *launcher: str) -> dict[str, dict]:
+    """What came of each YAML, in one process unless it is launched otherwise."""
+    files = [place / f"{i}.yaml" for i in range(len(cases))]
+    for file, text in zip(files, cases.values(), strict=True):
         file.write_text(text)
     here = os.pathsep.join(str(Path(entry).resolve()) for entry in sys.path)
     environment = os.environ | {"PYTHONPATH": here, "AXOLOTL_DO_NOT_TRACK": "1", "HF_HUB_OFFLINE": "1"}
     worker = Path(__file__).with_name("axolotl_worker.py")
     ended = subprocess.run(
-        [sys.executable, str(worker), *map(str, files)], cwd=place, env=environment, capture_output=True, text=True
+        [sys.executable, *launcher, str(worker), *map(str, files)],
+        cwd=place,
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     found = [json.loads(line[7:]) for line in ended.stdout.splitlines() if line.startswith("RESULT ")]
     assert len(found) == len(files), ended.stdout[-2000:] + ended.stderr[-4000:]
-    return dict(zip(GOOD | BAD, found, strict=True))
+    return dict(zip(cases, found, strict=True))
 
 
 def test_same_training(results: dict[str, dict]) -> None:
@@ -98,6 +116,15 @@ def test_same_training(results: dict[str, dict]) -> None:
     assert results["tiled"]["tiled"] == [1, 2, 0] and results["tiled lora"]["tiled"][2] == 2
     assert results["tiled lora"]["groups"] == results["offload"]["groups"] == 2
     assert results["offload"]["checkpointed"]
+
+
+@pytest.mark.full("40 s; Trainer over ranks is among the tests of every day")
+def test_same_training_over_ranks(place: Path, results: dict[str, dict]) -> None:
+    launcher = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
+    ours, theirs = ran(place, SHARED, *launcher)["over ranks"], results["untiled"]
+    assert "error" not in ours, ours["error"]
+    assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-4)
+    assert ours["moved"] == pytest.approx(theirs["moved"], rel=1e-6) and ours["tiled"] == [1, 2, 0]
 
 
 @pytest.mark.parametrize("message", BAD)

@@ -15,10 +15,20 @@ from seqtile.fitting import fit
 from seqtile.models import apply_seqtile, status
 from seqtile.models.patch import unwrapped
 from seqtile.offload import enable
+from seqtile.sp import SequenceParallelTrainerMixin, initialize
 
 _COLLIDING = ("tiled_mlp", "liger_glu_activation", "liger_fused_linear_cross_entropy", "cut_cross_entropy")
 _OWN_LORA = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel")
 """What replaces the forwards of MLPs, and of attention, and is on by default under LoRA."""
+_SHARING = (
+    "context_parallel_size",
+    "sequence_parallel_degree",
+    "rl",
+    "reward_model",
+    "process_reward_model",
+    "trainer_cls",
+)
+"""What shares sequences, too, or trains by another trainer."""
 _OPTIMIZERS = {"adamw_8bit": "adamw_8bit", "adamw_bnb_8bit": "adamw_8bit", "sgd": "sgd"}
 """Axolotl's names, and those of `memory.Setup`; any other is planned as adamw."""
 
@@ -38,18 +48,25 @@ class SeqtileArgs(BaseModel):
         default=None, description="Choose these: the cheapest with which sequence_len fits; on one GPU."
     )
 
+    seqtile_sequence_parallel: int | None = Field(
+        default=None, description="Share each sequence among so many GPUs; in the place of context_parallel_size."
+    )
+
     @model_validator(mode="after")
     def check_seqtile(self) -> "SeqtileArgs":
         """Raises ValueError for options that collide."""
         asked = [name for name in SeqtileArgs.model_fields if getattr(self, name)]
         others = [name for name in (*_COLLIDING, *_taken(vars(self))) if getattr(self, name, None)]
-        chosen = [name for name in asked if name not in ("seqtile", "seqtile_fit")]
+        chosen = [name for name in asked if name not in ("seqtile", "seqtile_fit", "seqtile_sequence_parallel")]
         if asked and not self.seqtile:
             raise ValueError(f"{asked[0]}: expected seqtile: true with it")
         if self.seqtile and others:
             raise ValueError(f"seqtile: true and {others[0]} tile the same part of a model; leave one out")
         if self.seqtile_fit and chosen:
             raise ValueError(f"seqtile_fit chooses {chosen[0]}; leave one out")
+        taken = [name for name in _SHARING if getattr(self, name, None) not in (None, False, 1)]
+        if self.seqtile_sequence_parallel and taken:
+            raise ValueError(f"seqtile_sequence_parallel: expected Axolotl's own trainer, without {taken[0]}")
         if self.seqtile_head_groups and not self.seqtile_layer:
             raise ValueError("seqtile_head_groups: expected seqtile_layer: true with it")
         if (self.seqtile_offload or self.seqtile_fit) and getattr(self, "gradient_checkpointing", None):
@@ -75,6 +92,19 @@ class SeqtilePlugin(BasePlugin):
     def get_input_args(self) -> str:
         """Returns where the options are declared."""
         return "seqtile.integrations.axolotl.SeqtileArgs"
+
+    def get_trainer_cls(self, cfg: Any) -> type | None:
+        """Returns Axolotl's trainer over ranks that share sequences, if the YAML asks for it. Raises what
+        `sp.initialize` raises."""
+        if not cfg.get("seqtile_sequence_parallel"):
+            return None
+        from axolotl.core.trainers import AxolotlTrainer
+
+        class OverRanks(SequenceParallelTrainerMixin, AxolotlTrainer):
+            def __init__(self, *args: Any, **kwargs: Any):
+                super().__init__(*args, sequence_parallel=initialize(cfg.seqtile_sequence_parallel), **kwargs)
+
+        return OverRanks
 
     def post_model_load(self, cfg: Any, model: nn.Module) -> None:
         """Applies what the YAML asks for; raises what `apply_seqtile`, `fit` and `offload.enable` raise."""

@@ -176,7 +176,7 @@ def to_turn_on(plan: Plan) -> list[str]:
         given = "".join(f", {name}={value}" for name, value in options)
         lines.append(f"seqtile.apply_seqtile(model{given})")
     if setup.sequence_parallel > 1:
-        lines.append(f"sp.apply_ulysses(model, sp.initialize({setup.sequence_parallel}))  # and sp's loader and loss")
+        lines.append(f'sp.apply_ulysses(model, sp.initialize({setup.sequence_parallel}), batches="whole")')
     if moved:
         lines.append(f"DeepSpeed's ZeRO-{max(setup.zero_stage, 1)} with {' and '.join(moved)} offloaded to the CPU")
     elif setup.gpus > 1:

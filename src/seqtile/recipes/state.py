@@ -216,7 +216,7 @@ def loaded(run: Run, ctx: sp.SequenceParallel | None) -> Training:
     if run.tiled:
         seqtile.apply_seqtile(model, layer=job.layer, head_groups=number_or_name(job.head_groups))
     if ctx is not None:
-        sp.apply_ulysses(model, ctx)
+        sp.apply_ulysses(model, ctx, batches="whole")
     training = (Zero3 if ranks() > 1 and job.shard == "zero3" else Training)(model, job)
     if job.offload:
         offload.enable(model, tokens=math.ceil(job.seq_len / job.sequence_parallel))

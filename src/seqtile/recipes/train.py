@@ -184,12 +184,8 @@ def check_last_loss(losses: list[float]) -> None:
 def loss_of(model: torch.nn.Module, batch: torch.Tensor, job: Job, ctx: sp.SequenceParallel | None) -> torch.Tensor:
     """Returns the loss of this group's sequence of `batch` [groups, seq_len]."""
     with torch.autocast(job.device, torch.bfloat16, enabled=job.dtype == "bfloat16"):
-        if ctx is None:
-            ids = batch.to(job.device)
-            return model(input_ids=ids, labels=ids, use_cache=False).loss
-        ids = batch[ctx.data_parallel_rank, None]
-        shard = {name: value.to(job.device) for name, value in sp.shard({"input_ids": ids, "labels": ids}, ctx).items()}
-        return sp.reduce_loss(model(**shard, use_cache=False).loss, ctx)
+        ids = (batch if ctx is None else batch[ctx.data_parallel_rank, None]).to(job.device)
+        return model(input_ids=ids, labels=ids, use_cache=False).loss
 
 
 def no_layer_tiled(model: PreTrainedModel, job: Job) -> str | None:

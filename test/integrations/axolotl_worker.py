@@ -19,6 +19,8 @@ def main(paths: list[str]) -> None:
     for path in paths:
         try:
             cfg = load_cfg(path)
+            if "RANK" in os.environ:
+                cfg.device_map = "cpu"  # where Axolotl puts each rank on a GPU
             model, _, trainer = train(cfg=cfg, dataset_meta=load_datasets(cfg=cfg, cli_args=TrainerCliArgs()))
         except ValueError as error:
             say({"error": str(error)})

@@ -42,7 +42,7 @@ def apply_ulysses(model: PreTrainedModel, ctx: SequenceParallel, *, batches: str
     model = _without_adapter(model)
     if (applied := getattr(model, SHARDED, None)) is not None:
         if applied.sp_group is not ctx or type(applied) is not kinds[batches]:
-            raise ValueError("this model is sharded over ranks already, otherwise: sp.restore(model) first")
+            raise ValueError("this model is sharded over other ranks already, or for other batches: sp.restore(model) first")
         return
     cut_at = text_model_of(model) if batches == "whole" else model
     recurrent = mixers(cut_at) if is_recurrent(cut_at) else []
@@ -90,12 +90,11 @@ def _check(model: PreTrainedModel, recurrent: list[nn.Module], is_masked_outside
     others = sorted(set(getattr(config, "layer_types", None) or ()) - _ATTENTIONS - _RECURRENCES - BY_TOKEN)
     others += ["an encoder"] if config.is_encoder_decoder else []
     others += [f"{', '.join(unknown)}, whose recurrence is not known"] if unknown else []
+    causal = {getattr(x, "is_causal", None) for x in modules} - {None}
     refused = {
         f"{name} has {', '.join(others)}": others,
         f"{name} makes its own position_ids": any(hasattr(x, "create_position_ids_from_input_ids") for x in modules),
-        f"the attention of {name} is not causal": not (
-            is_masked_outside or any(getattr(x, "is_causal", True) for x in modules)
-        ),
+        f"the attention of {name} is not causal": causal == {False} and not is_masked_outside,
         f"{name} does not take its attention from AttentionInterface": not model._can_set_attn_implementation(),
     }
     if found := [what for what, is_so in refused.items() if is_so]:

@@ -132,7 +132,14 @@ class _Groups:
         return tree_map_only(Tensor, lambda x: x.unflatten(0, (ranks, -1))[self.first_ranks].flatten(0, 1), gathered)
 
     def take(self, accelerator: Any) -> None:
-        """Lets an Accelerator count groups in the place of processes."""
+        """Lets an Accelerator count groups in the place of processes. ValueError if it does not see all of them, and
+        nobody averages gradients."""
+        seen, ranks = accelerator.num_processes, dist.get_world_size()
+        if seen != ranks:
+            raise ValueError(
+                f"the trainer sees {seen} of {ranks} ranks, expected all, whose gradients it averages; start it by "
+                'torchrun or accelerate launch, on CPUs with ddp_backend="gloo" or ACCELERATE_USE_CPU=true'
+            )
         groups = self
 
         class OfGroups(type(accelerator)):

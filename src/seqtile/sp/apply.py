@@ -42,7 +42,9 @@ def apply_ulysses(model: PreTrainedModel, ctx: SequenceParallel, *, batches: str
     model = _without_adapter(model)
     if (applied := getattr(model, SHARDED, None)) is not None:
         if applied.sp_group is not ctx or type(applied) is not kinds[batches]:
-            raise ValueError("this model is sharded over other ranks already, or for other batches: sp.restore(model) first")
+            raise ValueError(
+                "this model is sharded over other ranks already, or for other batches: sp.restore(model) first"
+            )
         return
     cut_at = text_model_of(model) if batches == "whole" else model
     recurrent = mixers(cut_at) if is_recurrent(cut_at) else []

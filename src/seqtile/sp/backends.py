@@ -118,10 +118,10 @@ def segments(layout: Layout, rows: Rows, reach: int, spans: tuple[Rows, ...] = (
     they see."""
     key = ("segments", rows, reach, bool(spans))
     of_rows = zip(layout.documents, spans or ((),) * len(layout.documents), strict=True)
-    return layout.once(key, lambda: [list(segments_of(rows, *of_row, reach)) for of_row in of_rows])
+    return layout.once(key, lambda: [list(segments_of(rows, row, reach, spanned)) for row, spanned in of_rows])
 
 
-def segments_of(rows: Rows, documents: Rows, spans: Rows, reach: int) -> Iterator[Block]:
+def segments_of(rows: Rows, documents: Rows, reach: int, spans: Rows = ()) -> Iterator[Block]:
     for first, last in rows:
         for start, stop in documents:
             q0, q1 = max(first, start), min(last, stop)

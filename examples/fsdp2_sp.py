@@ -20,7 +20,7 @@ device = "cuda" if torch.cuda.is_available() else "cpu"
 mesh = dist.init_device_mesh(device, (int(os.environ["WORLD_SIZE"]),))
 ctx = sp.initialize(mesh=mesh)
 model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).train()
-sp.apply_ulysses(model, ctx)
+sp.apply_ulysses(model, ctx, batches="whole")
 apply_seqtile(model)
 model.gradient_checkpointing_enable()
 for module in (*model.model.layers, model):
@@ -28,9 +28,9 @@ for module in (*model.model.layers, model):
 optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 ids = AutoTokenizer.from_pretrained(name)(inspect.getsource(inspect), return_tensors="pt").input_ids[0]
 sequences = [{"input_ids": part, "labels": part} for part in ids.split(LENGTH)]
-loader = DataLoader(sequences, sampler=DistributedSampler(sequences, shuffle=False))  # each rank draws its own
-for step, batch in enumerate(sp.ShardedDataLoader(loader, ctx, device)):  # and gets its part of everyone's
-    loss = sp.reduce_loss(model(**batch).loss, ctx)
+sampler = DistributedSampler(sequences, ctx.data_parallel_size, ctx.data_parallel_rank, shuffle=False)
+for step, batch in enumerate(DataLoader(sequences, sampler=sampler)):  # the same for all ranks of a group
+    loss = model(**{name: ids.to(device) for name, ids in batch.items()}).loss
     loss.backward()
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0).full_tensor()
     optimizer.step()

@@ -19,7 +19,7 @@ from support.assertions import relative_error
 from support.launch import torchrun
 from support.plain_store import offloaded
 from support.pool import Pool
-from support.small_example import EXAMPLES, LENGTH, SEQUENCES, figures, on_rank, run
+from support.small_example import EXAMPLES, LENGTH, SEQUENCES, figures, on_rank, run, trained_by_grpo
 
 IN_BFLOAT16 = 5e-3  # relative: what roundings in another order may change of a loss and of a gradient's norm
 Figures = list[tuple[float, float]]
@@ -178,3 +178,12 @@ def test_ranks_train_as_one_untiled_process_does(
     theirs, ours = found
     same_figures(ours["figures"], theirs["figures"])
     assert (theirs["mlps"], theirs["ranks"], ours["mlps"], ours["ranks"]) == (0, 1, 2, 2)
+
+
+@pytest.mark.dist
+def test_grpo_over_ranks(directory: str) -> None:
+    """Completions of one prompt, whose rewards differ; all ranks hold the same weights after the last step."""
+    pytest.importorskip("trl")
+    with Pool(2, "own") as pool:
+        (mine, rewards), (others, _) = pool.run(trained_by_grpo, directory)
+    assert mine == others and len(rewards) == 6 and max(rewards) > 0

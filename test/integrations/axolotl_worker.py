@@ -28,7 +28,11 @@ def main(paths: list[str]) -> None:
         status = seqtile.status(model)
         base = seqtile.models.unwrapped(model)
         found = {
-            "kind": [str(trainer.accelerator.distributed_type), type(trainer.model_wrapped).__name__, type(trainer.accelerator).__mro__[1].__name__],
+            "kind": [
+                str(trainer.accelerator.distributed_type),
+                type(trainer.model_wrapped).__name__,
+                type(trainer.accelerator).__mro__[1].__name__,
+            ],
             "norms": [entry["grad_norm"] for entry in trainer.state.log_history if "grad_norm" in entry],
             "losses": [entry["loss"] for entry in trainer.state.log_history if "loss" in entry],
             "moved": sum(

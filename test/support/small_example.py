@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import torch
 import torch.distributed as dist
 
 import seqtile
@@ -58,6 +59,15 @@ def on_rank(name: str, directory: str, how: str) -> dict[str, Any]:
     ranks that share a sequence."""
     names = run(name, directory, tiled=how == "tiled", LENGTH=LENGTH)
     return {"figures": figures(names), "mlps": names["status"].mlp.tiled, "ranks": names["ctx"].size}
+
+
+def trained_by_grpo(directory: str) -> tuple[float, list[float]]:
+    """A number that tells the weights, and the rewards of every step."""
+    trainer = run("grpo_sp", directory, LENGTH=LENGTH)["trainer"]
+    weights = torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()])
+    history = trainer.state.log_history
+    assert any(entry.get("reward_std", 0) > 0 for entry in history)
+    return float(weights.double().square().sum()), [entry["reward"] for entry in history if "reward" in entry]
 
 
 if __name__ == "__main__":

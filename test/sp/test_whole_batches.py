@@ -1,7 +1,8 @@
 """Whole batches, which are cut inside the model: by several real processes, against one."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import cache
+from itertools import product
 
 import pytest
 
@@ -14,12 +15,14 @@ from support.pool import Pool
 pytestmark = pytest.mark.dist
 
 
+@pytest.mark.full("below the cut all is as in test_attention", but=("2-gqa 4/2-*", "4-*-packed, window", "1-*-plain"))
 @each_on_ranks(attention_cases())
 def test_steps(pool: Pool, i: int, case: tuple) -> None:
     """Loss and gradients, of every kind of heads and of sequence; how many collectives there are."""
     pool.run(whole.of_kind, i, *case)
 
 
+@pytest.mark.full("of a product, each value every day", but=every_value)
 @OF_TWO
 @pytest.mark.parametrize("options", [None, {}, {"layer": True}], ids=["untiled", "tiled", "layers"])
 @pytest.mark.parametrize("loss", whole.LOSSES)
@@ -34,6 +37,7 @@ def test_batches(pool: Pool, case: Callable[[], None]) -> None:
     pool.run(case)
 
 
+@pytest.mark.full("4 s each", but=("llama-fsdp2", "llama-zero2-layer*", "llama-zero3", "qwen3_5-ddp*"))
 @pytest.mark.parametrize(("pool", "case"), list(reducers()), indirect=["pool"])
 def test_reducers(pool: Pool, case: tuple) -> None:
     """Two groups of two ranks, accumulating over batches of unequal labels, under every reducer of gradients."""
@@ -46,23 +50,20 @@ def one_process() -> Callable:
     return cache(trl_over_ranks.trained)
 
 
-@pytest.mark.parametrize(
-    ("pool", "size", "name"),
-    [
-        pytest.param(
-            count, count if name == "kto" else 2, name, id=f"{name}-{count}"
-        )  # of a batch's mean, of two or more
-        for count in (2, 4)
-        for name in trl_over_ranks.CASES
-    ],
-    indirect=["pool"],
-)
+def trainers() -> Iterator:
+    """Each of TRL's, plain, with an adapter whose base is the reference, and with seqtile's head and tiled MLPs."""
+    for count, name, how in product((2, 4), trl_over_ranks.CASES, trl_over_ranks.KINDS):
+        size = count if name == "kto" else 2  # whose loss has a mean over a process's batch, of two or more
+        every_day = (count, how, name) in trl_over_ranks.EVERY_DAY
+        marks = () if every_day else pytest.mark.full("1 to 3 s each")
+        yield pytest.param(count, size, name, how, marks=marks, id=f"{name}-{how}-{count}")
+
+
+@pytest.mark.parametrize(("pool", "size", "name", "how"), list(trainers()), indirect=["pool"])
 @pytest.mark.usefixtures("one_thread")
-def test_trl(pool: Pool, size: int, name: str, one_process: Callable) -> None:
+def test_trl(pool: Pool, size: int, name: str, how: str, one_process: Callable) -> None:
     """Three updates of each trainer, with its reference model or teacher; what it logs, too."""
-    pool.run(
-        trl_over_ranks.over_ranks, one_process(name, False, False, None), size, name, False, False, leaves_traces=True
-    )
+    pool.run(trl_over_ranks.over_ranks, one_process(name, how, None), size, name, how, leaves_traces=True)
 
 
 @pytest.mark.full("of a product, each value every day", but=every_value)

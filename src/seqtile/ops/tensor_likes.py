@@ -8,12 +8,13 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 
 def dispatched(function: Callable) -> Callable:
-    """Returns `function`, which a positional argument that has `__torch_function__` is asked to compute."""
+    """Returns `function`, which an argument that has `__torch_function__` is asked to compute."""
 
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if has_torch_function(args):
-            return handle_torch_function(call, args, *args, **kwargs)
+        given = (*args, *kwargs.values())
+        if has_torch_function(given):
+            return handle_torch_function(call, given, *args, **kwargs)
         return function(*args, **kwargs)
 
     return call

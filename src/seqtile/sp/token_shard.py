@@ -92,10 +92,10 @@ class TokenShard(Tensor):
                 return tree_map_only(FunctionType, partial(args[0]._viewed, device=device), views)
         elif _is_by_token(function, name, args, kwargs):
             like = next(each for each in args if isinstance(each, cls))
-            weights = args[1:] if function in _WITH_WEIGHTS else ()
-            args = tree_map_only(Tensor, lambda each: like.own(each) if each.dim() == like.dim() else each, args)
-            args = args[: len(args) - len(weights)] + weights
-            found = shared(function(*args, **kwargs), like.owners, like.is_gradient)
+            mapped = args[:1] if function in _WITH_WEIGHTS else args
+            own = lambda each: like.own(each) if each.dim() == like.dim() else each  # noqa: E731
+            rows = (*tree_map_only(Tensor, own, mapped), *args[len(mapped) :])
+            found = shared(function(*rows, **kwargs), like.owners, like.is_gradient)
             return found.whole() if name in _REDUCTIONS else found
         if name == "gather" and (found := _along_last(*args, **kwargs)) is not None:
             return found

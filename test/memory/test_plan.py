@@ -368,3 +368,19 @@ def test_liger_has_norms_for_them() -> None:
 
     of_liger = {name.removeprefix("apply_liger_kernel_to_") for name in liger.__all__}
     assert of_liger & set(ARCHS) == {name for name, arch in ARCHS.items() if arch.liger}
+
+
+def test_whole_batches_over_gpus() -> None:
+    """Ids, labels and positions of all tokens on every GPU, and of a model of images the embeddings."""
+    text = {"model_type": "llama", "hidden_size": 1024, "num_hidden_layers": 4, "num_attention_heads": 8}
+    text |= {"intermediate_size": 2816, "vocab_size": 32000}
+    length, setup = 2**17, {"gpus": 4, "sequence_parallel": 4}
+    for config, embedded in ((text, 0), ({"model_type": "llava", "text_config": text}, length * 1024 * 2)):
+        cut, whole = (memory.plan(config, seq_len=length, **setup, batches=batches) for batches in ("cut", "whole"))
+        for before, after in zip(cut.moments, whole.moments, strict=True):
+            more = embedded if before.name.startswith(("forward", "embedding")) else 0
+            assert after.bytes - before.bytes == 3 * 8 * length + more, before.name
+    alone = [memory.plan(text, seq_len=length, batches=batches).gpu_bytes for batches in ("cut", "whole")]
+    assert alone[0] == alone[1]
+    with pytest.raises(ValueError, match="batches: expected cut or whole, got 'half'"):
+        memory.plan(text, seq_len=length, batches="half")

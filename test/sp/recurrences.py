@@ -226,17 +226,17 @@ def with_sinks(attention: str, kind: str) -> None:
 BALANCED = (("qwen3_moe", {}, False), ("qwen3_moe", {}, True), ("mixtral", {}, False))
 
 
-def balance(arch: str, shape: dict, tiled: bool, kind: str) -> None:
+def balance(arch: str, shape: dict, tiled: bool, kind: str, batches: str) -> None:
     """The loss that balances experts, of all ranks' tokens but padding, as one process has it."""
     ctx, one = context(), build_tiny(arch, router_aux_loss_coef=0.1, **shape)
     many, batch = copy.deepcopy(one), batch_of_kind(kind) | {"output_router_logits": True}
     expected = by_first_rank(loss_and_gradients, one, **batch)
     balancing = by_first_rank(lambda: one(**batch).aux_loss.detach())
-    sp.apply_ulysses(many, ctx)
+    sp.apply_ulysses(many, ctx, batches=batches)
     if tiled:
         seqtile.apply_seqtile(many, chunk_tokens=11, check=False)
-    output = many(**sp.shard(batch, ctx))
-    ours = sp.reduce_loss(output.loss, ctx)
+    output = many(**(batch if batches == "whole" else sp.shard(batch, ctx)))
+    ours = output.loss if batches == "whole" else sp.reduce_loss(output.loss, ctx)
     ours.backward()
     assert relative_error(output.aux_loss, balancing) <= 1e-5
     assert_same_step(ours, many, expected)

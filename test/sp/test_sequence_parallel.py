@@ -120,13 +120,14 @@ def test_memory_of_a_rank(pool: Pool, family: str) -> None:
     pool.run(recurrences.memory, family)
 
 
-@pytest.mark.full("of 24 cases", but=every_value)
+@pytest.mark.full("of 48 cases", but=every_value)
 @pytest.mark.parametrize("pool", [2, 4], indirect=True)
+@pytest.mark.parametrize("batches", ["cut", "whole"])
 @pytest.mark.parametrize("kind", recurrences.SEQUENCES)
 @pytest.mark.parametrize(("arch", "shape", "tiled"), recurrences.BALANCED)
-def test_balance(pool: Pool, arch: str, shape: dict, tiled: bool, kind: str) -> None:
+def test_balance(pool: Pool, arch: str, shape: dict, tiled: bool, kind: str, batches: str) -> None:
     """The loss that balances experts."""
-    pool.run(recurrences.balance, arch, shape, tiled, kind)
+    pool.run(recurrences.balance, arch, shape, tiled, kind, batches)
 
 
 @OF_TWO

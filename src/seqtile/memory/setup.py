@@ -41,6 +41,8 @@ class Setup:
     """GPUs in all."""
     sequence_parallel: int = 1
     """GPUs that share a sequence."""
+    batches: str = "cut"
+    """What these are given: "cut", their parts of a batch, or "whole" ones, as by `sp.apply_ulysses`."""
     zero_stage: int = 3
     """The stage of ZeRO, which shards over all GPUs from stage 1 on the optimizer's state, from 2 on gradients, in 3
     weights (FSDP2); in 0 nothing."""
@@ -87,6 +89,7 @@ class Setup:
             ("load_in_4bit", isinstance(self.load_in_4bit, bool), "True or False"),
             ("gpus", is_count(self.gpus), count),
             ("sequence_parallel", is_count(self.sequence_parallel), count),
+            ("batches", self.batches in ("cut", "whole"), "cut or whole"),
             ("gpus_per_node", is_count(self.gpus_per_node), count),
             ("chunk_tokens", self.chunk_tokens is None or is_count(self.chunk_tokens), count),
             ("lora_rank", self.lora_rank is None or is_count(self.lora_rank), count),

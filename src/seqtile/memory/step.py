@@ -174,7 +174,7 @@ class Step:
             "weights": 0 if "weights" in setup.offload else self.weights,
             "gradients": gradients + alive.gradients,
             "optimizer": 0 if "optimizer" in setup.offload else self.optimizer,
-            "inputs": 0 if kept is None else self._inputs(kept, backward),
+            "inputs": (0 if kept is None else self._inputs(kept, backward)) + self._whole_inputs(alive.name),
             "attention": alive.attention,
             "mlp": alive.mlp,
             "norms": alive.norms + 2 * self.tokens * shape.head_dim * setup.weight_bytes,  # and positions
@@ -204,6 +204,16 @@ class Step:
             waiting = min(waiting, max(kept, 1) + backward) + frozen
         leaf = frozen and self.shape.arch.embedding_scale is not None  # whose product is the first layer's input
         return (waiting + leaf) * self.layer.hidden
+
+    def _whole_inputs(self, moment: str) -> int:
+        """Returns the bytes of what GPUs that share a sequence each have of all its tokens: ids, labels and positions,
+        and the embeddings into which a model of images puts theirs, until the text model is through; then their
+        gradient."""
+        setup = self.setup
+        if setup.batches == "cut" or setup.sequence_parallel == 1:
+            return 0
+        embedded = self.shape.inside is not None and moment.startswith(("forward", "embedding"))
+        return setup.sequence_parallel * (3 * 8 * self.tokens + embedded * self.layer.hidden)
 
     def _loss(self) -> Iterator[Alive]:
         """Yields the moments of the loss. Tiled: hidden states and their gradient; a chunk of logits, then the sum of

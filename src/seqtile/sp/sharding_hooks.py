@@ -139,16 +139,21 @@ class ShardingHooks:
         if layout is None or layout.attended:  # called by itself, or once more
             layout = self._layout(args, kwargs)
         self.last_position = layout.last_position
-        layout.balance = Balance.of(self.model) if kwargs.get("output_router_logits") else None
-        if kwargs.get("output_router_logits") and layout.balance is None:
-            raise ValueError(
-                "the router's balancing loss of this model is not known; expected output_router_logits=False over ranks"
-            )
+        if kwargs.get("output_router_logits"):
+            layout.balance = self.balance()
         if kwargs.get("position_ids") is None:
             kwargs["position_ids"] = layout.position_ids
         for name in ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"):  # of whole sequences
             kwargs.pop(name, None)
         return args, kwargs | {"attention_mask": None, "use_cache": False, LAYOUT: layout}
+
+    def balance(self) -> Balance | None:
+        """Returns the loss that balances experts, if it is made of what ranks have. ValueError if it is not known."""
+        if (found := Balance.of(self.model)) is None:
+            raise ValueError(
+                "the router's balancing loss of this model is not known; expected output_router_logits=False over ranks"
+            )
+        return found
 
     def add_last_position(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Gives a rotary embedding the last position of the whole sequence besides this rank's."""

@@ -166,6 +166,9 @@ class WholeBatches(ShardingHooks):
     def add_layout(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         return (args, kwargs) if self.is_whole else super().add_layout(module, args, kwargs)
 
+    def balance(self) -> None:
+        """The model around the text model makes that loss, of the router logits of all tokens."""
+
     def add_last_position(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         return (args, kwargs) if self.is_whole else super().add_last_position(module, args, kwargs)
 

@@ -143,20 +143,22 @@ def nudged(model: nn.Module, batch: dict[str, torch.Tensor], gradients: dict[str
     return most | pooled
 
 
-def compared(case: Case, attention: str | None = None, options: dict[str, Any] | None = None) -> None:
+def compared(
+    case: Case, attention: str | None = None, options: dict[str, Any] | None = None, batches: str = "cut"
+) -> None:
     """Loss, all gradients, and how many all-to-alls there are: two a module in which tokens meet, and direction."""
     ctx = context()
     one, batch = build(case.family), batch_of_kind(case.kind)
     many = copy.deepcopy(one)
     loss, gradients = by_first_rank(one_by_one, one, batch)
     many.config._attn_implementation = attention or one.config._attn_implementation
-    sp.apply_ulysses(many, ctx)
+    sp.apply_ulysses(many, ctx, batches=batches)
     many = copy.deepcopy(many)  # which is spread as well
     if options:
         seqtile.apply_seqtile(many, chunk_tokens=11, **options, check=False)
     checkpointing(many, case.reentrant)
     with Traffic() as traffic:
-        ours = sp.reduce_loss(many(**sp.shard(batch, ctx)).loss, ctx)
+        ours = many(**batch).loss if batches == "whole" else sp.reduce_loss(many(**sp.shard(batch, ctx)).loss, ctx)
         forward = len(traffic.sent)
         ours.backward()
     assert relative_error(ours.detach(), loss) <= 1e-5, f"{case}: loss"

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from sp import images, steps, trl_over_ranks, whole
+from sp import images, recurrences, steps, trl_over_ranks, whole
 from sp.cases import attention_cases
 from sp.test_sequence_parallel import OF_TWO, each_on_ranks, reducers
 from support.choice import every_value
@@ -35,6 +35,15 @@ def test_losses_of_ones_own(pool: Pool, loss: Callable, options: dict | None) ->
 @pytest.mark.parametrize("case", [whole.classification, whole.short, whole.read])
 def test_batches(pool: Pool, case: Callable[[], None]) -> None:
     pool.run(case)
+
+
+@pytest.mark.full("of a product, each value every day", but=every_value)
+@pytest.mark.parametrize("pool", [2, 4], indirect=True)
+@pytest.mark.parametrize("kind", recurrences.SEQUENCES)
+@pytest.mark.parametrize("family", recurrences.FAMILIES)
+def test_families(pool: Pool, family: str, kind: str) -> None:
+    """Recurrences, convolutions, sinks and latent attention."""
+    pool.run(recurrences.compared, recurrences.Case(family, kind, None), None, {}, "whole")
 
 
 @pytest.mark.full("4 s each", but=("llama-fsdp2", "llama-zero2-layer*", "llama-zero3", "qwen3_5-ddp*"))

@@ -56,6 +56,8 @@ class WholeBatches(ShardingHooks):
         """The text model is a part of the given one."""
         self.batch_hash: Tensor | None = None
         """Of all that the given model's forward was called with."""
+        self.position_ids: Tensor | None = None
+        """Those that the given model's forward was called with, which not every one hands on."""
         self.calls = 0
         """Of the text model, in the given model's forward that runs."""
         self.owners: Owners | None = None
@@ -69,12 +71,13 @@ class WholeBatches(ShardingHooks):
 
     @contextmanager
     def other_batch(self) -> Iterator[None]:
-        held, self.batch_hash = (self.batch_hash, self.calls, self.owners), None
+        held = self.batch_hash, self.position_ids, self.calls, self.owners
+        self.batch_hash = self.position_ids = None
         try:
             with super().other_batch():
                 yield
         finally:
-            self.batch_hash, self.calls, self.owners = held
+            self.batch_hash, self.position_ids, self.calls, self.owners = held
 
     def begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Remembers what the given model's batch was, and sees to masks that it makes."""
@@ -83,10 +86,11 @@ class WholeBatches(ShardingHooks):
             return
         tensors = [each for each in tree_flatten((args, sorted(kwargs.items())))[0] if isinstance(each, Tensor)]
         self.batch_hash, self.calls = hash_of({str(i): _bits(tensor) for i, tensor in enumerate(tensors)}), 0
+        self.position_ids = kwargs.get("position_ids")
         self.model.config._attn_implementation = OUTSIDE
 
     def end(self, module: nn.Module, args: tuple, output: Any) -> None:
-        self.batch_hash = None
+        self.batch_hash = self.position_ids = None
         self._run_whole(False)
 
     def check_batch(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -129,6 +133,8 @@ class WholeBatches(ShardingHooks):
         if len(args) > 1:
             raise ValueError("over ranks pass input_ids or inputs_embeds, and the rest by keyword")
         kwargs = kwargs | ({"input_ids": args[0]} if args else {})
+        if kwargs.get("position_ids") is None:
+            kwargs["position_ids"] = self.position_ids
         given = {name: value for name, value in kwargs.items() if value is not None and name not in _OF_THE_LOSS}
         tokens = given.get("input_ids", given.get("inputs_embeds"))
         if tokens is None:

@@ -1,9 +1,9 @@
 """The list of mutants, by package of seqtile."""
 
-from mutants_list import kernels, memory, models, offload, ops, ops_layer, recurrences, sp, trainers
+from mutants_list import kernels, memory, models, offload, ops, ops_layer, recurrences, sp, trainers, whole_batches
 from mutants_list.mutant import Mutant
 
-ROOMS = (kernels, ops, ops_layer, models, sp, offload, memory, trainers, recurrences)
+ROOMS = (kernels, ops, ops_layer, models, sp, offload, memory, trainers, recurrences, whole_batches)
 MUTANTS: tuple[Mutant, ...] = tuple(mutant for room in ROOMS for mutant in room.MUTANTS)
 
 __all__ = ["MUTANTS", "Mutant"]

@@ -68,8 +68,8 @@ MUTANTS = (
     Mutant(
         "latent: compressed where that is more",
         "CompressedKeys.is_chosen",
-        "self.sp_group.size > 1 and compressed < by_heads and plain",
-        "self.sp_group.size > 1 and plain",
+        "not self.is_whole and compressed < by_heads and plain",
+        "not self.is_whole and plain",
         LATENT,
     ),
     Family(

@@ -88,3 +88,9 @@ def test_images(pool: Pool, model_type: str, options: dict | None, frozen: bool)
 @OF_TWO
 def test_images_that_are_refused(pool: Pool) -> None:
     pool.run(images.refused)
+
+
+@OF_TWO
+def test_a_trainer_that_sees_one_of_two_ranks(pool: Pool) -> None:
+    """It would train wrong: nobody averages gradients."""
+    pool.run(trl_over_ranks.unseen)

@@ -5,8 +5,10 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 import trl
@@ -17,6 +19,7 @@ from integrations.test_trl import CASES as TRL_CASES
 from integrations.test_trl import CLOCKS
 from seqtile import apply_seqtile, sp
 from seqtile.integrations.trl import apply_seqtile_to_trl
+from seqtile.sp.trainer import _Groups
 from sp.over_ranks import context
 from sp.trainer import weights_of
 from support import trl_trainers
@@ -40,6 +43,7 @@ class Answers:
         found = super()._generate_single_turn(prompt_ids, *args, **kwargs)
         completions = found[0] if isinstance(found, tuple) else found
         first = self.accelerator.process_index * len(prompt_ids)
+        first += 1000 * getattr(getattr(self, "sequence_parallel", None), "rank", 0)  # the group takes its first rank's
         for i, ids in enumerate(completions):
             ids[:] = answer(self.state.global_step, first + i)
         return found
@@ -124,3 +128,10 @@ def over_ranks(expected: Run, size: int, name: str, how: str) -> None:
             scale = 10 if key == "kl" or key.startswith("rewards/") else 1
             same = math.isclose(our[key], their[key], rel_tol=1e-4, abs_tol=1e-4 * scale)
             assert same or math.isnan(their[key]), (key, our[key], their[key])
+
+
+def unseen() -> None:
+    accelerator = SimpleNamespace(num_processes=1)
+    with pytest.raises(ValueError, match="the trainer sees 1 of 2 ranks, expected all, whose gradients it averages"):
+        _Groups(context()).take(accelerator)
+    assert type(accelerator) is SimpleNamespace

@@ -32,7 +32,7 @@ def test_losses_of_ones_own(pool: Pool, loss: Callable, options: dict | None) ->
 
 
 @pytest.mark.parametrize("pool", [2, 4], indirect=True)
-@pytest.mark.parametrize("case", [whole.classification, whole.short, whole.read])
+@pytest.mark.parametrize("case", [whole.classification, whole.short, whole.read, whole.live_bytes])
 def test_batches(pool: Pool, case: Callable[[], None]) -> None:
     pool.run(case)
 

@@ -18,6 +18,7 @@ from seqtile.sp.token_shard import TokenShard
 from sp.attentions import install
 from sp.cases import WRAPPED, batch_of_kind
 from sp.over_ranks import Traffic, assert_same_step, by_first_rank, context
+from support.measure import LiveBytes
 from support.tiny import build, checkpointing, config_of, loss_and_gradients
 
 COLLECTIVES = ("all_reduce", "all_gather", "broadcast", "reduce_scatter_tensor", "all_gather_into_tensor")
@@ -245,3 +246,23 @@ def read() -> None:
         with pytest.raises(RuntimeError, match="are not changed in place; use a copy"):
             hidden.mul_(2)
     assert len(logits.tolist()) == 2
+
+
+def live_bytes() -> None:
+    """A rank's peak is that of a step whose batch was cut before the model, and the whole ids and labels besides."""
+    ctx, length = context(), 4096
+    ids = torch.randint(3, 200, (1, length))
+    batch, peaks = {"input_ids": ids, "labels": ids}, {}
+    for batches in ("cut", "whole"):
+        torch.manual_seed(0)
+        model = build("llama", max_position_embeddings=length)
+        sp.apply_ulysses(model, ctx, batches=batches)
+        seqtile.apply_seqtile(model, chunk_tokens=128, layer=True, check=False)
+        checkpointing(model, False)
+        given = batch if batches == "whole" else sp.shard(batch, ctx)
+        with LiveBytes() as live:
+            loss = model(**given, use_cache=False).loss
+            (loss if batches == "whole" else sp.reduce_loss(loss, ctx)).backward()
+        peaks[batches] = live.peak
+    integers = 10 * 8 * length  # of whole sequences: ids, labels, positions, of whom each token is, and their hashes
+    assert peaks["whole"] <= 1.02 * peaks["cut"] + integers, peaks

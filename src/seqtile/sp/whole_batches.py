@@ -73,11 +73,13 @@ class WholeBatches(ShardingHooks):
     def other_batch(self) -> Iterator[None]:
         held = self.batch_hash, self.position_ids, self.calls, self.owners
         self.batch_hash = self.position_ids = None
+        asked = self.model.config._attn_implementation  # of the given model's forward, which makes its masks yet
         try:
             with super().other_batch():
                 yield
         finally:
             self.batch_hash, self.position_ids, self.calls, self.owners = held
+            self.model.config._attn_implementation = asked
 
     def begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Remembers what the given model's batch was, and sees to masks that it makes."""

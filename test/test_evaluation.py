@@ -75,16 +75,28 @@ def test_tiled_models_and_adapters() -> None:
     assert [module.training for module in model.modules()] == training and calls == [(1, 3), (2, 3), (3, 3)]
 
 
+def test_what_tokenizers_return() -> None:
+    model, ids = build("llama"), torch.randint(3, VOCAB, (40,))
+    one, listed = seqtile.evaluate(model, ids), ids.tolist()
+    for same in (ids[None], ids.int(), listed, [listed], tuple(listed), [ids[None]], iter([ids])):
+        assert seqtile.evaluate(model, same) == one
+    assert seqtile.evaluate(model, [ids[:30], listed[:20]]).tokens == 29 + 19
+
+
 def test_what_is_refused() -> None:
-    model = build("llama")
-    for documents in (torch.zeros(2, 3, dtype=torch.long), torch.zeros(1, dtype=torch.long)):
-        with pytest.raises(ValueError, match=r"expected token ids \[N\] of at least 2 tokens, got"):
+    model, ids = build("llama"), [3, 4, 5]
+    for documents in ("text", ["text", "more"], b"text", {"input_ids": ids}, [{"input_ids": ids}], 7, torch.zeros(9)):
+        with pytest.raises(TypeError, match=r"expected the token ids .*, got .*; pass tokenizer\(text\)\.input_ids"):
             seqtile.evaluate(model, documents)
+    for documents in (torch.zeros(2, 3, dtype=torch.long), torch.zeros(1, dtype=torch.long), [], [ids, [3]], iter([])):
+        with pytest.raises(ValueError, match=r"expected token ids \[N\] of at least 2 tokens, got .*; pass several"):
+            seqtile.evaluate(model, documents)
+    for text_bytes in ([100], "text"):
+        with pytest.raises(TypeError, match=r"text_bytes: expected one number, .*, got .*; pass sum"):
+            seqtile.evaluate(model, ids, text_bytes=text_bytes)
     for options in ({"context": 20, "stride": 20}, {"stride": 0}, {"context": 1}):
         with pytest.raises(ValueError, match="expected 1 <= stride < context"):
             seqtile.evaluate(model, torch.zeros(50, dtype=torch.long), **options)
-    with pytest.raises(ValueError, match="expected 1 <= stride < context"):
-        seqtile.evaluate(model, [])
 
 
 def test_how_it_prints() -> None:

@@ -81,6 +81,7 @@ def test_what_tokenizers_return() -> None:
     for same in (ids[None], ids.int(), listed, [listed], tuple(listed), [ids[None]], iter([ids])):
         assert seqtile.evaluate(model, same) == one
     assert seqtile.evaluate(model, [ids[:30], listed[:20]]).tokens == 29 + 19
+    assert seqtile.evaluate(model, ids, context=100, stride=50) == one, "a document shorter than the stride"
 
 
 def test_what_is_refused() -> None:
@@ -94,9 +95,11 @@ def test_what_is_refused() -> None:
     for text_bytes in ([100], "text"):
         with pytest.raises(TypeError, match=r"text_bytes: expected one number, .*, got .*; pass sum"):
             seqtile.evaluate(model, ids, text_bytes=text_bytes)
-    for options in ({"context": 20, "stride": 20}, {"stride": 0}, {"context": 1}):
-        with pytest.raises(ValueError, match="expected 1 <= stride < context"):
+    for options in ({"context": 20, "stride": 20}, {"context": 20, "stride": 0}, {"context": 1}, {"context": 0}):
+        with pytest.raises(ValueError, match=r"expected 1 <= stride < context, got context=.*; pass a longer context"):
             seqtile.evaluate(model, torch.zeros(50, dtype=torch.long), **options)
+    with pytest.raises(ValueError, match=r"expected a context with a stride, got stride=7 alone; pass context="):
+        seqtile.evaluate(model, ids, stride=7)
 
 
 def test_how_it_prints() -> None:

@@ -91,16 +91,17 @@ def evaluate(
         documents: token ids of one document, a tensor [N] or [1, N] or a list of ints, or a list of several, each by
             itself and without padding.
         context: the most tokens that are given to the model at once; None for whole documents.
-        stride: of a longer document, the tokens from one window of `context` tokens to the next. A window predicts
-            those that none before it has, each from at least `context - stride` tokens. By default half the context.
+        stride: with `context`, of a longer document: the tokens from one window of `context` tokens to the next. A
+            window predicts those that none before it has, each from at least `context - stride` tokens. By default half
+            the context.
         text_bytes: the bytes of the text of all documents, one number, for bits per byte.
         ctx: the ranks that share each sequence, to which the model was given by `sp.apply_ulysses`. All call this.
         each: is called with the windows that are done, and their number.
 
     Memory: that of the model's forward with a chunk of logits; no cache.
 
-    Raises TypeError for what are no token ids, ValueError for a document of fewer than two tokens and for a stride that
-    is not less than the context.
+    Raises TypeError for what are no token ids, ValueError for a document of fewer than two tokens, and for a stride
+    without a context or not less than it.
     """
     documents = _documents(documents)
     if not isinstance(text_bytes, Real | None):
@@ -108,11 +109,20 @@ def evaluate(
             "evaluate: text_bytes: expected one number, the bytes of the text of all documents, got "
             f"{type(text_bytes).__name__}; pass sum(len(text.encode()) for text in texts)"
         )
-    longest = max(map(len, documents), default=0)
-    context = min(context or longest, longest)
+    longest = max(map(len, documents))
+    if context is None and stride is not None:
+        raise ValueError(
+            f"evaluate: expected a context with a stride, got stride={stride} alone; pass context=, the most tokens "
+            "that are given to the model at once, or leave stride out"
+        )
+    context = longest if context is None else context
     stride = max(1, context // 2) if stride is None else stride
-    if not (longest and context >= 2 and 1 <= stride < context):
-        raise ValueError(f"evaluate: a context of {context}, a stride of {stride}; expected 1 <= stride < context")
+    if not 1 <= stride < context:
+        raise ValueError(
+            f"evaluate: expected 1 <= stride < context, got context={context}, stride={stride}; pass a longer context, "
+            "or leave stride out for half of it"
+        )
+    context = min(context, longest)
     windows = [(document, *window) for document in documents for window in _windows(len(document), context, stride)]
     device = next(model.parameters()).device
     ends = FIRST * 2 ** torch.arange(1 + max(0, math.ceil(math.log2(context / FIRST))), device=device)

@@ -59,7 +59,9 @@ def test_what_cannot_be_evaluated(files: list[str], tmp_path: Path) -> None:
         ([files[0], str(tmp_path / "binary.txt")], "cannot be read as UTF-8 text"),
         ([*files, "--dtype", "float8"], "--dtype is 'float8', expected one of float32, bfloat16"),
         ([*files, "--adapter", str(tmp_path)], "--adapter: .* cannot be loaded"),
-        ([*files, "--stride", "0"], "expected 1 <= stride < context"),
+        ([*files, "--stride", "7"], "--stride is 7, expected at least 1 and less than --context, which is not given"),
+        ([*files, "--context", "7", "--stride", "7"], "less than --context, which is 7; pass a longer --context"),
+        ([*files, "--context", "1"], "--context is 1, expected at least 2"),
     ):
         result = CliRunner().invoke(app, ["evaluate", "--device", "cpu", *arguments])
         assert result.exit_code == 1

@@ -132,9 +132,13 @@ class EvaluateOptions:
 
     def check(self) -> None:
         """Raises ValueError for what cannot work."""
+        fits = self.stride is None or 1 <= self.stride < (self.context or 0)
+        longer = f"--context, which is {self.context or 'not given'}; pass a longer --context, or leave --stride out"
         for name, right, expected in (
             ("dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}"),
             ("device", self.device in (None, "cpu", "cuda"), "cpu or cuda"),
+            ("context", self.context is None or self.context >= 2, "at least 2: a token and the one that follows it"),
+            ("stride", fits, f"at least 1 and less than {longer}"),
         ):
             if not right:
                 raise ValueError(f"--{name} is {getattr(self, name)!r}, expected {expected}")

@@ -11,11 +11,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from transformers import PreTrainedConfig
+from transformers.utils import logging
 
 from seqtile.models import apply_seqtile, restore, status
 from seqtile.sp import SequenceParallel, shard
 from seqtile.sp.data import IGNORED
 
+logger = logging.get_logger(__name__)
 FIRST = 1024
 """Tokens of the first span of positions; each further one ends at twice as many."""
 
@@ -123,6 +126,11 @@ def evaluate(
             "or leave stride out for half of it"
         )
     context = min(context, longest)
+    if context > (most := _positions(model)) and (ctx is None or ctx.rank == 0):
+        logger.warning_once(
+            f"evaluate: {type(model).__name__} is configured for {most:,} positions at most, and is given {context:,} "
+            f"tokens at once: losses of later ones tell little; pass context={most} (--context {most}) or less"
+        )
     windows = [(document, *window) for document in documents for window in _windows(len(document), context, stride)]
     device = next(model.parameters()).device
     ends = FIRST * 2 ** torch.arange(1 + max(0, math.ceil(math.log2(context / FIRST))), device=device)
@@ -170,6 +178,19 @@ def _document(given: Any) -> torch.Tensor:
 def _is_ids(given: Any) -> bool:
     listed = isinstance(given, Sequence) and not isinstance(given, str | bytes)
     return listed and all(isinstance(each, Integral) for each in given)
+
+
+def _positions(model: nn.Module) -> float:
+    """Returns how many tokens a model is configured for at most, as far as its config tells. Where its RoPE is scaled,
+    that may be more than `max_position_embeddings`."""
+    config = getattr(model, "config", None)
+    text = config.get_text_config(decoder=True) if isinstance(config, PreTrainedConfig) else None
+    most, rope = getattr(text, "max_position_embeddings", None), getattr(text, "rope_parameters", None) or {}
+    scaled = [each for each in (rope, *rope.values()) if isinstance(each, dict) and each.get("factor")]
+    if most is None or any(each.get("rope_type") == "dynamic" for each in scaled):
+        return math.inf
+    longer = [int(each["factor"] * each.get("original_max_position_embeddings", most)) for each in scaled]
+    return max([most, *longer])
 
 
 def _means(totals: list[float], counts: list[float]) -> list[float]:

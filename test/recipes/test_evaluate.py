@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from recipes.cases import evaluated_on_rank
 from recipes.tiny_pretrained import save_tiny
 from seqtile.cli import app
+from seqtile.evaluation import logger
 from support.pool import Pool
 
 TEXT = "".join(chr(40 + i * i % 80) for i in range(3001))
@@ -40,6 +41,15 @@ def test_files_and_their_report(files: list[str], tmp_path: Path) -> None:
     assert strided["tokens"] == found["tokens"] and strided["loss"] != found["loss"]
     printed = CliRunner().invoke(app, ["evaluate", "--device", "cpu", *files]).output
     assert f"{'all':>22}{found['tokens']:>12,}{found['loss']:>9.4f}" in printed
+
+
+def test_more_tokens_than_a_model_is_configured_for(files: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    logger.warning_once.cache_clear()
+    evaluated(*files, "--context", "256")
+    assert not caplog.messages
+    evaluated(*files, "--context", "100000")
+    [said] = caplog.messages
+    assert "LlamaForCausalLM is configured for 256 positions at most" in said and "(--context 256)" in said
 
 
 def test_an_adapter(files: list[str], tmp_path: Path) -> None:

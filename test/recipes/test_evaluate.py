@@ -60,13 +60,21 @@ def test_an_adapter(files: list[str], tmp_path: Path) -> None:
     assert abs(with_it["loss"] - evaluated(*files)["loss"]) > 1e-4
 
 
-def test_what_cannot_be_evaluated(files: list[str], tmp_path: Path) -> None:
+def test_what_cannot_be_evaluated(files: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "binary.txt").write_bytes(b"\0\xff")
+    save_tiny(tmp_path / "damaged")
+    (tmp_path / "damaged" / "tokenizer.json").write_text("{}")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for arguments, said in (
         ([files[0], str(tmp_path / "none.txt")], "none.txt does not exist"),
         ([files[0], str(tmp_path / "empty.txt")], "empty.txt has 0 tokens, expected 2 at least"),
         ([files[0], str(tmp_path / "binary.txt")], "cannot be read as UTF-8 text"),
+        ([*files, str(tmp_path)], f"{tmp_path} is a directory, expected text files; pass those in it, such as"),
+        (["/nowhere", files[1]], "error: MODEL: /nowhere does not exist"),
+        ([str(tmp_path), files[1]], f"error: MODEL: {tmp_path} holds no config.json"),
+        (["nobody/nothing", files[1]], "MODEL: there is no directory nobody/nothing here; and as a hub name it was"),
+        ([str(tmp_path / "damaged"), files[1]], "error: MODEL: the tokenizer of"),
         ([*files, "--dtype", "float8"], "--dtype is 'float8', expected one of float32, bfloat16"),
         ([*files, "--adapter", str(tmp_path)], "--adapter: .* cannot be loaded"),
         ([*files, "--stride", "7"], "--stride is 7, expected at least 1 and less than --context, which is not given"),

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import AttentionInterface, AutoModelForCausalLM, LlamaConfig
+from transformers import AttentionInterface, AutoModelForCausalLM, LlamaConfig, MambaConfig
 
 import seqtile
 from seqtile import evaluation
@@ -75,16 +75,71 @@ def test_tiled_models_and_adapters() -> None:
     assert [module.training for module in model.modules()] == training and calls == [(1, 3), (2, 3), (3, 3)]
 
 
+def test_what_tokenizers_return() -> None:
+    model, ids = build("llama"), torch.randint(3, VOCAB, (40,))
+    one, listed = seqtile.evaluate(model, ids), ids.tolist()
+    for same in (ids[None], ids.int(), listed, [listed], tuple(listed), [ids[None]], iter([ids])):
+        assert seqtile.evaluate(model, same) == one
+    assert seqtile.evaluate(model, [ids[:30], listed[:20]]).tokens == 29 + 19
+    assert seqtile.evaluate(model, ids, context=100, stride=50) == one, "a document shorter than the stride"
+
+
 def test_what_is_refused() -> None:
-    model = build("llama")
-    for documents in (torch.zeros(2, 3, dtype=torch.long), torch.zeros(1, dtype=torch.long)):
-        with pytest.raises(ValueError, match=r"expected token ids \[N\] of at least 2 tokens, got"):
+    model, ids = build("llama"), [3, 4, 5]
+    for documents in ("text", ["text", "more"], b"text", {"input_ids": ids}, [{"input_ids": ids}], 7, torch.zeros(9)):
+        with pytest.raises(TypeError, match=r"expected the token ids .*, got .*; pass tokenizer\(text\)\.input_ids"):
             seqtile.evaluate(model, documents)
-    for options in ({"context": 20, "stride": 20}, {"stride": 0}, {"context": 1}):
-        with pytest.raises(ValueError, match="expected 1 <= stride < context"):
+    for documents in (torch.zeros(2, 3, dtype=torch.long), torch.zeros(1, dtype=torch.long), [], [ids, [3]], iter([])):
+        with pytest.raises(ValueError, match=r"expected token ids \[N\] of at least 2 tokens, got .*; pass several"):
+            seqtile.evaluate(model, documents)
+    for text_bytes in ([100], "text"):
+        with pytest.raises(TypeError, match=r"text_bytes: expected one number, .*, got .*; pass sum"):
+            seqtile.evaluate(model, ids, text_bytes=text_bytes)
+    for options in ({"context": 20, "stride": 20}, {"context": 20, "stride": 0}, {"context": 1}, {"context": 0}):
+        with pytest.raises(ValueError, match=r"expected 1 <= stride < context, got context=.*; pass a longer context"):
             seqtile.evaluate(model, torch.zeros(50, dtype=torch.long), **options)
-    with pytest.raises(ValueError, match="expected 1 <= stride < context"):
-        seqtile.evaluate(model, [])
+    with pytest.raises(ValueError, match=r"expected a context with a stride, got stride=7 alone; pass context="):
+        seqtile.evaluate(model, ids, stride=7)
+
+
+YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 30}
+
+
+@pytest.mark.parametrize(
+    ("rope", "most"),
+    [
+        ({}, 100),
+        (YARN, 120),
+        (YARN | {"factor": 2.0}, 100),  # of what it was trained on before: its positions say how far it is scaled
+        ({"rope_type": "linear", "rope_theta": 1e4, "factor": 2.0}, 200),
+        ({"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}, None),
+    ],
+    ids=["plain", "yarn", "yarn of fewer", "linear", "dynamic"],
+)
+def test_more_tokens_than_a_model_is_configured_for(
+    rope: dict, most: int | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = build("llama", max_position_embeddings=100, rope_parameters=rope or None)
+    evaluation.logger.warning_once.cache_clear()
+    seqtile.evaluate(model, [3] * (most or 100))
+    seqtile.evaluate(model, [3] * 301, context=most or 100)
+    seqtile.evaluate(model, [3] * 50, context=1000)
+    assert not [text for text in caplog.messages if text.startswith("evaluate")]
+    caplog.clear()
+    for options in ({}, {"context": 10_000}):
+        seqtile.evaluate(model, [3] * 301, **options)
+    said = f"LlamaForCausalLM is configured for {most} positions at most, and is given 301 tokens at once"
+    assert [said in text and f"pass context={most} " in text for text in caplog.messages] == [True] * (most is not None)
+
+
+def test_configs_that_tell_no_positions() -> None:
+    mamba = nn.Module()
+    mamba.config = MambaConfig()
+    assert evaluation._positions(nn.Linear(2, 2)) == evaluation._positions(mamba) == math.inf
+    kinds = {"full_attention": {"rope_type": "linear", "factor": 8.0}, "sliding_attention": {"rope_type": "default"}}
+    model = build("gemma3_text")
+    model.config.rope_parameters = kinds
+    assert evaluation._positions(with_lora(model, "q_proj")) == 8 * 256
 
 
 def test_how_it_prints() -> None:

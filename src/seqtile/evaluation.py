@@ -4,17 +4,21 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from numbers import Integral, Real
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from transformers import PreTrainedConfig
+from transformers.utils import logging
 
 from seqtile.models import apply_seqtile, restore, status
 from seqtile.sp import SequenceParallel, shard
 from seqtile.sp.data import IGNORED
 
+logger = logging.get_logger(__name__)
 FIRST = 1024
 """Tokens of the first span of positions; each further one ends at twice as many."""
 
@@ -75,7 +79,7 @@ class Evaluation:
 @torch.no_grad()
 def evaluate(
     model: nn.Module,
-    documents: torch.Tensor | Sequence[torch.Tensor],
+    documents: torch.Tensor | Sequence[int] | Sequence[torch.Tensor | Sequence[int]],
     *,
     context: int | None = None,
     stride: int | None = None,
@@ -87,27 +91,46 @@ def evaluate(
 
     Args:
         model: a causal LM, alone or with an adapter of PEFT's; tiled for as long as this takes, if it is not tiled.
-        documents: token ids [N] of one document, or of several, each by itself.
+        documents: token ids of one document, a tensor [N] or [1, N] or a list of ints, or a list of several, each by
+            itself and without padding.
         context: the most tokens that are given to the model at once; None for whole documents.
-        stride: of a longer document, the tokens from one window of `context` tokens to the next. A window predicts
-            those that none before it has, each from at least `context - stride` tokens. By default half the context.
-        text_bytes: the length of the text, for bits per byte.
+        stride: with `context`, of a longer document: the tokens from one window of `context` tokens to the next. A
+            window predicts those that none before it has, each from at least `context - stride` tokens. By default half
+            the context.
+        text_bytes: the bytes of the text of all documents, one number, for bits per byte.
         ctx: the ranks that share each sequence, to which the model was given by `sp.apply_ulysses`. All call this.
         each: is called with the windows that are done, and their number.
 
     Memory: that of the model's forward with a chunk of logits; no cache.
 
-    Raises ValueError for a document of fewer than two tokens and for a stride that is not less than the context.
+    Raises TypeError for what are no token ids, ValueError for a document of fewer than two tokens, and for a stride
+    without a context or not less than it.
     """
-    documents = [documents] if isinstance(documents, torch.Tensor) else list(documents)
-    for document in documents:
-        if document.dim() != 1 or len(document) < 2:
-            raise ValueError(f"evaluate: expected token ids [N] of at least 2 tokens, got {list(document.shape)}")
-    longest = max(map(len, documents), default=0)
-    context = min(context or longest, longest)
+    documents = _documents(documents)
+    if not isinstance(text_bytes, Real | None):
+        raise TypeError(
+            "evaluate: text_bytes: expected one number, the bytes of the text of all documents, got "
+            f"{type(text_bytes).__name__}; pass sum(len(text.encode()) for text in texts)"
+        )
+    longest = max(map(len, documents))
+    if context is None and stride is not None:
+        raise ValueError(
+            f"evaluate: expected a context with a stride, got stride={stride} alone; pass context=, the most tokens "
+            "that are given to the model at once, or leave stride out"
+        )
+    context = longest if context is None else context
     stride = max(1, context // 2) if stride is None else stride
-    if not (longest and context >= 2 and 1 <= stride < context):
-        raise ValueError(f"evaluate: a context of {context}, a stride of {stride}; expected 1 <= stride < context")
+    if not 1 <= stride < context:
+        raise ValueError(
+            f"evaluate: expected 1 <= stride < context, got context={context}, stride={stride}; pass a longer context, "
+            "or leave stride out for half of it"
+        )
+    context = min(context, longest)
+    if context > (most := _positions(model)) and (ctx is None or ctx.rank == 0):
+        logger.warning_once(
+            f"evaluate: {type(model).__name__} is configured for {most:,} positions at most, and is given {context:,} "
+            f"tokens at once: losses of later ones tell little; pass context={most} (--context {most}) or less"
+        )
     windows = [(document, *window) for document in documents for window in _windows(len(document), context, stride)]
     device = next(model.parameters()).device
     ends = FIRST * 2 ** torch.arange(1 + max(0, math.ceil(math.log2(context / FIRST))), device=device)
@@ -126,6 +149,48 @@ def evaluate(
     spans = [Span(*row) for row in zip([0, *stops], stops, map(int, counts), _means(totals, counts), strict=False)]
     [mean] = _means([sum(totals)], [sum(counts)])
     return Evaluation(int(sum(counts)), mean, tuple(span for span in spans if span.tokens), text_bytes)
+
+
+def _documents(given: Any) -> list[torch.Tensor]:
+    """Returns the token ids [N] of each document that `evaluate` was given."""
+    given = list(given) if isinstance(given, Iterator) else given
+    one = not isinstance(given, Sequence) or isinstance(given, str | bytes) or _is_ids(given)
+    return [_document(each) for each in ([given] if one else given)]
+
+
+def _document(given: Any) -> torch.Tensor:
+    ids = torch.tensor(given, dtype=torch.long) if _is_ids(given) else given
+    if not isinstance(ids, torch.Tensor) or ids.dtype == torch.bool or ids.is_floating_point() or ids.is_complex():
+        raise TypeError(
+            "evaluate: expected the token ids of a document, a tensor [N] of integers or a list of ints, or a list of "
+            f"several, got {getattr(ids, 'dtype', type(ids).__name__)}; pass tokenizer(text).input_ids"
+        )
+    if ids.dim() == 2 and len(ids) == 1:
+        ids = ids[0]
+    if ids.dim() != 1 or len(ids) < 2:
+        raise ValueError(
+            f"evaluate: expected token ids [N] of at least 2 tokens, got {list(ids.shape)}; pass several documents as "
+            "a list, each without padding, and leave out shorter ones"
+        )
+    return ids.long()
+
+
+def _is_ids(given: Any) -> bool:
+    listed = isinstance(given, Sequence) and not isinstance(given, str | bytes)
+    return listed and all(isinstance(each, Integral) for each in given)
+
+
+def _positions(model: nn.Module) -> float:
+    """Returns how many tokens a model is configured for at most, as far as its config tells. Where its RoPE is scaled,
+    that may be more than `max_position_embeddings`."""
+    config = getattr(model, "config", None)
+    text = config.get_text_config(decoder=True) if isinstance(config, PreTrainedConfig) else None
+    most, rope = getattr(text, "max_position_embeddings", None), getattr(text, "rope_parameters", None) or {}
+    scaled = [each for each in (rope, *rope.values()) if isinstance(each, dict) and each.get("factor")]
+    if most is None or any(each.get("rope_type") == "dynamic" for each in scaled):
+        return math.inf
+    longer = [int(each["factor"] * each.get("original_max_position_embeddings", most)) for each in scaled]
+    return max([most, *longer])
 
 
 def _means(totals: list[float], counts: list[float]) -> list[float]:

@@ -127,3 +127,27 @@ def test_compiled() -> None:
         output = tiled(**batch)
     assert relative_error(output.loss, expected.loss) <= 1e-5 and unread(output.logits)
     assert relative_error(output.logits, expected.logits) <= 1e-5
+
+
+def test_what_a_hook_on_the_head_sees() -> None:
+    """Chunks of the loss and what is read, as docs/evaluation.md says; not all logits of a forward."""
+    model, batch, seen = tiled_copy(build("llama")), batch_of(1, 101), []
+    model.lm_head.register_forward_hook(lambda module, given, output: seen.append(output[..., 0].numel()))
+
+    def rows() -> list[int]:
+        found = seen.copy()
+        seen.clear()
+        return found
+
+    model(**batch).loss.backward()
+    first = rows()
+    outputs = model(**batch)
+    of_forward = rows()
+    outputs.loss.backward()
+    assert max(of_forward) < sum(of_forward) == 101 and rows() == of_forward
+    assert sum(first) > 2 * 101 and max(first) < 101, "the comparison of the first step, too"
+    model.eval()
+    logits = model(input_ids=batch["input_ids"]).logits
+    assert rows() == []
+    logits[:, :7].sum()
+    assert rows() == [7]

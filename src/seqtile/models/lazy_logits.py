@@ -235,6 +235,8 @@ for _name in ("argmax", "logsumexp", "amax"):
 class _Read(torch.autograd.Function):
     """Reads logits: all of them, or by rows."""
 
+    seqtile_of_all_ranks = True  # see seqtile.protocols.OF_ALL_RANKS
+
     @staticmethod
     def forward(ctx: Any, logits: LazyLogits, function: Rowwise | None, *along: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(*along)  # which must not change

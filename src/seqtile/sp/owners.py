@@ -7,6 +7,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from seqtile.protocols import OF_ALL_RANKS
 from seqtile.sp.groups import SequenceParallel
 from seqtile.tensor_like import View
 
@@ -70,6 +71,8 @@ class _Gathered(torch.autograd.Function):
     """The values of all tokens, on every rank. All ranks compute the same from them, and reducers average gradients:
     so that of a rank's rows is multiplied by the size of the group."""
 
+    seqtile_of_all_ranks = True
+
     @staticmethod
     def forward(node, rows: Tensor, owners: Owners) -> Tensor:
         node.owners = owners
@@ -86,6 +89,8 @@ class _Gathered(torch.autograd.Function):
 class _Summed(torch.autograd.Function):
     """The sum of each rank's tensor, on every rank; gradients as in `_Gathered`. One all-reduce."""
 
+    seqtile_of_all_ranks = True
+
     @staticmethod
     def forward(node, own: Tensor, sp_group: SequenceParallel) -> Tensor:
         node.size, total = sp_group.size, own.clone()
@@ -99,3 +104,17 @@ class _Summed(torch.autograd.Function):
 
 gathered: Callable[[Tensor, Owners], Tensor] = _Gathered.apply
 summed: Callable[[Tensor, SequenceParallel], Tensor] = _Summed.apply
+
+
+def is_of_all(tensor: Tensor) -> bool:
+    """Says if a tensor was computed from what all ranks have. Its gradient has to be the same on every rank, so it is
+    no operand where each computes its own rows."""
+    waiting, seen = [tensor.grad_fn], set()
+    while waiting:
+        node = waiting.pop()
+        if getattr(getattr(node, "_forward_cls", None), OF_ALL_RANKS, False):
+            return True
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting += [before for before, _ in node.next_functions]
+    return False

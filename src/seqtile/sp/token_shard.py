@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only
 from transformers.utils import logging
 
-from seqtile.sp.owners import Owners, gathered
+from seqtile.sp.owners import Owners, gathered, is_of_all
 from seqtile.sp.row_losses import LOSSES
 from seqtile.tensor_like import ABOUT, VIEWS, is_in_place, view_of
 
@@ -82,6 +82,9 @@ class TokenShard(Tensor):
                 return function(*args, **kwargs)
         if (is_in_place(name, kwargs) and isinstance(args[0], cls)) or function == Tensor.data.__set__:
             raise RuntimeError(f"{name}: values whose tokens are over ranks are not changed in place; use a copy")
+        tensors = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, Tensor)]
+        if any(not isinstance(each, cls) and is_of_all(each) for each in tensors):
+            return cls._of_all(function, args, kwargs)
         if function in LOSSES:
             return LOSSES[function](*args, **kwargs)
         if isinstance(args[0], cls) and name in VIEWS:
@@ -99,6 +102,12 @@ class TokenShard(Tensor):
             return found.whole() if name in _REDUCTIONS else found
         if name == "gather" and (found := _along_last(*args, **kwargs)) is not None:
             return found
+        return cls._of_all(function, args, kwargs)
+
+    @classmethod
+    def _of_all(cls, function: Callable, args: tuple, kwargs: dict) -> Any:
+        """Calls a function with the values of all tokens."""
+        name = getattr(function, "__name__", "a function")
         logger.warning_once(f"{name} reads what tokens of all ranks have, so that is gathered, on every rank")
         args, kwargs = tree_map_only(cls, TokenShard.whole, (args, kwargs))
         return function(*args, **kwargs)

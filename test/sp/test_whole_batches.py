@@ -94,3 +94,8 @@ def test_images_that_are_refused(pool: Pool) -> None:
 def test_a_trainer_that_sees_one_of_two_ranks(pool: Pool) -> None:
     """It would train wrong: nobody averages gradients."""
     pool.run(trl_over_ranks.unseen)
+
+
+@OF_TWO
+def test_refusals(pool: Pool) -> None:
+    pool.run(whole.refused)

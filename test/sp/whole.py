@@ -5,16 +5,18 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import peft
 import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import LlamaForSequenceClassification
+from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, LlamaForSequenceClassification
 
 import seqtile
 from seqtile import sp
 from seqtile.sp.token_shard import TokenShard
+from sp import steps
 from sp.attentions import install
 from sp.cases import WRAPPED, batch_of_kind
 from sp.over_ranks import Traffic, assert_same_step, by_first_rank, context
@@ -294,3 +296,50 @@ def live_bytes() -> None:
         peaks[batches] = live.peak
     integers = 10 * 8 * length  # of whole sequences: ids, labels, positions, of whom each token is, and their hashes
     assert peaks["whole"] <= 1.02 * peaks["cut"] + integers, peaks
+
+
+def refused() -> None:
+    """By name, on every rank, and none waits; what was there stays."""
+    ctx, batch = context(), padded_batch()
+    for model_type, (fields, _) in steps.NOT_SPREAD.items():
+        config = CONFIG_MAPPING[model_type](**fields)
+        other = steps.OF_OTHER_CLASSES.get(model_type, MODEL_FOR_CAUSAL_LM_MAPPING)[type(config)](config)
+        before = other.config._attn_implementation
+        with pytest.raises(ValueError, match=r"leave this model whole|get_decoder\(\)"):
+            sp.apply_ulysses(other, ctx, batches="whole")
+        assert other.config._attn_implementation == before
+    model = build("llama")
+    with pytest.raises(ValueError, match="batches is 'half', expected one of 'cut', 'whole'"):
+        sp.apply_ulysses(model, ctx, batches="half")
+    sp.apply_ulysses(model, ctx, batches="whole")
+    sp.apply_ulysses(model, ctx, batches="whole")
+    with pytest.raises(ValueError, match="over other ranks already, or for other batches"):
+        sp.apply_ulysses(model, ctx)
+    loss = model(**batch).loss
+    ids = batch["input_ids"]
+    for changes, match in (
+        ({"input_ids": ids + (ids == ids[0, 9]) * ctx.rank}, "expected the same whole batch on every rank of a group"),
+        ({"input_ids": ids[:, : 30 + ctx.rank], "attention_mask": None, "labels": None}, "batches of different shapes"),
+        ({"attention_mask": torch.ones(2, 1, 37, 37)}, "attention_mask of LlamaModel has tokens in a way"),
+        ({"batch_hash": torch.tensor(7)}, "this batch is a shard already"),
+        ({"attention_mask": torch.arange(37).expand(2, -1) != 7}, "attention_mask has a hole"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            model(**batch | changes)
+        assert model(**batch).loss.equal(loss), "after a failure"
+    twice = model.model.forward
+
+    def again(*args: Any, **kwargs: Any) -> Any:
+        model.model.forward = twice
+        model.model(input_ids=ids, use_cache=False)
+        return twice(*args, **kwargs)
+
+    model.model.forward = again
+    with pytest.raises(ValueError, match="LlamaModel is called twice in a forward"):
+        model(**batch)
+    prompted = peft.get_peft_model(build("llama"), peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4))
+    with pytest.raises(ValueError, match="puts tokens before a sequence"):
+        sp.apply_ulysses(prompted, ctx, batches="whole")
+    assert model(**batch).loss.equal(loss)
+    sp.restore(model)
+    assert model.config._attn_implementation == "sdpa" and not isinstance(hidden_of(model, batch), TokenShard)

@@ -48,7 +48,7 @@ def apply_ulysses(model: PreTrainedModel, ctx: SequenceParallel, *, batches: str
         return
     cut_at = text_model_of(model) if batches == "whole" else model
     recurrent = mixers(cut_at) if is_recurrent(cut_at) else []
-    _check(cut_at, recurrent, is_masked_outside=cut_at is not model)
+    _check(cut_at, recurrent, is_masked_outside=cut_at not in (model, model.base_model))
     AttentionInterface.register(NAME, ulysses_attention)
     layers = len(recurrent) or cut_at.config.get_text_config().num_hidden_layers
     setattr(model, SHARDED, kinds[batches](model, cut_at, ctx, layers))

@@ -35,6 +35,8 @@ _KINDS = ("full_attention", "sliding_attention")
 
 def text_model_of(model: PreTrainedModel) -> PreTrainedModel:
     """Returns the part of a model that computes its tokens' hidden states. ValueError if that is not known."""
+    if model.config.is_encoder_decoder:
+        raise ValueError(f"{type(model).__name__} has an encoder, expected a decoder alone; leave this model whole")
     found = model.get_decoder()
     if not isinstance(found, PreTrainedModel) or all(found is not module for module in model.modules()):
         raise ValueError(f"the text model of {type(model).__name__} is not found; expected one as its get_decoder()")
@@ -227,7 +229,6 @@ def _bits(tensor: Tensor) -> Tensor:
 
 def _has_tokens(name: str, value: Any, rows: int, length: int) -> bool:
     """Says if an argument has a dimension of tokens that is not known to be cut."""
-    return any(
-        isinstance(each, Tensor) and length in each.shape and sequence_dim(name, each, rows, length) is None
-        for each in tree_flatten(value)[0]
-    )
+    tensors = [each for each in tree_flatten(value)[0] if isinstance(each, Tensor)]
+    unknown = [each for each in tensors if sequence_dim(name, each, rows, length) is None]
+    return any(length in each.shape or name == "attention_mask" for each in unknown)

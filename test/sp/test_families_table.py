@@ -1,19 +1,29 @@
-"""The page's table of families that are spread over ranks."""
+"""The page's tables of families and of image models that are spread over ranks."""
 
 import re
 from pathlib import Path
 
+from sp.images import MODELS
 from sp.recurrences import FAMILIES
 from sp.steps import NOT_SPREAD
 
+PAGE = Path(__file__).parents[2] / "docs" / "sequence-parallelism.md"
 
-def test_the_pages_table() -> None:
-    """docs/sequence-parallelism.md lists the families that are tested, and those that are refused."""
-    page = (Path(__file__).parents[2] / "docs" / "sequence-parallelism.md").read_text()
-    section = page.partition("## Recurrences")[2].partition("\n## ")[0]
-    listed = [
-        name for row in re.findall(r"^\| (`.*?) \|", section, re.MULTILINE) for name in re.findall(r"`(\w+)`", row)
-    ]
-    assert sorted(listed) == sorted({model_type for model_type, _ in FAMILIES.values()})
-    refused = re.findall(r"`(\w+)`", section.partition("Refused, by the class's name:")[2])
+
+def section(heading: str) -> tuple[str, list[str]]:
+    """Its text, and the model types in the first column of its table."""
+    text = PAGE.read_text().partition(f"\n## {heading}")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (`.*?) \|", text, re.MULTILINE)
+    return text, sorted(name for row in rows for name in re.findall(r"`(\w+)`", row))
+
+
+def test_families() -> None:
+    """docs/sequence-parallelism.md lists those that are tested, and those that are refused."""
+    text, listed = section("Recurrences")
+    assert listed == sorted({model_type for model_type, _ in FAMILIES.values()})
+    refused = re.findall(r"`(\w+)`", text.partition("Refused, by the class's name:")[2])
     assert refused and set(refused) <= NOT_SPREAD.keys()
+
+
+def test_images() -> None:
+    assert section("Images")[1] == sorted(MODELS)

@@ -13,25 +13,25 @@ import torch
 View = Callable[[torch.Tensor], torch.Tensor]
 
 
-def view_of(name: str, shape: torch.Size, *args: Any, **kwargs: Any) -> Any:
+def view_of(name: str, shape: torch.Size, /, *args: Any, **kwargs: Any) -> Any:
     """Returns the View, or the Views in a tuple, that the function of this name makes of a tensor of this shape given
     these further arguments; NotImplemented for what is no view of tokens."""
     return _VIEWS[name](shape, *args, **kwargs)
 
 
-def _reshape(shape: torch.Size, *to: Any, **kwargs: Any) -> Any:
+def _reshape(shape: torch.Size, /, *to: Any, **kwargs: Any) -> Any:
     sizes = tuple(to[0]) if len(to) == 1 and not isinstance(to[0], int | torch.dtype) else to
     if kwargs or not sizes or not all(isinstance(size, int) for size in sizes) or sizes[-1] != shape[-1]:
         return NotImplemented
     return lambda tensor: tensor.reshape(*sizes[:-1], tensor.shape[-1])
 
 
-def _flatten(shape: torch.Size, start_dim: int = 0, end_dim: int = -1) -> Any:
+def _flatten(shape: torch.Size, /, start_dim: int = 0, end_dim: int = -1) -> Any:
     last = end_dim % len(shape)
     return NotImplemented if last == len(shape) - 1 else lambda tensor: tensor.flatten(start_dim, last)
 
 
-def _index(shape: torch.Size, index: Any) -> Any:
+def _index(shape: torch.Size, /, index: Any) -> Any:
     entries = index if isinstance(index, tuple) else (index,)
     tensors = [entry for entry in entries if isinstance(entry, torch.Tensor)]
     plain = [entry for entry in entries if entry is None or entry is Ellipsis or type(entry) in (int, slice)]
@@ -54,7 +54,7 @@ def _is_mask(entry: Any) -> bool:
     return isinstance(entry, torch.Tensor) and entry.dtype == torch.bool
 
 
-def _split(shape: torch.Size, size: Any, dim: int = 0) -> Any:
+def _split(shape: torch.Size, /, size: Any, dim: int = 0) -> Any:
     dim, pieces = dim % len(shape), []
     if dim == len(shape) - 1:
         return NotImplemented
@@ -64,7 +64,7 @@ def _split(shape: torch.Size, size: Any, dim: int = 0) -> Any:
     return tuple(_index(shape, (*[slice(None)] * dim, slice(*piece))) for piece in pieces)
 
 
-def _unbind(shape: torch.Size, dim: int = 0) -> Any:
+def _unbind(shape: torch.Size, /, dim: int = 0) -> Any:
     return NotImplemented if dim or len(shape) < 2 else tuple(_index(shape, i) for i in range(shape[0]))
 
 

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from transformers import CONFIG_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING, LlamaForSequenceClassification
 
 import seqtile
@@ -186,7 +187,38 @@ def weighed(model: nn.Module, batch: Batch) -> Tensor:
     return (counts * hidden * sharpness * common).square().mean() + 0.1 * (hidden * common * counts).std()
 
 
+def of_one_token(model: nn.Module, batch: Batch) -> Tensor:
+    """Dimensions counted from the front, of a token and of a row."""
+    logits, hidden = model(**inputs_of(batch)).logits, hidden_of(model, batch)
+    one, row = hidden[1, -1], hidden[1]
+    assert one.argmax(0).dim() == 0 and row.argmax(1).shape == row.shape[:1]
+    last = logits[1, -1].softmax(0).square().sum() + logits[1, 7:].log_softmax(1).square().mean()
+    return last + row.mean(1).square().sum() + row.mean(0).square().sum() + hidden[1:].softmax(2)[..., 0].sum()
+
+
+def fed_back(model: nn.Module, batch: Batch) -> Tensor:
+    """Hidden states that the text model is given as embeddings, and a norm that was computed under a checkpoint."""
+    ids = batch["input_ids"][1:]
+    hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
+    again = model.model(inputs_embeds=torch.cat([hidden * 0.5, hidden[:, -3:]], 1), use_cache=False).last_hidden_state
+    size = checkpoint(lambda hidden: hidden.norm(dim=-1, keepdim=True), hidden, use_reentrant=True)
+    return again.square().mean() + (hidden / size)[..., :3].square().mean() + F.dropout(again, 0.0).std()
+
+
+def of_gradients(model: nn.Module, batch: Batch) -> Tensor:
+    """A loss that has the gradient of another in it, as a number."""
+    hidden = hidden_of(model, batch)
+    [gradient] = torch.autograd.grad(
+        (hidden.pow(2) * batch["attention_mask"][..., None]).sum(), hidden, retain_graph=True
+    )
+    counts = batch["attention_mask"][..., None]
+    return (hidden * gradient * counts).mean() + (gradient * counts).square().sum() * (hidden * counts).square().mean()
+
+
 LOSSES = (
+    of_one_token,
+    fed_back,
+    of_gradients,
     values,
     weighed,
     own_loss,
@@ -273,8 +305,11 @@ def read() -> None:
         assert collectives["gathered bytes"] == -(-37 // ctx.size) * 2 * 8, "an index a token"
         assert best.equal(whole.argmax(-1).where(counts, best))
         assert torch.allclose(logits[counts], whole[counts], atol=1e-5)
-        with pytest.raises(RuntimeError, match="are not changed in place; use a copy"):
-            hidden.mul_(2)
+        for change in (lambda: hidden.mul_(2), lambda: torch.exp(hidden, out=hidden), hidden.data_ptr):
+            with pytest.raises(RuntimeError, match="are not changed in place; use a copy"):
+                change()
+        with pytest.raises(ValueError, match=r"expected values of the tokens \[2, 37\], got \[37, 2\]"):
+            seqtile.linear_cross_entropy(hidden, model.lm_head.weight, batch["labels"].T)
     assert len(logits.tolist()) == 2
 
 

@@ -88,6 +88,8 @@ def _check(model: PreTrainedModel, recurrent: list[nn.Module], is_masked_outside
     if (implementation := model.config._attn_implementation) not in known:
         expected = f"expected one of {', '.join(known)}; model.set_attn_implementation(...) first"
         raise ValueError(f"the model's attention is {implementation!r}, {expected}")
+    if implementation == NAME:
+        raise ValueError("a model that is sharded has the same config object; give this one a config of its own")
     unknown = sorted({type(module).__name__ for module in recurrent if not is_known(module)})
     others = sorted(set(getattr(config, "layer_types", None) or ()) - _ATTENTIONS - _RECURRENCES - BY_TOKEN)
     others += ["an encoder"] if config.is_encoder_decoder else []

@@ -7,6 +7,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
+from seqtile.ops.checks import check_first_derivative
 from seqtile.protocols import OF_ALL_RANKS
 from seqtile.sp.groups import SequenceParallel
 from seqtile.tensor_like import View
@@ -35,6 +36,8 @@ class Owners:
 
     def own(self, values: Tensor) -> Tensor:
         """Returns this rank's rows [n, ...] of values [..., *] that it has of all tokens. With gradients."""
+        if values.shape[: len(self.shape)] != self.shape:
+            raise ValueError(f"expected values of the tokens {list(self.shape)}, got {list(values.shape)}")
         flat = values.reshape(self.shape.numel(), *values.shape[len(self.shape) :])
         return flat[self.places(values.device)[self.sp_group.rank]]
 
@@ -45,7 +48,7 @@ class Owners:
         own = F.pad(rows.detach(), [0, 0] * (rows.dim() - 1) + [0, most - len(rows)])
         parts = [torch.empty_like(own, memory_format=torch.contiguous_format) for _ in places]
         dist.all_gather(parts, own.contiguous(), group=self.sp_group.group)
-        found = own.new_empty(*self.shape, *own.shape[1:])  # no view, which could not be changed in place
+        found = own.new_empty((*self.shape, *own.shape[1:]))  # no view, which could not be changed in place
         for where, part in zip(places, parts, strict=True):
             found.view(-1, *own.shape[1:])[where] = part[: len(where)]
         return found
@@ -83,6 +86,7 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def backward(node, gradient: Tensor) -> tuple[Tensor, None]:
+        check_first_derivative("values over ranks")
         return node.owners.own(gradient) * node.owners.sp_group.size, None
 
 
@@ -99,9 +103,26 @@ class _Summed(torch.autograd.Function):
 
     @staticmethod
     def backward(node, gradient: Tensor) -> tuple[Tensor, None]:
+        check_first_derivative("values over ranks")
         return gradient * node.size, None
 
 
+class _WholeGradient(torch.autograd.Function):
+    """The tensor itself, whose gradient is the mean of what ranks have for it. One all-reduce in the backward."""
+
+    @staticmethod
+    def forward(node, whole: Tensor, sp_group: SequenceParallel) -> Tensor:
+        node.sp_group = sp_group
+        return whole.view_as(whole)
+
+    @staticmethod
+    def backward(node, gradient: Tensor) -> tuple[Tensor, None]:
+        total = gradient.contiguous().clone()
+        dist.all_reduce(total, group=node.sp_group.group)
+        return total / node.sp_group.size, None
+
+
+with_whole_gradient: Callable[[Tensor, SequenceParallel], Tensor] = _WholeGradient.apply
 gathered: Callable[[Tensor, Owners], Tensor] = _Gathered.apply
 summed: Callable[[Tensor, SequenceParallel], Tensor] = _Summed.apply
 

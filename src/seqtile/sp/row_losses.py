@@ -115,7 +115,7 @@ def _cross_entropy_of_logits(
     """torch's cross_entropy of logits [n, V]."""
     options = {"weight": weight, "ignore_index": ignore_index, "label_smoothing": label_smoothing}
     owners = getattr(input, "owners", None)
-    if owners is None or target.shape != owners.shape or len(owners.shape) != 1 or size_average or reduce:
+    if owners is None or target.shape != owners.shape or len(owners.shape) != 1 or not (size_average is reduce is None):
         logits = input if owners is None else input.whole()
         return F.cross_entropy(logits, target, size_average=size_average, reduce=reduce, reduction=reduction, **options)
     how = "none" if reduction == "none" else "sum"

@@ -57,7 +57,7 @@ class ShardingHooks:
         base = model.base_model
         self.handles = [
             model.register_forward_pre_hook(self.check_batch, with_kwargs=True),
-            model.register_forward_hook(self.finish, with_kwargs=True),
+            model.register_forward_hook(self.finish, with_kwargs=True, prepend=self.takes_whole),
             model.register_forward_hook(self.forget_layout, always_call=True),
             base.register_forward_pre_hook(self.add_layout, with_kwargs=True),
             base.register_forward_hook(self.check_layers, with_kwargs=True),

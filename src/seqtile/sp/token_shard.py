@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_map_only
 from transformers.utils import logging
 
+from seqtile.ops.checks import check_first_derivative
 from seqtile.sp.owners import Owners, gathered, is_of_all
 from seqtile.sp.row_losses import LOSSES
 from seqtile.tensor_like import ABOUT, VIEWS, is_in_place, view_of
@@ -27,6 +28,7 @@ _ELEMENTWISE += " to float half bfloat16 double contiguous clone detach __add__ 
 _ELEMENTWISE += " __rmul__ __truediv__ __pow__ __neg__"
 _ELEMENTWISE = _ELEMENTWISE.split()
 _REDUCTIONS = "mean sum argmax logsumexp amax var".split()
+_OVER_LAST = (*_REDUCTIONS, "softmax", "log_softmax")
 _WITH_WEIGHTS = (F.linear, F.layer_norm, F.rms_norm)
 
 
@@ -51,7 +53,7 @@ class TokenShard(Tensor):
     def each(self, function: Callable[..., Tensor], *along: Tensor) -> "TokenShard":
         """Returns function(rows, ...), which computes each row by itself, as values of the same tokens. Of `along`,
         [..., *], it is given this rank's rows, too."""
-        return shared(function(self.connected_rows(), *map(self.own, along)), self.owners, self.is_gradient)
+        return shared(function(self.connected_rows(), *map(self.own, along)), self.owners)
 
     def own(self, values: Tensor) -> Tensor:
         """Returns this rank's rows of values [..., *] of the same tokens."""
@@ -66,40 +68,44 @@ class TokenShard(Tensor):
         return gathered(self.connected_rows(), self.owners)
 
     def gradient(self, of_whole: Tensor) -> "TokenShard":
-        """Returns a gradient of these values, given on every rank as a plain tensor, as one of shards."""
-        return TokenShard(_rows_of_gradient(of_whole, self.owners), self.owners, is_gradient=True)
+        """Returns a gradient of these values, given whole on every rank or by its rows, as one of shards."""
+        rows = of_whole.rows if isinstance(of_whole, TokenShard) else _rows_of_gradient(of_whole, self.owners)
+        return TokenShard(rows, self.owners, is_gradient=True)
+
+    def as_value(self) -> "TokenShard":
+        """Returns a gradient as the values that it has on one process."""
+        return TokenShard(self.rows / self.owners.sp_group.size, self.owners) if self.is_gradient else self
 
     def _viewed(self, view: FunctionType, device: torch.device | None) -> "TokenShard":
         owners, taken = self.owners.viewed(view, device)
         rows = self.connected_rows()
-        return shared(rows if taken is None else rows[taken.to(rows.device)], owners, self.is_gradient)
+        return shared(rows if taken is None else rows[taken.to(rows.device)], owners)
 
     @classmethod
     def __torch_function__(cls, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs, name = kwargs or {}, getattr(function, "__name__", "")
+        first = args[0] if args else None
         if function in ABOUT:
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
-        if (is_in_place(name, kwargs) and isinstance(args[0], cls)) or function == Tensor.data.__set__:
+        changed = first if is_in_place(name, kwargs) or name == "data_ptr" else kwargs.get("out")
+        if isinstance(changed, cls) or function == Tensor.data.__set__:
             raise RuntimeError(f"{name}: values whose tokens are over ranks are not changed in place; use a copy")
+        args, kwargs = tree_map_only(cls, TokenShard.as_value, (args, kwargs))
+        first = args[0] if args else None
         tensors = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, Tensor)]
         if any(not isinstance(each, cls) and is_of_all(each) for each in tensors):
             return cls._of_all(function, args, kwargs)
         if function in LOSSES:
             return LOSSES[function](*args, **kwargs)
-        if isinstance(args[0], cls) and name in VIEWS:
+        if isinstance(first, cls) and name in VIEWS:
             indices = [each for each in tree_flatten(args[1:])[0] if isinstance(each, Tensor)]
-            views = view_of(name, args[0].shape, *args[1:], **kwargs)
+            views = view_of(name, first.shape, *args[1:], **kwargs)
             if views is not NotImplemented:
                 device = indices[0].device if indices else None
-                return tree_map_only(FunctionType, partial(args[0]._viewed, device=device), views)
+                return tree_map_only(FunctionType, partial(first._viewed, device=device), views)
         elif _is_by_token(function, name, args, kwargs):
-            like = next(each for each in args if isinstance(each, cls))
-            mapped = args[:1] if function in _WITH_WEIGHTS else args
-            own = lambda each: like.own(each) if each.dim() == like.dim() else each  # noqa: E731
-            rows = (*tree_map_only(Tensor, own, mapped), *args[len(mapped) :])
-            found = shared(function(*rows, **kwargs), like.owners, like.is_gradient)
-            return found.whole() if name in _REDUCTIONS else found
+            return _by_token(function, name, args, kwargs)
         if name == "gather" and (found := _along_last(*args, **kwargs)) is not None:
             return found
         return cls._of_all(function, args, kwargs)
@@ -125,6 +131,9 @@ class TokenShard(Tensor):
             if isinstance(first, cls):
                 first.rows = found.rows
                 return first
+        written = [given for each, given in zip(function._schema.arguments, args, strict=False) if _is_written(each)]
+        if any(isinstance(each, cls) for each in tree_flatten(written)[0]):
+            raise RuntimeError(f"{name}: values whose tokens are over ranks are not changed in place; use a copy")
         args, kwargs = tree_map_only(cls, lambda shard: shard.whole().detach(), (args, kwargs or {}))
         return function(*args, **kwargs)
 
@@ -138,11 +147,10 @@ class TokenShard(Tensor):
         return f"TokenShard({list(self.shape)}, {self.dtype}, {len(self.rows)} of its tokens on this rank)"
 
 
-def shared(rows: Tensor, owners: Owners, is_gradient: bool = False) -> TokenShard:
+def shared(rows: Tensor, owners: Owners) -> TokenShard:
     """Returns the values of all tokens, of which each rank has its own rows [n, *]."""
-    if torch.is_grad_enabled() and rows.requires_grad:
-        return _Shared.apply(rows, owners)
-    return TokenShard(rows, owners, is_gradient)
+    is_recorded = torch.is_grad_enabled() and rows.requires_grad
+    return _Shared.apply(rows, owners) if is_recorded else TokenShard(rows, owners)
 
 
 def _of_gradients(name: str, *operands: Any) -> TokenShard | None:
@@ -161,20 +169,43 @@ def _of_gradients(name: str, *operands: Any) -> TokenShard | None:
 
 def _is_by_token(function: Callable, name: str, args: tuple, kwargs: dict) -> bool:
     """Says if a function computes each token's values [K] by themselves, given these arguments."""
-    tensors = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, Tensor)]
     shards = [each for each in args if isinstance(each, TokenShard)]
-    plain = [each for each in tensors if not isinstance(each, TokenShard)]
-    if not shards or len(shards) + len(plain) < len(tensors) or any(each.owners != shards[0].owners for each in shards):
+    if not shards or any(each.owners != shards[0].owners for each in shards):
         return False
     if function in _WITH_WEIGHTS:
-        return isinstance(args[0], TokenShard) and len(shards) == 1
-    if name in (*_REDUCTIONS, "softmax", "log_softmax"):
-        dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
-        return not plain and dim in (-1, shards[0].dim() - 1, [-1], (-1,))
-    along = [
-        each.dim() <= 1 or each.shape[:-1] == shards[0].owners.shape for each in plain
-    ]  # numbers of K, or of tokens
-    return name in _ELEMENTWISE and all(along)
+        of_last = function is F.linear or len(args) < 2 or len(args[1]) == 1
+        return isinstance(args[0], TokenShard) and len(shards) == 1 and of_last
+    plain = [each for each in args if isinstance(each, Tensor) and not isinstance(each, TokenShard)]
+    if any(isinstance(each, Tensor) for each in tree_flatten(kwargs)[0]):
+        return False
+    if name in _OVER_LAST:
+        return not plain and _dim_of(args, kwargs) in (-1, shards[0].dim() - 1, [-1], (-1,))
+    along = [each.dim() <= 1 or each.shape[:-1] == shards[0].owners.shape for each in plain]  # of K, or of tokens
+    return name in _ELEMENTWISE and all(along) and (name != "to" or isinstance(args[0], TokenShard))
+
+
+def _dim_of(args: tuple, kwargs: dict) -> Any:
+    return kwargs.get("dim", args[1] if len(args) > 1 else None)
+
+
+def _by_token(function: Callable, name: str, args: tuple, kwargs: dict) -> Tensor:
+    """Computes this rank's rows of what the function makes of all tokens."""
+    like = next(each for each in args if isinstance(each, TokenShard))
+    if name in _OVER_LAST:  # rows [n, K] may have other dimensions than the tokens' values
+        args, kwargs = (args[0], *args[2:]), kwargs | {"dim": -1}
+    mapped = args[:1] if function in _WITH_WEIGHTS else args
+    own = lambda each: like.own(each) if each.dim() == like.dim() else each  # noqa: E731
+    rows = [*tree_map_only(Tensor, own, mapped), *args[len(mapped) :]]
+    if name == "dropout":  # as many random numbers on every rank
+        missing = max(map(len, like.owners.places(like.device))) - len(rows[0])
+        found = function(F.pad(rows[0], (0, 0, 0, missing)), *rows[1:], **kwargs)[: len(rows[0])]
+        return shared(found, like.owners)
+    found = shared(function(*rows, **kwargs), like.owners)
+    return found.whole() if name in _REDUCTIONS else found
+
+
+def _is_written(argument: Any) -> bool:
+    return argument.alias_info is not None and argument.alias_info.is_write
 
 
 def _along_last(values: Tensor, dim: int, index: Tensor, **kwargs: Any) -> Tensor | None:
@@ -186,13 +217,16 @@ def _along_last(values: Tensor, dim: int, index: Tensor, **kwargs: Any) -> Tenso
 
 
 def _rows_of_gradient(gradient: Tensor, owners: Owners) -> Tensor:
-    if isinstance(gradient, TokenShard):
+    if isinstance(gradient, TokenShard) and gradient.is_gradient:
         return gradient.rows
-    return owners.own(gradient) * owners.sp_group.size
+    own = gradient.rows if isinstance(gradient, TokenShard) else owners.own(gradient)
+    return own * owners.sp_group.size
 
 
 class _Shared(torch.autograd.Function):
     """From this rank's rows to the whole."""
+
+    seqtile_of_all_ranks = True
 
     @staticmethod
     def forward(node, rows: Tensor, owners: Owners) -> TokenShard:
@@ -201,6 +235,7 @@ class _Shared(torch.autograd.Function):
 
     @staticmethod
     def backward(node, gradient: Tensor) -> tuple[Tensor, None]:
+        check_first_derivative("values over ranks")
         return _rows_of_gradient(gradient, node.owners), None
 
 
@@ -214,4 +249,5 @@ class _Rows(torch.autograd.Function):
 
     @staticmethod
     def backward(node, gradient: Tensor) -> TokenShard:
+        check_first_derivative("values over ranks")
         return TokenShard(gradient, node.owners, is_gradient=True)

@@ -22,7 +22,7 @@ from seqtile.sp.data import parts_of, sequence_dim
 from seqtile.sp.groups import SequenceParallel
 from seqtile.sp.layout import BATCH_HASH, LAYOUT, hash_of
 from seqtile.sp.outside_masks import OUTSIDE, MaskRecipe, register_recipes, spans_of
-from seqtile.sp.owners import Owners
+from seqtile.sp.owners import Owners, is_of_all, with_whole_gradient
 from seqtile.sp.sharding_hooks import ShardingHooks
 from seqtile.sp.token_shard import shared
 
@@ -143,6 +143,8 @@ class WholeBatches(ShardingHooks):
         tokens = given.get("input_ids", given.get("inputs_embeds"))
         if tokens is None:
             raise ValueError(f"{type(self.model).__name__} was given neither input_ids nor inputs_embeds")
+        if tokens.requires_grad and (tokens.is_leaf or is_of_all(tokens)):  # all of its gradient is wanted on each rank
+            given["inputs_embeds"] = tokens = with_whole_gradient(tokens, self.sp_group)
         rows, length = tokens.shape[:2]
         local = -(-length // self.sp_group.size)
         self.owners = Owners.of_sequences(rows, length, local, self.sp_group)

@@ -5,9 +5,12 @@ from pathlib import Path
 
 import pytest
 from peft import LoraConfig, get_peft_model
-from transformers import AutoModelForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
+import seqtile
 from recipes.cases import evaluated_on_rank
 from recipes.tiny_pretrained import save_tiny
 from seqtile.cli import app
@@ -33,14 +36,34 @@ def evaluated(*arguments: str) -> dict:
 
 def test_files_and_their_report(files: list[str], tmp_path: Path) -> None:
     found = evaluated(*files, "--output", str(tmp_path / "out"))
-    assert found["tokens"] == 3001 + 700 and found["perplexity"] > 1 and found["bits_per_byte"] > 1
-    assert [(span["start"], span["stop"]) for span in found["by_position"]] == [(0, 1024), (1024, 2048), (2048, 3001)]
+    assert found["tokens"] == 3000 + 699 and found["perplexity"] > 1 and found["bits_per_byte"] > 1
+    assert [(span["start"], span["stop"]) for span in found["by_position"]] == [(0, 1024), (1024, 2048), (2048, 3000)]
     assert json.loads((tmp_path / "out" / "evaluation.json").read_text()) == found
     assert (tmp_path / "out" / "evaluation.png").read_bytes()[:4] == b"\x89PNG"
     strided = evaluated(*files, "--context", "1000", "--stride", "300", "--layer")
     assert strided["tokens"] == found["tokens"] and strided["loss"] != found["loss"]
     printed = CliRunner().invoke(app, ["evaluate", "--device", "cpu", *files]).output
     assert f"{'all':>22}{found['tokens']:>12,}{found['loss']:>9.4f}" in printed
+
+
+@pytest.mark.parametrize(("before", "after"), [("", ""), ("<s> ", ""), ("<s> ", " </s>")], ids=repr)
+def test_the_tokens_of_the_tokenizer(before: str, after: str, files: list[str]) -> None:
+    """As they are, with the special tokens that it adds; of the text as Python reads it, where lines end in \\n."""
+    path = Path(files[0]) / "tokenizer.json"
+    own = Tokenizer.from_file(str(path))
+    special = [(name, own.token_to_id(name)) for name in ("<s>", "</s>")]
+    own.post_processor = TemplateProcessing(single=f"{before}$A{after}", special_tokens=special)
+    own.save(str(path))
+    Path(files[2]).write_bytes(b"a line\r\n" * 50)
+    texts = [Path(file).read_text(encoding="utf-8") for file in files[1:]]
+    tokenizer = AutoTokenizer.from_pretrained(files[0])
+    ids = tokenizer(texts).input_ids
+    assert [len(each) - len(text) for each, text in zip(ids, texts, strict=True)] == [bool(before) + bool(after)] * 2
+    model = AutoModelForCausalLM.from_pretrained(files[0])
+    found = seqtile.evaluate(model, ids, text_bytes=sum(len(text.encode()) for text in texts))
+    asked = evaluated(*files)
+    assert asked.pop("by_position")[-1]["tokens"] == found.by_position[-1].tokens
+    assert asked == pytest.approx({name: value for name, value in found.figures().items() if name in asked}, rel=1e-6)
 
 
 def test_more_tokens_than_a_model_is_configured_for(files: list[str], caplog: pytest.LogCaptureFixture) -> None:

@@ -116,7 +116,7 @@ class EvaluateOptions:
     """What `seqtile evaluate` is asked."""
 
     model: str = argument(f"A local path, a hub name, or {DEFAULT_MODEL}.")
-    text: list[Path] = argument("Text files, each a document.")
+    text: list[Path] = argument("Text files, each a document, as the model's tokenizer takes it.")
     adapter: Path | None = option(None, "A directory with an adapter of PEFT's for the model.")
     context: int | None = option(
         None, "The most tokens that are given to the model at once (default: a whole document)."

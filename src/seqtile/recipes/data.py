@@ -5,8 +5,10 @@ from array import array
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from textwrap import shorten
+from typing import TextIO
 
 import torch
 from huggingface_hub import get_hf_file_metadata, hf_hub_url, try_to_load_from_cache
@@ -195,19 +197,21 @@ def file_tokens(file: Path, tokenizer: PreTrainedTokenizerBase) -> Iterator[list
     """Yields the token ids of a text file, some at a time, then the end-of-text token if there were any; the file is
     read no further than they need. Raises UnicodeError once it turns out to be no text."""
 
-    def read(characters: int) -> str:
-        text = opened.read(characters)
-        if "\0" in text:
-            raise UnicodeError("zero bytes: it is binary, though it may be UTF-8")
-        return text
-
     found = False
     with file.open(encoding="utf-8") as opened:
-        for ids in tokens_of(read, tokenizer):
+        for ids in tokens_of(partial(read_text, opened), tokenizer):
             found = found or bool(ids)
             yield ids
     if found and tokenizer.eos_token_id is not None:
         yield [tokenizer.eos_token_id]
+
+
+def read_text(opened: TextIO, characters: int = -1) -> str:
+    """Returns the next characters of a file, by default all. Raises UnicodeError if it turns out to be no text."""
+    text = opened.read(characters)
+    if "\0" in text:
+        raise UnicodeError("zero bytes: it is binary, though it may be UTF-8")
+    return text
 
 
 def tokens_of(

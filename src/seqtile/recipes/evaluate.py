@@ -14,7 +14,7 @@ from seqtile import sp
 from seqtile.evaluation import Evaluation
 from seqtile.evaluation import evaluate as evaluate_model
 from seqtile.recipes import EvaluateOptions, Job
-from seqtile.recipes.data import device_of, file_tokens, load_config, load_model, load_tokenizer, read_of
+from seqtile.recipes.data import device_of, load_config, load_model, load_tokenizer, read_of, read_text
 from seqtile.recipes.output import written_beside
 from seqtile.recipes.state import rank
 from seqtile.recipes.train import sequence_group
@@ -33,7 +33,7 @@ def evaluate(asked: EvaluateOptions) -> Evaluation:
     with nullcontext() if asked.local_rank is None else sequence_group(job) as ctx:
         with redirect_stderr(io.StringIO()):  # Hugging Face has bars of its own
             config = load_config(asked.model, "MODEL")
-            documents = _documents(asked)
+            documents, text_bytes = _documents(asked)
             model = load_model(asked.model, config, "MODEL")
             if asked.adapter is not None:
                 with read_of(f"--adapter: {asked.adapter}"):
@@ -42,7 +42,6 @@ def evaluate(asked: EvaluateOptions) -> Evaluation:
         seqtile.apply_seqtile(model, layer=asked.layer)
         if ctx is not None:
             sp.apply_ulysses(model, ctx, batches="whole")
-        size = sum(file.stat().st_size for file in asked.text)
         columns = ("evaluating", BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         with Progress(*columns, transient=True, disable=rank() > 0 or asked.as_json) as progress:
             bar = progress.add_task("", total=None)
@@ -51,7 +50,7 @@ def evaluate(asked: EvaluateOptions) -> Evaluation:
                 documents,
                 context=asked.context,
                 stride=asked.stride,
-                text_bytes=size,
+                text_bytes=text_bytes,
                 each=lambda done, total: progress.update(bar, completed=done, total=total),
             )
         if asked.output is not None and rank() == 0:
@@ -59,17 +58,22 @@ def evaluate(asked: EvaluateOptions) -> Evaluation:
     return found
 
 
-def _documents(asked: EvaluateOptions) -> list[torch.Tensor]:
-    tokenizer, found = load_tokenizer(asked.model, "MODEL"), []
+def _documents(asked: EvaluateOptions) -> tuple[list[torch.Tensor], int]:
+    """Returns what the model's tokenizer makes of each file, with the special tokens that it adds and no others, and
+    the bytes of all of that text."""
+    tokenizer, found, text_bytes = load_tokenizer(asked.model, "MODEL"), [], 0
     for file in asked.text:
         try:
-            ids = [token for some in file_tokens(file, tokenizer) for token in some]
+            with file.open(encoding="utf-8") as opened:
+                text = read_text(opened)
         except (UnicodeError, OSError) as error:
-            raise ValueError(f"{file} cannot be read as UTF-8 text ({error})") from error
+            raise ValueError(f"{file} cannot be read as UTF-8 text ({error}); pass text files") from error
+        ids = tokenizer(text, verbose=False).input_ids
         if len(ids) < 2:
-            raise ValueError(f"{file} has {len(ids)} tokens, expected 2 at least")
+            raise ValueError(f"{file} has {len(ids)} tokens, expected 2 at least; leave it out")
         found.append(torch.tensor(ids))
-    return found
+        text_bytes += len(text.encode())
+    return found, text_bytes
 
 
 def write_evaluation(found: Evaluation, title: str, directory: Path) -> None:

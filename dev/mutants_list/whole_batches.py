@@ -24,13 +24,13 @@ MUTANTS = (
     OverRanks(
         "whole: a gradient of the whole is taken for a rank's",
         "_rows_of_gradient",
-        "owners.own(gradient) * owners.sp_group.size",
-        "owners.own(gradient)",
+        "return own * owners.sp_group.size",
+        "return own",
         select="own",
     ),
     OverRanks(
         "whole: the weight of a projection is cut like tokens",
-        "TokenShard.__torch_function__",
+        "_by_token",
         "mapped = args[:1] if function in _WITH_WEIGHTS else args",
         "mapped = args",
         select="own or classification",

@@ -376,5 +376,10 @@ def refused() -> None:
     with pytest.raises(ValueError, match="puts tokens before a sequence"):
         sp.apply_ulysses(prompted, ctx, batches="whole")
     assert model(**batch).loss.equal(loss)
+    compiled = torch.compile(lambda hidden: hidden.square().mean(), backend="eager")
+    with pytest.raises(RuntimeError, match=r"are not compiled; give compiled code their \.whole\(\)"):
+        compiled(hidden_of(model, batch))
+    with pytest.raises(ValueError, match="has the same config object"):
+        sp.apply_ulysses(type(model)(model.config), ctx, batches="whole")
     sp.restore(model)
     assert model.config._attn_implementation == "sdpa" and not isinstance(hidden_of(model, batch), TokenShard)

@@ -84,6 +84,8 @@ class TokenShard(Tensor):
     @classmethod
     def __torch_function__(cls, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs, name = kwargs or {}, getattr(function, "__name__", "")
+        if torch.compiler.is_compiling():
+            raise RuntimeError("values whose tokens are over ranks are not compiled; give compiled code their .whole()")
         first = args[0] if args else None
         if function in ABOUT:
             with torch._C.DisableTorchFunctionSubclass():

@@ -37,7 +37,7 @@ MUTANTS = (
     ),
     OverRanks(
         "whole: what was computed of all tokens is an operand of a rank's own",
-        "is_of_all",
+        "depends_on_all_ranks",
         "return True",
         "return False",
         select="own",
@@ -66,8 +66,8 @@ MUTANTS = (
     OverRanks(
         "whole: batches of other images are not refused",
         "WholeBatches._cut",
-        "cut[BATCH_HASH] = self.batch_hash.to(cut[BATCH_HASH].device)",
-        "pass",
+        "self.sp_group.size, self.batch_hash)[0]",
+        "self.sp_group.size)[0]",
         select="refused",
     ),
     Mutant(
@@ -81,8 +81,8 @@ MUTANTS = (
     OverRanks(
         "whole: a rank adds features of all images",
         "WholeBatches._features",
-        "return [each[mine.to(each.device)] for each in value]",
-        "return list(value)",
+        "[each[mine.to(each.device)] for each in value] if",
+        "list(value) if",
         select="images and qwen3_vl",
     ),
     OverRanks(

@@ -32,12 +32,13 @@ def step(model: nn.Module, ctx: sp.SequenceParallel, batch: dict) -> tuple[torch
     dtype is said."""
     mesh = dist.DeviceMesh.from_group(ctx.group, "cpu")
     fsdp2(model, mesh=mesh, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
-    loss = sp.reduce_loss(model(**batch).loss, ctx)
+    loss = model(**batch).loss
+    loss = sp.reduce_loss(loss, ctx) if "batch_hash" in batch else loss
     loss.backward()
     return loss.detach(), {name: parameter.grad.full_tensor() for name, parameter in model.named_parameters()}
 
 
-def mixed_precision(i: int, name: str, options: dict | None, reentrant: bool | None) -> None:
+def mixed_precision(i: int, name: str, options: dict | None, reentrant: bool | None, batches: str = "cut") -> None:
     """Loss and gradients over the ranks are as near to those in float32 as one process's are, in bfloat16 both."""
     ctx, alone = context(), context(1)
     torch.manual_seed(i)
@@ -46,10 +47,10 @@ def mixed_precision(i: int, name: str, options: dict | None, reentrant: bool | N
     one, many = copy.deepcopy(exact), copy.deepcopy(exact)
     true_loss, true_gradients = loss_and_gradients(exact, **batch)
     loss, gradients = step(one, alone, batch)
-    sp.apply_ulysses(many, ctx)
+    sp.apply_ulysses(many, ctx, batches=batches)
     if options is not None:
         seqtile.apply_seqtile(many, chunk_tokens=11, **options)
     checkpointing(many, reentrant)
-    our_loss, ours = step(many, ctx, sp.shard(batch, ctx))
+    our_loss, ours = step(many, ctx, batch if batches == "whole" else sp.shard(batch, ctx))
     assert relative_error(our_loss, loss) <= 3e-3 and relative_error(our_loss, true_loss) <= 3e-3
     assert_each_as_exact(ours, gradients, true_gradients)

@@ -2,7 +2,7 @@
 
 import copy
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import peft
 import pytest
@@ -99,31 +99,26 @@ def by_one_process(model: nn.Module, groups: int, step: int) -> tuple[float, dic
 def by_many(model: nn.Module, optimizer: object, step: int, ctx: sp.SequenceParallel) -> float:
     shards = [sp.shard(batch, ctx) for batch in window_of(ctx.data_parallel_rank, step)]
     items = sp.count_items(shards, ctx)
-    total = torch.zeros(())
-    for shard in shards:
-        loss = sp.reduce_loss(model(**shard | {"num_items_in_batch": items}).loss, ctx)
-        total += loss.detach()
-        if model is optimizer:  # DeepSpeed's engine
-            model.backward(loss, scale_wrt_gas=False)
-            model.step()
-        else:
-            loss.backward()
-    if model is not optimizer:
-        optimizer.step()
-        optimizer.zero_grad()
-    dist.all_reduce(total)
-    return total.item() / dist.get_world_size()
+    losses = (sp.reduce_loss(model(**shard | {"num_items_in_batch": items}).loss, ctx) for shard in shards)
+    return stepped(model, optimizer, losses)
 
 
 def by_whole_batches(model: nn.Module, optimizer: object, step: int, ctx: sp.SequenceParallel) -> float:
     """The same with whole batches: as ranks that share nothing would train, but for how many they are."""
     windows = [window_of(group, step) for group in range(ctx.data_parallel_size)]
     items = sum((batch["labels"][:, 1:] != -100).sum() for window in windows for batch in window)
+    options = {"num_items_in_batch": items / ctx.data_parallel_size}
+    losses = (model(**batch, **options).loss for batch in windows[ctx.data_parallel_rank])
+    return stepped(model, optimizer, losses)
+
+
+def stepped(model: nn.Module, optimizer: object, losses: Iterator[torch.Tensor]) -> float:
+    """A step over the losses of a window, of which each is computed once the one before has had its backward; returns
+    their sum, on average over ranks."""
     total = torch.zeros(())
-    for batch in windows[ctx.data_parallel_rank]:
-        loss = model(**batch, num_items_in_batch=items / ctx.data_parallel_size).loss
+    for loss in losses:
         total += loss.detach()
-        if model is optimizer:
+        if model is optimizer:  # DeepSpeed's engine
             model.backward(loss, scale_wrt_gas=False)
             model.step()
         else:

@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from sp import images, recurrences, steps, trl_over_ranks, whole
+from sp import images, mixed_precision, recurrences, steps, trl_over_ranks, whole
 from sp.cases import attention_cases
 from sp.test_sequence_parallel import OF_TWO, each_on_ranks, reducers
 from support.choice import every_value
@@ -35,6 +35,14 @@ def test_losses_of_ones_own(pool: Pool, loss: Callable, options: dict | None) ->
 @pytest.mark.parametrize("case", [whole.classification, whole.short, whole.read, whole.live_bytes])
 def test_batches(pool: Pool, case: Callable[[], None]) -> None:
     pool.run(case)
+
+
+@pytest.mark.full("each way of tiling with each of checkpointing", but=("4-*", "12-*"))
+@OF_TWO
+@pytest.mark.parametrize(("i", "case"), list(enumerate(mixed_precision.CASES)))
+def test_mixed_precision(pool: Pool, i: int, case: tuple) -> None:
+    """FSDP2 that casts parameters, and by its default the arguments of every layer."""
+    pool.run(mixed_precision.mixed_precision, i, *case, "whole")
 
 
 @pytest.mark.full("of a product, each value every day", but=every_value)

@@ -64,8 +64,11 @@ def count_items(batches: list[dict[str, Tensor]], ctx: SequenceParallel) -> Tens
     return (total / ctx.data_parallel_size).to(counts.device)
 
 
-def parts_of(batch: dict[str, Any], ranks: Sequence[int], size: int) -> list[dict[str, Any]]:
-    """Returns what each of these ranks of `size` keeps of a whole batch, with what every shard of it needs."""
+def parts_of(
+    batch: dict[str, Any], ranks: Sequence[int], size: int, batch_hash: Tensor | None = None
+) -> list[dict[str, Any]]:
+    """Returns what each of these ranks of `size` keeps of a whole batch, with what every shard of it needs.
+    `batch_hash`: if the batch is hashed already."""
     if not isinstance(batch, Mapping):
         raise TypeError(f"expected a dict of tensors as batch, got a {type(batch).__name__}")
     if BATCH_HASH in batch:
@@ -83,13 +86,16 @@ def parts_of(batch: dict[str, Any], ranks: Sequence[int], size: int) -> list[dic
         batch["position_ids"] = torch.arange(length, device=tokens.device).expand(rows, -1)
     dims = {name: dim for name, x in batch.items() if (dim := sequence_dim(name, x, rows, length)) is not None}
     integers = {name: batch[name] for name in dims if not batch[name].is_floating_point()}  # the same on any GPU
-    batch[BATCH_HASH] = hash_of(integers)
-    batch |= {name: _padded(name, batch[name], local * size - length) for name in dims}
+    batch[BATCH_HASH] = hash_of(integers) if batch_hash is None else batch_hash.to(tokens.device)
     if local * size > length:
         batch[WHOLE_LENGTH] = torch.tensor(length)
 
     def part(rank: int) -> dict[str, Any]:
-        views = {name: batch[name].narrow(dim, rank * local, local) for name, dim in dims.items()}
+        start, stop = min(rank * local, length), min((rank + 1) * local, length)
+        views = {name: batch[name].narrow(dim, start, stop - start) for name, dim in dims.items()}
+        padding = range(max(0, rank * local - length), max(0, (rank + 1) * local - length))
+        if padding:
+            return batch | {name: _padded(name, view, padding) for name, view in views.items()}
         return batch | {name: view.clone(memory_format=torch.contiguous_format) for name, view in views.items()}
 
     return [part(rank) for rank in ranks]  # of its own each, not views of the whole
@@ -104,16 +110,14 @@ def sequence_dim(name: str, value: Any, batch: int, length: int) -> int | None:
     return 1 if tuple(value.shape[:2]) in ((batch, length), (1, length)) else None
 
 
-def _padded(name: str, value: Tensor, missing: int) -> Tensor:
-    """Returns `value` with `missing` more tokens: of a document of their own in `position_ids`, which ends none of the
-    batch's, and so seen by no token of it."""
-    if missing == 0:
-        return value
+def _padded(name: str, value: Tensor, padding: range) -> Tensor:
+    """Returns `value` with more tokens: of a document of their own in `position_ids`, which ends none of the
+    batch's, and so seen by no token of it. `padding`: their places in all of the batch's padding."""
     if name == "position_ids":
-        tail = torch.arange(missing, device=value.device, dtype=value.dtype).expand(*value.shape[:-1], -1)
-        return torch.cat([value, tail], -1)
+        tail = torch.arange(padding.start, padding.stop, device=value.device, dtype=value.dtype)
+        return torch.cat([value, tail.expand(*value.shape[:-1], -1)], -1)
     fill = IGNORED if name in ("labels", "shift_labels") else 0
-    return F.pad(value, [0, 0] * (value.ndim - 2) + [0, missing], value=fill)
+    return F.pad(value, [0, 0] * (value.ndim - 2) + [0, len(padding)], value=fill)
 
 
 class ShardedDataLoader:

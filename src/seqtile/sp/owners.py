@@ -127,9 +127,9 @@ gathered: Callable[[Tensor, Owners], Tensor] = _Gathered.apply
 summed: Callable[[Tensor, SequenceParallel], Tensor] = _Summed.apply
 
 
-def is_of_all(tensor: Tensor) -> bool:
-    """Says if a tensor was computed from what all ranks have. Its gradient has to be the same on every rank, so it is
-    no operand where each computes its own rows."""
+def depends_on_all_ranks(tensor: Tensor) -> bool:
+    """Says if a tensor was computed from values of all ranks' tokens. Its gradient has to be the same on every rank, so
+    it is no operand where each rank computes its own rows."""
     waiting, seen = [tensor.grad_fn], set()
     while waiting:
         node = waiting.pop()

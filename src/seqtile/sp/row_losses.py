@@ -57,7 +57,7 @@ def _log_probs(
 ) -> Any:
     owners, ignored = hidden.owners, _IGNORED if ignore_index is None else ignore_index
     rows, labels, own = _never_empty(hidden.connected_rows(), owners.own(target), ignored)
-    if len(rows) > len(labels[own]):
+    if own.stop == 0:  # of this rank
         ignore_index = ignored
     found = linear_log_probs(rows, weight, labels, ignore_index=ignore_index, **options)
     log_probs, values = found if isinstance(found, tuple) else (found, None)

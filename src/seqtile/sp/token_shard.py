@@ -18,11 +18,12 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from transformers.utils import logging
 
 from seqtile.ops.checks import check_first_derivative
-from seqtile.sp.owners import Owners, gathered, is_of_all
+from seqtile.sp.owners import Owners, depends_on_all_ranks, gathered
 from seqtile.sp.row_losses import LOSSES
 from seqtile.tensor_like import ABOUT, VIEWS, is_in_place, view_of
 
 logger = logging.get_logger(__name__)
+_UNCHANGED = "values whose tokens are over ranks are not changed in place; use a copy"
 _ELEMENTWISE = "add sub rsub mul multiply div true_divide neg pow square rsqrt exp tanh sigmoid relu gelu silu dropout"
 _ELEMENTWISE += " to float half bfloat16 double contiguous clone detach __add__ __radd__ __sub__ __rsub__ __mul__"
 _ELEMENTWISE += " __rmul__ __truediv__ __pow__ __neg__"
@@ -92,11 +93,11 @@ class TokenShard(Tensor):
                 return function(*args, **kwargs)
         changed = first if is_in_place(name, kwargs) or name == "data_ptr" else kwargs.get("out")
         if isinstance(changed, cls) or function == Tensor.data.__set__:
-            raise RuntimeError(f"{name}: values whose tokens are over ranks are not changed in place; use a copy")
+            raise RuntimeError(f"{name}: {_UNCHANGED}")
         args, kwargs = tree_map_only(cls, TokenShard.as_value, (args, kwargs))
         first = args[0] if args else None
         tensors = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, Tensor)]
-        if any(not isinstance(each, cls) and is_of_all(each) for each in tensors):
+        if any(not isinstance(each, cls) and depends_on_all_ranks(each) for each in tensors):
             return cls._of_all(function, args, kwargs)
         if function in LOSSES:
             return LOSSES[function](*args, **kwargs)
@@ -135,7 +136,7 @@ class TokenShard(Tensor):
                 return first
         written = [given for each, given in zip(function._schema.arguments, args, strict=False) if _is_written(each)]
         if any(isinstance(each, cls) for each in tree_flatten(written)[0]):
-            raise RuntimeError(f"{name}: values whose tokens are over ranks are not changed in place; use a copy")
+            raise RuntimeError(f"{name}: {_UNCHANGED}")
         args, kwargs = tree_map_only(cls, lambda shard: shard.whole().detach(), (args, kwargs or {}))
         return function(*args, **kwargs)
 

@@ -20,15 +20,13 @@ from transformers import PreTrainedModel
 from seqtile.sp.attention import NAME
 from seqtile.sp.data import parts_of, sequence_dim
 from seqtile.sp.groups import SequenceParallel
-from seqtile.sp.layout import BATCH_HASH, LAYOUT, hash_of
+from seqtile.sp.layout import LAYOUT, hash_of
 from seqtile.sp.outside_masks import OUTSIDE, MaskRecipe, register_recipes, spans_of
-from seqtile.sp.owners import Owners, is_of_all, with_whole_gradient
+from seqtile.sp.owners import Owners, depends_on_all_ranks, with_whole_gradient
 from seqtile.sp.sharding_hooks import ShardingHooks
 from seqtile.sp.token_shard import shared
 
 _OF_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch")  # which some models hand on to their text model
-
-
 _KINDS = ("full_attention", "sliding_attention")
 """Hugging Face's names of layers without a window and with one."""
 
@@ -54,8 +52,6 @@ class WholeBatches(ShardingHooks):
 
     def __init__(self, given: PreTrainedModel, model: PreTrainedModel, sp_group: SequenceParallel, layers: int):
         super().__init__(given, model, sp_group, layers)
-        self.is_inside = model is not given
-        """The text model is a part of the given one."""
         self.batch_hash: Tensor | None = None
         """Of all that the given model's forward was called with."""
         self.position_ids: Tensor | None = None
@@ -67,7 +63,7 @@ class WholeBatches(ShardingHooks):
         self.is_whole = False
         """The forward that runs is given a cache, and not cut."""
         register_recipes()
-        if self.is_inside:
+        if model is not given:
             self.handles.append(given.register_forward_pre_hook(self.begin, with_kwargs=True))
             self.handles.append(given.register_forward_hook(self.end, always_call=True))
 
@@ -75,7 +71,9 @@ class WholeBatches(ShardingHooks):
     def other_batch(self) -> Iterator[None]:
         held = self.batch_hash, self.position_ids, self.calls, self.owners
         self.batch_hash = self.position_ids = None
-        asked = self.model.config._attn_implementation  # of the given model's forward, which makes its masks yet
+        asked = (
+            self.model.config._attn_implementation
+        )  # of a forward of the given model that may be about to make its masks
         try:
             with super().other_batch():
                 yield
@@ -84,7 +82,7 @@ class WholeBatches(ShardingHooks):
             self.model.config._attn_implementation = asked
 
     def begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Remembers what the given model's batch was, and sees to masks that it makes."""
+        """Hashes the given model's batch; masks that it makes from now on are taken down as recipes."""
         if kwargs.get("past_key_values") is not None:
             self._run_whole(True)
             return
@@ -143,7 +141,9 @@ class WholeBatches(ShardingHooks):
         tokens = given.get("input_ids", given.get("inputs_embeds"))
         if tokens is None:
             raise ValueError(f"{type(self.model).__name__} was given neither input_ids nor inputs_embeds")
-        if tokens.requires_grad and (tokens.is_leaf or is_of_all(tokens)):  # all of its gradient is wanted on each rank
+        if tokens.requires_grad and (
+            tokens.is_leaf or depends_on_all_ranks(tokens)
+        ):  # all of its gradient is wanted on each rank
             given["inputs_embeds"] = tokens = with_whole_gradient(tokens, self.sp_group)
         rows, length = tokens.shape[:2]
         local = -(-length // self.sp_group.size)
@@ -157,10 +157,7 @@ class WholeBatches(ShardingHooks):
                     f"{name} of {type(self.model).__name__} has tokens in a way that is not known, {shapes} for "
                     f"{rows} x {length}; leave it whole: sp.restore(model)"
                 )
-        cut = parts_of(given, [self.sp_group.rank], self.sp_group.size)[0]
-        if self.batch_hash is not None:
-            cut[BATCH_HASH] = self.batch_hash.to(cut[BATCH_HASH].device)
-        return cut
+        return parts_of(given, [self.sp_group.rank], self.sp_group.size, self.batch_hash)[0]
 
     def _features(self, value: Any, given: dict[str, Any]) -> list[Tensor] | None:
         """Returns of features of masked tokens, [n, K] for each of some layers, those of this rank's tokens; None for
@@ -170,10 +167,11 @@ class WholeBatches(ShardingHooks):
             return None
         others = [mask for name, mask in given.items() if isinstance(mask, Tensor) and name != "attention_mask"]
         masks = [mask for mask in others if mask.dtype == torch.bool and mask.shape == self.owners.shape]
-        if len(masks) != 1 or any(len(each) != masks[0].sum() for each in value):
+        if len(masks) != 1:
             return None
-        mine = (self.owners.ranks.to(masks[0].device) == self.sp_group.rank)[masks[0]]
-        return [each[mine.to(each.device)] for each in value]
+        ranks = self.owners.ranks.to(masks[0].device)[masks[0]]  # of the masked tokens; waits for the device
+        mine = (ranks == self.sp_group.rank).nonzero().squeeze(1)
+        return [each[mine.to(each.device)] for each in value] if {*map(len, value)} == {len(ranks)} else None
 
     def add_layout(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         return (args, kwargs) if self.is_whole else super().add_layout(module, args, kwargs)

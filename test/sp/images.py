@@ -7,15 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 import transformers
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import seqtile
+from distributed.worker import STRATEGIES, full
 from seqtile import sp
 from seqtile.sp import backends
 from sp.over_ranks import assert_same_step, by_first_rank, context
+from support.assertions import relative_error
 from support.tiny import loss_and_gradients
+from support.training import update
 
 IMAGE, LENGTH, WORDS = 5, 45, 211
 _TEXT = dict(vocab_size=WORDS, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
@@ -240,3 +244,47 @@ def refused() -> None:
         model(**other)
     sp.restore(model)
     assert model.model.language_model.config._attn_implementation == "eager"
+
+
+def batch_of_group(model_type: str, group: int) -> Inputs:
+    torch.manual_seed(group)
+    return made(model_type)[1]
+
+
+def by_one_process(model: nn.Module, model_type: str, groups: int) -> tuple[float, dict[str, Tensor]]:
+    """A step over the mean of the groups' losses; that loss, and the weights that are trained."""
+    losses = [model(**batch_of_group(model_type, group)).loss / groups for group in range(groups)]
+    sum(losses).backward()
+    trained = {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
+    torch.optim.SGD(trained.values(), lr=1.0).step()
+    return float(sum(losses)), {name: parameter.detach() for name, parameter in trained.items()}
+
+
+def reduced(model_type: str, strategy: str, frozen: bool) -> None:
+    """A step of two groups of two ranks, each with images of its own: every weight moves as in one process, inside of
+    the text model and outside of it."""
+    ctx = context(2)
+    torch.manual_seed(9)
+    one = made(model_type)[0]
+    with torch.no_grad():
+        for name, parameter in one.named_parameters():
+            parameter.mul_(0.3 if parameter.dim() > 1 else 1)  # one step of SGD must not overflow
+            parameter.requires_grad_(not frozen or "language_model" in name or "lm_head" in name)
+    many, start = copy.deepcopy(one), full(one)
+    loss, weights = by_first_rank(by_one_process, one, model_type, ctx.data_parallel_size)
+    sp.apply_ulysses(many, ctx, batches="whole")
+    seqtile.apply_seqtile(many, chunk_tokens=11)
+    wrapped, optimizer = STRATEGIES[strategy](many)
+    ours = wrapped(**batch_of_group(model_type, ctx.data_parallel_rank)).loss
+    update(wrapped, optimizer, ours)
+    total = ours.detach().clone()
+    dist.all_reduce(total)
+    assert relative_error(total / dist.get_world_size(), torch.tensor(loss)) <= 1e-5
+    found, moves = full(many), {name: weights[name] - start[name] for name in weights}
+    most = max(move.norm() for move in moves.values())
+    for name, move in moves.items():
+        error, allowed = (found[name] - weights[name]).norm(), 1e-5 * move.norm() + 2**-23 * weights[name].norm()
+        assert error <= allowed + 1e-7 * most, f"of {name} {error:.1e} off {move.norm():.1e}"
+    assert any(move.norm() > 0 for move in moves.values())
+    if wrapped is optimizer:
+        wrapped.destroy()

@@ -93,6 +93,21 @@ def test_images(pool: Pool, model_type: str, options: dict | None, frozen: bool)
     pool.run(images.compared, model_type, options, frozen)
 
 
+IMAGE_REDUCERS = [("torch", "ddp"), ("torch", "fsdp2"), ("zero", "zero1"), ("zero", "zero2"), ("zero3", "zero3")]
+
+
+@pytest.mark.full("4 s each", but=("*zero3-trained", "*fsdp2-frozen"))
+@pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
+@pytest.mark.parametrize(
+    ("pool", "strategy"),
+    [pytest.param((4, family), strategy, id=strategy) for family, strategy in IMAGE_REDUCERS],
+    indirect=["pool"],
+)
+def test_images_under_reducers(pool: Pool, strategy: str, frozen: bool) -> None:
+    """What is inside of the text model, and the vision tower, projector and embeddings outside of it."""
+    pool.run(images.reduced, "qwen2_5_vl", strategy, frozen)
+
+
 @OF_TWO
 def test_images_that_are_refused(pool: Pool) -> None:
     pool.run(images.refused)

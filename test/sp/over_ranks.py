@@ -1,6 +1,7 @@
 """What ranks of a pool have in common: groups, what one computes for all, and how a step is compared with one
 process's."""
 
+import copy
 from collections.abc import Callable, Iterator
 from functools import cache
 from typing import Any
@@ -61,11 +62,43 @@ def averaged(model: nn.Module) -> dict[str, Tensor]:
     return {name: part.view_as(named[name]) for name, part in zip(named, parts, strict=True)}
 
 
-def assert_same_step(loss: Tensor, model: nn.Module, expected: Step, what: str = "", at_most: float = 1e-5) -> None:
+def assert_same_step(loss: Tensor, model: nn.Module, expected: Step, what: str = "") -> None:
     """A loss, and the gradients of a model that was computed over the ranks, are those of one process."""
     assert relative_error(loss.detach(), expected[0]) <= 1e-5, f"{what}: loss"
     found = averaged(model)
     for name, gradient in expected[1].items():
         if gradient is not None:
             error = relative_error(found[name], gradient)
-            assert error <= at_most, f"{what}: {name} is {error:.1e} off"
+            assert error <= 1e-5, f"{what}: {name} is {error:.1e} off"
+
+
+def nudged(model: nn.Module, step: Callable[[nn.Module], Step], gradients: dict[str, Tensor]) -> dict[str, float]:
+    """How far each gradient moves when every weight moves by its last bit, up or down by chance: the most of four
+    times, and of the vectors of one module together, which have a dozen numbers."""
+    most: dict[str, float] = dict.fromkeys(gradients, 0.0)
+    for time in range(4):
+        moved = copy.deepcopy(model)
+        with torch.no_grad(), torch.random.fork_rng():  # the other ranks draw nothing
+            torch.manual_seed(time)
+            for parameter in moved.parameters():
+                parameter.copy_(torch.nextafter(parameter, torch.inf * torch.randn_like(parameter).sign()))
+        for name, gradient in step(moved)[1].items():
+            if name in most:
+                most[name] = max(most[name], relative_error(gradient, gradients[name]))
+    vectors = [name for name, gradient in gradients.items() if gradient.dim() == 1]
+    module = {name: name.rpartition(".")[0] for name in vectors}
+    pooled = {name: max(most[other] for other in vectors if module[other] == module[name]) for name in vectors}
+    return most | pooled
+
+
+def assert_same_gradients(
+    model: nn.Module, gradients: dict[str, Tensor], step: Callable[[nn.Module], Step], one: nn.Module, what: str
+) -> None:
+    """The gradients of a model that was computed over the ranks are those that `step` has of `one` in one process, to
+    1e-5, or where that is as sensitive to twice what the last bit of its weights changes."""
+    found = averaged(model)
+    errors = {name: relative_error(found[name], gradient) for name, gradient in gradients.items()}
+    if max(errors.values()) > 1e-5:
+        least = by_first_rank(nudged, one, step, gradients)
+        errors = {name: error for name, error in errors.items() if error > max(1e-5, 2 * least[name])}
+        assert not errors, f"{what}: {errors}, by a bit of the weights { ({name: least[name] for name in errors}) }"

@@ -5,6 +5,7 @@ import copy
 import inspect
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import pairwise
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ from seqtile.sp.layout import Layout
 from seqtile.sp.recurrence import Recurrence
 from sp.attentions import flex_with_sinks, install
 from sp.cases import batch_of_kind
-from sp.over_ranks import Traffic, assert_same_step, averaged, by_first_rank, context
+from sp.over_ranks import Traffic, assert_same_gradients, assert_same_step, averaged, by_first_rank, context
 from support.assertions import relative_error
 from support.measure import LiveBytes
 from support.tiny import VOCAB, checkpointing, loss_and_gradients
@@ -126,23 +127,6 @@ def one_by_one(model: nn.Module, batch: dict[str, torch.Tensor]) -> tuple[torch.
     return total, gradients
 
 
-def nudged(model: nn.Module, batch: dict[str, torch.Tensor], gradients: dict[str, torch.Tensor]) -> dict[str, float]:
-    """How far each gradient moves when every weight moves by its last bit, up or down by chance: the most of four
-    times, and of the vectors of one module together, which have a dozen numbers."""
-    most: dict[str, float] = dict.fromkeys(gradients, 0.0)
-    for _ in range(4):
-        moved = copy.deepcopy(model)
-        with torch.no_grad():
-            for parameter in moved.parameters():
-                parameter.copy_(torch.nextafter(parameter, torch.inf * torch.randn_like(parameter).sign()))
-        for name, gradient in one_by_one(moved, batch)[1].items():
-            most[name] = max(most[name], relative_error(gradient, gradients[name]))
-    vectors = [name for name, gradient in gradients.items() if gradient.dim() == 1]
-    module = {name: name.rpartition(".")[0] for name in vectors}
-    pooled = {name: max(most[other] for other in vectors if module[other] == module[name]) for name in vectors}
-    return most | pooled
-
-
 def compared(
     case: Case, attention: str | None = None, options: dict[str, Any] | None = None, batches: str = "cut"
 ) -> None:
@@ -162,12 +146,7 @@ def compared(
         forward = len(traffic.sent)
         ours.backward()
     assert relative_error(ours.detach(), loss) <= 1e-5, f"{case}: loss"
-    found = averaged(many)
-    errors = {name: relative_error(found[name], gradient) for name, gradient in gradients.items()}
-    if max(errors.values()) > 1e-5:  # where the model itself is as sensitive
-        least = by_first_rank(nudged, one, batch, gradients)
-        errors = {name: error for name, error in errors.items() if error > max(1e-5, 2 * least[name])}
-        assert not errors, f"{case}: {errors}, by a bit of the weights { ({name: least[name] for name in errors}) }"
+    assert_same_gradients(many, gradients, partial(one_by_one, batch=batch), one, str(case))
     mixers = 2 * sum(isinstance(vars(x).get("forward"), Recurrence) or hasattr(x, "is_causal") for x in many.modules())
     assert forward == mixers, f"{case}: {forward} all-to-alls in the forward"
     expected = mixers * (1 if case.reentrant is None else 2)

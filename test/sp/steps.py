@@ -108,7 +108,8 @@ def by_whole_batches(model: nn.Module, optimizer: object, step: int, ctx: sp.Seq
     windows = [window_of(group, step) for group in range(ctx.data_parallel_size)]
     items = sum((batch["labels"][:, 1:] != -100).sum() for window in windows for batch in window)
     options = {"num_items_in_batch": items / ctx.data_parallel_size}
-    losses = (model(**batch, **options).loss for batch in windows[ctx.data_parallel_rank])
+    # Times one: of the forward's own output DeepSpeed's stage 0 divides the gradient, whatever its backward is told.
+    losses = (model(**batch, **options).loss * 1 for batch in windows[ctx.data_parallel_rank])
     return stepped(model, optimizer, losses)
 
 

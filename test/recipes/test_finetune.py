@@ -27,7 +27,7 @@ from seqtile.recipes.finetune import fitted
 from seqtile.recipes.output import picture, print_table, running_means
 from seqtile.recipes.state import Run, loaded
 from seqtile.recipes.train import has_square_mask, in_words, loss_of, sequence_group, train
-from seqtile.sp import backends
+from seqtile.sp import segments
 from support.assertions import relative_error
 from support.launch import interruptible
 from support.measure import LiveBytes
@@ -89,7 +89,7 @@ def test_no_mask_of_length_x_length(arch: str, tmp_path: Path, monkeypatch: pyte
     """Of models with sliding windows in one process: nothing grows with the square of the length, and loss and
     gradients are the model's."""
     save_tiny(tmp_path, arch)
-    monkeypatch.setattr(backends, "MASK_ELEMENTS", 2**22)  # less than one of these lengths would have
+    monkeypatch.setattr(segments, "MASK_ELEMENTS", 2**22)  # less than one of these lengths would have
     largest = {}
     for length in (2300, 3450):  # of more than a chunk
         job = Job(str(tmp_path), seq_len=length, steps=1, device="cpu", output=tmp_path)

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import seqtile
 from distributed.worker import STRATEGIES, full
 from seqtile import sp
-from seqtile.sp import backends
+from seqtile.sp import segments
 from sp.over_ranks import assert_same_gradients, by_first_rank, context
 from support.assertions import relative_error
 from support.tiny import loss_and_gradients
@@ -186,11 +186,11 @@ class Shapes(TorchDispatchMode):
 @contextmanager
 def small_masks() -> Iterator[None]:
     """Blocks of few queries, so that none is a whole mask."""
-    before, backends.MASK_ELEMENTS = backends.MASK_ELEMENTS, 200
+    before, segments.MASK_ELEMENTS = segments.MASK_ELEMENTS, 200
     try:
         yield
     finally:
-        backends.MASK_ELEMENTS = before
+        segments.MASK_ELEMENTS = before
 
 
 def compared(model_type: str, options: dict | None, frozen: bool) -> None:

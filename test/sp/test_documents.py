@@ -9,10 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from seqtile.sp import backends
+from seqtile.sp import segments
 from seqtile.sp.all_to_all import RankHeads, Rows, rank_heads
-from seqtile.sp.backends import attend, block_mask, blocks, check, segments_of
+from seqtile.sp.backends import attend, block_mask, check
 from seqtile.sp.layout import documents_of, layout_of
+from seqtile.sp.segments import Block, blocks, segments_of
 from sp.attentions import INSTALLED, asked, install
 from support.choice import every_pair
 from support.measure import LiveBytes
@@ -52,16 +53,21 @@ def test_blocks_are_the_dense_mask(sequence: tuple, window: int | None, size: in
     length, found = sequence
     reach = length if window is None else window
     expected, seen = dense(length, found, window), torch.zeros(length, length, dtype=torch.bool)
+
+    def is_uncut(block: Block) -> bool:
+        return block.is_square(reach)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backends, "MASK_ELEMENTS", mask_elements)
+        patch.setattr(segments, "MASK_ELEMENTS", mask_elements)
         for rank in range(size):
-            for block in blocks(segments_of(rank_heads(rank, size, 1, 1, length).rows, found, reach), reach):
-                here = torch.ones(block.q1 - block.q0, block.k1 - block.k0, dtype=torch.bool).tril()
+            for block in blocks(segments_of(rank_heads(rank, size, 1, 1, length).rows, found, reach), reach, is_uncut):
+                keys = [key for start, stop in block.keys for key in range(start, stop)]
+                here = torch.ones(block.q1 - block.q0, len(keys), dtype=torch.bool).tril()
                 if not block.is_square(reach):
                     here = block.mask(reach, torch.device("cpu"))
                     assert here.numel() <= max(mask_elements, length) or window is not None
                 assert not seen[block.q0 : block.q1].any(), "a query stands in two blocks"
-                seen[block.q0 : block.q1, block.k0 : block.k1] = here
+                seen[block.q0 : block.q1, keys] = here
     assert seen.equal(expected)
 
 
@@ -89,8 +95,12 @@ def test_attention(
     truth = torch.nn.functional.scaled_dot_product_attention(q, *each, attn_mask=mask, scale=0.3)
     truth = torch.where(mask.any(-1, keepdim=True), truth, 0.0).transpose(1, 2)
     out = torch.full_like(truth, torch.nan)
+
+    def is_uncut(block: Block) -> bool:
+        return block.is_square(reach)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(backends, "MASK_ELEMENTS", mask_elements)
+        patch.setattr(segments, "MASK_ELEMENTS", mask_elements)
         for rank in range(size):
             rows = rank_heads(rank, size, 1, 1, length).rows
             share = RankHeads(slice(0, q_heads), slice(0, kv_heads), kv_of_q, rows)
@@ -167,7 +177,7 @@ def test_memory_does_not_grow_with_the_square_of_the_length(
     q, k, v = (torch.randn(1, 1, tokens, 4, requires_grad=True) for tokens in (length // size, length, length))
     asking = asked(implementation, (found,), length, share, window)
     with pytest.MonkeyPatch.context() as patch, LiveBytes() as memory:
-        patch.setattr(backends, "MASK_ELEMENTS", 2**20)
+        patch.setattr(segments, "MASK_ELEMENTS", 2**20)
         attend(asking, q, k, v).sum().backward()
     assert 0 < memory.peak <= 2**25 < length**2
 

@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from seqtile import sp
-from seqtile.sp import all_to_all, attention, backends
+from seqtile.sp import all_to_all, attention, backends, segments
 from seqtile.sp.attention import UlyssesAttention
 from seqtile.sp.layout import Layout, documents_of
 from seqtile.sp.recurrence import Recurrence, is_known
@@ -80,7 +80,7 @@ def one_rank() -> Iterator[sp.SequenceParallel]:
     yield from alone("gloo")
 
 
-COUNTED = ((all_to_all, "rank_heads"), (backends, "segments_of"), (backends, "blocks"), (attention, "check"))
+COUNTED = ((all_to_all, "rank_heads"), (segments, "segments_of"), (backends, "blocks"), (attention, "check"))
 
 
 @pytest.mark.parametrize("kind", ["packed", "padded"])

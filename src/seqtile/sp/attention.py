@@ -16,7 +16,7 @@ from seqtile.protocols import PendingTensors, SequenceParallelAttention, Sequenc
 from seqtile.sp.all_to_all import AllToAll, AllToAllFunction
 from seqtile.sp.backends import SINKS, LocalAttention, attend, check
 from seqtile.sp.compressed import CompressedKeys
-from seqtile.sp.groups import device_of
+from seqtile.sp.groups import ALONE, device_of
 from seqtile.sp.layout import Layout, layout_in
 
 NAME = "seqtile_ulysses"
@@ -78,6 +78,8 @@ class UlyssesAttention(SequenceParallelAttention):
         sp_group = self.layout.sp_group
 
         def largest() -> int:
+            if sp_group is ALONE:
+                return size
             found = torch.tensor(size, device=device_of(sp_group))
             dist.all_reduce(found, dist.ReduceOp.MAX, sp_group.group)
             return int(found)

@@ -5,36 +5,28 @@ lengths of documents (flash attention), a BlockMask (flex attention). One that i
 causal squares only. In every form a query sees its own document, up to itself, no further back than the window, and no
 padding.
 
-All forms are made from segments: the queries of one document with the keys that they may see. Of two documents and
-padding, and a rank that has the queries marked on the left:
-
-            keys   0 ---------- 9 ---- 14   padding
-    queries 0 .    |
-              q      segment 1: a mask, since some queries of the square are another rank's
-              q    |
-            9 q           segment 2: a causal square, no mask
-              q                   segment 3: no keys, zeros
-
-No mask of length x length is ever made.
+All forms are made from segments, see segments.py. No mask of length x length is ever made.
 """
 
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.attention.bias import causal_lower_right
 from torch.nn.attention.flex_attention import BlockMask
-from torch.utils.checkpoint import checkpoint
 from transformers import masking_utils
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.gemma2 import modeling_gemma2
 
 from seqtile.sp.all_to_all import RankHeads, Rows, count
 from seqtile.sp.layout import Layout
+from seqtile.sp.recompute import Call, call_again_in_backward, gathered
+from seqtile.sp.segments import Block, blocks, family, segments
 
-MASK_ELEMENTS = 2**24  # of the largest mask: 16 MiB of bools
 SINKS = "s_aux"  # as Hugging Face passes an attention's sinks [H], logits that take a part of every softmax
 SIDE = 128  # tokens a side of a BlockMask's blocks, torch's default
 
@@ -65,6 +57,18 @@ class LocalAttention(NamedTuple):
             return self
         return self._replace(options=self.options | {SINKS: self.options[SINKS][heads]})
 
+    @property
+    def sinks(self) -> Tensor | None:
+        return self.options.get(SINKS)
+
+    @property
+    def draws(self) -> bool:
+        """Whether it draws random numbers."""
+        return bool(self.options.get("dropout"))
+
+    def with_sinks(self, sinks: Tensor | None) -> "LocalAttention":
+        return self if sinks is None else self._replace(options=self.options | {SINKS: sinks})
+
     def compute(self, q: Tensor, k: Tensor, v: Tensor, mask: Any = None, **others: Any) -> Tensor:
         """Calls it as Hugging Face does. q [B, h, n, K], k and v [B, kv, m, K] to [B, n, h, K]."""
         name = self.layout.implementation
@@ -90,72 +94,6 @@ class Overridden:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._original, name)
-
-
-class Block(NamedTuple):
-    """Queries [q0, q1) and the keys [k0, k1) that one of them may see; no keys for queries of padding."""
-
-    q0: int
-    q1: int
-    k0: int
-    k1: int
-    two_ways: bool = False
-    """Each query sees all keys up to k1, of a span whose tokens see each other both ways; else none behind itself."""
-
-    def is_square(self, reach: int) -> bool:
-        """Returns whether it is a causal square, for which no mask is needed."""
-        return not self.two_ways and self.q0 == self.k0 and self.q1 == self.k1 and self.k1 - self.k0 <= reach
-
-    def mask(self, reach: int, device: torch.device) -> Tensor:
-        """Returns [q1 - q0, k1 - k0], True where a query sees a key."""
-        queries, keys = (torch.arange(*ends, device=device) for ends in (self[:2], self[2:4]))
-        distance = queries[:, None] - keys
-        return (distance < reach) if self.two_ways else (distance >= 0) & (distance < reach)
-
-
-def segments(layout: Layout, rows: Rows, reach: int, spans: tuple[Rows, ...] = ()) -> list[list[Block]]:
-    """Returns for each entry of the layout's documents all queries in `rows`, document by document, with the keys that
-    they see."""
-    key = ("segments", rows, reach, bool(spans))
-    of_rows = zip(layout.documents, spans or ((),) * len(layout.documents), strict=True)
-    return layout.once(key, lambda: [list(segments_of(rows, row, reach, spanned)) for row, spanned in of_rows])
-
-
-def segments_of(rows: Rows, documents: Rows, reach: int, spans: Rows = ()) -> Iterator[Block]:
-    for first, last in rows:
-        for start, stop in documents:
-            q0, q1 = max(first, start), min(last, stop)
-            if q0 < q1:
-                if first < q0:
-                    yield Block(first, q0, q0, q0)
-                for begin, end in spans:
-                    begin, end = max(begin, start), min(end, stop)
-                    if q0 < end and begin < q1:
-                        if q0 < begin:
-                            yield Block(q0, begin, max(start, q0 - reach + 1), begin)
-                        q0, last_of_span = max(q0, begin), min(q1, end)
-                        yield Block(q0, last_of_span, max(start, q0 - reach + 1), end, two_ways=True)
-                        q0 = last_of_span
-                if q0 < q1:
-                    yield Block(q0, q1, max(start, q0 - reach + 1), q1)
-                first = q1
-        if first < last:
-            yield Block(first, last, last, last)
-
-
-def blocks(found: Iterable[Block], reach: int, squares: bool = True) -> Iterator[Block]:
-    """Yields segments cut so that a mask is small: of as many queries at most as a query sees keys.
-    `squares`: a causal square needs no mask, however large it is."""
-    for segment in found:
-        q0, q1, start, stop, two_ways = segment
-        if start == stop or (squares and segment.is_square(reach)):
-            yield segment
-            continue
-        size = min(reach, max(1, MASK_ELEMENTS // min(stop - start, 2 * reach)))
-        while q0 < q1:
-            end = min(q1, q0 + size)
-            yield Block(q0, end, max(start, q0 - reach + 1), stop if two_ways else end, two_ways)
-            q0 = end
 
 
 def attend(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -191,27 +129,35 @@ def by_masks(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor, additiv
     documents."""
     found, rows, reach = [], attention.heads.rows, attention.reach
     parted = segments(attention.layout, rows, reach, attention.spans)
-    key = ("blocks", rows, reach, additive, bool(attention.spans))
-    cut = attention.layout.once(key, lambda: [list(blocks(row, reach, squares=not additive)) for row in parted])
 
-    def of_block(block: Block, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if block.k0 == block.k1:
-            return _zeros(q, v)
-        operands = (q, k[:, :, block.k0 : block.k1], v[:, :, block.k0 : block.k1])
-        if not additive and block.is_square(reach):
-            return attention.compute(*operands)
-        # A mask kept for the backward, block after block, would grow with the square of the length.
-        return checkpoint(with_mask, block, *operands, use_reentrant=False)
+    def is_uncut(block: Block) -> bool:
+        from_the_end = q.is_cuda and attention.layout.implementation == "sdpa" and block.is_causal(reach)
+        return not additive and (from_the_end or block.is_square(reach))
 
-    def with_mask(block: Block, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        mask = block.mask(reach, q.device)
+    def with_mask(block: Block, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
+        if is_uncut(block):
+            mask = causal_lower_right(q.shape[2], k.shape[2])
+        else:
+            mask = block.mask(reach, q.device)[None, None]
         if additive:
             mask = torch.zeros_like(mask, dtype=q.dtype).masked_fill(~mask, torch.finfo(q.dtype).min)
-        return attention.compute(q, k, v, mask[None, None])
+        return attention.with_sinks(sinks).compute(q, k, v, mask)
 
+    key = ("blocks", rows, reach, additive, bool(attention.spans))
+    cut = attention.layout.once(key, lambda: [list(blocks(row, reach, is_uncut)) for row in parted])
     for of_row, (q_row, k_row, v_row) in zip(cut, in_parts((q, k, v), [len(q) // len(cut)] * len(cut), 0), strict=True):
-        queries = in_parts((q_row,), [block.q1 - block.q0 for block in of_row], 2)
-        parts = [of_block(block, part, k_row, v_row) for block, (part,) in zip(of_row, queries, strict=True)]
+        queries = [part for (part,) in in_parts((q_row,), [block.q1 - block.q0 for block in of_row], 2)]
+        parts: list[Tensor | None] = [None] * len(of_row)
+        for i, (block, part) in enumerate(zip(of_row, queries, strict=True)):
+            if not block.keys:
+                parts[i] = _zeros(part, v)
+            elif not additive and block.is_square(reach):
+                parts[i] = attention.compute(part, *(gathered(x, block.keys) for x in (k_row, v_row)))
+        masked = [i for i, part in enumerate(parts) if part is None]
+        calls = [Call(partial(with_mask, of_row[i]), of_row[i].keys) for i in masked]
+        outs = call_again_in_backward(calls, [queries[i] for i in masked], k_row, v_row, attention.sinks, attention.draws)
+        for i, out in zip(masked, outs, strict=True):
+            parts[i] = out
         found.append(joined(parts or [_zeros(q_row, v_row)], 1))
     return joined(found, 0)
 
@@ -223,70 +169,108 @@ def _visible(attention: LocalAttention, batch: int) -> Iterator[tuple[int, int, 
     for row in range(batch):
         at = 0
         for segment in found[row if len(found) > 1 else 0]:
-            if segment.k0 < segment.k1:
+            if segment.keys:
                 yield row, at, segment
             at += segment.q1 - segment.q0
 
 
 def by_lengths(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Asks flash attention for all segments of all rows in one call, as sequences of their own, causal from their ends:
-    documents one behind the other, told apart by their cumulative lengths."""
+    documents one behind the other, told apart by their cumulative lengths. Where documents share keys, in as many calls
+    as it takes for none to be given more keys than the sequence has."""
     batch, heads, rows, _ = q.shape
     key = ("lengths", attention.reach, attention.heads.rows)
-    queries, keys, lengths = attention.layout.once(key, lambda: _lengths(attention, batch, q.device))
-    if lengths["max_length_q"] == 0:
+    calls, places = attention.layout.once(key, lambda: _lengths(attention, batch, q.device))
+    if not calls:
         return _zeros(q, v)
-    flat = (x.transpose(1, 2).flatten(0, 1) for x in (q, k, v))
-    chosen = (x if index is None else x[index] for x, index in zip(flat, (queries, keys, keys), strict=True))
-    out = attention.compute(*(x.transpose(0, 1)[None] for x in chosen), **lengths)[0]
-    if queries is not None:
-        out = out.new_zeros(batch * rows, heads, out.shape[2]).index_copy(0, queries, out)
+    q, k, v = (x.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None] for x in (q, k, v))
+
+    def told(lengths: dict[str, Any]) -> Callable[..., Tensor]:
+        return lambda q, k, v, sinks: attention.with_sinks(sinks).compute(q, k, v, **lengths)
+
+    queries = [gathered(q, own) for own, _, _ in calls]
+    if attention.layout.parents:
+        of_calls = [Call(told(lengths), keys) for _, keys, lengths in calls]
+        outs = call_again_in_backward(of_calls, queries, k, v, attention.sinks, attention.draws)
+    else:
+        ((_, keys, lengths),) = calls
+        outs = [attention.compute(*queries, gathered(k, keys), gathered(v, keys), **lengths)]
+    out = joined([out[0] for out in outs], 0)
+    if places is not None:
+        out = out.new_zeros(batch * rows, heads, out.shape[2]).index_copy(0, places, out)
     return out.view(batch, rows, heads, -1)
 
 
-def _lengths(attention: LocalAttention, batch: int, device: torch.device) -> tuple[Any, Any, dict[str, Any]]:
-    """Returns which of the flattened queries, and which keys, to take one behind the other, None for all in order; and
-    how Hugging Face's flash attention is told where documents begin."""
+def _lengths(attention: LocalAttention, batch: int, device: torch.device) -> tuple[list[tuple], Tensor | None]:
+    """Returns for each call which of the flattened queries, and which keys, it is given one behind the other, None for
+    all in order, and how Hugging Face's flash attention is told where documents begin; and all calls' queries."""
     rows, length = count(attention.heads.rows), attention.layout.length
-    queries, keys = [torch.arange(0)], [torch.arange(0)]
+    most = batch * length if attention.layout.parents else sys.maxsize
+    groups: list[list[tuple]] = []
+    room = 0
     for row, at, segment in _visible(attention, batch):
-        queries.append(torch.arange(segment.q1 - segment.q0) + row * rows + at)
-        keys.append(torch.arange(row * length + segment.k0, row * length + segment.k1))
-    found, lengths = [], {}
-    for name, parts, whole in (("q", queries, batch * rows), ("k", keys, batch * length)):
-        sizes, index = torch.tensor([len(part) for part in parts]), torch.cat(parts)
-        lengths[f"cu_seq_lens_{name}"] = sizes.cumsum(0, dtype=torch.int32).to(device)
-        lengths[f"max_length_{name}"] = int(sizes.max())
-        found.append(None if index.equal(torch.arange(whole)) else index.to(device))
-    return *found, lengths
+        if (wanted := count(segment.keys)) > room or not groups:
+            groups.append([])
+            room = most
+        room -= wanted
+        queries = torch.arange(segment.q1 - segment.q0) + row * rows + at
+        keys = torch.cat([torch.arange(row * length + start, row * length + stop) for start, stop in segment.keys])
+        groups[-1].append((queries, keys))
+    calls = []
+    for group in groups:
+        found, lengths = [], {}
+        for name, parts, whole in zip("qk", zip(*group, strict=True), (batch * rows, batch * length), strict=True):
+            sizes, index = torch.tensor([0, *map(len, parts)]), torch.cat(parts)
+            lengths[f"cu_seq_lens_{name}"] = sizes.cumsum(0, dtype=torch.int32).to(device)
+            lengths[f"max_length_{name}"] = int(sizes.max())
+            found.append(None if index.equal(torch.arange(whole)) else index.to(device))
+        calls.append((*found, lengths))
+    places = [queries for queries, _, _ in calls]
+    return calls, None if places in ([], [None]) else joined(places, 0)
 
 
 def by_block_mask(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Asks flex attention, with an interval of keys for each query."""
+    """Asks flex attention, with a mask of what each query sees."""
     key = ("block mask", attention.reach, attention.heads.rows, bool(attention.spans))
     return attention.compute(q, k, v, attention.layout.once(key, lambda: block_mask(attention, len(q), q.device)))
 
 
 def block_mask(attention: LocalAttention, batch: int, device: torch.device) -> BlockMask:
-    """Returns the BlockMask of this rank's queries, from no tensor larger than queries x keys / 128^2."""
-    queries, length = count(attention.heads.rows), attention.layout.length
-    shape = (batch, -(-queries // SIDE) * SIDE)
-    first, last = torch.full(shape, length), torch.full(shape, -1)  # keys [first, last]; as of one that sees nothing
-    for row, at, (q0, q1, k0, k1, two_ways) in _visible(attention, batch):
-        tokens, here = torch.arange(q0, q1), slice(at, at + q1 - q0)
-        first[row, here] = (tokens - attention.reach + 1).clamp(k0)
-        last[row, here] = k1 - 1 if two_ways else tokens
-    first, last = first.to(device), last.to(device)
-    begin, end = (x.view(batch, -1, 1, SIDE) for x in (first, last))
-    keys = torch.arange(0, length, SIDE, device=device)
-    some = (begin.amin(3) < keys + SIDE) & (end.amax(3) >= keys)
-    full = (begin.amax(3) <= keys) & (end.amin(3) >= keys + SIDE - 1)
+    """Returns the BlockMask of this rank's queries, from no tensor larger than queries x keys / 128^2.
+
+    A query sees a key that is not behind it and less than the window away, if it is in the key's document or in one
+    that goes on from there; these follow each other, so that each key has an end.
+    """
+    queries, layout, reach = count(attention.heads.rows), attention.layout, attention.reach
+    keys = -(-layout.length // SIDE) * SIDE
+    last = torch.full((batch, -(-queries // SIDE) * SIDE), -1)  # the last key that a query sees; none
+    for row, at, (q0, q1, seen, two_ways) in _visible(attention, batch):
+        last[row, at : at + q1 - q0] = seen[-1][1] - 1 if two_ways else torch.arange(q0, q1)
+    place = F.pad(torch.cat([torch.arange(*piece) for piece in attention.heads.rows]), (0, last.shape[1] - queries))
+    ends, depth = torch.zeros(batch, keys, dtype=torch.long), torch.zeros(batch, keys, dtype=torch.long)
+    for row in range(batch):
+        documents = layout.documents[row if len(layout.documents) > 1 else 0]
+        for (start, stop), path, end in zip(documents, *family(documents, layout.parents), strict=True):
+            ends[row, start:stop] = end
+            depth[row, start:stop] = torch.arange(stop - start) + count(path)
+    of_query = depth[:, place]
+    last, place, ends, depth, of_query = (x.to(device) for x in (last, place, ends, depth, of_query))
+
+    def side(x: Tensor, of_keys: bool) -> Tensor:
+        return x.view(len(x) if x.dim() > 1 else 1, *((1, -1) if of_keys else (-1, 1)), SIDE)
+
+    begins = torch.arange(0, keys, SIDE, device=device)
+    seen_by, own, away = side(last, False), side(place, False), side(of_query, False)
+    end, at = side(ends, True), side(depth, True)
+    some = (seen_by.amax(3) >= begins) & (own.amin(3) < end.amax(3)) & (away.amin(3) - at.amax(3) < reach)
+    full = (seen_by.amin(3) >= begins + SIDE - 1) & (own.amax(3) < end.amin(3)) & (away.amax(3) - at.amin(3) < reach)
 
     def sees(b: Tensor, h: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (first[b, query] <= key) & (key <= last[b, query])
+        is_near = of_query[b, query] - depth[b, key] < reach
+        return (key <= last[b, query]) & (place[query] < ends[b, key]) & is_near
 
     listed = (*_listed(some & ~full), *_listed(full))
-    return BlockMask.from_kv_blocks(*listed, BLOCK_SIZE=SIDE, mask_mod=sees, seq_lengths=(queries, length))
+    return BlockMask.from_kv_blocks(*listed, BLOCK_SIZE=SIDE, mask_mod=sees, seq_lengths=(queries, layout.length))
 
 
 def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:

@@ -12,8 +12,8 @@ from torch.distributed.device_mesh import DeviceMesh
 class SequenceParallel:
     """A group of ranks that hold the shards of the same sequences, as seen by one of them."""
 
-    group: dist.ProcessGroup
-    """The process group of its ranks."""
+    group: dist.ProcessGroup | None
+    """The process group of its ranks; None in `ALONE`."""
     rank: int
     """This rank's place in the group; it holds the tokens [rank * S, (rank + 1) * S) of a sequence, S to a rank."""
     size: int
@@ -25,6 +25,10 @@ class SequenceParallel:
 
     def __deepcopy__(self, memo: dict) -> "SequenceParallel":
         return self  # a copy of a model is sharded over the same ranks
+
+
+ALONE = SequenceParallel(None, 0, 1, 0, 1)
+"""A process by itself, without torch.distributed."""
 
 
 def initialize(
@@ -65,9 +69,19 @@ def initialize(
 
 def gather(tensor: Tensor, sp_group: SequenceParallel) -> list[Tensor]:
     """Returns `tensor`, of the same shape on every rank of the group, from each of them. Without gradients."""
+    if sp_group is ALONE:
+        return [tensor.detach()]
     found = [torch.empty_like(tensor) for _ in range(sp_group.size)]
     dist.all_gather(found, tensor.contiguous(), group=sp_group.group)
     return found
+
+
+def add_up(tensor: Tensor, sp_group: SequenceParallel) -> Tensor:
+    """Returns the sum of each rank's tensor. Without gradients."""
+    total = tensor.detach().contiguous().clone()
+    if sp_group is not ALONE:
+        dist.all_reduce(total, group=sp_group.group)
+    return total
 
 
 def device_of(sp_group: SequenceParallel) -> torch.device:

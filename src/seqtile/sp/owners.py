@@ -3,54 +3,88 @@
 from collections.abc import Callable
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
 from seqtile.ops.checks import check_first_derivative
 from seqtile.protocols import OF_ALL_RANKS
-from seqtile.sp.groups import SequenceParallel
+from seqtile.sp.groups import SequenceParallel, add_up, gather
 from seqtile.tensor_like import View
 
 
 class Owners:
-    """For each of some tokens [...] the rank that holds it: the same on every rank of the group, on the CPU. A rank's
-    rows [n, ...] are its tokens in their order there."""
+    """For each of some tokens [...] the rank that holds its values, and which of that rank's rows [n, ...] they are: the
+    same on every rank of the group, on the CPU.
 
-    def __init__(self, ranks: Tensor, sp_group: SequenceParallel):
-        self.ranks, self.sp_group, self.shape = ranks, sp_group, ranks.shape
+    Without `rows` each rank holds a row of each of its tokens, in their order. With them tokens may share rows.
+    """
+
+    def __init__(self, ranks: Tensor, sp_group: SequenceParallel, rows: Tensor | None = None):
+        self.ranks, self.sp_group, self.rows, self.shape = ranks, sp_group, rows, ranks.shape
         self._places: dict[torch.device, list[Tensor]] = {}
+        self._own_rows: dict[torch.device, Tensor] = {}
+        self._by_token: Owners | None = None
 
     @classmethod
     def of_sequences(cls, rows: int, length: int, local: int, sp_group: SequenceParallel) -> "Owners":
         """Returns those of [rows, length] tokens, of which each rank holds `local` neighbours in every row."""
         return cls((torch.arange(length) // local).to(torch.int16).expand(rows, -1), sp_group)
 
+    def by_token(self) -> "Owners":
+        """Returns the owners of values that each rank has a row of for each of its tokens."""
+        if self.rows is None:
+            return self
+        self._by_token = self._by_token or Owners(self.ranks, self.sp_group)
+        return self._by_token
+
+    def flat(self) -> "Owners":
+        """Returns those of the same tokens in one dimension."""
+        return Owners(self.ranks.flatten(), self.sp_group, None if self.rows is None else self.rows.flatten())
+
     def places(self, device: torch.device) -> list[Tensor]:
-        """Returns for each rank where its rows are among all tokens, made flat."""
+        """Returns for each rank where its tokens are among all tokens, made flat."""
         if device not in self._places:
             ranks = self.ranks.flatten()
             found = [(ranks == rank).nonzero().squeeze(1) for rank in range(self.sp_group.size)]
             self._places[device] = [places.to(device, non_blocking=True) for places in found]
         return self._places[device]
 
+    def own_rows(self, device: torch.device) -> Tensor | None:
+        """Returns for each of this rank's tokens which of its rows has the values; None if they follow each other."""
+        if self.rows is not None and device not in self._own_rows:
+            own = self.rows.flatten()[self.ranks.flatten() == self.sp_group.rank]
+            self._own_rows[device] = own.to(device, non_blocking=True)
+        return None if self.rows is None else self._own_rows[device]
+
     def own(self, values: Tensor) -> Tensor:
-        """Returns this rank's rows [n, ...] of values [..., *] that it has of all tokens. With gradients."""
+        """Returns of values [..., *] of all tokens those of this rank's tokens, [n, *]. With gradients."""
         if values.shape[: len(self.shape)] != self.shape:
             raise ValueError(f"expected values of the tokens {list(self.shape)}, got {list(values.shape)}")
         flat = values.reshape(self.shape.numel(), *values.shape[len(self.shape) :])
         return flat[self.places(values.device)[self.sp_group.rank]]
 
+    def summed(self, gradients: Tensor, rows: int) -> Tensor:
+        """Returns the gradients of this rank's rows from those of its tokens [n, *]; where tokens share a row, their
+        sum, in float32."""
+        if (index := self.own_rows(gradients.device)) is None:
+            return gradients
+        dtype = torch.promote_types(gradients.dtype, torch.float32)
+        total = gradients.new_zeros((rows, *gradients.shape[1:]), dtype=dtype)
+        return total.index_add_(0, index, gradients.to(dtype)).to(gradients.dtype)
+
     def whole(self, rows: Tensor) -> Tensor:
         """Returns the values [..., *] of all tokens from each rank's rows. One all-gather; without gradients."""
-        places = self.places(rows.device)
-        most = max(map(len, places))
-        own = F.pad(rows.detach(), [0, 0] * (rows.dim() - 1) + [0, most - len(rows)])
-        parts = [torch.empty_like(own, memory_format=torch.contiguous_format) for _ in places]
-        dist.all_gather(parts, own.contiguous(), group=self.sp_group.group)
+        places, device = self.places(rows.device), rows.device
+        rows, size = rows.detach(), self.sp_group.size
+        if self.rows is not None and size == 1:
+            return rows[self.own_rows(device)].view(*self.shape, *rows.shape[1:])
+        most = max(map(len, places)) if self.rows is None else len(rows)  # shared rows are as many on every rank
+        own = F.pad(rows, [0, 0] * (rows.dim() - 1) + [0, most - len(rows)]).contiguous()
+        parts = gather(own, self.sp_group)
         found = own.new_empty((*self.shape, *own.shape[1:]))  # no view, which could not be changed in place
-        for where, part in zip(places, parts, strict=True):
-            found.view(-1, *own.shape[1:])[where] = part[: len(where)]
+        for rank, (where, part) in enumerate(zip(places, parts, strict=True)):
+            taken = slice(len(where)) if self.rows is None else self.rows.flatten()[where.cpu()].to(device)
+            found.view(-1, *own.shape[1:])[where] = part[taken]
         return found
 
     def viewed(self, view: View, device: torch.device | None = None) -> tuple["Owners", Tensor | None]:
@@ -58,14 +92,19 @@ class Owners:
         if all, in theirs."""
         tokens = torch.arange(self.shape.numel(), device=device).view(*self.shape, 1)
         tokens = view(tokens).squeeze(-1).cpu()  # waits for the device where an index is there
-        owners = Owners(self.ranks.flatten()[tokens], self.sp_group)
-        mine = self.ranks.flatten() == self.sp_group.rank
+        ranks = self.ranks.flatten()
+        if self.rows is not None:
+            return Owners(ranks[tokens], self.sp_group, self.rows.flatten()[tokens]), None
+        owners, mine = Owners(ranks[tokens], self.sp_group), ranks == self.sp_group.rank
         row_of = mine.cumsum(0) - 1
         taken = row_of[tokens[owners.ranks == self.sp_group.rank]]
         return owners, None if taken.equal(row_of[mine]) else taken
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Owners) and self.ranks.equal(other.ranks))
+        if self is other or not isinstance(other, Owners):
+            return self is other
+        shares = [each.rows is not None for each in (self, other)]
+        return self.ranks.equal(other.ranks) and (not any(shares) or (all(shares) and self.rows.equal(other.rows)))
 
     __hash__ = object.__hash__
 
@@ -78,7 +117,7 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def forward(node, rows: Tensor, owners: Owners) -> Tensor:
-        node.owners = owners
+        node.owners, node.rows = owners, len(rows)
         found = owners.whole(rows)
         if not found.is_floating_point():
             node.mark_non_differentiable(found)
@@ -87,7 +126,26 @@ class _Gathered(torch.autograd.Function):
     @staticmethod
     def backward(node, gradient: Tensor) -> tuple[Tensor, None]:
         check_first_derivative("values over ranks")
-        return node.owners.own(gradient) * node.owners.sp_group.size, None
+        own = node.owners.own(gradient) * node.owners.sp_group.size
+        return node.owners.summed(own, node.rows), None
+
+
+class _OfTokens(torch.autograd.Function):
+    """From the rows that tokens share to a row of each token."""
+
+    @staticmethod
+    def forward(node, rows: Tensor, owners: Owners) -> Tensor:
+        node.owners, node.rows = owners, len(rows)
+        return rows[owners.own_rows(rows.device)]
+
+    @staticmethod
+    def backward(node, gradient: Tensor) -> tuple[Tensor, None]:
+        return node.owners.summed(gradient, node.rows), None
+
+
+def of_tokens(rows: Tensor, owners: Owners) -> Tensor:
+    """Returns the values [n, *] of this rank's tokens. Copies them where tokens share rows; with gradients."""
+    return rows if owners.rows is None else _OfTokens.apply(rows, owners)
 
 
 class _Summed(torch.autograd.Function):
@@ -97,9 +155,8 @@ class _Summed(torch.autograd.Function):
 
     @staticmethod
     def forward(node, own: Tensor, sp_group: SequenceParallel) -> Tensor:
-        node.size, total = sp_group.size, own.clone()
-        dist.all_reduce(total, group=sp_group.group)
-        return total
+        node.size = sp_group.size
+        return add_up(own, sp_group)
 
     @staticmethod
     def backward(node, gradient: Tensor) -> tuple[Tensor, None]:
@@ -117,9 +174,7 @@ class _WholeGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(node, gradient: Tensor) -> tuple[Tensor, None]:
-        total = gradient.contiguous().clone()
-        dist.all_reduce(total, group=node.sp_group.group)
-        return total / node.sp_group.size, None
+        return add_up(gradient, node.sp_group) / node.sp_group.size, None
 
 
 with_whole_gradient: Callable[[Tensor, SequenceParallel], Tensor] = _WholeGradient.apply

@@ -26,8 +26,9 @@ import torch
 from torch import Tensor, nn
 
 from seqtile.sp.all_to_all import AllToAllFunction, RankHeads
-from seqtile.sp.backends import in_parts, joined, segments
+from seqtile.sp.backends import in_parts, joined
 from seqtile.sp.layout import Layout, layout_in
+from seqtile.sp.segments import segments
 
 _CONVOLUTION = "causal_conv1d_fn"
 _FUSED = "mamba2_split_conv1d_scan_combined"  # a kernel of all of it, for whole sequences; None: there is no kernel
@@ -253,14 +254,14 @@ def by_documents(
         for of_row, row in zip(spans, rows, strict=True)
         for span, tensors in zip(of_row, in_parts(row, [s.q1 - s.q0 for s in of_row], 2), strict=True)
     ]
-    operands = (convolve(*tensors) for span, tensors in parts if span.k0 < span.k1)
+    operands = (convolve(*tensors) for span, tensors in parts if span.keys)
     if in_one_call and (found := list(operands)):
-        sizes = [span.q1 - span.q0 for span, _ in parts if span.k0 < span.k1]
+        sizes = [span.q1 - span.q0 for span, _ in parts if span.keys]
         device = arrived[0].device
         starts = layout.once(("starts", len(spans)), lambda: torch.tensor([0, *accumulate(sizes)], device=device))
         together = {name: torch.cat([document[name] for document in found], 1) for name in found[0]}
         outs = iter(compute(together, cu_seqlens=starts).split(sizes, 1))
     else:
         outs = map(compute, operands)
-    done = (next(outs) if span.k0 < span.k1 else torch.zeros_like(x[0].transpose(1, 2)) for span, x in parts)
+    done = (next(outs) if span.keys else torch.zeros_like(x[0].transpose(1, 2)) for span, x in parts)
     return joined([joined([next(done) for _ in of_row], 1) for of_row in spans], 0)

@@ -17,11 +17,32 @@ from seqtile.sp.owners import gathered, summed
 _IGNORED = -100
 
 
+def _only_labelled(loss: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a loss that is given labelled tokens alone where tokens share hidden states: rows are copied then, and
+    those of a prompt are of no use."""
+
+    def of_labelled(
+        hidden: Any, weight: Tensor, target: Tensor, *, ignore_index: int | None = _IGNORED, **options: Any
+    ) -> Any:
+        options["ignore_index"] = ignore_index
+        is_plain = not any(isinstance(value, bool) and value for value in options.values())
+        if hidden.owners.rows is None or ignore_index is None or not is_plain:
+            return loss(hidden, weight, target, **options)
+        labelled = target != ignore_index
+        found = loss(hidden[labelled], weight, target[labelled], **options)
+        if found.dim() == 0:
+            return found
+        return found.new_zeros(target.shape).masked_scatter(labelled, found)
+
+    return of_labelled
+
+
+@_only_labelled
 def _cross_entropy(
     hidden: Any, weight: Tensor, target: Tensor, *, ignore_index: int | None = _IGNORED, **options: Any
 ) -> Any:
     """`linear_cross_entropy`; of metrics, sums over ranks make the means."""
-    owners, metrics = hidden.owners, options.pop("return_metrics", False)
+    owners, metrics = hidden.owners.by_token(), options.pop("return_metrics", False)
     counted = torch.ones_like(target, dtype=torch.bool) if ignore_index is None else target != ignore_index
     if options.get("reduction", "mean") == "mean" and options.get("num_items") is None:
         options["num_items"] = _divisor(target, counted, options.get("class_weight"))
@@ -52,10 +73,11 @@ def _never_empty(rows: Tensor, labels: Tensor, ignored: int) -> tuple[Tensor, Te
     return F.pad(rows, (0, 0, 0, 1)), labels.new_full((1, *labels.shape[1:]), ignored), slice(0, 0)
 
 
+@_only_labelled
 def _log_probs(
     hidden: Any, weight: Tensor, target: Tensor, *, ignore_index: int | None = _IGNORED, **options: Any
 ) -> Any:
-    owners, ignored = hidden.owners, _IGNORED if ignore_index is None else ignore_index
+    owners, ignored = hidden.owners.by_token(), _IGNORED if ignore_index is None else ignore_index
     rows, labels, own = _never_empty(hidden.connected_rows(), owners.own(target), ignored)
     if own.stop == 0:  # of this rank
         ignore_index = ignored
@@ -88,7 +110,7 @@ def _topk_divergence(hidden: Any, weight: Tensor, ids: Tensor, log_probs: Tensor
 
 def _masked(of_rows: Callable[..., Any], hidden: Any, along: tuple[Tensor, ...], **options: Any) -> Any:
     """Returns a loss of heads over tokens of which a mask may leave some out."""
-    owners, mask = hidden.owners, options.pop("mask", None)
+    owners, mask = hidden.owners.by_token(), options.pop("mask", None)
     if mask is None:
         mask = torch.ones(owners.shape, dtype=torch.bool, device=hidden.device)
     if options.get("reduction", "mean") == "mean" and options.get("num_items") is None:
@@ -118,7 +140,7 @@ def _cross_entropy_of_logits(
     if owners is None or target.shape != owners.shape or len(owners.shape) != 1 or not (size_average is reduce is None):
         logits = input if owners is None else input.whole()
         return F.cross_entropy(logits, target, size_average=size_average, reduce=reduce, reduction=reduction, **options)
-    how = "none" if reduction == "none" else "sum"
+    how, owners = "none" if reduction == "none" else "sum", owners.by_token()
     losses = F.cross_entropy(input.connected_rows(), owners.own(target), reduction=how, **options)
     if reduction == "none":
         return gathered(losses, owners)

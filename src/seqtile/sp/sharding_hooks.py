@@ -16,14 +16,13 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from seqtile.sp.attention import NAME
 from seqtile.sp.balance import Balance
 from seqtile.sp.compressed import CompressedKeys, is_latent
-from seqtile.sp.groups import SequenceParallel
+from seqtile.sp.groups import SequenceParallel, add_up
 from seqtile.sp.layout import BATCH_HASH, CUTTERS, LAYOUT, WHOLE_LENGTH, Layout, check_same_batch, layout_of
 from seqtile.sp.loss import PartialLossFunction
 from seqtile.sp.recurrence import Recurrence, is_recurrence
@@ -97,9 +96,7 @@ class ShardingHooks:
 
     def averaged(self, gradient: Tensor) -> Tensor:
         """See `seqtile.protocols.ShardedSequences`."""
-        total = gradient.clone()
-        dist.all_reduce(total, group=self.sp_group.group)
-        return total / self.sp_group.size
+        return add_up(gradient, self.sp_group) / self.sp_group.size
 
     def check_batch(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Finds the layout, and refuses labels of which a shard's loss cannot be computed."""

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_map_only
 from transformers.utils import logging
 
 from seqtile.ops.checks import check_first_derivative
-from seqtile.sp.owners import Owners, depends_on_all_ranks, gathered
+from seqtile.sp.owners import Owners, depends_on_all_ranks, gathered, of_tokens
 from seqtile.sp.row_losses import LOSSES
 from seqtile.tensor_like import ABOUT, VIEWS, is_in_place, view_of
 
@@ -34,7 +34,7 @@ _WITH_WEIGHTS = (F.linear, F.layer_norm, F.rms_norm)
 
 
 class TokenShard(Tensor):
-    """Values [..., K] of tokens, of which this rank holds `rows` [n, K], those that are its own.
+    """Values [..., K] of tokens, of which this rank holds `rows` [n, K], those of its own tokens, see `Owners`.
 
     As a gradient its rows are what this rank adds to the sum over ranks, times their number: reducers average.
     """
@@ -47,39 +47,61 @@ class TokenShard(Tensor):
     def __init__(self, rows: Tensor, owners: Owners, is_gradient: bool = False):
         self.rows, self.owners, self.is_gradient = rows.detach(), owners, is_gradient
 
-    def connected_rows(self) -> Tensor:
+    def _held(self) -> Tensor:
         """Returns this rank's rows, with the graph of the whole where gradients are recorded."""
         return _Rows.apply(self) if torch.is_grad_enabled() and self.requires_grad else self.rows
+
+    def connected_rows(self) -> Tensor:
+        """Returns a row [n, K] of each of this rank's tokens, with the graph of the whole where gradients are
+        recorded."""
+        return of_tokens(self._held(), self.owners)
 
     def each(self, function: Callable[..., Tensor], *along: Tensor) -> "TokenShard":
         """Returns function(rows, ...), which computes each row by itself, as values of the same tokens. Of `along`,
         [..., *], it is given this rank's rows, too."""
-        return shared(function(self.connected_rows(), *map(self.own, along)), self.owners)
+        if not along and not self._shows_few():
+            return shared(function(self._held()), self.owners)
+        return shared(function(self.connected_rows(), *map(self.own, along)), self.owners.by_token())
+
+    def _shows_few(self) -> bool:
+        """Says if there are fewer tokens than rows, as in a view of some tokens that share rows."""
+        index = self.owners.own_rows(self.device)
+        return index is not None and len(index) < len(self.rows)
 
     def own(self, values: Tensor) -> Tensor:
-        """Returns this rank's rows of values [..., *] of the same tokens."""
+        """Returns the rows of this rank's tokens of values [..., *] of the same tokens."""
         if not isinstance(values, TokenShard):
             return self.owners.own(values)
         return values.connected_rows() if values.owners == self.owners else self.owners.own(values.whole())
 
     def whole(self) -> Tensor:
-        """Returns the values of all tokens, on every rank. One all-gather."""
-        if self.is_gradient:
-            return self.owners.whole(self.rows) / self.owners.sp_group.size
-        return gathered(self.connected_rows(), self.owners)
+        """Returns the values of all tokens, on every rank. One all-gather. RuntimeError for a gradient of tokens that
+        share rows, which is known as their sum."""
+        if not self.is_gradient:
+            return gathered(self._held(), self.owners)
+        if self.owners.rows is not None:
+            raise RuntimeError(
+                "the gradient of hidden states that rows of a batch share is known as the sum over these rows alone; "
+                "seqtile.restore(model) to read that of each"
+            )
+        return self.owners.whole(self.rows) / self.owners.sp_group.size
 
     def gradient(self, of_whole: Tensor) -> "TokenShard":
         """Returns a gradient of these values, given whole on every rank or by its rows, as one of shards."""
-        rows = of_whole.rows if isinstance(of_whole, TokenShard) else _rows_of_gradient(of_whole, self.owners)
+        rows = of_whole.rows if isinstance(of_whole, TokenShard) else _rows_of_gradient(of_whole, self)
         return TokenShard(rows, self.owners, is_gradient=True)
 
     def as_value(self) -> "TokenShard":
         """Returns a gradient as the values that it has on one process."""
-        return TokenShard(self.rows / self.owners.sp_group.size, self.owners) if self.is_gradient else self
+        if not self.is_gradient:
+            return self
+        if self.owners.rows is not None:
+            self.whole()  # raises
+        return TokenShard(self.rows / self.owners.sp_group.size, self.owners)
 
     def _viewed(self, view: FunctionType, device: torch.device | None) -> "TokenShard":
         owners, taken = self.owners.viewed(view, device)
-        rows = self.connected_rows()
+        rows = self._held()
         return shared(rows if taken is None else rows[taken.to(rows.device)], owners)
 
     @classmethod
@@ -165,7 +187,7 @@ def _of_gradients(name: str, *operands: Any) -> TokenShard | None:
     if name not in ("add", "add_") and len(tensors) > 1:
         return None
     rows = tree_map_only(
-        Tensor, lambda each: _rows_of_gradient(each, gradient.owners) if each.dim() else each, operands
+        Tensor, lambda each: _rows_of_gradient(each, gradient) if each.dim() else each, operands
     )
     return TokenShard(getattr(torch, name.rstrip("_"))(*rows), gradient.owners, is_gradient=True)
 
@@ -197,13 +219,17 @@ def _by_token(function: Callable, name: str, args: tuple, kwargs: dict) -> Tenso
     if name in _OVER_LAST:  # rows [n, K] may have other dimensions than the tokens' values
         args, kwargs = (args[0], *args[2:]), kwargs | {"dim": -1}
     mapped = args[:1] if function in _WITH_WEIGHTS else args
-    own = lambda each: like.own(each) if each.dim() == like.dim() else each  # noqa: E731
-    rows = [*tree_map_only(Tensor, own, mapped), *args[len(mapped) :]]
-    if name == "dropout":  # as many random numbers on every rank
-        missing = max(map(len, like.owners.places(like.device))) - len(rows[0])
+    along = any(isinstance(each, Tensor) and each.dim() == like.dim() for each in mapped if each.__class__ is Tensor)
+    own, owners = like.own, like.owners.by_token()
+    if like.owners.rows is not None and not along and not like._shows_few():  # each row once, however many tokens show it
+        own, owners = TokenShard._held, like.owners
+    of_tokens = lambda each: own(each) if each.dim() == like.dim() else each  # noqa: E731
+    rows = [*tree_map_only(Tensor, of_tokens, mapped), *args[len(mapped) :]]
+    if name == "dropout" and owners.rows is None:  # as many random numbers on every rank
+        missing = max(map(len, owners.places(like.device))) - len(rows[0])
         found = function(F.pad(rows[0], (0, 0, 0, missing)), *rows[1:], **kwargs)[: len(rows[0])]
-        return shared(found, like.owners)
-    found = shared(function(*rows, **kwargs), like.owners)
+        return shared(found, owners)
+    found = shared(function(*rows, **kwargs), owners)
     return found.whole() if name in _REDUCTIONS else found
 
 
@@ -219,11 +245,13 @@ def _along_last(values: Tensor, dim: int, index: Tensor, **kwargs: Any) -> Tenso
     return values.each(lambda rows, index: rows.gather(-1, index), index).whole()
 
 
-def _rows_of_gradient(gradient: Tensor, owners: Owners) -> Tensor:
+def _rows_of_gradient(gradient: Tensor, like: Any) -> Tensor:
+    """Returns the rows of a gradient of `like`, a TokenShard, or what has its `owners` and number of `rows`."""
     if isinstance(gradient, TokenShard) and gradient.is_gradient:
         return gradient.rows
-    own = gradient.rows if isinstance(gradient, TokenShard) else owners.own(gradient)
-    return own * owners.sp_group.size
+    owners = like.owners
+    own = gradient.connected_rows() if isinstance(gradient, TokenShard) else owners.own(gradient)
+    return owners.summed(own * owners.sp_group.size, len(like.rows))
 
 
 class _Shared(torch.autograd.Function):
@@ -233,13 +261,13 @@ class _Shared(torch.autograd.Function):
 
     @staticmethod
     def forward(node, rows: Tensor, owners: Owners) -> TokenShard:
-        node.owners = owners
+        node.owners, node.rows = owners, range(len(rows))
         return TokenShard(rows, owners)
 
     @staticmethod
     def backward(node, gradient: Tensor) -> tuple[Tensor, None]:
         check_first_derivative("values over ranks")
-        return _rows_of_gradient(gradient, node.owners), None
+        return _rows_of_gradient(gradient, node), None
 
 
 class _Rows(torch.autograd.Function):

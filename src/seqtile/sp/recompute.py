@@ -1,0 +1,93 @@
+"""Attention in parts, whose keys and masks are made again in the backward instead of being kept.
+
+Each call has some of the queries, and the keys that they see: parts of the sequence, which calls may share. Kept for
+the backward are q, k and v alone, once.
+"""
+
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from seqtile.ops.state import ForwardState
+from seqtile.sp.all_to_all import Rows
+
+
+class Call(NamedTuple):
+    """One call of attention."""
+
+    function: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
+    """From q [B, h, n, K], k and v [B, kv, m, K], and sinks [h] if there are, to [B, n, h, K]."""
+    keys: Rows | Tensor | None
+    """Which of the sequence's keys and values it is given: parts [start, stop), an index [m], or None for all."""
+
+
+def gathered(x: Tensor, keys: Rows | Tensor | None) -> Tensor:
+    """Returns some keys [B, kv, m, K] of [B, kv, S, K]; a view if they are one part."""
+    if keys is None:
+        return x
+    if isinstance(keys, Tensor):
+        return x.index_select(2, keys)
+    parts = [x[:, :, start:stop] for start, stop in keys]
+    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+
+
+def call_again_in_backward(
+    calls: Sequence[Call], queries: Sequence[Tensor], k: Tensor, v: Tensor, sinks: Tensor | None, draws: bool
+) -> tuple[Tensor, ...]:
+    """Returns what each call makes of its queries. The gradients of keys, values and sinks add up in float32.
+
+    Allocates the keys and values of one call at a time, in forward and backward, and in the backward the float32
+    gradients. `draws`: the calls draw random numbers, the same in both.
+    """
+    if not calls:
+        return ()
+    state = ForwardState.now(k.device)
+    return _Calls.apply(calls, state if draws else state._replace(random=[]), k, v, sinks, *queries)
+
+
+class _Calls(torch.autograd.Function):
+    @staticmethod
+    def forward(node, calls: Sequence[Call], state: ForwardState, k: Tensor, v: Tensor, sinks: Any, *queries: Tensor):
+        node.calls, node.state = calls, state
+        node.save_for_backward(k, v, sinks, *queries)
+        each = zip(calls, queries, strict=True)
+        return tuple(call.function(q, gathered(k, call.keys), gathered(v, call.keys), sinks) for call, q in each)
+
+    @staticmethod
+    def backward(node, *gradients: Tensor):
+        k, v, sinks, *queries = node.saved_tensors
+        wanted = dict(zip(("k", "v", "sinks"), node.needs_input_grad[2:5], strict=True))
+        sums = {
+            name: torch.zeros_like(x, dtype=torch.promote_types(x.dtype, torch.float32))
+            for name, x in (("k", k), ("v", v), ("sinks", sinks))
+            if wanted[name]
+        }
+        d_queries: list[Tensor | None] = []
+        random = node.state.forward_random() if node.state.random else nullcontext()
+        with torch.enable_grad(), node.state.forward_autocast(), random:
+            for call, q, gradient in zip(node.calls, queries, gradients, strict=True):
+                given = {"q": q, "k": gathered(k, call.keys), "v": gathered(v, call.keys), "sinks": sinks}
+                given = {name: None if x is None else x.detach() for name, x in given.items()}
+                asked = [given[name].requires_grad_() for name in given if name in sums or (name == "q")]
+                out = call.function(*given.values())
+                found = dict(zip((x for x in ("q", *sums)), torch.autograd.grad(out, asked, gradient), strict=True))
+                d_queries.append(found["q"])
+                for name, total in sums.items():
+                    _add(total, found[name], call.keys if name in "kv" else None)
+        d_kv = [sums[name].to(x.dtype) if name in sums else None for name, x in (("k", k), ("v", v), ("sinks", sinks))]
+        return None, None, *d_kv, *d_queries
+
+
+def _add(total: Tensor, part: Tensor, keys: Rows | Tensor | None) -> None:
+    """Adds a gradient to those of the keys that it is of."""
+    if keys is None:
+        total += part
+    elif isinstance(keys, Tensor):
+        total.index_add_(2, keys, part.to(total.dtype))
+    else:
+        sizes = [stop - start for start, stop in keys]
+        for (start, stop), piece in zip(keys, part.split(sizes, 2), strict=True):
+            total[:, :, start:stop] += piece

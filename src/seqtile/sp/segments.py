@@ -1,0 +1,126 @@
+"""Which keys the queries of a sequence see, without a mask of length x length: segments, the queries of one document
+with the keys that they may see. Of two documents and padding, and a rank that has the queries marked on the left:
+
+            keys   0 ---------- 9 ---- 14   padding
+    queries 0 .    |
+              q      segment 1: a mask, since some queries of the square are another rank's
+              q    |
+            9 q           segment 2: a causal square, no mask
+              q                   segment 3: no keys, zeros
+
+A document may go on from another, as completions do from their prompt: then its queries see that one's keys, too, and
+those of all before it.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from seqtile.sp.all_to_all import Rows, count
+from seqtile.sp.layout import Layout
+
+MASK_ELEMENTS = 2**24  # of the largest mask: 16 MiB of bools
+
+
+class Block(NamedTuple):
+    """Queries [q0, q1) and the keys that one of them may see; no keys for queries of padding."""
+
+    q0: int
+    q1: int
+    keys: Rows
+    """In the order of their positions: up to q1, or beyond it where `two_ways`."""
+    two_ways: bool = False
+    """Each query sees all keys behind itself, too, of a span whose tokens see each other both ways."""
+
+    def is_causal(self, reach: int) -> bool:
+        """Returns whether each query sees all keys up to its own place, which has to be counted from the end."""
+        return bool(self.keys) and not self.two_ways and count(self.keys) <= reach
+
+    def is_square(self, reach: int) -> bool:
+        """Returns whether it is a causal square, for which no mask is needed."""
+        return self.is_causal(reach) and self.keys == ((self.q0, self.q1),)
+
+    def mask(self, reach: int, device: torch.device) -> Tensor:
+        """Returns [queries, keys], True where a query sees a key."""
+        keys = torch.arange(count(self.keys), device=device)
+        first = len(keys) - (self.keys[-1][1] - self.q0) if self.keys else 0  # where the first query is among the keys
+        queries = torch.arange(first, first + self.q1 - self.q0, device=device)
+        distance = queries[:, None] - keys
+        return (distance < reach) if self.two_ways else (distance >= 0) & (distance < reach)
+
+
+def segments(layout: Layout, rows: Rows, reach: int, spans: tuple[Rows, ...] = ()) -> list[list[Block]]:
+    """Returns for each entry of the layout's documents all queries in `rows`, document by document, with the keys that
+    they see."""
+    key = ("segments", rows, reach, bool(spans))
+    of_rows = list(zip(layout.documents, spans or ((),) * len(layout.documents), strict=True))
+    return layout.once(
+        key, lambda: [list(segments_of(rows, row, reach, spanned, layout.parents)) for row, spanned in of_rows]
+    )
+
+
+def segments_of(
+    rows: Rows, documents: Rows, reach: int, spans: Rows = (), parents: Sequence[int | None] = ()
+) -> Iterator[Block]:
+    before, _ = family(documents, parents)
+    for first, last in rows:
+        for (start, stop), path in zip(documents, before, strict=True):
+            q0, q1 = max(first, start), min(last, stop)
+            if q0 < q1:
+                if first < q0:
+                    yield Block(first, q0, ())
+                for begin, end in spans:
+                    begin, end = max(begin, start), min(end, stop)
+                    if q0 < end and begin < q1:
+                        if q0 < begin:
+                            yield Block(q0, begin, _seen((*path, (start, begin)), q0, reach))
+                        q0, last_of_span = max(q0, begin), min(q1, end)
+                        yield Block(q0, last_of_span, _seen((*path, (start, end)), q0, reach), two_ways=True)
+                        q0 = last_of_span
+                if q0 < q1:
+                    yield Block(q0, q1, _seen((*path, (start, q1)), q0, reach))
+                first = q1
+        if first < last:
+            yield Block(first, last, ())
+
+
+def family(documents: Rows, parents: Sequence[int | None]) -> tuple[list[Rows], list[int]]:
+    """Returns for each document the parts of the sequence that come before it: none, or those of its parent and the
+    parent itself; and where the last of those ends that go on from it."""
+    before: list[Rows] = []
+    ends = [stop for _, stop in documents]
+    parents = parents or (None,) * len(documents)
+    for parent in parents:
+        before.append(() if parent is None else (*before[parent], documents[parent]))
+    for i in reversed(range(len(documents))):
+        if parents[i] is not None:
+            ends[parents[i]] = max(ends[parents[i]], ends[i])
+    return before, ends
+
+
+def _seen(keys: Rows, q0: int, reach: int) -> Rows:
+    """Returns which of these keys queries from q0 on see, q0 being in the last of their parts."""
+    wanted, found = keys[-1][1] - q0 + reach - 1, []
+    for start, stop in reversed(keys):
+        if wanted > 0:
+            found.append((max(start, stop - wanted), stop))
+        wanted -= stop - start
+    return tuple(reversed(found))
+
+
+def blocks(found: Iterable[Block], reach: int, is_uncut: Callable[[Block], bool]) -> Iterator[Block]:
+    """Yields segments cut so that a mask is small: of as many queries at most as a query sees keys.
+    `is_uncut` says for which no mask is needed, however large it is."""
+    for segment in found:
+        q0, q1, keys, two_ways = segment
+        if not keys or is_uncut(segment):
+            yield segment
+            continue
+        size = min(reach, max(1, MASK_ELEMENTS // min(count(keys), 2 * reach)))
+        while q0 < q1:
+            end = min(q1, q0 + size)
+            stop = keys[-1][1] if two_ways else end
+            yield Block(q0, end, _seen((*keys[:-1], (keys[-1][0], stop)), q0, reach), two_ways)
+            q0 = end

@@ -23,6 +23,7 @@ _NAMES = {
     "linear_log_probs": "seqtile.ops.linear_log_probs",
     "linear_topk_divergence": "seqtile.ops.linear_topk_divergence",
     "restore": "seqtile.models",
+    "share_prefixes": "seqtile.sp.apply",
     "status": "seqtile.models",
     "tiled": "seqtile.ops.tiled",
 }

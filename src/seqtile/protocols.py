@@ -38,6 +38,10 @@ class ShardedSequences(Protocol):
         """Returns a context in which forwards take another batch than that of the model's forward that runs."""
         ...
 
+    def stop_sharing_prefixes(self) -> None:
+        """Computes every row of a batch by itself from now on."""
+        ...
+
     def averaged(self, gradient: Tensor) -> Tensor:
         """Returns the mean of the gradients that the ranks have which share a sequence, as a reducer does."""
         ...
@@ -106,6 +110,7 @@ class SequenceParallelFunction(Protocol):
 
     def steps(
         self, module: nn.Module, attention_mask: Any, heads: tuple[int, int], **options: Any
-    ) -> SequenceParallelAttention:
-        """Returns the steps of a call with these numbers of query heads and kv heads; `options` are those of a call."""
+    ) -> SequenceParallelAttention | None:
+        """Returns the steps of a call with these numbers of query heads and kv heads; `options` are those of a call.
+        None if it is not over ranks."""
         ...

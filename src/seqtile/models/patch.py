@@ -24,6 +24,7 @@ from seqtile.models.parts import CHECK, LAYER, LOSS, MLP, PARTS, Part
 from seqtile.models.placement import Options, check_place, check_unplace, place, placement_at, unplace
 from seqtile.models.proof import unproven
 from seqtile.models.small import config_for, unfilled
+from seqtile.protocols import SHARDED
 
 
 @dataclass
@@ -127,7 +128,7 @@ def restore(target: nn.Module | str | None = None) -> None:
         target: a model (what was applied to this instance), a model type such as "llama" (what was applied to its
             classes; models built meanwhile are untiled too), or None (the classes of every model type).
 
-    What `sp.apply_ulysses` did stays, see `sp.restore`. Raises ValueError if another library has wrapped a tiled
+    Beginnings of rows are no longer shared, see `share_prefixes`. What `sp.apply_ulysses` did stays, see `sp.restore`. Raises ValueError if another library has wrapped a tiled
     forward since: nothing is changed then.
     """
     if target is None:
@@ -146,6 +147,8 @@ def restore(target: nn.Module | str | None = None) -> None:
         model = unwrapped(target)
         modules = list(dict.fromkeys(module for part in PARTS for module in part.modules(model)))
         _unplace_all(modules)
+        if (sharded := vars(model).get(SHARDED)) is not None:
+            sharded.stop_sharing_prefixes()
         for name in (_ASKED, _REFUSED, OUTCOME):
             vars(model).pop(name, None)
         if any(placement.part for module in modules if (placement := placement_at(module))):

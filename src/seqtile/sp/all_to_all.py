@@ -30,7 +30,7 @@ from torch import Tensor
 
 from seqtile.protocols import PendingTensors
 from seqtile.rules import heads_of_rank
-from seqtile.sp.groups import SequenceParallel
+from seqtile.sp.groups import ALONE, SequenceParallel
 
 Rows = tuple[tuple[int, int], ...]
 """[start, stop) of tokens of a sequence, in order."""
@@ -102,7 +102,7 @@ class AllToAll:
     def __init__(self, sp_group: SequenceParallel, q_heads: int, kv_heads: int, by_kv: Sequence[bool], local: int):
         size, rank, length = sp_group.size, sp_group.rank, local * sp_group.size
         ranks = [rank_heads(other, size, q_heads, kv_heads, length) for other in range(size)]
-        self._group, self._totals = sp_group.group, [kv_heads if is_kv else q_heads for is_kv in by_kv]
+        self.sp_group, self._totals = sp_group, [kv_heads if is_kv else q_heads for is_kv in by_kv]
         self._is_even = q_heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
         self.heads = mine = ranks[rank]
         """Those of this rank."""
@@ -143,7 +143,7 @@ class AllToAll:
         for _, part, place in self._places(sources, sent, not to_heads):
             place.copy_(part)
         received = sent.new_empty(sum(counts))
-        work = dist.all_to_all_single(received, sent, counts, sent_counts, group=self._group, async_op=True)
+        work = dist.all_to_all_single(received, sent, counts, sent_counts, group=self.sp_group.group, async_op=True)
 
         def wait() -> list[Tensor]:
             nonlocal sent, received
@@ -227,3 +227,8 @@ class AllToAllFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx, *gradients: Tensor):
         return None, None, *ctx.all_to_all.start(gradients, to_heads=not ctx.to_heads)()
+
+
+def exchanged(all_to_all: AllToAll, to_heads: bool, *tensors: Tensor) -> Sequence[Tensor]:
+    """Returns what an all-to-all brings of these tensors, with gradients; in a process by itself these."""
+    return tensors if all_to_all.sp_group is ALONE else AllToAllFunction.apply(all_to_all, to_heads, *tensors)

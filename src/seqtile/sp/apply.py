@@ -12,7 +12,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from seqtile.protocols import SHARDED
 from seqtile.sp.attention import NAME, ulysses_attention
-from seqtile.sp.groups import SequenceParallel
+from seqtile.sp.backends import has_masks
+from seqtile.sp.groups import ALONE, SequenceParallel
 from seqtile.sp.recurrence import BY_TOKEN, is_known, is_recurrence, mixers
 from seqtile.sp.sharding_hooks import ShardingHooks
 from seqtile.sp.whole_batches import WholeBatches, text_model_of
@@ -39,27 +40,76 @@ def apply_ulysses(model: PreTrainedModel, ctx: SequenceParallel, *, batches: str
     """
     if batches not in (kinds := {"cut": ShardingHooks, "whole": WholeBatches}):
         raise ValueError(f"batches is {batches!r}, expected one of {', '.join(map(repr, kinds))}")
-    model = _without_adapter(model)
-    if (applied := getattr(model, SHARDED, None)) is not None:
+    model, min_tokens = _without_adapter(model), None
+    applied = getattr(model, SHARDED, None)
+    if applied is not None and applied.sp_group is ALONE:
+        if batches == "cut":
+            raise ValueError('this model shares beginnings of rows, which takes whole batches: batches="whole"')
+        min_tokens = applied.min_tokens
+        applied.stop_sharing_prefixes()
+    elif applied is not None:
         if applied.sp_group is not ctx or type(applied) is not kinds[batches]:
             raise ValueError(
                 "this model is sharded over other ranks already, or for other batches: sp.restore(model) first"
             )
         return
-    cut_at = text_model_of(model) if batches == "whole" else model
+    _apply(model, ctx, kinds[batches])
+    if min_tokens is not None:
+        getattr(model, SHARDED).min_tokens = min_tokens
+
+
+def share_prefixes(model: PreTrainedModel, min_tokens: int = 256) -> None:
+    """Has this model, which may be in PEFT's wrapper, compute once what rows of a batch have in common at their
+    beginnings, as completions of one prompt do. Losses, logits and gradients are those of the batch as it is.
+
+    Rows share a beginning of at least `min_tokens` tokens that are told alike: the same ids or embeddings, at the same
+    positions. Every forward of more than one row looks for them, with one wait for the device; one with a cache, with
+    masks of two dimensions of tokens, or with holes in its mask, is computed as it was. Random numbers, as dropout's,
+    are drawn once for tokens that are shared.
+
+    Undone by `seqtile.restore(model)`. Goes with `apply_seqtile` and with `sp.apply_ulysses(batches="whole")`, in any
+    order. Raises ValueError, and changes nothing, for a model that `sp.apply_ulysses` refuses, or whose attention has
+    no mask function, and TypeError for anything but a Hugging Face model.
+    """
+    if not isinstance(min_tokens, int) or isinstance(min_tokens, bool) or min_tokens < 1:
+        raise ValueError(f"min_tokens is {min_tokens!r}, expected a number of tokens, at least 1")
+    model = _without_adapter(model)
+    applied = getattr(model, SHARDED, None)
+    if applied is not None and not applied.takes_whole:
+        raise ValueError(
+            'this model is given batches that are cut, of which no rank has whole rows: sp.apply_ulysses(batches="whole")'
+        )
+    name = model.get_decoder().config._attn_implementation if applied is None else applied.implementation
+    if not has_masks(name):
+        raise ValueError(
+            f"{name!r} has no mask function, and cannot be asked for queries behind a beginning that others have, too; "
+            'register one in AttentionMaskInterface, or model.set_attn_implementation("sdpa")'
+        )
+    if applied is None:
+        _apply(model, ALONE, WholeBatches)
+    getattr(model, SHARDED).min_tokens = min_tokens
+
+
+def _apply(model: PreTrainedModel, ctx: SequenceParallel, kind: type[ShardingHooks]) -> None:
+    cut_at = text_model_of(model) if kind.takes_whole else model
     recurrent = mixers(cut_at) if is_recurrent(cut_at) else []
     _check(cut_at, recurrent, is_masked_outside=cut_at not in (model, model.base_model))
     AttentionInterface.register(NAME, ulysses_attention)
     layers = len(recurrent) or cut_at.config.get_text_config().num_hidden_layers
-    setattr(model, SHARDED, kinds[batches](model, cut_at, ctx, layers))
+    setattr(model, SHARDED, kind(model, cut_at, ctx, layers))
 
 
 def restore(model: PreTrainedModel) -> None:
     """Takes `apply_ulysses` back, of the model that it was given; any other model it leaves as it is. What
-    `apply_seqtile` did stays, see `seqtile.restore`. Raises TypeError for anything but a Hugging Face model."""
+    `apply_seqtile` and `share_prefixes` did stays, see `seqtile.restore`. Raises TypeError for anything but a Hugging Face model."""
     model = _without_adapter(model)
-    if (applied := vars(model).pop(SHARDED, None)) is not None:
-        applied.remove()
+    applied = vars(model).get(SHARDED)
+    if applied is None or applied.sp_group is ALONE:
+        return
+    del vars(model)[SHARDED]
+    applied.remove()
+    if (min_tokens := getattr(applied, "min_tokens", None)) is not None:
+        share_prefixes(model, min_tokens)
 
 
 def _without_adapter(model: nn.Module) -> nn.Module:

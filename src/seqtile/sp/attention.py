@@ -5,19 +5,22 @@ With `layer=True` it is ops/decoder_layer/qkv.py that starts the first all-to-al
 Source: Arctic Long Sequence Training, 3.2.
 """
 
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from seqtile.protocols import PendingTensors, SequenceParallelAttention, SequenceParallelFunction
-from seqtile.sp.all_to_all import AllToAll, AllToAllFunction
+from seqtile.sp.all_to_all import AllToAll, exchanged
 from seqtile.sp.backends import SINKS, LocalAttention, attend, check
 from seqtile.sp.compressed import CompressedKeys
 from seqtile.sp.groups import ALONE, device_of
-from seqtile.sp.layout import Layout, layout_in
+from seqtile.sp.layout import LAYOUT, Layout, layout_in
 
 NAME = "seqtile_ulysses"
 # Tensors that come along and change no score; any other is refused.
@@ -70,7 +73,7 @@ class UlyssesAttention(SequenceParallelAttention):
 
     def to_tokens(self, out: Tensor) -> Tensor:
         of_queries = self.layout.all_to_all(self.q_heads, self.kv_heads, (False,))
-        return AllToAllFunction.apply(of_queries, False, out.transpose(1, 2))[0].transpose(1, 2)
+        return exchanged(of_queries, False, out.transpose(1, 2))[0].transpose(1, 2)
 
     def agree_on_max(self, size: int) -> int:
         """One collective and one wait for the device a forward, and for each window that layers have: what is asked
@@ -96,7 +99,14 @@ def _as_computed(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
 
 
 class UlyssesFunction(SequenceParallelFunction):
-    """The attention that is registered with Hugging Face, see `ulysses_attention`."""
+    """The attention that is registered with Hugging Face.
+
+    `otherwise` is the name of the attention that computes what comes without a layout: batches of a model that shares
+    beginnings of rows, where there are none, in a checkpoint's recomputation. Without it that is an error.
+    """
+
+    def __init__(self, otherwise: str | None = None):
+        self.otherwise = otherwise
 
     def __call__(
         self, module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
@@ -108,15 +118,26 @@ class UlyssesFunction(SequenceParallelFunction):
         Allocates on this rank q, k, v and the output of its heads, and a buffer to send each of the two from. Raises
         ValueError, alike on every rank and before any of them waits, for what is not causal attention within documents.
         """
-        steps = self.steps(module, attention_mask, (query.shape[1], key.shape[1]), **options)
-        q, k, v = AllToAllFunction.apply(steps.qkv, True, *_as_computed(query, key, value))
+        if self.otherwise is not None and LAYOUT not in options:
+            return attention_of(module, self.otherwise)(module, query, key, value, attention_mask, **options)
+        steps = self._steps(module, attention_mask, (query.shape[1], key.shape[1]), **options)
+        q, k, v = exchanged(steps.qkv, True, *_as_computed(query, key, value))
         compressed = vars(module).get("expand_kv")
         if isinstance(compressed, CompressedKeys) and compressed.is_chosen:
             k, v = compressed.expand(k, v, steps.qkv.heads.q)
             steps = replace(steps, kv_heads=steps.q_heads)
         return steps.to_tokens(steps.attend(q, k, v)), None
 
-    def steps(self, module: nn.Module, attention_mask: Any, heads: tuple[int, int], **options: Any) -> UlyssesAttention:
+    def steps(
+        self, module: nn.Module, attention_mask: Any, heads: tuple[int, int], **options: Any
+    ) -> UlyssesAttention | None:
+        if self.otherwise is not None or (LAYOUT in options and options[LAYOUT].sp_group is ALONE):
+            return None
+        return self._steps(module, attention_mask, heads, **options)
+
+    def _steps(
+        self, module: nn.Module, attention_mask: Any, heads: tuple[int, int], **options: Any
+    ) -> UlyssesAttention:
         """Returns the steps of what Hugging Face's code asks of attention. ValueError for what is not causal attention
         within documents."""
         layout, window, causal = layout_in(options, module), options.get("sliding_window"), options.get("is_causal")
@@ -139,6 +160,13 @@ class UlyssesFunction(SequenceParallelFunction):
 
 
 ulysses_attention = UlyssesFunction()
+
+
+def attention_of(module: nn.Module, name: str) -> Callable[..., Any]:
+    """Returns the attention that a module of Hugging Face's asks for by a name."""
+    if name == "eager":  # is in no registry
+        return sys.modules[type(module).__module__].eager_attention_forward
+    return ALL_ATTENTION_FUNCTIONS[name]
 
 
 def _window_of(module: nn.Module) -> int | None:

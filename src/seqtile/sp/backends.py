@@ -291,6 +291,11 @@ def _form_of(implementation: str) -> Callable[..., Tensor] | None:
     return FORMS.get(masking_utils.ALL_MASK_ATTENTION_FUNCTIONS.get(implementation))
 
 
+def has_masks(implementation: str) -> bool:
+    """Says if an attention can be asked for more than causal squares."""
+    return _form_of(implementation) is not None
+
+
 def check(attention: LocalAttention, ranks: int, q_heads: int) -> None:
     """Raises ValueError, alike on every rank, for what the wrapped attention cannot express."""
     name, window = attention.layout.implementation, attention.window

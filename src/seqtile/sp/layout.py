@@ -149,10 +149,16 @@ def hash_of(tensors: Mapping[str, Tensor]) -> Tensor:
 
 
 def _hash(values: Tensor) -> Tensor:
-    mixed = values.flatten().to(torch.int64)  # sums and products wrap around
-    mixed = (mixed + torch.arange(1, len(mixed) + 1, device=mixed.device) * _FACTORS[0]) * _FACTORS[1]
-    mixed = (mixed ^ (mixed >> 32)) * _FACTORS[2]
-    return (mixed ^ (mixed >> 29)).sum()
+    return mixed(values.flatten()).sum()
+
+
+def mixed(values: Tensor) -> Tensor:
+    """Returns integers [..., K] of which a sum over K differs where the values [..., K] do, or their order."""
+    found = values.to(torch.int64)  # sums and products wrap around
+    place = torch.arange(1, values.shape[-1] + 1, device=values.device)
+    found = (found + place * _FACTORS[0]) * _FACTORS[1]
+    found = (found ^ (found >> 32)) * _FACTORS[2]
+    return found ^ (found >> 29)
 
 
 def check_same_batch(

@@ -25,9 +25,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from seqtile.sp.all_to_all import AllToAllFunction, RankHeads
+from seqtile.sp.all_to_all import RankHeads, exchanged
 from seqtile.sp.backends import in_parts, joined
-from seqtile.sp.layout import Layout, layout_in
+from seqtile.sp.layout import LAYOUT, Layout, layout_in
 from seqtile.sp.segments import segments
 
 _CONVOLUTION = "causal_conv1d_fn"
@@ -102,8 +102,8 @@ def is_known(mixer: nn.Module) -> bool:
 class Recurrence:
     """The forward of a layer over ranks: that of its class, with others in the place of the functions that it calls."""
 
-    def __init__(self, module: nn.Module):
-        self.module = module
+    def __init__(self, module: nn.Module, is_alone: bool = False):
+        self.module, self.is_alone = module, is_alone
         original = inspect.unwrap(type(module).forward)
         names = names_in_forward(module)
         named = {name: original.__globals__[name] for name in (_CONVOLUTION, *RULES) if name in names}
@@ -119,11 +119,12 @@ class Recurrence:
         """Every rank is given whole sequences, of which this one computes all tokens."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        forward = type(self.module).forward if self.is_whole else self._forward
+        is_whole = self.is_whole or (self.is_alone and LAYOUT not in kwargs)
+        forward = type(self.module).forward if is_whole else self._forward
         return forward(self.module, *args, **kwargs)
 
     def __deepcopy__(self, memo: dict) -> "Recurrence":
-        return Recurrence(copy.deepcopy(self.module, memo))  # in whose copy it is just being put
+        return Recurrence(copy.deepcopy(self.module, memo), self.is_alone)  # in whose copy it is just being put
 
     def _convolution(
         self, hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Any = None, **kwargs: Any
@@ -186,9 +187,9 @@ class Recurrence:
             return {name: x if operands[name].dim() == 4 else x[..., 0] for name, x in found.items()}
 
         sent = ((x if x.dim() == 4 else x[..., None]).transpose(1, 2) for x in operands.values())
-        arrived = AllToAllFunction.apply(all_to_all, True, *sent)
+        arrived = exchanged(all_to_all, True, *sent)
         out = by_documents(layout, convolved, partial(compute, own), in_one_call, arrived)
-        (back,) = AllToAllFunction.apply(layout.all_to_all(heads, groups, (False,)), False, out.transpose(1, 2))
+        (back,) = exchanged(layout.all_to_all(heads, groups, (False,)), False, out.transpose(1, 2))
         return back.transpose(1, 2)
 
 

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from seqtile.sp.attention import NAME
 from seqtile.sp.balance import Balance
 from seqtile.sp.compressed import CompressedKeys, is_latent
-from seqtile.sp.groups import SequenceParallel, add_up
+from seqtile.sp.groups import ALONE, SequenceParallel, add_up
 from seqtile.sp.layout import BATCH_HASH, CUTTERS, LAYOUT, WHOLE_LENGTH, Layout, check_same_batch, layout_of
 from seqtile.sp.loss import PartialLossFunction
 from seqtile.sp.recurrence import Recurrence, is_recurrence
@@ -63,7 +63,7 @@ class ShardingHooks:
         ]
         for module in model.modules():
             if is_recurrence(module):
-                module.forward = Recurrence(module)
+                module.forward = Recurrence(module, sp_group is ALONE)
                 self.replaced.append(module.forward)
             if is_latent(module):
                 module.expand_kv = CompressedKeys(module, sp_group)
@@ -72,7 +72,10 @@ class ShardingHooks:
             if "dynamic" in kinds or "longrope" in kinds:
                 self.handles.append(module.register_forward_pre_hook(self.add_last_position, with_kwargs=True))
                 self.handles.append(module.register_forward_hook(self.drop_last_position))
-        model.set_attn_implementation(NAME)
+        self._use_attention()
+
+    def _use_attention(self) -> None:
+        self.model.set_attn_implementation(NAME)
 
     def remove(self) -> None:
         """Takes all of it back."""
@@ -84,6 +87,9 @@ class ShardingHooks:
             if isinstance(vars(module).get("expand_kv"), CompressedKeys):
                 del module.expand_kv
         self.model.set_attn_implementation(self.implementation)
+
+    def stop_sharing_prefixes(self) -> None:
+        """See `seqtile.protocols.ShardedSequences`."""
 
     @contextmanager
     def other_batch(self) -> Iterator[None]:

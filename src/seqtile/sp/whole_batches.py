@@ -15,14 +15,17 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten
-from transformers import PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from seqtile.sp.attention import NAME
+from seqtile.protocols import SHARDED
+from seqtile.sp.attention import NAME, UlyssesFunction
 from seqtile.sp.data import parts_of, sequence_dim
-from seqtile.sp.groups import SequenceParallel
-from seqtile.sp.layout import LAYOUT, hash_of
+from seqtile.sp.groups import ALONE, SequenceParallel
+from seqtile.sp.layout import BATCH_HASH, LAYOUT, WHOLE_LENGTH, Layout, check_same_batch, hash_of
 from seqtile.sp.outside_masks import OUTSIDE, MaskRecipe, register_recipes, spans_of
 from seqtile.sp.owners import Owners, depends_on_all_ranks, with_whole_gradient
+from seqtile.sp.prefixes import PrefixTree, prefix_tree
 from seqtile.sp.sharding_hooks import ShardingHooks
 from seqtile.sp.token_shard import shared
 
@@ -50,8 +53,24 @@ class WholeBatches(ShardingHooks):
         "ctx.data_parallel_size; for other batches on every rank sp.restore(model) first"
     )
 
-    def __init__(self, given: PreTrainedModel, model: PreTrainedModel, sp_group: SequenceParallel, layers: int):
+    def __init__(
+        self,
+        given: PreTrainedModel,
+        model: PreTrainedModel,
+        sp_group: SequenceParallel,
+        layers: int,
+        min_tokens: int | None = None,
+    ):
+        self.is_alone, self.given = sp_group is ALONE, given
         super().__init__(given, model, sp_group, layers)
+        self.min_tokens = min_tokens
+        """How long beginnings of rows have to be to be computed once; None if each row is computed by itself."""
+        self.tree: PrefixTree | None = None
+        """Of the batch in the text model."""
+        self.saved: tuple[int, int] | None = None
+        """Of the last batch of more than one row: how many tokens were not computed once more, and how many it had."""
+        self.has_gradient = False
+        """The given model's forward was called with tensors that want a gradient, each row one of its own."""
         self.batch_hash: Tensor | None = None
         """Of all that the given model's forward was called with."""
         self.position_ids: Tensor | None = None
@@ -61,11 +80,17 @@ class WholeBatches(ShardingHooks):
         self.owners: Owners | None = None
         """Of the batch in the text model."""
         self.is_whole = False
-        """The forward that runs is given a cache, and not cut."""
+        """The forward that runs is not cut: it is given a cache, or there is nothing to be shared."""
         register_recipes()
         if model is not given:
             self.handles.append(given.register_forward_pre_hook(self.begin, with_kwargs=True))
             self.handles.append(given.register_forward_hook(self.end, always_call=True))
+
+    def stop_sharing_prefixes(self) -> None:
+        self.min_tokens = self.saved = None
+        if self.is_alone:
+            self.remove()
+            delattr(self.given, SHARDED)
 
     @contextmanager
     def other_batch(self) -> Iterator[None]:
@@ -83,35 +108,71 @@ class WholeBatches(ShardingHooks):
 
     def begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
         """Hashes the given model's batch; masks that it makes from now on are taken down as recipes."""
+        tensors = [each for each in tree_flatten((args, sorted(kwargs.items())))[0] if isinstance(each, Tensor)]
+        self.has_gradient = any(tensor.requires_grad for tensor in tensors)
         if kwargs.get("past_key_values") is not None:
             self._run_whole(True)
             return
-        tensors = [each for each in tree_flatten((args, sorted(kwargs.items())))[0] if isinstance(each, Tensor)]
+        if self.is_alone:
+            self.position_ids = kwargs.get("position_ids")
+            return
         self.batch_hash, self.calls = hash_of({str(i): _bits(tensor) for i, tensor in enumerate(tensors)}), 0
         self.position_ids = kwargs.get("position_ids")
         self.model.config._attn_implementation = OUTSIDE
 
     def end(self, module: nn.Module, args: tuple, output: Any) -> None:
         self.batch_hash = self.position_ids = None
-        self._run_whole(False)
+        self.has_gradient = False
+        if self.is_alone:
+            self._rest()
+        else:
+            self._run_whole(False)
 
     def check_batch(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Cuts the batch."""
-        if kwargs.get("past_key_values") is not None:
+        if kwargs.get("past_key_values") is not None or (self.is_alone and _is_asked_for_more(kwargs)):
             self._run_whole(True)
             return args, kwargs
         if self.calls and self.batch_hash is not None:
             raise ValueError(f"{type(module).__name__} is called twice in a forward, expected once; leave it whole")
         self.calls += 1
-        self._run_whole(False)
         recipes = self._take_recipes(kwargs)
-        args, kwargs = super().check_batch(module, (), self._cut(args, kwargs))
+        given = self._given(args, kwargs)
+        tokens = given.get("input_ids", given.get("inputs_embeds"))
+        self.tree = None if any(recipe and recipe.spans is not None for recipe in recipes) else self._tree(given, tokens)
+        if self.is_alone and self.tree is None:
+            self._run_whole(True)
+            return args, kwargs
+        self._run_whole(False)
+        args, kwargs = super().check_batch(module, (), self._cut(given, tokens))
         layout, window = self.layout, getattr(self.model.config, "sliding_window", None)
         layout.is_masked_outside = any(recipes)
         layout.spans = tuple(spans_of(recipe, window) if recipe else () for recipe in recipes)
         if rows := max(map(len, layout.spans)):
             layout.documents *= rows if len(layout.documents) == 1 else 1
         return args, kwargs
+
+    def _tree(self, given: dict[str, Any], tokens: Tensor) -> PrefixTree | None:
+        """Returns the tree of a batch of which beginnings of rows are to be computed once."""
+        if self.min_tokens is None or len(tokens) < 2:
+            return None
+        tree = None
+        if not self.has_gradient and (tokens.grad_fn is not None or not tokens.requires_grad):
+            tree = prefix_tree(given, *tokens.shape[:2], self.min_tokens)
+        self.saved = 0 if tree is None else tree.saved, tokens.shape[:2].numel()
+        return tree
+
+    def _layout(self, args: tuple, kwargs: dict[str, Any]) -> Layout:
+        if self.tree is None:
+            return super()._layout(args, kwargs)
+        batch_hash, whole_length = (kwargs.pop(name, None) for name in (BATCH_HASH, WHOLE_LENGTH))
+        tokens = kwargs["input_ids"] if "input_ids" in kwargs else kwargs["inputs_embeds"]
+        if not self.is_alone:
+            check_same_batch(tokens, kwargs, batch_hash, self.sp_group, self.expected)
+        layout = Layout(self.sp_group, tokens.shape[1], (self.tree.documents,), self.implementation)
+        layout.parents, layout.last_position = self.tree.parents, self.tree.last_position
+        layout.position_ids, layout.whole_length = kwargs["position_ids"], whole_length
+        return layout
 
     def _take_recipes(self, kwargs: dict[str, Any]) -> list[MaskRecipe | None]:
         """Puts the padding mask in the place of masks made outside of the text model, and returns these, of layers
@@ -124,28 +185,46 @@ class WholeBatches(ShardingHooks):
         kwargs["attention_mask"] = next(recipe.padding for recipe in found if recipe is not None)
         return found
 
+    def _use_attention(self) -> None:
+        """Has the model attend by `NAME`; in a process by itself by a name that does, for what comes with a layout, and
+        else by the attention that was there."""
+        if not self.is_alone:
+            super()._use_attention()
+            return
+        name = self.implementation
+        self.at_rest = f"{NAME}_or_{name}"
+        AttentionInterface.register(self.at_rest, UlyssesFunction(otherwise=name))
+        if name in ALL_MASK_ATTENTION_FUNCTIONS:
+            AttentionMaskInterface.register(self.at_rest, ALL_MASK_ATTENTION_FUNCTIONS[name])
+        self.model.config._attn_implementation = self.at_rest
+
     def _run_whole(self, is_whole: bool) -> None:
         self.is_whole = is_whole
         self.model.config._attn_implementation = self.implementation if is_whole else NAME
         for each in self.replaced:
             each.is_whole = is_whole
 
-    def _cut(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Returns this rank's part of what the text model is called with. Raises ValueError for what cannot be cut."""
+    def _given(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
+        """Returns what the text model is called with, by name."""
         if len(args) > 1:
             raise ValueError("over ranks pass input_ids or inputs_embeds, and the rest by keyword")
         kwargs = kwargs | ({"input_ids": args[0]} if args else {})
         if kwargs.get("position_ids") is None:
             kwargs["position_ids"] = self.position_ids
         given = {name: value for name, value in kwargs.items() if value is not None and name not in _OF_THE_LOSS}
-        tokens = given.get("input_ids", given.get("inputs_embeds"))
-        if tokens is None:
+        if "input_ids" not in given and "inputs_embeds" not in given:
             raise ValueError(f"{type(self.model).__name__} was given neither input_ids nor inputs_embeds")
+        return given
+
+    def _cut(self, given: dict[str, Any], tokens: Tensor) -> dict[str, Any]:
+        """Returns this rank's part of what the text model is called with. Raises ValueError for what cannot be cut."""
         if tokens.requires_grad and (
             tokens.is_leaf or depends_on_all_ranks(tokens)
         ):  # all of its gradient is wanted on each rank
-            given["inputs_embeds"] = tokens = with_whole_gradient(tokens, self.sp_group)
+            given["inputs_embeds"] = with_whole_gradient(tokens, self.sp_group)
         rows, length = tokens.shape[:2]
+        if self.tree is not None:
+            given, (rows, length) = self.tree.flat(given), (1, len(self.tree.taken))
         local = -(-length // self.sp_group.size)
         self.owners = Owners.of_sequences(rows, length, local, self.sp_group)
         for name, value in given.items():
@@ -157,6 +236,9 @@ class WholeBatches(ShardingHooks):
                     f"{name} of {type(self.model).__name__} has tokens in a way that is not known, {shapes} for "
                     f"{rows} x {length}; leave it whole: sp.restore(model)"
                 )
+        if self.tree is not None:
+            places = self.tree.places
+            self.owners = Owners((places // local).to(torch.int16), self.sp_group, places % local)
         return parts_of(given, [self.sp_group.rank], self.sp_group.size, self.batch_hash)[0]
 
     def _features(self, value: Any, given: dict[str, Any]) -> list[Tensor] | None:
@@ -206,8 +288,10 @@ class WholeBatches(ShardingHooks):
         (rows, length), local, owners = self.owners.shape, self.layout.local, self.owners
         if not isinstance(value, Tensor) or value.dim() < 2:
             return value
+        if self.tree is not None:
+            rows, length = 1, local * self.sp_group.size
         if value.shape[0] == rows * local and value.dim() == 2:  # a router's logits
-            value, owners = value.view(rows, local, -1), Owners(owners.ranks.flatten(), self.sp_group)
+            value, owners = value.view(rows, local, -1), owners.flat()
         if tuple(value.shape[:2]) != (rows, local):
             return value
         own = max(0, min(local, length - self.sp_group.rank * local))
@@ -215,9 +299,21 @@ class WholeBatches(ShardingHooks):
 
     def forget_layout(self, module: nn.Module, args: tuple, output: Any) -> None:
         super().forget_layout(module, args, output)
-        self.owners = None
-        if self.is_whole and self.batch_hash is None:
+        self.owners = self.tree = None
+        if self.is_alone:
+            self._rest()
+        elif self.is_whole and self.batch_hash is None:
             self._run_whole(False)
+
+    def _rest(self) -> None:
+        """Leaves the model as a checkpoint's recomputation has to find it, whatever its forward was."""
+        self._run_whole(False)
+        self.model.config._attn_implementation = self.at_rest
+
+
+def _is_asked_for_more(kwargs: dict[str, Any]) -> bool:
+    """Says if a text model is to return what it has of each row by itself alone."""
+    return bool(kwargs.get("use_cache") or kwargs.get("output_attentions"))
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -1,0 +1,154 @@
+"""Rows of a batch that begin alike, as one row in which each beginning stands once.
+
+    rows [B, S]    P P P P a a .      one row [1, T]    P P P P | a a | b b b | c c
+                   P P P P b b b      documents         0         1    2        3
+                   c c . . . . .      go on from        -         0    0        -
+
+A document goes on from the one that it has in common with other rows. Its tokens keep their positions. Only attention
+and recurrences have to know of it, see segments.py; all else computes a token by itself. Tokens of several rows are
+the same if everything that the text model is told of them, and of all tokens before them, is.
+"""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from seqtile.sp.all_to_all import Rows
+from seqtile.sp.data import sequence_dim
+from seqtile.sp.layout import mixed
+
+_COMPARED = 2**24  # pairs of tokens that are compared at once
+
+
+class PrefixTree(NamedTuple):
+    """A batch's tokens in one row, each beginning once."""
+
+    documents: Rows
+    """[start, stop) of each in the one row, those that go on from it right behind it."""
+    parents: tuple[int | None, ...]
+    """For each document the one that it goes on from."""
+    taken: Tensor
+    """[T]: for each token of the one row its place in the batch, made flat; on the CPU."""
+    places: Tensor
+    """[B, S]: for each token of the batch its place in the one row; for padding 0; on the CPU."""
+    saved: int
+    """Tokens that are not computed once more."""
+    last_position: int
+    """The largest position of the batch, padding included."""
+
+    def flat(self, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Returns arguments of the batch [B, S, ...] as those of the one row [1, T, ...], without the mask."""
+        rows, length = self.places.shape
+        found = dict(given)
+        device = next(value.device for value in given.values() if isinstance(value, Tensor))
+        taken = self.taken.to(device, non_blocking=True)
+        found.pop("attention_mask", None)
+        for name, value in found.items():
+            if (dim := sequence_dim(name, value, rows, length)) is not None:
+                whole = value.expand(*value.shape[: dim - 1], rows, *value.shape[dim:])
+                found[name] = whole.flatten(dim - 1, dim).index_select(dim - 1, taken).unsqueeze(dim - 1)
+        if "position_ids" not in found:
+            found["position_ids"] = (taken % length)[None]
+        return found
+
+
+def prefix_tree(given: Mapping[str, Any], rows: int, length: int, min_tokens: int) -> PrefixTree | None:
+    """Returns the tree of a batch of [rows, length] tokens, of the arguments of its text model. None if no rows begin
+    with `min_tokens` tokens alike, if a mask has a hole, or if an argument is not known to be of tokens.
+
+    One wait for the device. Allocates up to 2^24 comparisons at a time, and 8 bytes a token for each argument.
+    """
+    if rows < 2 or length < min_tokens or not all(_is_known(*each, rows, length) for each in given.items()):
+        return None
+    of_tokens = {name: value for name, value in given.items() if sequence_dim(name, value, rows, length) is not None}
+    mask = of_tokens.pop("attention_mask", None)
+    keys = [key for name, value in of_tokens.items() for key in _keys(name, value, rows)]
+    if (positions := of_tokens.get("position_ids")) is None:
+        positions = torch.arange(length, device=keys[0].device).expand(rows, -1)
+        keys.append(positions)
+    last_position, is_unknown, *of_rows = _compared(keys, mask, positions).tolist()
+    if is_unknown:
+        return None
+    first, tokens, common = of_rows[:rows], of_rows[rows : 2 * rows], of_rows[2 * rows :]
+    found = _Growing(first, tokens, [common[i * rows : (i + 1) * rows] for i in range(rows)], length, min_tokens)
+    found.grow([row for row in range(rows) if tokens[row]], 0, None)
+    if (saved := sum(tokens) - found.length) == 0:
+        return None
+    documents, parents = tuple(found.documents), tuple(found.parents)
+    return PrefixTree(documents, parents, torch.cat(found.taken), found.places, saved, last_position)
+
+
+def _is_known(name: str, value: Any, rows: int, length: int) -> bool:
+    """Says if an argument tells of tokens one by one, or of none."""
+    if sequence_dim(name, value, rows, length) is not None:
+        return name != "attention_mask" or value.shape == (rows, length)
+    return not any(isinstance(each, Tensor) for each in tree_leaves(value))
+
+
+def _keys(name: str, value: Tensor, rows: int) -> list[Tensor]:
+    """Returns integers [B, S] that are alike where what an argument tells of tokens is."""
+    if name == "position_ids" and value.dim() == 3:
+        return [axis.expand(rows, -1) for axis in value]
+    if value.is_floating_point():
+        value = value.detach().contiguous().view(getattr(torch, f"int{8 * value.element_size()}"))
+    value = value.expand(rows, *value.shape[1:])
+    return [value] if value.dim() == 2 else [mixed(value.flatten(2)).sum(2)]
+
+
+def _compared(keys: list[Tensor], mask: Tensor | None, positions: Tensor) -> Tensor:
+    """Returns the largest position, whether a mask has a hole or positions begin anew in a row, for each row where it begins and how many tokens it
+    has, and of each two rows how many tokens they have in common."""
+    rows, length = keys[0].shape
+    valid = torch.ones_like(keys[0], dtype=torch.bool) if mask is None else mask.bool()
+    first, tokens = valid.int().argmax(1), valid.sum(1)
+    is_unknown = ((tokens > 0) & (length - valid.flip(1).int().argmax(1) - first != tokens)).any()
+    if positions.dim() == 2 or len(positions) == 4:  # of four axes the first is that of the text
+        of_text = positions if positions.dim() == 2 else positions[0]
+        is_unknown |= ((of_text[:, 1:] != of_text[:, :-1] + 1) & valid[:, 1:] & valid[:, :-1]).any()
+    place = torch.arange(length, device=first.device)
+    from_first = (first[:, None] + place).clamp(max=length - 1)
+    aligned = [key.gather(1, from_first) for key in keys]
+    common, step = [], max(1, _COMPARED // (rows * length))
+    for some in torch.arange(rows).split(step):
+        some = slice(int(some[0]), int(some[-1]) + 1)
+        differs = place >= torch.minimum(tokens[some, None], tokens)[..., None]
+        for key in aligned:
+            differs |= key[some, None] != key
+        common.append(F.pad(differs, (0, 1), value=True).int().argmax(2).flatten())
+    facts = positions.max()[None], is_unknown[None], first, tokens, *common
+    return torch.cat([each.to(torch.int64) for each in facts])
+
+
+class _Growing:
+    """A tree that is being made, of rows of which it is known how many tokens any two have in common."""
+
+    def __init__(self, first: list[int], tokens: list[int], common: list[list[int]], length: int, min_tokens: int):
+        self.first, self.tokens, self.common, self.min_tokens = first, tokens, common, min_tokens
+        self.documents: list[tuple[int, int]] = []
+        self.parents: list[int | None] = []
+        self.taken: list[Tensor] = []
+        self.places = torch.zeros(len(tokens), length, dtype=torch.long)
+        self.length = 0
+        """Tokens of the one row."""
+
+    def grow(self, rows: list[int], depth: int, parent: int | None) -> None:
+        """Adds what `rows` have from `depth` on; up to there they have all in common."""
+        while rows:
+            head = rows[0]
+            alike = [row for row in rows if row == head or self.common[head][row] >= depth + self.min_tokens]
+            stop = min((self.common[head][row] for row in alike[1:]), default=self.tokens[head])
+            start, self.length = self.length, self.length + stop - depth
+            self.documents.append((start, self.length))
+            self.parents.append(parent)
+            begin = head * self.places.shape[1] + self.first[head]
+            self.taken.append(torch.arange(begin + depth, begin + stop))
+            for row in alike:
+                own = self.first[row]
+                self.places[row, own + depth : own + stop] = torch.arange(start, self.length)
+            if len(alike) > 1:
+                self.grow([row for row in alike if self.tokens[row] > stop], stop, len(self.documents) - 1)
+            rows = [row for row in rows if row not in alike]

@@ -23,6 +23,7 @@ from types import FunctionType
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from seqtile.sp.all_to_all import RankHeads, exchanged
@@ -46,18 +47,32 @@ class Rule(NamedTuple):
     """Read by a group of heads: [B, S, G, K], G a divisor of H."""
     of_heads: tuple[str, ...] = ()
     """Parameters [H]."""
+    state: str | None = None
+    """The state that it begins with."""
+    wants_state: str | None = None
+    """Whether it is to return the state that it ends with, too."""
 
 
-_DELTA = Rule(("query", "key", "value"), ("value", "g", "beta"), ("query", "key"))
+_DELTA = Rule(
+    ("query", "key", "value"), ("value", "g", "beta"), ("query", "key"), (), "initial_state", "output_final_state"
+)
 RULES = {
     "torch_chunk_gated_delta_rule": _DELTA,
     "chunk_kimi_delta_attention": _DELTA,
-    "mamba2_chunk_scan": Rule(("hidden_states", "B", "C"), ("hidden_states", "dt"), ("B", "C"), ("A", "D", "dt_bias")),
+    "mamba2_chunk_scan": Rule(
+        ("hidden_states", "B", "C"),
+        ("hidden_states", "dt"),
+        ("B", "C"),
+        ("A", "D", "dt_bias"),
+        "initial_states",
+        "return_final_states",
+    ),
 }
 _ALONE = Rule(("x",), ("x",), ())  # a convolution without a rule: its channels in the place of heads
 Operands = dict[str, Tensor]
-Compute = Callable[..., Tensor]
-"""A rule of some operands, or the convolution where it is alone."""
+Compute = Callable[..., tuple[Tensor, list[Any]]]
+"""A rule of some operands, or the convolution where it is alone: what it returns, and of each group of heads the state
+that it ends with, if that is asked for."""
 BY_TOKEN = {"mlp", "moe"}  # kinds of layers in which no tokens meet
 _EMPTY = ("initial_state", "initial_states", "z", "seq_idx", "cu_seqlens", "cu_seq_lens_q")
 
@@ -135,7 +150,7 @@ class Recurrence:
         if self.name is not None:
             return hidden_states
         operands = {"x": hidden_states.transpose(1, 2)[..., None]}
-        return self._spread(layout, _ALONE, operands, lambda own, found: found["x"], False)[..., 0].transpose(1, 2)
+        return self._spread(layout, _ALONE, operands, _as_it_is, False)[..., 0].transpose(1, 2)
 
     def _rule(self, *args: Any, **kwargs: Any) -> Any:
         """In the place of the rule. What came by place goes on by place: kernels name their parameters otherwise."""
@@ -147,16 +162,23 @@ class Recurrence:
         operands = {name: options.pop(name) for name in dict.fromkeys((*rule.own, *rule.shared))}
         vectors = {name: options.pop(name) for name in rule.of_heads if options.get(name) is not None}
 
-        def compute(own: RankHeads, operands: Operands, **more: Any) -> Tensor:
-            found = []
-            for heads, groups in own.groups:  # where they read unequally many, one by one
+        def compute(
+            own: RankHeads, operands: Operands, states: Sequence[Any] = (), wants_state: bool = False, **more: Any
+        ) -> tuple[Tensor, list[Any]]:
+            found, ends = [], []
+            if wants_state:
+                more[rule.wants_state] = True
+            for i, (heads, groups) in enumerate(own.groups):  # where they read unequally many, one by one
+                if states:
+                    more[rule.state] = states[i]
                 chosen = {name: x[:, :, groups if name in rule.shared else heads] for name, x in operands.items()}
                 values = options | more | chosen | {name: x[own.q][heads] for name, x in vectors.items()}
                 out = self.rule(*[values.pop(name) for name in list(signature.parameters)[: len(args)]], **values)
                 found.append(out[0] if isinstance(out, tuple) else out)
-            return joined(found, 2)
+                ends.append(out[1] if isinstance(out, tuple) else None)
+            return joined(found, 2), ends
 
-        in_one_call = _takes_cu_seqlens(self.rule) and layout.documents != (((0, layout.length),),)
+        in_one_call = not layout.parents and _takes_cu_seqlens(self.rule) and layout.documents != (((0, layout.length),),)
         out = self._spread(layout, rule, operands, compute, in_one_call)
         return (out, None) if rule is _DELTA else out
 
@@ -188,9 +210,17 @@ class Recurrence:
 
         sent = ((x if x.dim() == 4 else x[..., None]).transpose(1, 2) for x in operands.values())
         arrived = exchanged(all_to_all, True, *sent)
-        out = by_documents(layout, convolved, partial(compute, own), in_one_call, arrived)
+        compute = partial(compute, own)
+        if layout.parents:
+            out = by_tree(layout, convolved, compute, arrived, convolution.weight.shape[-1] - 1)
+        else:
+            out = by_documents(layout, convolved, compute, in_one_call, arrived)
         (back,) = exchanged(layout.all_to_all(heads, groups, (False,)), False, out.transpose(1, 2))
         return back.transpose(1, 2)
+
+
+def _as_it_is(own: RankHeads, operands: Operands, *states: Any, **options: Any) -> tuple[Tensor, list[Any]]:
+    return operands["x"], []
 
 
 def _takes_cu_seqlens(rule: Callable[..., Any]) -> bool:
@@ -261,8 +291,28 @@ def by_documents(
         device = arrived[0].device
         starts = layout.once(("starts", len(spans)), lambda: torch.tensor([0, *accumulate(sizes)], device=device))
         together = {name: torch.cat([document[name] for document in found], 1) for name in found[0]}
-        outs = iter(compute(together, cu_seqlens=starts).split(sizes, 1))
+        outs = iter(compute(together, cu_seqlens=starts)[0].split(sizes, 1))
     else:
-        outs = map(compute, operands)
+        outs = (compute(document)[0] for document in operands)
     done = (next(outs) if span.keys else torch.zeros_like(x[0].transpose(1, 2)) for span, x in parts)
     return joined([joined([next(done) for _ in of_row], 1) for of_row in spans], 0)
+
+
+def by_tree(
+    layout: Layout, convolve: Callable[..., Operands], compute: Compute, arrived: Sequence[Tensor], before: int
+) -> Tensor:
+    """Returns [1, S, h, K] as `by_documents`, of documents that go on from each other: each begins with the state that
+    the one before it ends with, and its convolution with that one's last `before` tokens."""
+    documents, parents, found = layout.documents[0], layout.parents, []
+    ends: list[tuple[Sequence[Tensor], list[Any]]] = []  # of each document the last tokens, and the state
+    for i, ((start, stop), parent) in enumerate(zip(documents, parents, strict=True)):
+        tail, states = ([], []) if parent is None else ends[parent]
+        own = [x[:, :, start:stop] for x in arrived]
+        path = [torch.cat(each, 2) for each in zip(tail, own, strict=True)] if tail else own
+        skipped = path[0].shape[2] - (stop - start)
+        operands = {name: x[:, skipped:] for name, x in convolve(*path).items()}
+        out, after = compute(operands, states, wants_state=i in parents)
+        found.append(out)
+        ends.append(([x[:, :, max(0, x.shape[2] - before) :] for x in path], after) if i in parents else ([], []))
+    out = joined(found, 1)
+    return F.pad(out, (0, 0, 0, 0, 0, layout.length - out.shape[1]))

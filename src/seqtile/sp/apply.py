@@ -6,6 +6,8 @@ recurrence.py, and hooks that tell them of the batch: sharding_hooks.py, or whol
 Source: Arctic Long Sequence Training, 3.2.
 """
 
+import inspect
+
 from torch import nn
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
@@ -144,10 +146,12 @@ def _check(model: PreTrainedModel, recurrent: list[nn.Module], is_masked_outside
     others = sorted(set(getattr(config, "layer_types", None) or ()) - _ATTENTIONS - _RECURRENCES - BY_TOKEN)
     others += ["an encoder"] if config.is_encoder_decoder else []
     others += [f"{', '.join(unknown)}, whose recurrence is not known"] if unknown else []
+    takes_positions = "position_ids" in inspect.signature(type(model.base_model).forward).parameters
     causal = {getattr(x, "is_causal", None) for x in modules} - {None}
     refused = {
         f"{name} has {', '.join(others)}": others,
-        f"{name} makes its own position_ids": any(hasattr(x, "create_position_ids_from_input_ids") for x in modules),
+        f"{name} makes its own position_ids": any(hasattr(x, "create_position_ids_from_input_ids") for x in modules)
+        or not (takes_positions or recurrent),
         f"the attention of {name} is not causal": causal == {False} and not is_masked_outside,
         f"{name} does not take its attention from AttentionInterface": not model._can_set_attn_implementation(),
     }

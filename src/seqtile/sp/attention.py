@@ -17,7 +17,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from seqtile.protocols import PendingTensors, SequenceParallelAttention, SequenceParallelFunction
 from seqtile.sp.all_to_all import AllToAll, exchanged
-from seqtile.sp.backends import SINKS, LocalAttention, attend, check
+from seqtile.sp.backends import SINKS, LocalAttention, Overridden, attend, check
 from seqtile.sp.compressed import CompressedKeys
 from seqtile.sp.groups import ALONE, device_of
 from seqtile.sp.layout import LAYOUT, Layout, layout_in
@@ -119,7 +119,9 @@ class UlyssesFunction(SequenceParallelFunction):
         ValueError, alike on every rank and before any of them waits, for what is not causal attention within documents.
         """
         if self.otherwise is not None and LAYOUT not in options:
-            return attention_of(module, self.otherwise)(module, query, key, value, attention_mask, **options)
+            function, config = attention_of(module, self.otherwise), Overridden(module.config)
+            config._attn_implementation = self.otherwise
+            return function(Overridden(module, config=config), query, key, value, attention_mask, **options)
         steps = self._steps(module, attention_mask, (query.shape[1], key.shape[1]), **options)
         q, k, v = exchanged(steps.qkv, True, *_as_computed(query, key, value))
         compressed = vars(module).get("expand_kv")

@@ -72,7 +72,8 @@ class TokenShard(Tensor):
         """Returns the rows of this rank's tokens of values [..., *] of the same tokens."""
         if not isinstance(values, TokenShard):
             return self.owners.own(values)
-        return values.connected_rows() if values.owners == self.owners else self.owners.own(values.whole())
+        is_own = values.owners == self.owners or values.owners == self.owners.by_token()
+        return values.connected_rows() if is_own else self.owners.own(values.whole())
 
     def whole(self) -> Tensor:
         """Returns the values of all tokens, on every rank. One all-gather. RuntimeError for a gradient of tokens that
@@ -87,9 +88,10 @@ class TokenShard(Tensor):
         return self.owners.whole(self.rows) / self.owners.sp_group.size
 
     def gradient(self, of_whole: Tensor) -> "TokenShard":
-        """Returns a gradient of these values, given whole on every rank or by its rows, as one of shards."""
-        rows = of_whole.rows if isinstance(of_whole, TokenShard) else _rows_of_gradient(of_whole, self)
-        return TokenShard(rows, self.owners, is_gradient=True)
+        """Returns a gradient of these values, given whole on every rank or by its rows, as one of shards: a row for
+        each token."""
+        own = of_whole.rows if isinstance(of_whole, TokenShard) else self.owners.own(of_whole) * self.owners.sp_group.size
+        return TokenShard(own, self.owners.by_token(), is_gradient=True)
 
     def as_value(self) -> "TokenShard":
         """Returns a gradient as the values that it has on one process."""
@@ -180,7 +182,8 @@ def shared(rows: Tensor, owners: Owners) -> TokenShard:
 
 def _of_gradients(name: str, *operands: Any) -> TokenShard | None:
     """Returns the sum, product or quotient of a gradient of shards and another gradient or a number; None of others."""
-    gradient = next(each for each in operands if isinstance(each, TokenShard))
+    shards = [each for each in operands if isinstance(each, TokenShard)]
+    gradient = next((each for each in shards if each.owners.rows is not None), shards[0])
     tensors = [each for each in operands if isinstance(each, Tensor) and each.dim()]
     if not gradient.is_gradient or any(each.shape != gradient.shape for each in tensors):
         return None
@@ -247,9 +250,9 @@ def _along_last(values: Tensor, dim: int, index: Tensor, **kwargs: Any) -> Tenso
 
 def _rows_of_gradient(gradient: Tensor, like: Any) -> Tensor:
     """Returns the rows of a gradient of `like`, a TokenShard, or what has its `owners` and number of `rows`."""
-    if isinstance(gradient, TokenShard) and gradient.is_gradient:
-        return gradient.rows
     owners = like.owners
+    if isinstance(gradient, TokenShard) and gradient.is_gradient:
+        return gradient.rows if gradient.owners.rows is not None else owners.summed(gradient.rows, len(like.rows))
     own = gradient.connected_rows() if isinstance(gradient, TokenShard) else owners.own(gradient)
     return owners.summed(own * owners.sp_group.size, len(like.rows))
 

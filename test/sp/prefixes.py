@@ -1,0 +1,92 @@
+"""Batches whose rows begin alike, and a step of a model that computes beginnings once beside one that does not."""
+
+import copy
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+
+import seqtile
+from seqtile.protocols import SHARDED
+from seqtile.sp.all_to_all import Rows
+from seqtile.sp.prefixes import PrefixTree
+
+VOCAB = 120
+Batch = dict[str, Tensor]
+
+
+def groups(prompts: int = 2, rows: int = 3, shared: int = 40, own: int = 14, left: bool = False) -> Batch:
+    """Rows of several prompts, their completions of unequal length, one pair of which goes on alike for 6 tokens;
+    padding right of completions and, of every second prompt if `left`, before it."""
+    ids = torch.randint(5, VOCAB, (prompts * rows, shared + own))
+    mask, labels = torch.ones_like(ids), ids.clone()
+    labels[:, :shared] = -100
+    for first in range(0, len(ids), rows):
+        ids[first : first + rows, :shared] = ids[first, :shared].clone()
+        if left and first % (2 * rows):
+            mask[first : first + rows, :9] = 0
+    ids[1, shared : shared + 6] = ids[0, shared : shared + 6]
+    for row in range(len(ids)):
+        if cut := 3 * (row % 4):
+            mask[row, -cut:], labels[row, -cut:] = 0, -100
+    labels = labels.where(labels < 0, ids)
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def tokens_of(batch: Batch) -> set[tuple[int, ...]]:
+    """What a trie of the rows has: for each node the tokens up to it, and where they begin."""
+    found = set()
+    for row, mask in zip(batch["input_ids"].tolist(), batch["attention_mask"].tolist(), strict=True):
+        places = [i for i, is_there in enumerate(mask) if is_there]
+        path = [places[0], *(row[i] for i in places)]
+        found |= {tuple(path[:n]) for n in range(2, len(path) + 1)}
+    return found
+
+
+def path_mask(length: int, documents: Rows, parents: tuple[int | None, ...], window: int | None = None) -> Tensor:
+    """[length, length]: True where a query sees a key, from the definition: keys in the order of its path."""
+    seen = torch.zeros(length, length, dtype=torch.bool)
+    for i, (start, stop) in enumerate(documents):
+        before, at = [], parents[i]
+        while at is not None:
+            before = [*range(*documents[at]), *before]
+            at = parents[at]
+        for query in range(start, stop):
+            path = [*before, *range(start, query + 1)]
+            seen[query, path if window is None else path[-window:]] = True
+    return seen
+
+
+def rows_again(tree: PrefixTree, ids: Tensor) -> Tensor:
+    """The batch's ids by way of the one row."""
+    return tree.flat({"input_ids": ids})["input_ids"][0][tree.places]
+
+
+def saved(model: nn.Module) -> tuple[int, int]:
+    return getattr(model, SHARDED).saved
+
+
+def sharing(model: nn.Module, min_tokens: int = 4, options: dict | None = None) -> nn.Module:
+    """A copy that shares beginnings of rows."""
+    found = copy.deepcopy(model)
+    if options is not None:
+        seqtile.apply_seqtile(found, chunk_tokens=16, check=False, **options)
+    seqtile.share_prefixes(found, min_tokens)
+    return found
+
+
+def step(model: nn.Module, batch: Batch, loss: Callable[[nn.Module, Batch], Tensor] | None = None) -> list[Tensor]:
+    """The loss, and the gradients of all parameters."""
+    model.zero_grad()
+    value = model(**batch, use_cache=False).loss if loss is None else loss(model, batch)
+    value.backward()
+    return [value.detach(), *(parameter.grad for parameter in model.parameters())]
+
+
+def assert_as_exact(ours: list[Tensor], plain: list[Tensor], truth: list[Tensor]) -> None:
+    """Against a truth in fp64 no further off than twice what the untouched model is."""
+    for mine, theirs, true in zip(ours, plain, truth, strict=True):
+        assert (mine is None) == (true is None)
+        if true is not None:
+            floor = 2e-6 * max(float(true.norm()), 1e-3 * max(float(each.norm()) for each in truth[1:] if each is not None))
+            assert (mine.double() - true).norm() <= 2 * (theirs.double() - true).norm() + floor

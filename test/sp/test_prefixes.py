@@ -1,0 +1,405 @@
+"""Rows that begin alike are computed once: the tree, attention over it in every form, and whole models."""
+
+import copy
+from collections.abc import Iterator
+from functools import partial
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import BartConfig, BartForCausalLM
+
+import seqtile
+from seqtile import sp
+from seqtile.protocols import SHARDED
+from seqtile.sp import segments
+from seqtile.sp.all_to_all import RankHeads, rank_heads
+from seqtile.sp.backends import attend
+from seqtile.sp.prefixes import prefix_tree
+from seqtile.sp.segments import Block, blocks, segments_of
+from sp import recurrences
+from sp.attentions import INSTALLED, asked, install
+from sp.prefixes import (
+    assert_as_exact, groups, path_mask, rows_again, saved, sharing, step, tokens_of,
+)  # fmt: skip
+from sp.over_ranks import nudged
+from support.assertions import relative_error
+from support.choice import every_value
+from support.measure import LiveBytes
+from support.tiny import build, checkpointing, loss_and_gradients
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
+@pytest.fixture(autouse=True)
+def attentions() -> Iterator[None]:
+    install()
+    yield
+    torch.compiler.set_stance("default")
+
+
+@st.composite
+def batches(draw: st.DrawFn) -> dict[str, Tensor]:
+    """Rows of two words, that have much in common; padding on either side."""
+    rows, length = draw(st.integers(2, 6)), draw(st.integers(1, 12))
+    words = st.lists(st.integers(1, 2), min_size=length, max_size=length)
+    ids = torch.tensor([draw(words) for _ in range(rows)])
+    for row in range(1, rows):
+        other, alike = draw(st.integers(0, row - 1)), draw(st.integers(0, length))
+        ids[row, :alike] = ids[other, :alike]
+    mask = torch.zeros_like(ids)
+    for row in range(rows):
+        start = draw(st.integers(0, length - 1))
+        mask[row, start : draw(st.integers(start + 1, length))] = 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+@given(batches())
+@settings(deadline=None, max_examples=200)
+def test_a_tree(batch: dict[str, Tensor]) -> None:
+    """Of beginnings of any length it has each node of a trie once, and every row is a path in it."""
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    tree, nodes = prefix_tree(batch, *ids.shape, 1), tokens_of(batch)
+    if tree is None:
+        assert mask.sum() == len(nodes)
+        return
+    assert len(tree.taken) == len(nodes) == mask.sum() - tree.saved
+    assert rows_again(tree, ids).where(mask > 0, 0).equal(ids * mask)
+    positions = tree.flat(batch)["position_ids"][0]
+    assert positions[tree.places].where(mask > 0, 0).equal(torch.arange(ids.shape[1]) * mask)
+    seen = path_mask(len(nodes), tree.documents, tree.parents)
+    for row in range(len(ids)):
+        path = tree.places[row][mask[row] > 0]
+        assert all(seen[query].nonzero().flatten().equal(path[: i + 1]) for i, query in enumerate(path))
+
+
+@given(batches(), st.integers(2, 6))
+@settings(deadline=None, max_examples=100)
+def test_beginnings_that_are_too_short(batch: dict[str, Tensor], min_tokens: int) -> None:
+    tree = prefix_tree(batch, *batch["input_ids"].shape, min_tokens)
+    if tree is not None:
+        parents = {parent for parent in tree.parents if parent is not None}
+        lengths = [tree.documents[parent][1] - tree.documents[parent][0] for parent in parents]
+        assert all(length >= min_tokens for length in lengths)
+        assert rows_again(tree, batch["input_ids"]).where(batch["attention_mask"] > 0, 0).equal(
+            batch["input_ids"] * batch["attention_mask"]
+        )
+        assert tree.saved >= min_tokens
+
+
+def test_what_is_told_of_tokens() -> None:
+    """Tokens are the same where all that a model is told of them is, and of all tokens before them."""
+    ids = torch.arange(1, 31).expand(3, -1).clone()
+    positions = torch.arange(30).expand(3, -1).clone()
+
+    def computed(**given: Tensor) -> int:
+        tree = prefix_tree({"input_ids": ids} | given, 3, 30, 4)
+        return 90 if tree is None else len(tree.taken)
+
+    assert computed() == 30
+    assert computed(position_ids=positions) == 30
+    assert computed(position_ids=positions + torch.tensor([[0], [0], [2]])) == 60
+    assert computed(position_ids=torch.stack([positions] * 3)) == 30
+    axes = torch.stack([positions] * 3)
+    axes[2, 1, 10:] += 5
+    assert computed(position_ids=axes) == 50
+    told = torch.zeros(3, 30, 2, 5)
+    assert computed(per_layer_inputs=told) == 30
+    told[2, 20, 1, 3] = 1e-30
+    assert computed(per_layer_inputs=told) == 40
+    packed = torch.cat([torch.arange(10), torch.arange(20)]).expand(3, -1)
+    assert computed(position_ids=packed) == 90, "of packed documents nothing is shared"
+    hole = torch.ones(3, 30, dtype=torch.long)
+    hole[1, 7] = 0
+    assert computed(attention_mask=hole) == 90
+    assert computed(attention_mask=torch.ones(3, 1, 30, 30)) == 90
+    assert computed(unknown=torch.zeros(7)) == 90
+
+
+@st.composite
+def trees(draw: st.DrawFn) -> tuple[int, tuple, tuple]:
+    """A length, documents and what each goes on from, its own behind it."""
+    parents: list[int | None] = []
+
+    def grow(parent: int | None, depth: int) -> None:
+        parents.append(parent)
+        own = len(parents) - 1
+        for _ in range(draw(st.integers(0, 3 if depth < 2 else 0))):
+            grow(own, depth + 1)
+
+    for _ in range(draw(st.integers(1, 2))):
+        grow(None, 0)
+    ends = [0]
+    for _ in parents:
+        ends.append(ends[-1] + draw(st.integers(1, 25)))
+    return ends[-1] + draw(st.integers(0, 3)), tuple(zip(ends[:-1], ends[1:], strict=True)), tuple(parents)
+
+
+WINDOWS = st.one_of(st.none(), st.integers(1, 50))
+
+
+@given(trees(), WINDOWS, st.integers(1, 3), st.sampled_from([4, 60, 2**24]))
+@settings(deadline=None)
+def test_blocks_are_the_dense_mask(tree: tuple, window: int | None, size: int, mask_elements: int) -> None:
+    length, documents, parents = tree
+    reach = length if window is None else window
+    seen = torch.zeros(length, length, dtype=torch.bool)
+
+    def is_uncut(block: Block) -> bool:
+        return block.is_square(reach)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(segments, "MASK_ELEMENTS", mask_elements)
+        for rank in range(size):
+            rows = rank_heads(rank, size, 1, 1, length).rows
+            for block in blocks(segments_of(rows, documents, reach, (), parents), reach, is_uncut):
+                keys = [key for start, stop in block.keys for key in range(start, stop)]
+                here = block.mask(reach, torch.device("cpu"))
+                assert not block.is_square(reach) or here.equal(torch.ones_like(here).tril())
+                seen[block.q0 : block.q1, keys] = here
+    assert seen.equal(path_mask(length, documents, parents, window))
+
+
+@given(
+    trees(),
+    WINDOWS,
+    st.integers(1, 2),
+    st.sampled_from([(1, 1), (4, 2), (3, 2)]),
+    st.sampled_from([*INSTALLED, "of booleans", "of addends"]),
+    st.booleans(),
+    st.sampled_from([60, 2**24]),
+)
+@settings(deadline=None, max_examples=200)
+def test_attention(
+    tree: tuple,
+    window: int | None,
+    size: int,
+    heads: tuple[int, int],
+    implementation: str,
+    sinks: bool,
+    mask_elements: int,
+) -> None:
+    """Outputs and gradients, of every rank's rows; with sinks where the attention has any."""
+    length, documents, parents = tree
+    q_heads, kv_heads = heads
+    kv_of_q = tuple(i * kv_heads // q_heads for i in range(q_heads))
+    q = torch.randn(1, q_heads, length, 8, dtype=torch.float64, requires_grad=True)
+    k, v = (torch.randn(1, kv_heads, length, 8, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    s = torch.randn(q_heads, dtype=torch.float64, requires_grad=True)
+    options = {"s_aux": s} if sinks and implementation == "flash_attention_3" else {}
+    mask = path_mask(length, documents, parents, window)
+    scores = (q @ k[:, list(kv_of_q)].transpose(2, 3) * 0.3).masked_fill(~mask & mask.any(1)[:, None], -torch.inf)
+    if options:
+        scores = torch.cat([scores, s[:, None, None].expand(1, -1, length, 1)], 3)
+    truth = (scores.softmax(3)[..., :length] @ v[:, list(kv_of_q)]).transpose(1, 2)
+    truth = truth.where(mask.any(1)[:, None, None], 0.0)  # of padding
+    out = torch.full_like(truth, torch.nan)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(segments, "MASK_ELEMENTS", mask_elements)
+        for rank in range(size):
+            rows = rank_heads(rank, size, 1, 1, length).rows
+            share = RankHeads(slice(0, q_heads), slice(0, kv_heads), kv_of_q, rows)
+            index = torch.cat([torch.arange(first, last) for first, last in rows] or [torch.arange(0)])
+            asking = asked(implementation, (documents,), length, share, window, scaling=0.3, dropout=0.0, **options)
+            asking.layout.parents = parents
+            if len(index):
+                out = out.index_copy(1, index, attend(asking, q[:, :, index], k, v))
+    upstream = torch.randn_like(truth)
+    inputs = (q, k, v, s) if options else (q, k, v)
+    ours, theirs = (torch.autograd.grad(y, inputs, upstream, retain_graph=True) for y in (out, truth))
+    for a, b in zip((out, *ours), (truth, *theirs), strict=True):
+        tolerance = 1e-6 if implementation in ("eager", "flex_attention") else 1e-12  # their softmax is in float32
+        expected = b.nan_to_num().detach()
+        assert (a.detach() - expected).norm() <= tolerance * max(1, expected.norm())
+
+
+OPTIONS = pytest.mark.parametrize("options", [None, {}, {"layer": True}], ids=["untiled", "tiled", "layers"])
+
+
+@pytest.mark.full("of a product, each value every day", but=every_value)
+@pytest.mark.parametrize("reentrant", [None, False, True], ids=["kept", "checkpointed", "reentrant"])
+@pytest.mark.parametrize("left", [False, True], ids=["right", "left"])
+@OPTIONS
+@pytest.mark.parametrize("arch", ["llama", "qwen3", "mistral", "qwen3_moe", "gemma2"])
+def test_a_step(arch: str, options: dict | None, left: bool, reentrant: bool | None) -> None:
+    """Loss and gradients, as exact as those of the batch as it is."""
+    plain, batch = build(arch, attn_implementation="eager" if arch == "gemma2" else "sdpa"), groups(left=left)
+    if arch == "qwen3_moe":
+        plain.set_experts_implementation("eager")  # the grouped product has no fp64
+    truth = step(copy.deepcopy(plain).double(), batch)
+    ours = sharing(plain, options=options)
+    for model in (plain, ours):
+        checkpointing(model, reentrant)
+    assert_as_exact(step(ours, batch), step(plain, batch), truth)
+    assert saved(ours)[0] == batch["attention_mask"].sum() - len(tokens_of(batch))
+
+
+@pytest.mark.full("a few seconds each", but=("qwen3_next", "mamba2", "gpt_oss", "kimi_linear"))
+@pytest.mark.parametrize("family", recurrences.FAMILIES)
+def test_families(family: str) -> None:
+    """Recurrences, convolutions, sinks and latent attention."""
+    plain, batch = recurrences.build(family), groups()
+    loss, gradients = loss_and_gradients(plain, **batch)
+    ours = sharing(plain)
+    found, of_ours = loss_and_gradients(ours, **batch)
+    assert relative_error(found, loss) <= 1e-5
+    errors = {name: relative_error(of_ours[name], gradient) for name, gradient in gradients.items()}
+    if max(errors.values()) > 1e-5:  # decays are as sensitive
+        least = nudged(plain, partial(loss_and_gradients, **batch), gradients)
+        assert all(error <= max(1e-5, 2 * least[name]) for name, error in errors.items()), errors
+    assert saved(ours)[0] == batch["attention_mask"].sum() - len(tokens_of(batch))
+
+
+@pytest.mark.parametrize("implementation", INSTALLED)
+@pytest.mark.parametrize("shape", [{}, {"use_sliding_window": True, "sliding_window": 20, "max_window_layers": 0}])
+def test_attentions_of_a_model(implementation: str, shape: dict) -> None:
+    plain, batch = build("qwen2", **shape), groups()
+    expected = step(plain, batch)
+    plain.config._attn_implementation = implementation
+    ours = sharing(plain)
+    for mine, theirs in zip(step(ours, batch), expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+    assert saved(ours)[0] > 0
+
+
+def preference_loss(model: nn.Module, batch: dict[str, Tensor], reference: nn.Module) -> Tensor:
+    """As DPO's: two forwards of other batches each, and one of a reference model, before the backward."""
+    halves = [{name: value[half] for name, value in batch.items()} for half in (slice(0, 3), slice(3, 6))]
+
+    def log_probs(each: nn.Module, half: dict[str, Tensor]) -> Tensor:
+        logits = each(input_ids=half["input_ids"], attention_mask=half["attention_mask"], use_cache=False).logits
+        chosen = logits[:, :-1].log_softmax(-1).gather(2, half["labels"][:, 1:, None].clamp(min=0))[..., 0]
+        return (chosen * (half["labels"][:, 1:] >= 0)).sum(1)
+
+    ours = [log_probs(model, half) for half in halves]
+    with torch.no_grad():
+        theirs = [log_probs(reference, half) for half in halves]
+    margins = (ours[0] - theirs[0]) - (ours[1] - theirs[1])
+    return -nn.functional.logsigmoid(0.1 * margins).mean()
+
+
+@OPTIONS
+def test_forwards_before_a_backward(options: dict | None) -> None:
+    """Each has its own tree, and so has what a checkpoint computes again."""
+    plain, reference, batch = build("llama"), build("llama"), groups()
+    ours = sharing(plain, options=options)
+    for model in (plain, ours):
+        checkpointing(model, False)
+    expected = step(plain, batch, lambda model, batch: preference_loss(model, batch, reference))
+    shared = sharing(reference)
+    found = step(ours, batch, lambda model, batch: preference_loss(model, batch, shared))
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def test_values_of_tokens() -> None:
+    """Logits, hidden states and a router's logits of all rows, however they are read; their gradients."""
+    plain, batch = build("qwen3_moe"), groups()
+    ours, inside = sharing(plain), batch["attention_mask"].bool()
+    given = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    asked_for = dict(output_hidden_states=True, output_router_logits=True, use_cache=False)
+    mine, theirs = (model(**given, **asked_for) for model in (ours, plain))
+    for a, b in zip((mine.logits, *mine.hidden_states), (theirs.logits, *theirs.hidden_states), strict=True):
+        torch.testing.assert_close(a[inside] + 0, b[inside], rtol=1e-4, atol=1e-5)
+    for a, b in zip(mine.router_logits, theirs.router_logits, strict=True):
+        torch.testing.assert_close(a[inside.flatten()] + 0, b[inside.flatten()], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(mine.aux_loss, theirs.aux_loss)
+    for output in (mine, theirs):
+        (output.logits[inside].pow(2).mean() + output.hidden_states[1][:, 3:7].sin().mean() + output.aux_loss).backward()
+    for (name, a), b in zip(ours.named_parameters(), plain.parameters(), strict=True):
+        assert (a.grad is None) == (b.grad is None) and (a.grad is None or relative_error(a.grad, b.grad) <= 1e-5), name
+
+
+def test_undone() -> None:
+    plain, batch = build("llama"), groups()
+    ours = sharing(plain)
+    name, forward = plain.config._attn_implementation, ours.forward
+    step(ours, batch)
+    seqtile.restore(ours)
+    assert SHARDED not in vars(ours) and ours.config._attn_implementation == name and ours.forward == forward
+    for mine, theirs in zip(step(ours, batch), step(plain, batch), strict=True):
+        assert mine.equal(theirs)
+
+
+@pytest.mark.parametrize("reentrant", [None, False, True], ids=["kept", "checkpointed", "reentrant"])
+@pytest.mark.parametrize("implementation", INSTALLED)
+def test_nothing_shared(implementation: str, reentrant: bool | None) -> None:
+    """Batches without common beginnings, caches, generation: to the bit as without it, by the same functions."""
+    plain, batch = build("llama"), groups()
+    plain.config._attn_implementation = implementation
+    ours = sharing(plain, min_tokens=50)
+    for model in (plain, ours):
+        checkpointing(model, reentrant)
+    for mine, theirs in zip(step(ours, batch), step(plain, batch), strict=True):
+        assert mine.equal(theirs)
+    assert saved(ours) == (0, batch["input_ids"].numel())
+    if implementation == "flash_attention_3":
+        return  # its function for rows without padding is not stood in for
+    words = [model.eval().generate(batch["input_ids"][:2, :45], max_new_tokens=3, do_sample=False) for model in (ours, plain)]
+    assert words[0].equal(words[1])
+
+
+def test_flop() -> None:
+    """Outside attention in proportion to the tokens of the tree."""
+    plain, batch = build("llama"), groups(prompts=1, rows=4, shared=64, own=8)
+    batch.pop("attention_mask")
+    batch["labels"] = torch.full_like(batch["labels"], -100)
+    ours = sharing(plain)
+    counts = []
+    for model in (plain, ours):
+        with FlopCounterMode(display=False) as counter:
+            model.model(input_ids=batch["input_ids"], use_cache=False).last_hidden_state.detach()
+        found = {str(name): count for name, count in counter.get_flop_counts()["Global"].items()}
+        counts.append({name: count for name, count in found.items() if "attention" not in name})
+    tokens, of_tree = batch["input_ids"].numel(), batch["input_ids"].numel() - saved(ours)[0]
+    assert of_tree < tokens / 2
+    assert {name: count * of_tree // tokens for name, count in counts[0].items()} == counts[1]
+
+
+@pytest.mark.parametrize(
+    ("change", "match"),
+    [
+        ({"min_tokens": 0}, "min_tokens is 0, expected"),
+        ({"min_tokens": 2.5}, "min_tokens is 2.5, expected"),
+    ],
+)
+def test_refused(change: dict, match: str) -> None:
+    model = build("llama")
+    with pytest.raises(ValueError, match=match):
+        seqtile.share_prefixes(model, **change)
+    assert SHARDED not in vars(model)
+
+
+def test_an_attention_without_masks_is_refused() -> None:
+    model = build("llama")
+    model.config._attn_implementation = "of squares"
+    with pytest.raises(ValueError, match="has no mask function"):
+        seqtile.share_prefixes(model)
+    with pytest.raises(TypeError, match="expected a Hugging Face model"):
+        seqtile.share_prefixes(nn.Linear(3, 3))
+
+
+def test_embeddings_that_want_a_gradient() -> None:
+    """Each row wants its own: nothing is shared."""
+    plain, batch = build("llama"), groups()
+    ours, found = sharing(plain), []
+    for model in (plain, ours):
+        embeds = model.get_input_embeddings()(batch["input_ids"]).detach().requires_grad_()
+        given = {name: batch[name] for name in ("attention_mask", "labels")}
+        model(inputs_embeds=embeds, use_cache=False, **given).loss.backward()
+        found.append(embeds.grad)
+    assert found[0].equal(found[1]) and saved(ours)[0] == 0
+    with torch.no_grad():
+        embeds = plain.get_input_embeddings()(batch["input_ids"])
+        ours(inputs_embeds=embeds, attention_mask=batch["attention_mask"], use_cache=False)
+    assert saved(ours)[0] > 0
+
+
+def test_positions_that_a_model_makes_by_itself() -> None:
+    """A decoder that would number the one row's tokens in their order there."""
+    model = BartForCausalLM(BartConfig(vocab_size=99, d_model=16, decoder_layers=1, decoder_attention_heads=2))
+    with pytest.raises(ValueError, match="BartDecoderWrapper makes its own position_ids|BartDecoder makes its own"):
+        seqtile.share_prefixes(model)

@@ -92,13 +92,18 @@ def nudged(model: nn.Module, step: Callable[[nn.Module], Step], gradients: dict[
 
 
 def assert_same_gradients(
-    model: nn.Module, gradients: dict[str, Tensor], step: Callable[[nn.Module], Step], one: nn.Module, what: str
+    model: nn.Module,
+    gradients: dict[str, Tensor],
+    step: Callable[[nn.Module], Step],
+    one: nn.Module,
+    what: str,
+    times: float = 2,
 ) -> None:
     """The gradients of a model that was computed over the ranks are those that `step` has of `one` in one process, to
-    1e-5, or where that is as sensitive to twice what the last bit of its weights changes."""
+    1e-5, or where that is as sensitive to so many times what the last bit of its weights changes."""
     found = averaged(model)
     errors = {name: relative_error(found[name], gradient) for name, gradient in gradients.items()}
     if max(errors.values()) > 1e-5:
         least = by_first_rank(nudged, one, step, gradients)
-        errors = {name: error for name, error in errors.items() if error > max(1e-5, 2 * least[name])}
+        errors = {name: error for name, error in errors.items() if error > max(1e-5, times * least[name])}
         assert not errors, f"{what}: {errors}, by a bit of the weights { ({name: least[name] for name in errors}) }"

@@ -2,14 +2,22 @@
 
 import copy
 from collections.abc import Callable
+from functools import partial
 
+import pytest
 import torch
 from torch import Tensor, nn
 
 import seqtile
+from seqtile import sp
 from seqtile.protocols import SHARDED
 from seqtile.sp.all_to_all import Rows
 from seqtile.sp.prefixes import PrefixTree
+from sp import recurrences
+from sp.attentions import install
+from sp.over_ranks import Traffic, assert_same_gradients, by_first_rank, context
+from support.assertions import relative_error
+from support.tiny import build, checkpointing, loss_and_gradients
 
 VOCAB = 120
 Batch = dict[str, Tensor]
@@ -90,3 +98,62 @@ def assert_as_exact(ours: list[Tensor], plain: list[Tensor], truth: list[Tensor]
         if true is not None:
             floor = 2e-6 * max(float(true.norm()), 1e-3 * max(float(each.norm()) for each in truth[1:] if each is not None))
             assert (mine.double() - true).norm() <= 2 * (theirs.double() - true).norm() + floor
+
+
+def over_ranks(arch: str, options: dict | None, implementation: str | None, sp_first: bool) -> None:
+    """A step of two groups' rows over ranks, and what is left of it when either is taken back."""
+    install()
+    ctx = context()
+    torch.manual_seed(1)
+    one = recurrences.build(arch) if arch in recurrences.FAMILIES else build(arch, num_key_value_heads=1)
+    many, batch = copy.deepcopy(one), groups(left=True)
+    expected = by_first_rank(loss_and_gradients, one, **batch)
+    many.config._attn_implementation = implementation or one.config._attn_implementation
+    asked = many.config._attn_implementation
+    if sp_first:
+        sp.apply_ulysses(many, ctx, batches="whole")
+    seqtile.share_prefixes(many, 4)
+    if not sp_first:
+        sp.apply_ulysses(many, ctx, batches="whole")
+    if options is not None:
+        seqtile.apply_seqtile(many, chunk_tokens=11, **options, check=False)
+    checkpointing(many, False)
+    with Traffic() as traffic:
+        loss = many(**batch).loss
+    loss.backward()
+    assert relative_error(loss.detach(), expected[0]) <= 1e-5
+    step = partial(loss_and_gradients, **batch)
+    times = 4 if arch in recurrences.FAMILIES else 2  # a recurrence's chunks begin where documents do
+    assert_same_gradients(many, expected[1], step, one, f"{arch} {options} {implementation}", times)
+    tokens = len(tokens_of(batch))
+    assert saved(many) == (batch["attention_mask"].sum() - tokens, batch["input_ids"].numel())
+    if ctx.size > 1 and arch == "llama":  # what a layer sends is of the tree's tokens
+        per_token = sum(traffic.sent[0]) / (-(-tokens // ctx.size) * one.config.head_dim * 4)
+        assert per_token <= one.config.num_attention_heads + 2 * ctx.size
+    log_probs = by_first_rank(lambda: own_loss(one, batch).detach())
+    assert torch.allclose(own_loss(many, batch), log_probs, rtol=1e-5)
+    if implementation == "flash_attention_3":
+        return  # of which Hugging Face asks whether it is installed
+    sp.restore(many)
+    with torch.no_grad():
+        assert torch.allclose(many(**batch).loss, expected[0], rtol=1e-5) and saved(many)[0] > 0
+    seqtile.restore(many)
+    assert SHARDED not in vars(many) and many.config._attn_implementation == asked
+
+
+def own_loss(model: nn.Module, batch: Batch) -> Tensor:
+    """One that reads logits."""
+    logits = model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits[:, :-1]
+    return nn.functional.cross_entropy(logits.flatten(0, 1).float(), batch["labels"][:, 1:].flatten())
+
+
+def other_batches() -> None:
+    """Ranks with other trees each: refused on every rank, and the next forward is right."""
+    ctx, model = context(), build("llama")
+    seqtile.share_prefixes(model, 4)
+    sp.apply_ulysses(model, ctx, batches="whole")
+    batch = groups(prompts=1 + ctx.rank)
+    with pytest.raises(ValueError, match="batches of different shapes|shards of different batches"):
+        model(**batch)
+    batch = by_first_rank(groups)
+    assert model(**batch).loss.isfinite()

@@ -21,6 +21,7 @@ from transformers import (
 import seqtile
 from distributed.worker import ddp, fsdp2, full, zero
 from seqtile import sp
+from seqtile.protocols import SHARDED
 from seqtile.models.first_step import outcome_of
 from seqtile.sp.attention import ulysses_attention
 from seqtile.sp.layout import Layout
@@ -69,11 +70,14 @@ QWEN2_MOE |= {"num_experts_per_tok": 1, "use_sliding_window": True, "sliding_win
 QWEN2_MOE |= {"layer_types": ["sliding_attention"] * 2}
 
 
-def window_of(group: int, step: int) -> list[dict[str, torch.Tensor]]:
-    """The batches that a data-parallel group accumulates: of other lengths and numbers of labels, one without any."""
+def window_of(group: int, step: int, rows: int = 1) -> list[dict[str, torch.Tensor]]:
+    """The batches that a data-parallel group accumulates: of other lengths and numbers of labels, one without any; of
+    several rows, they begin alike."""
     torch.manual_seed(10 * step + group)
     lengths = (61, 90 + 7 * group)
-    batches = [batch_of(1, length) for length in lengths]
+    batches = [batch_of(rows, length) for length in lengths]
+    for batch in batches:
+        batch["input_ids"][:, :40] = batch["input_ids"][0, :40].clone()
     batches[0]["labels"][0, : 10 + 30 * group] = -100
     if step == 1 and group == 0:
         batches[1]["labels"][:] = -100
@@ -82,9 +86,9 @@ def window_of(group: int, step: int) -> list[dict[str, torch.Tensor]]:
     return batches
 
 
-def by_one_process(model: nn.Module, groups: int, step: int) -> tuple[float, dict[str, torch.Tensor]]:
+def by_one_process(model: nn.Module, groups: int, step: int, rows: int = 1) -> tuple[float, dict[str, torch.Tensor]]:
     """A step over the batches of all groups; the loss, which is the mean over all of their labels, and the weights."""
-    windows = [window_of(group, step) for group in range(groups)]
+    windows = [window_of(group, step, rows) for group in range(groups)]
     items = sum((batch["labels"][:, 1:] != -100).sum() for window in windows for batch in window)
     total = 0.0
     for batch in (batch for window in windows for batch in window):
@@ -103,9 +107,11 @@ def by_many(model: nn.Module, optimizer: object, step: int, ctx: sp.SequencePara
     return stepped(model, optimizer, losses)
 
 
-def by_whole_batches(model: nn.Module, optimizer: object, step: int, ctx: sp.SequenceParallel) -> float:
+def by_whole_batches(
+    model: nn.Module, optimizer: object, step: int, ctx: sp.SequenceParallel, rows: int = 1
+) -> float:
     """The same with whole batches: as ranks that share nothing would train, but for how many they are."""
-    windows = [window_of(group, step) for group in range(ctx.data_parallel_size)]
+    windows = [window_of(group, step, rows) for group in range(ctx.data_parallel_size)]
     items = sum((batch["labels"][:, 1:] != -100).sum() for window in windows for batch in window)
     options = {"num_items_in_batch": items / ctx.data_parallel_size}
     # Times one: of the forward's own output DeepSpeed's stage 0 divides the gradient, whatever its backward is told.
@@ -162,22 +168,31 @@ def forgotten(wrapped: nn.Module, optimizer: object, ctx: sp.SequenceParallel) -
         wrapped.backward(loss, scale_wrt_gas=False) if wrapped is optimizer else loss.backward()
 
 
-def reducers(name: str, strategy: str, options: dict, batches: str = "cut") -> None:
+def reducers(name: str, strategy: str, options: dict, batches: str = "cut", rows: int = 1) -> None:
     """Two groups of two ranks, windows of two batches, tiled: each step leaves all parameters as one process does.
-    Whole sequences are evaluated between the steps, and a share's backward raises."""
-    ctx = context(2)
+    Whole sequences are evaluated between the steps, and a share's backward raises.
+
+    Of several `rows` beginnings are shared; "alone" by ranks that share no sequences."""
+    ctx = context(1 if batches == "alone" else 2)
     one = halved(build(name, tie_word_embeddings=False) if name == "llama" else recurrences.build(name))
     many = copy.deepcopy(one)
     start = full(one)
-    sp.apply_ulysses(many, ctx, batches=batches)
+    if batches != "alone":
+        sp.apply_ulysses(many, ctx, batches=batches)
+    if rows > 1:
+        seqtile.share_prefixes(many, min_tokens=20)
     seqtile.apply_seqtile(many, chunk_tokens=20, **options)
     wrapped, optimizer = STRATEGIES[strategy](many)
     for step, tolerance in enumerate((1e-5, 1e-4)):  # the second step begins where the first one's error left it
         if step == 1:
-            evaluated_inside(one, wrapped, ctx) if batches == "whole" else evaluated_whole(one, many, wrapped, ctx)
-        theirs, updated = by_first_rank(by_one_process, one, ctx.data_parallel_size, step)
+            evaluated_whole(one, many, wrapped, ctx) if batches == "cut" else evaluated_inside(one, wrapped, ctx)
+        theirs, updated = by_first_rank(by_one_process, one, ctx.data_parallel_size, step, rows)
         one.load_state_dict(updated)
-        ours = (by_whole_batches if batches == "whole" else by_many)(wrapped, optimizer, step, ctx)
+        if batches == "cut":
+            ours = by_many(wrapped, optimizer, step, ctx)
+        else:
+            ours = by_whole_batches(wrapped, optimizer, step, ctx, rows)
+            assert rows == 1 or getattr(many, SHARDED).saved[0] == 40 * (rows - 1)
         assert abs(ours - theirs) <= 1e-5 * theirs, f"loss {ours}, expected {theirs}"
         weights = full(many)
         for part, weight in full(one).items():

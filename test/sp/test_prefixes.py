@@ -247,9 +247,9 @@ def test_families(family: str) -> None:
     found, of_ours = loss_and_gradients(ours, **batch)
     assert relative_error(found, loss) <= 1e-5
     errors = {name: relative_error(of_ours[name], gradient) for name, gradient in gradients.items()}
-    if max(errors.values()) > 1e-5:  # decays are as sensitive
+    if max(errors.values()) > 1e-5:  # decays are as sensitive; chunks begin where documents do
         least = nudged(plain, partial(loss_and_gradients, **batch), gradients)
-        assert all(error <= max(1e-5, 2 * least[name]) for name, error in errors.items()), errors
+        assert all(error <= max(1e-5, 4 * least[name]) for name, error in errors.items()), errors
     assert saved(ours)[0] == batch["attention_mask"].sum() - len(tokens_of(batch))
 
 

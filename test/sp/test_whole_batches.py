@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from sp import images, mixed_precision, recurrences, steps, trl_over_ranks, whole
+from sp import images, mixed_precision, prefixes, recurrences, steps, trl_over_ranks, whole
 from sp.cases import attention_cases
 from sp.test_sequence_parallel import OF_TWO, each_on_ranks, reducers
 from support.choice import every_value
@@ -122,3 +122,33 @@ def test_a_trainer_that_sees_one_of_two_ranks(pool: Pool) -> None:
 @OF_TWO
 def test_refusals(pool: Pool) -> None:
     pool.run(whole.refused)
+
+
+@pytest.mark.full("of a product, each value every day", but=every_value)
+@pytest.mark.parametrize("pool", [1, 2, 4], indirect=True)
+@pytest.mark.parametrize("sp_first", [False, True], ids=["shared first", "cut first"])
+@pytest.mark.parametrize("implementation", [None, "eager", "flash_attention_3", "flex_attention"])
+@pytest.mark.parametrize("options", [None, {}, {"layer": True}], ids=["untiled", "tiled", "layers"])
+def test_shared_beginnings(pool: Pool, options: dict | None, implementation: str | None, sp_first: bool) -> None:
+    """Rows that begin alike: the one row of them is what is cut."""
+    pool.run(prefixes.over_ranks, "llama", options, implementation, sp_first)
+
+
+@pytest.mark.full("the mechanism is one", but=("4-qwen3_next", "2-kimi_linear", "2-mamba2"))
+@pytest.mark.parametrize("family", recurrences.FAMILIES)
+@pytest.mark.parametrize("pool", [2, 4], indirect=True)
+def test_shared_beginnings_of_families(pool: Pool, family: str) -> None:
+    pool.run(prefixes.over_ranks, family, None, None, True)
+
+
+@OF_TWO
+def test_shared_beginnings_of_other_batches(pool: Pool) -> None:
+    pool.run(prefixes.other_batches)
+
+
+@pytest.mark.full("4 s each", but=("llama-zero3-alone", "llama-fsdp2-whole", "llama-fsdp2-alone"))
+@pytest.mark.parametrize("batches", ["alone", "whole"])
+@pytest.mark.parametrize(("pool", "case"), list(reducers()), indirect=["pool"])
+def test_shared_beginnings_under_reducers(pool: Pool, case: tuple, batches: str) -> None:
+    """Under every reducer of gradients, without and with ranks that share sequences."""
+    pool.run(steps.reducers, *case, batches, 3)

@@ -86,6 +86,9 @@ class ShardingHooks:
                 del module.forward
             if isinstance(vars(module).get("expand_kv"), CompressedKeys):
                 del module.expand_kv
+        self._put_attention_back()
+
+    def _put_attention_back(self) -> None:
         self.model.set_attn_implementation(self.implementation)
 
     def stop_sharing_prefixes(self) -> None:

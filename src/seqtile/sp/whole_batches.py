@@ -198,6 +198,12 @@ class WholeBatches(ShardingHooks):
             AttentionMaskInterface.register(self.at_rest, ALL_MASK_ATTENTION_FUNCTIONS[name])
         self.model.config._attn_implementation = self.at_rest
 
+    def _put_attention_back(self) -> None:
+        if self.is_alone:
+            self.model.config._attn_implementation = self.implementation
+        else:
+            super()._put_attention_back()
+
     def _run_whole(self, is_whole: bool) -> None:
         self.is_whole = is_whole
         self.model.config._attn_implementation = self.implementation if is_whole else NAME

@@ -19,6 +19,7 @@ from seqtile.ops.linear_divergence import linear_divergence
 from seqtile.ops.linear_log_probs import TokenValues, linear_log_probs
 from seqtile.ops.linear_topk_divergence import linear_topk_divergence
 from seqtile.ops.tiled import tiled
+from seqtile.sp.apply import share_prefixes
 
 __all__ = [
     "LossMetrics",
@@ -53,6 +54,7 @@ __all__ = [
     "modules",
     "offload",
     "restore",
+    "share_prefixes",
     "sp",
     "status",
     "tiled",

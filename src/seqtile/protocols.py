@@ -38,6 +38,12 @@ class ShardedSequences(Protocol):
         """Returns a context in which forwards take another batch than that of the model's forward that runs."""
         ...
 
+    @property
+    def shared_prefixes(self) -> tuple[int, int, int] | None:
+        """From how many tokens on beginnings of rows are shared, the tokens of the last batch of several rows, and how
+        many of them were not computed again; None if rows are computed each by itself."""
+        ...
+
     def stop_sharing_prefixes(self) -> None:
         """Computes every row of a batch by itself from now on."""
         ...

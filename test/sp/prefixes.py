@@ -29,6 +29,7 @@ def groups(prompts: int = 2, rows: int = 3, shared: int = 40, own: int = 14, lef
     ids = torch.randint(5, VOCAB, (prompts * rows, shared + own))
     mask, labels = torch.ones_like(ids), ids.clone()
     labels[:, :shared] = -100
+    ids[:, 0] = ids[:, shared] = ids[:, shared + 6] = torch.randperm(VOCAB - 5)[: len(ids)] + 5  # which part rows
     for first in range(0, len(ids), rows):
         ids[first : first + rows, :shared] = ids[first, :shared].clone()
         if left and first % (2 * rows):
@@ -71,7 +72,9 @@ def rows_again(tree: PrefixTree, ids: Tensor) -> Tensor:
 
 
 def saved(model: nn.Module) -> tuple[int, int]:
-    return getattr(model, SHARDED).saved
+    """Tokens that were not computed again, of how many."""
+    prefixes = seqtile.status(model).prefixes
+    return prefixes.saved_tokens, prefixes.batch_tokens
 
 
 def sharing(model: nn.Module, min_tokens: int = 4, options: dict | None = None) -> nn.Module:
@@ -128,7 +131,7 @@ def over_ranks(arch: str, options: dict | None, implementation: str | None, sp_f
     tokens = len(tokens_of(batch))
     assert saved(many) == (batch["attention_mask"].sum() - tokens, batch["input_ids"].numel())
     if ctx.size > 1 and arch == "llama":  # what a layer sends is of the tree's tokens
-        per_token = sum(traffic.sent[0]) / (-(-tokens // ctx.size) * one.config.head_dim * 4)
+        per_token = traffic.sent[0] / (-(-tokens // ctx.size) * one.config.head_dim * 4)
         assert per_token <= one.config.num_attention_heads + 2 * ctx.size
     log_probs = by_first_rank(lambda: own_loss(one, batch).detach())
     assert torch.allclose(own_loss(many, batch), log_probs, rtol=1e-5)

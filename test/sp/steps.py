@@ -21,7 +21,6 @@ from transformers import (
 import seqtile
 from distributed.worker import ddp, fsdp2, full, zero
 from seqtile import sp
-from seqtile.protocols import SHARDED
 from seqtile.models.first_step import outcome_of
 from seqtile.sp.attention import ulysses_attention
 from seqtile.sp.layout import Layout
@@ -192,7 +191,7 @@ def reducers(name: str, strategy: str, options: dict, batches: str = "cut", rows
             ours = by_many(wrapped, optimizer, step, ctx)
         else:
             ours = by_whole_batches(wrapped, optimizer, step, ctx, rows)
-            assert rows == 1 or getattr(many, SHARDED).saved[0] == 40 * (rows - 1)
+            assert rows == 1 or seqtile.status(many).prefixes.saved_tokens == 40 * (rows - 1)
         assert abs(ours - theirs) <= 1e-5 * theirs, f"loss {ours}, expected {theirs}"
         weights = full(many)
         for part, weight in full(one).items():

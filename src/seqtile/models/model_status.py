@@ -14,6 +14,7 @@ from seqtile.models.parts import EXPERTS, LAYER, LOSS, MLP, Part
 from seqtile.models.patch import parts_applied_to, refused_of, unwrapped
 from seqtile.models.placement import current_forward, package_of, placement_at, wrappers_at
 from seqtile.ops.chunks import resolve_chunk_tokens
+from seqtile.protocols import SHARDED
 
 _PASS_ON = ("accelerate", "torch")  # whose wrappers call what they wrap whatever they are given
 
@@ -78,6 +79,24 @@ class PartStatus:
 
 
 @dataclass(frozen=True)
+class PrefixStatus:
+    """The beginnings that rows of a batch share, see `seqtile.share_prefixes`."""
+
+    min_tokens: int
+    """From how many tokens on a beginning is computed once."""
+    batch_tokens: int
+    """The tokens of the last batch of several rows, with padding; 0 before the first."""
+    saved_tokens: int
+    """How many of them were not computed again."""
+
+    def __str__(self) -> str:
+        text = f"common beginnings of at least {self.min_tokens} tokens are computed once"
+        if self.batch_tokens:
+            text += f"; in the last batch {self.saved_tokens:,} of {self.batch_tokens:,} tokens were saved"
+        return text
+
+
+@dataclass(frozen=True)
 class ModelStatus:
     """The answer of `seqtile.status`; print it."""
 
@@ -89,6 +108,8 @@ class ModelStatus:
     """The MLPs, and the experts of a mixture."""
     layer: PartStatus | None = None
     """Everything of a layer but attention; None where that was not asked for. Its chunks take the MLP along."""
+    prefixes: PrefixStatus | None = None
+    """The beginnings that rows share; None where that was not asked for."""
     notes: tuple[str, ...] = ()
     """Where what is tiled does nothing, or is not what one may expect."""
 
@@ -96,6 +117,7 @@ class ModelStatus:
         lines = [self.model]
         parts = (self.loss, self.mlp, self.layer)
         lines += [f"  {part.name:<5} {part}" for part in parts if part is not None]
+        lines += [] if self.prefixes is None else [f"  rows  {self.prefixes}"]
         lines += [f"  note: {note}" for note in self.notes]
         return "\n".join(lines)
 
@@ -109,7 +131,10 @@ def status(model: nn.Module) -> ModelStatus:
     loss = part_status(model, LOSS) if head_of(model) is not None else None
     mlp = part_status(model, MLP, EXPERTS)
     layer = part_status(model, LAYER) if "layer" in parts_applied_to(model) else None
-    return ModelStatus(type(model).__name__, loss, mlp, layer, tuple(notes_on(model, loss, mlp, layer)))
+    sharded = vars(model).get(SHARDED)
+    shared = None if sharded is None else sharded.shared_prefixes
+    prefixes = None if shared is None else PrefixStatus(*shared)
+    return ModelStatus(type(model).__name__, loss, mlp, layer, prefixes, tuple(notes_on(model, loss, mlp, layer)))
 
 
 def notes_on(model: nn.Module, loss: PartStatus | None, mlp: PartStatus, layer: PartStatus | None) -> Iterator[str]:

@@ -155,8 +155,7 @@ def _hash(values: Tensor) -> Tensor:
 def mixed(values: Tensor) -> Tensor:
     """Returns integers [..., K] of which a sum over K differs where the values [..., K] do, or their order."""
     found = values.to(torch.int64)  # sums and products wrap around
-    place = torch.arange(1, values.shape[-1] + 1, device=values.device)
-    found = (found + place * _FACTORS[0]) * _FACTORS[1]
+    found = (found + torch.arange(1, values.shape[-1] + 1, device=values.device) * _FACTORS[0]) * _FACTORS[1]
     found = (found ^ (found >> 32)) * _FACTORS[2]
     return found ^ (found >> 29)
 

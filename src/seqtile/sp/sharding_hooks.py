@@ -91,6 +91,11 @@ class ShardingHooks:
     def _put_attention_back(self) -> None:
         self.model.set_attn_implementation(self.implementation)
 
+    @property
+    def shared_prefixes(self) -> tuple[int, int, int] | None:
+        """See `seqtile.protocols.ShardedSequences`."""
+        return None
+
     def stop_sharing_prefixes(self) -> None:
         """See `seqtile.protocols.ShardedSequences`."""
 

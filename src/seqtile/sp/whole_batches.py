@@ -67,8 +67,8 @@ class WholeBatches(ShardingHooks):
         """How long beginnings of rows have to be to be computed once; None if each row is computed by itself."""
         self.tree: PrefixTree | None = None
         """Of the batch in the text model."""
-        self.saved: tuple[int, int] | None = None
-        """Of the last batch of more than one row: how many tokens were not computed once more, and how many it had."""
+        self.last_batch = 0, 0
+        """Of the last batch of several rows its tokens, and how many of them were not computed again."""
         self.has_gradient = False
         """The given model's forward was called with tensors that want a gradient, each row one of its own."""
         self.batch_hash: Tensor | None = None
@@ -86,8 +86,12 @@ class WholeBatches(ShardingHooks):
             self.handles.append(given.register_forward_pre_hook(self.begin, with_kwargs=True))
             self.handles.append(given.register_forward_hook(self.end, always_call=True))
 
+    @property
+    def shared_prefixes(self) -> tuple[int, int, int] | None:
+        return None if self.min_tokens is None else (self.min_tokens, *self.last_batch)
+
     def stop_sharing_prefixes(self) -> None:
-        self.min_tokens = self.saved = None
+        self.min_tokens = None
         if self.is_alone:
             self.remove()
             delattr(self.given, SHARDED)
@@ -159,7 +163,7 @@ class WholeBatches(ShardingHooks):
         tree = None
         if not self.has_gradient and (tokens.grad_fn is not None or not tokens.requires_grad):
             tree = prefix_tree(given, *tokens.shape[:2], self.min_tokens)
-        self.saved = 0 if tree is None else tree.saved, tokens.shape[:2].numel()
+        self.last_batch = tokens.shape[:2].numel(), 0 if tree is None else tree.saved
         return tree
 
     def _layout(self, args: tuple, kwargs: dict[str, Any]) -> Layout:

@@ -22,15 +22,16 @@ from seqtile.models.parts import EXPERTS, LAYER, LOSS, MLP, Part
 from seqtile.models.proof import Finding
 from seqtile.models.small import config_of_all_kinds
 from support.real_configs import REAL_CONFIGS
-from support.type_table import config_of, found_in, row
+from support.type_table import config_of, found_in, row, sharing_of
 
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "docs" / "models.md"
 CONSTRAINTS = (ROOT / "dev" / "constraints.txt").read_text()
 
 
-def table(results: dict[str, list[Finding] | str]) -> str:
-    """Returns the block of docs/models.md: the counts, the table, and the types that could not be tried out."""
+def table(results: dict[str, list[Finding] | str], shared: dict[str, str]) -> str:
+    """Returns the block of docs/models.md: the counts, the table, and the types that could not be tried out. `shared`
+    is what `sharing_of` says of each type."""
     built = {model_type: found for model_type, found in results.items() if not isinstance(found, str)}
 
     def count(part: Part) -> int:
@@ -42,11 +43,12 @@ def table(results: dict[str, list[Finding] | str]) -> str:
     lines = [
         f"Of {len(results)} types in transformers {release}, {len(built)} can be built small and run on text. "
         f"Tiled equals untiled for the loss of {count(LOSS)}, the MLPs or experts of {both}, the whole layers of "
-        f"{count(LAYER)}, and of {groups} by groups of heads.",
+        f"{count(LAYER)}, and of {groups} by groups of heads. Common beginnings of rows are computed once by "
+        f"{sum(one == 'yes' for one in shared.values())}.",
         "",
-        "| model type | loss | MLP | experts | whole layers | head groups |",
-        "| --- | --- | --- | --- | --- | --- |",
-        *(row(model_type, found) for model_type, found in built.items()),
+        "| model type | loss | MLP | experts | whole layers | head groups | shared beginnings |",
+        "| --- | --- | --- | --- | --- | --- | --- |",
+        *(row(model_type, found, shared[model_type]) for model_type, found in built.items()),
         "",
         "Not tried out, since their default config cannot be built, or their model wants images or more: "
         + ", ".join(f"`{model_type}`" for model_type, found in results.items() if isinstance(found, str))
@@ -81,15 +83,19 @@ def main() -> None:
     transformers.logging.set_verbosity_error()
     torch.set_num_threads(1)  # what is small is slower on many
     results: dict[str, list[Finding] | str] = {}
+    shared: dict[str, str] = {}
     proofs: list[tuple[str, list[Finding]]] = []
     configs: list[tuple[str, dict[str, Any]]] = [(model_type, {}) for model_type in sys.argv[1:] or model_types()]
     configs += [] if sys.argv[1:] else [(model_type, said) for _, model_type, said in REAL_CONFIGS]
     for model_type, said in configs:
         found = found_in(model_type, said)
         results.setdefault(model_type, found)
-        print(f"{model_type}: {found}" if isinstance(found, str) else row(model_type, found), flush=True)
         if isinstance(found, str):
+            print(f"{model_type}: {found}", flush=True)
             continue
+        if model_type not in shared:
+            shared[model_type] = sharing_of(model_type)
+        print(row(model_type, found, shared[model_type]), flush=True)
         model_class = model_classes(model_type)[0]
         proofs.append((proof.digest(config_of_all_kinds(model_class, config_of(model_type, said))), found))
         for one in found:
@@ -99,7 +105,7 @@ def main() -> None:
         return
     remember(proofs)
     if f"transformers=={transformers.__version__}" in CONSTRAINTS:
-        write_page(table(results))
+        write_page(table(results, shared))
 
 
 if __name__ == "__main__":

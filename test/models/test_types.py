@@ -30,7 +30,7 @@ from seqtile.models.model_types import model_classes, model_types
 from seqtile.models.parts import LAYER, LOSS
 from seqtile.models.small import small_model, unfilled
 from support.real_configs import REAL_CONFIGS
-from support.type_table import config_of, found_in, row
+from support.type_table import config_of, found_in, row, sharing_of
 
 PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text()
 COUNTS = (
@@ -62,7 +62,7 @@ def test_a_type(model_type: str) -> None:
         assert f"`{model_type}`," in PAGE or f"`{model_type}`." in PAGE, found
         return
     expected = next(line for line in PAGE.split("\n") if line.startswith(f"| `{model_type}` |"))
-    assert row(model_type, found) == expected, found
+    assert row(model_type, found, sharing_of(model_type)) == expected, found
 
 
 @pytest.mark.full("a second each", but=("granitemoe",))

@@ -3,25 +3,28 @@
 import copy
 from collections.abc import Iterator
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
+from torch.nn.attention.bias import CausalBias
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import BartConfig, BartForCausalLM
 
 import seqtile
 from seqtile import sp
 from seqtile.protocols import SHARDED
-from seqtile.sp import segments
+from seqtile.sp import backends, segments
 from seqtile.sp.all_to_all import RankHeads, rank_heads
 from seqtile.sp.backends import attend
 from seqtile.sp.prefixes import prefix_tree
 from seqtile.sp.segments import Block, blocks, segments_of
 from sp import recurrences
-from sp.attentions import INSTALLED, asked, install
+from sp.attentions import INSTALLED, asked, flex_with_sinks, install
 from sp.prefixes import (
     assert_as_exact, groups, path_mask, rows_again, saved, sharing, step, tokens_of,
 )  # fmt: skip
@@ -265,6 +268,35 @@ def test_attentions_of_a_model(implementation: str, shape: dict) -> None:
     assert saved(ours)[0] > 0
 
 
+FORMS = {  # model, and which of the attentions have what it wants
+    "window": (lambda: build("mistral", sliding_window=20), INSTALLED),
+    "soft cap": (lambda: build("gemma2", sliding_window=20), ("eager", "flex_attention")),
+    "sinks": (lambda: recurrences.build("gpt_oss"), ("eager", "flash_attention_3", "flex_attention")),
+}
+
+
+@pytest.mark.parametrize("implementation", INSTALLED)
+@pytest.mark.parametrize("form", FORMS)
+def test_forms(form: str, implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows, soft caps and sinks, as the model's attention has them, or refused by name."""
+    made, having = FORMS[form]
+    plain, batch = made(), groups()
+    plain.config._attn_implementation = "eager"
+    expected = step(plain, batch)
+    plain.config._attn_implementation = implementation
+    ours = sharing(plain)
+    if form == "sinks" and implementation == "flex_attention":
+        monkeypatch.setitem(backends.ALL_ATTENTION_FUNCTIONS._global_mapping, "flex_attention", flex_with_sinks)
+    if implementation == "flash_attention_3" and form == "soft cap":
+        pytest.skip("what stands in for it has none")
+    if implementation not in having:
+        with pytest.raises(ValueError, match=r"sdpa has no (soft cap of scores|sinks), which this model has"):
+            step(ours, batch)
+        return
+    for mine, theirs in zip(step(ours, batch), expected, strict=True):
+        assert relative_error(mine, theirs) <= 1e-4
+
+
 def preference_loss(model: nn.Module, batch: dict[str, Tensor], reference: nn.Module) -> Tensor:
     """As DPO's: two forwards of other batches each, and one of a reference model, before the backward."""
     halves = [{name: value[half] for name, value in batch.items()} for half in (slice(0, 3), slice(3, 6))]
@@ -357,6 +389,84 @@ def test_flop() -> None:
     tokens, of_tree = batch["input_ids"].numel(), batch["input_ids"].numel() - saved(ours)[0]
     assert of_tree < tokens / 2
     assert {name: count * of_tree // tokens for name, count in counts[0].items()} == counts[1]
+
+
+WAITS = ("tolist", "item", "cpu", "nonzero", "__bool__", "__int__", "__float__")
+
+
+def test_one_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beginnings are found where the ids are: one copy to the host tells all."""
+    batch, waits = groups(left=True), []
+    for name in WAITS:
+        method = getattr(Tensor, name)
+        waiting = lambda *args, name=name, method=method: waits.append(name) or method(*args)  # noqa: E731
+        monkeypatch.setattr(Tensor, name, waiting)
+    assert prefix_tree({"input_ids": batch["input_ids"], "attention_mask": batch["attention_mask"]}, 6, 54, 4)
+    assert waits == ["tolist"]
+
+
+class Operators(TorchDispatchMode):
+    """How many operators run."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        self.count += 1
+        return function(*args, **(kwargs or {}))
+
+
+def test_what_is_done_where_nothing_is_shared() -> None:
+    """The one comparison, however many layers there are, and nothing for a single row."""
+    more = []
+    for layers in (1, 3):
+        plain, batch = build("llama", num_hidden_layers=layers), groups()
+        ours, counts = sharing(plain, min_tokens=50), []
+        for rows in (6, 1):
+            for model in (plain, ours):
+                with Operators() as operators:
+                    model(**{name: value[:rows] for name, value in batch.items()}, use_cache=False)
+                counts.append(operators.count)
+        assert counts[2] == counts[3]
+        more.append(counts[1] - counts[0])
+    assert more[0] == more[1] <= 100
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager", "flash_attention_3"])
+def test_live_bytes_of_attention(implementation: str) -> None:
+    """A further row costs its own tokens, not its path: keys and values of one path are gathered at a time, of flash
+    attention as many as the tree has."""
+    shared, own, width, peaks = 2048, 16, 32, []
+    for rows in (8, 24):
+        ends = [0, shared, *(shared + own * (row + 1) for row in range(rows))]
+        documents, length = tuple(zip(ends[:-1], ends[1:], strict=True)), ends[-1]
+        q, k, v = (torch.randn(1, 1, length, width, dtype=torch.float64, requires_grad=True) for _ in range(3))
+        asking = asked(implementation, (documents,), length, rank_heads(0, 1, 1, 1, length), None)
+        asking.layout.parents = (None, *[0] * rows)
+        with pytest.MonkeyPatch.context() as patch, LiveBytes() as memory:
+            patch.setattr(segments, "MASK_ELEMENTS", 2**12)
+            attend(asking, q, k, v).sum().backward()
+        peaks.append(memory.peak)
+    tokens, path = 16 * own, shared + own
+    kept = 8 * width * tokens * 16  # q, k, v, outputs, their gradients, and sums
+    assert peaks[1] - peaks[0] <= kept
+    assert peaks[1] < 2 * 8 * width * path * 24 or implementation == "flash_attention_3", "less than all paths' keys"
+
+
+def test_masks_that_a_gpu_needs_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU sdpa is asked for causality from the last key, without a mask of queries x keys; here torch makes one."""
+    plain, batch = build("llama"), groups()
+    expected, kinds = step(plain, batch), set()
+    monkeypatch.setattr(backends, "is_causal_from_the_end", lambda q, block, reach: block.is_causal(reach))
+    compute = backends.LocalAttention.compute
+
+    def seen(self: Any, q: Tensor, k: Tensor, v: Tensor, mask: Any = None, **others: Any) -> Tensor:
+        kinds.add(type(mask))
+        return compute(self, q, k, v, mask, **others)
+
+    monkeypatch.setattr(backends.LocalAttention, "compute", seen)
+    for mine, theirs in zip(step(sharing(plain), batch), expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+    assert kinds == {type(None), CausalBias}
 
 
 @pytest.mark.parametrize(

@@ -3,12 +3,15 @@
 import copy
 from typing import Any
 
+import torch
 from transformers import CONFIG_MAPPING, PreTrainedConfig
 
+import seqtile
 from seqtile.models import proof
 from seqtile.models.model_types import model_classes
 from seqtile.models.proof import Finding
-from seqtile.models.small import small_model
+from seqtile.models.small import WORDS, small_model
+from support.tiny import loss_and_gradients
 
 
 def config_of(model_type: str, said: dict[str, Any] | None = None) -> PreTrainedConfig:
@@ -24,10 +27,36 @@ def found_in(model_type: str, said: dict[str, Any] | None = None) -> list[Findin
         return f"{type(error).__name__}: {' '.join(str(error).split())[:100]}"
 
 
-def row(model_type: str, found: list[Finding]) -> str:
+def sharing_of(model_type: str) -> str:
+    """Returns whether beginnings of rows are shared by a model type: "yes", "refused", or "differs"; nothing if it does
+    not run on rows of text, padded."""
+    model = small_model(model_classes(model_type)[0], config_of(model_type)).eval()  # without dropout
+    shared = copy.deepcopy(model)
+    ids = torch.randint(5, WORDS - 9, (4, 30), generator=torch.Generator().manual_seed(0))
+    ids[:2, :20], ids[2:, :15] = ids[0, :20].clone(), ids[2, :15].clone()
+    mask = torch.ones_like(ids)
+    mask[1, 26:] = 0
+    batch = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100), "use_cache": False}
+    try:
+        loss, gradients = loss_and_gradients(model, **batch)
+    except Exception:  # of Hugging Face's code, which may raise anything
+        return ""
+    try:
+        seqtile.share_prefixes(shared, min_tokens=10)
+        other, found = loss_and_gradients(shared, **batch)
+    except ValueError:
+        return "refused"
+    assert seqtile.status(shared).prefixes.saved_tokens == 35
+    gradients = {name: gradient for name, gradient in gradients.items() if gradient is not None}
+    largest = max(gradient.norm() for gradient in gradients.values())
+    errors = [(found[name] - gradient).norm() / largest for name, gradient in gradients.items()]
+    return "yes" if max([*errors, abs(other - loss) / loss]) < 1e-5 else "differs"
+
+
+def row(model_type: str, found: list[Finding], shared: str) -> str:
     """Returns a type's line of the table."""
     cells = [f"`{model_type}`", *(_cell([one for one in found if one.part is part]) for part in proof.PROVEN_ALONE)]
-    cells.append("yes" if any(one.groups for one in found) else "")
+    cells += ["yes" if any(one.groups for one in found) else "", shared]
     return f"| {' | '.join(cells)} |"
 
 

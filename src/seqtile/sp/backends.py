@@ -131,8 +131,8 @@ def by_masks(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor, additiv
     parted = segments(attention.layout, rows, reach, attention.spans)
 
     def is_uncut(block: Block) -> bool:
-        from_the_end = q.is_cuda and attention.layout.implementation == "sdpa" and block.is_causal(reach)
-        return not additive and (from_the_end or block.is_square(reach))
+        is_told = attention.layout.implementation == "sdpa" and is_causal_from_the_end(q, block, reach)
+        return not additive and (is_told or block.is_square(reach))
 
     def with_mask(block: Block, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None) -> Tensor:
         if is_uncut(block):
@@ -160,6 +160,11 @@ def by_masks(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor, additiv
             parts[i] = out
         found.append(joined(parts or [_zeros(q_row, v_row)], 1))
     return joined(found, 0)
+
+
+def is_causal_from_the_end(q: Tensor, block: Block, reach: int) -> bool:
+    """Says if sdpa has a kernel for a block with more keys than queries: on a GPU, without a mask."""
+    return q.is_cuda and block.is_causal(reach)
 
 
 def _visible(attention: LocalAttention, batch: int) -> Iterator[tuple[int, int, Block]]:

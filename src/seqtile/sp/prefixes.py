@@ -113,8 +113,8 @@ def _compared(keys: list[Tensor], mask: Tensor | None, positions: Tensor) -> Ten
     from_first = (first[:, None] + place).clamp(max=length - 1)
     aligned = [key.gather(1, from_first) for key in keys]
     common, step = [], max(1, _COMPARED // (rows * length))
-    for some in torch.arange(rows).split(step):
-        some = slice(int(some[0]), int(some[-1]) + 1)
+    for start in range(0, rows, step):
+        some = slice(start, start + step)
         differs = place >= torch.minimum(tokens[some, None], tokens)[..., None]
         for key in aligned:
             differs |= key[some, None] != key

@@ -1,9 +1,21 @@
 """The list of mutants, by package of seqtile."""
 
-from mutants_list import kernels, memory, models, offload, ops, ops_layer, recurrences, sp, trainers, whole_batches
+from mutants_list import (
+    kernels,
+    memory,
+    models,
+    offload,
+    ops,
+    ops_layer,
+    recurrences,
+    shared_prefixes,
+    sp,
+    trainers,
+    whole_batches,
+)
 from mutants_list.mutant import Mutant
 
-ROOMS = (kernels, ops, ops_layer, models, sp, offload, memory, trainers, recurrences, whole_batches)
+ROOMS = (kernels, ops, ops_layer, models, sp, offload, memory, trainers, recurrences, whole_batches, shared_prefixes)
 MUTANTS: tuple[Mutant, ...] = tuple(mutant for room in ROOMS for mutant in room.MUTANTS)
 
 __all__ = ["MUTANTS", "Mutant"]

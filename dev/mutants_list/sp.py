@@ -21,9 +21,9 @@ MUTANTS = (
     ),
     Mutant(
         "blocks: a causal square forgets its window",
-        "Block.is_square",
-        "self.q1 == self.k1 and self.k1 - self.k0 <= reach",
-        "self.q1 == self.k1",
+        "Block.is_causal",
+        "not self.two_ways and count(self.keys) <= reach",
+        "not self.two_ways",
         DOCUMENTS,
     ),
     Mutant(
@@ -50,15 +50,15 @@ MUTANTS = (
     Mutant(
         "flash attention's form: keys of the documents before",
         "_lengths",
-        "torch.arange(row * length + segment.k0, row * length + segment.k1)",
-        "torch.arange(row * length, row * length + segment.k1)",
+        "torch.arange(row * length + start, row * length + stop)",
+        "torch.arange(row * length, row * length + stop)",
         DOCUMENTS,
     ),
     Mutant(
         "flex attention's form: a block is full if one of its queries sees all",
         "block_mask",
-        "full = (begin.amax(3) <= keys)",
-        "full = (begin.amin(3) <= keys)",
+        "(own.amax(3) < end.amin(3)) & (away",
+        "(own.amin(3) < end.amin(3)) & (away",
         DOCUMENTS,
     ),
     Mutant(
@@ -77,9 +77,9 @@ MUTANTS = (
     ),
     Mutant(
         "same batch: the hash knows no order",
-        "_hash",
-        "(mixed + torch.arange(1, len(mixed) + 1, device=mixed.device) * _FACTORS[0])",
-        "(mixed + _FACTORS[0])",
+        "mixed",
+        "(found + torch.arange(1, values.shape[-1] + 1, device=values.device) * _FACTORS[0])",
+        "(found + _FACTORS[0])",
         COLLATOR,
     ),
     Mutant(
@@ -182,7 +182,7 @@ MUTANTS = (
     ),
     OverRanks(
         "attention: a mask of a layer's own is dropped",
-        "UlyssesFunction.steps",
+        "UlyssesFunction._steps",
         "        if attention_mask is not None:\n",
         "        if attention_mask is not None and attention_mask.dim() < 4:\n",
         select="refusals",

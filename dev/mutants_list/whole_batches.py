@@ -24,8 +24,8 @@ MUTANTS = (
     OverRanks(
         "whole: a gradient of the whole is taken for a rank's",
         "_rows_of_gradient",
-        "return own * owners.sp_group.size",
-        "return own",
+        "owners.summed(own * owners.sp_group.size, len(like.rows))",
+        "owners.summed(own, len(like.rows))",
         select="own",
     ),
     OverRanks(
@@ -72,7 +72,7 @@ MUTANTS = (
     ),
     Mutant(
         "whole: positions that a model keeps to itself are lost",
-        "WholeBatches._cut",
+        "WholeBatches._given",
         'kwargs["position_ids"] = self.position_ids',
         'kwargs["position_ids"] = None',
         ("sp/test_whole_batches.py::test_families[mamba2-packed-2]",),

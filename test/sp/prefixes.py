@@ -99,7 +99,9 @@ def assert_as_exact(ours: list[Tensor], plain: list[Tensor], truth: list[Tensor]
     for mine, theirs, true in zip(ours, plain, truth, strict=True):
         assert (mine is None) == (true is None)
         if true is not None:
-            floor = 2e-6 * max(float(true.norm()), 1e-3 * max(float(each.norm()) for each in truth[1:] if each is not None))
+            floor = 2e-6 * max(
+                float(true.norm()), 1e-3 * max(float(each.norm()) for each in truth[1:] if each is not None)
+            )
             assert (mine.double() - true).norm() <= 2 * (theirs.double() - true).norm() + floor
 
 
@@ -156,7 +158,7 @@ def other_batches() -> None:
     seqtile.share_prefixes(model, 4)
     sp.apply_ulysses(model, ctx, batches="whole")
     batch = groups(prompts=1 + ctx.rank)
-    with pytest.raises(ValueError, match="batches of different shapes|shards of different batches"):
+    with pytest.raises(ValueError, match=r"batches of different shapes|shards of different batches"):
         model(**batch)
     batch = by_first_rank(groups)
     assert model(**batch).loss.isfinite()

@@ -106,9 +106,7 @@ def by_many(model: nn.Module, optimizer: object, step: int, ctx: sp.SequencePara
     return stepped(model, optimizer, losses)
 
 
-def by_whole_batches(
-    model: nn.Module, optimizer: object, step: int, ctx: sp.SequenceParallel, rows: int = 1
-) -> float:
+def by_whole_batches(model: nn.Module, optimizer: object, step: int, ctx: sp.SequenceParallel, rows: int = 1) -> float:
     """The same with whole batches: as ranks that share nothing would train, but for how many they are."""
     windows = [window_of(group, step, rows) for group in range(ctx.data_parallel_size)]
     items = sum((batch["labels"][:, 1:] != -100).sum() for window in windows for batch in window)

@@ -95,10 +95,6 @@ def test_attention(
     truth = torch.nn.functional.scaled_dot_product_attention(q, *each, attn_mask=mask, scale=0.3)
     truth = torch.where(mask.any(-1, keepdim=True), truth, 0.0).transpose(1, 2)
     out = torch.full_like(truth, torch.nan)
-
-    def is_uncut(block: Block) -> bool:
-        return block.is_square(reach)
-
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(segments, "MASK_ELEMENTS", mask_elements)
         for rank in range(size):

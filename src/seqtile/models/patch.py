@@ -128,8 +128,8 @@ def restore(target: nn.Module | str | None = None) -> None:
         target: a model (what was applied to this instance), a model type such as "llama" (what was applied to its
             classes; models built meanwhile are untiled too), or None (the classes of every model type).
 
-    Beginnings of rows are no longer shared, see `share_prefixes`. What `sp.apply_ulysses` did stays, see `sp.restore`. Raises ValueError if another library has wrapped a tiled
-    forward since: nothing is changed then.
+    Beginnings of rows are no longer shared, see `share_prefixes`. What `sp.apply_ulysses` did stays, see `sp.restore`.
+    Raises ValueError if another library has wrapped a tiled forward since: nothing is changed then.
     """
     if target is None:
         for model_type in list(_CLASSES):

@@ -79,7 +79,8 @@ def share_prefixes(model: PreTrainedModel, min_tokens: int = 256) -> None:
     applied = getattr(model, SHARDED, None)
     if applied is not None and not applied.takes_whole:
         raise ValueError(
-            'this model is given batches that are cut, of which no rank has whole rows: sp.apply_ulysses(batches="whole")'
+            "this model is given batches that are cut, of which no rank has whole rows; "
+            'expected sp.apply_ulysses(model, ctx, batches="whole")'
         )
     name = model.get_decoder().config._attn_implementation if applied is None else applied.implementation
     if not has_masks(name):
@@ -103,7 +104,8 @@ def _apply(model: PreTrainedModel, ctx: SequenceParallel, kind: type[ShardingHoo
 
 def restore(model: PreTrainedModel) -> None:
     """Takes `apply_ulysses` back, of the model that it was given; any other model it leaves as it is. What
-    `apply_seqtile` and `share_prefixes` did stays, see `seqtile.restore`. Raises TypeError for anything but a Hugging Face model."""
+    `apply_seqtile` and `share_prefixes` did stays, see `seqtile.restore`. Raises TypeError for anything but a Hugging
+    Face model."""
     model = _without_adapter(model)
     applied = vars(model).get(SHARDED)
     if applied is None or applied.sp_group is ALONE:

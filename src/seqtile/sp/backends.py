@@ -155,7 +155,9 @@ def by_masks(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor, additiv
                 parts[i] = attention.compute(part, *(gathered(x, block.keys) for x in (k_row, v_row)))
         masked = [i for i, part in enumerate(parts) if part is None]
         calls = [Call(partial(with_mask, of_row[i]), of_row[i].keys) for i in masked]
-        outs = call_again_in_backward(calls, [queries[i] for i in masked], k_row, v_row, attention.sinks, attention.draws)
+        outs = call_again_in_backward(
+            calls, [queries[i] for i in masked], k_row, v_row, attention.sinks, attention.draws
+        )
         for i, out in zip(masked, outs, strict=True):
             parts[i] = out
         found.append(joined(parts or [_zeros(q_row, v_row)], 1))

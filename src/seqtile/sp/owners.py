@@ -13,8 +13,8 @@ from seqtile.tensor_like import View
 
 
 class Owners:
-    """For each of some tokens [...] the rank that holds its values, and which of that rank's rows [n, ...] they are: the
-    same on every rank of the group, on the CPU.
+    """For each of some tokens [...] the rank that holds its values, and which of that rank's rows [n, ...] they are:
+    the same on every rank of the group, on the CPU.
 
     Without `rows` each rank holds a row of each of its tokens, in their order. With them tokens may share rows.
     """
@@ -82,7 +82,7 @@ class Owners:
         own = F.pad(rows, [0, 0] * (rows.dim() - 1) + [0, most - len(rows)]).contiguous()
         parts = gather(own, self.sp_group)
         found = own.new_empty((*self.shape, *own.shape[1:]))  # no view, which could not be changed in place
-        for rank, (where, part) in enumerate(zip(places, parts, strict=True)):
+        for where, part in zip(places, parts, strict=True):
             taken = slice(len(where)) if self.rows is None else self.rows.flatten()[where.cpu()].to(device)
             found.view(-1, *own.shape[1:])[where] = part[taken]
         return found

@@ -100,8 +100,8 @@ def _keys(name: str, value: Tensor, rows: int) -> list[Tensor]:
 
 
 def _compared(keys: list[Tensor], mask: Tensor | None, positions: Tensor) -> Tensor:
-    """Returns the largest position, whether a mask has a hole or positions begin anew in a row, for each row where it begins and how many tokens it
-    has, and of each two rows how many tokens they have in common."""
+    """Returns the largest position; whether a mask has a hole, or positions begin anew in a row; for each row where it
+    begins and how many tokens it has; and of each two rows how many tokens they have in common."""
     rows, length = keys[0].shape
     valid = torch.ones_like(keys[0], dtype=torch.bool) if mask is None else mask.bool()
     first, tokens = valid.int().argmax(1), valid.sum(1)

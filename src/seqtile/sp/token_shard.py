@@ -90,7 +90,9 @@ class TokenShard(Tensor):
     def gradient(self, of_whole: Tensor) -> "TokenShard":
         """Returns a gradient of these values, given whole on every rank or by its rows, as one of shards: a row for
         each token."""
-        own = of_whole.rows if isinstance(of_whole, TokenShard) else self.owners.own(of_whole) * self.owners.sp_group.size
+        own = (
+            of_whole.rows if isinstance(of_whole, TokenShard) else self.owners.own(of_whole) * self.owners.sp_group.size
+        )
         return TokenShard(own, self.owners.by_token(), is_gradient=True)
 
     def as_value(self) -> "TokenShard":
@@ -189,9 +191,7 @@ def _of_gradients(name: str, *operands: Any) -> TokenShard | None:
         return None
     if name not in ("add", "add_") and len(tensors) > 1:
         return None
-    rows = tree_map_only(
-        Tensor, lambda each: _rows_of_gradient(each, gradient) if each.dim() else each, operands
-    )
+    rows = tree_map_only(Tensor, lambda each: _rows_of_gradient(each, gradient) if each.dim() else each, operands)
     return TokenShard(getattr(torch, name.rstrip("_"))(*rows), gradient.owners, is_gradient=True)
 
 
@@ -224,7 +224,9 @@ def _by_token(function: Callable, name: str, args: tuple, kwargs: dict) -> Tenso
     mapped = args[:1] if function in _WITH_WEIGHTS else args
     along = any(isinstance(each, Tensor) and each.dim() == like.dim() for each in mapped if each.__class__ is Tensor)
     own, owners = like.own, like.owners.by_token()
-    if like.owners.rows is not None and not along and not like._shows_few():  # each row once, however many tokens show it
+    if (
+        like.owners.rows is not None and not along and not like._shows_few()
+    ):  # each row once, however many tokens show it
         own, owners = TokenShard._held, like.owners
     of_tokens = lambda each: own(each) if each.dim() == like.dim() else each  # noqa: E731
     rows = [*tree_map_only(Tensor, of_tokens, mapped), *args[len(mapped) :]]

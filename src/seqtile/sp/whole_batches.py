@@ -143,7 +143,9 @@ class WholeBatches(ShardingHooks):
         recipes = self._take_recipes(kwargs)
         given = self._given(args, kwargs)
         tokens = given.get("input_ids", given.get("inputs_embeds"))
-        self.tree = None if any(recipe and recipe.spans is not None for recipe in recipes) else self._tree(given, tokens)
+        self.tree = (
+            None if any(recipe and recipe.spans is not None for recipe in recipes) else self._tree(given, tokens)
+        )
         if self.is_alone and self.tree is None:
             self._run_whole(True)
             return args, kwargs

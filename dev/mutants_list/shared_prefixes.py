@@ -1,0 +1,101 @@
+"""Mutants of beginnings of rows that are computed once."""
+
+from functools import partial
+
+from mutants_list.mutant import Mutant
+
+Shared = partial(Mutant, tests=("sp/test_prefixes.py",))
+
+MUTANTS = (
+    Shared(
+        "prefixes: short beginnings are shared",
+        "_Growing.grow",
+        "self.common[head][row] >= depth + self.min_tokens",
+        "self.common[head][row] > depth",
+        select="too_short",
+    ),
+    Shared(
+        "prefixes: positions are not compared",
+        "prefix_tree",
+        "keys = [key for name, value in of_tokens.items() for key in _keys(name, value, rows)]",
+        "keys = [key for name, value in of_tokens.items() for key in _keys(name, value, rows)][:1]",
+        select="what_is_told",
+    ),
+    Shared(
+        "prefixes: a hole in a mask is not seen",
+        "_compared",
+        "is_unknown = ((tokens > 0) & (length - valid.flip(1).int().argmax(1) - first != tokens)).any()",
+        "is_unknown = (tokens < 0).any()",
+        select="what_is_told",
+    ),
+    Shared(
+        "prefixes: a query sees its parent's keys and no others before",
+        "family",
+        "(*before[parent], documents[parent])",
+        "(documents[parent],)",
+        select="dense_mask",
+    ),
+    Shared(
+        "prefixes: a window that is one too long",
+        "_seen",
+        "keys[-1][1] - q0 + reach - 1, []",
+        "keys[-1][1] - q0 + reach, []",
+        select="dense_mask or attention",
+    ),
+    Shared(
+        "prefixes: causality from the first key",
+        "Block.mask",
+        "first = len(keys) - (self.keys[-1][1] - self.q0) if self.keys else 0",
+        "first = 0",
+        select="dense_mask",
+    ),
+    Shared(
+        "prefixes: of tokens that share a row one gradient is kept",
+        "Owners.summed",
+        "total.index_add_(0, index, gradients.to(dtype))",
+        "total.index_copy_(0, index, gradients.to(dtype))",
+        select="values or a_step",
+    ),
+    Shared(
+        "prefixes: gradients of shared keys are added in their dtype",
+        "_Calls.backward",
+        "dtype=torch.promote_types(x.dtype, torch.float32)",
+        "dtype=x.dtype",
+        select="float32",
+    ),
+    Shared(
+        "prefixes: a recurrence begins a completion with nothing",
+        "by_tree",
+        "out, after = compute(operands, states,",
+        "out, after = compute(operands, (),",
+        select="families",
+    ),
+    Shared(
+        "prefixes: a convolution begins a completion with nothing",
+        "by_tree",
+        "tail, states = ([], []) if parent is None else ends[parent]",
+        "tail, states = [], [] if parent is None else ends[parent][1]",
+        select="families",
+    ),
+    Shared(
+        "prefixes: rows that want a gradient each are shared",
+        "WholeBatches._tree",
+        "not self.has_gradient and (",
+        "(",
+        select="want_a_gradient",
+    ),
+    Shared(
+        "prefixes: what a checkpoint computes again finds another attention",
+        "WholeBatches._rest",
+        "self.model.config._attn_implementation = self.at_rest",
+        "self.model.config._attn_implementation = self.implementation",
+        select="a_step or forwards",
+    ),
+    Shared(
+        "prefixes: hidden states of all tokens are copied for a loss",
+        "_only_labelled",
+        "hidden.owners.rows is None or",
+        "True or",
+        select="labelled",
+    ),
+)

@@ -36,10 +36,10 @@ MUTANTS = (
         select="dense_mask",
     ),
     Shared(
-        "prefixes: a window that is one too long",
+        "prefixes: a window that is one too short",
         "_seen",
         "keys[-1][1] - q0 + reach - 1, []",
-        "keys[-1][1] - q0 + reach, []",
+        "keys[-1][1] - q0 + reach - 2, []",
         select="dense_mask or attention",
     ),
     Shared(

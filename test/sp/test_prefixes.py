@@ -532,15 +532,17 @@ def test_an_attention_without_masks_is_refused() -> None:
         seqtile.share_prefixes(nn.Linear(3, 3))
 
 
-def test_embeddings_that_want_a_gradient() -> None:
-    """Each row wants its own: nothing is shared."""
+@pytest.mark.parametrize("moved", [False, True], ids=["leaf", "moved"])
+def test_embeddings_that_want_a_gradient(moved: bool) -> None:
+    """Each row wants its own: nothing is shared. `moved`: by as much as is in a leaf, nothing yet."""
     plain, batch = build("llama"), groups()
     ours, found = sharing(plain), []
     for model in (plain, ours):
-        embeds = model.get_input_embeddings()(batch["input_ids"]).detach().requires_grad_()
+        embeds = model.get_input_embeddings()(batch["input_ids"]).detach()
+        leaf = (torch.zeros_like(embeds) if moved else embeds).requires_grad_()
         given = {name: batch[name] for name in ("attention_mask", "labels")}
-        model(inputs_embeds=embeds, use_cache=False, **given).loss.backward()
-        found.append(embeds.grad)
+        model(inputs_embeds=embeds + leaf if moved else leaf, use_cache=False, **given).loss.backward()
+        found.append(leaf.grad)
     assert found[0].equal(found[1]) and saved(ours)[0] == 0
     with torch.no_grad():
         embeds = plain.get_input_embeddings()(batch["input_ids"])

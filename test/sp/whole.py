@@ -217,12 +217,12 @@ def of_gradients(model: nn.Module, batch: Batch) -> Tensor:
 
 LOSSES = (
     of_one_token,
+    own_loss,
+    both_losses,
     fed_back,
     of_gradients,
     values,
     weighed,
-    own_loss,
-    both_losses,
     all_logits,
     hidden_states,
     preferences,

@@ -82,7 +82,7 @@ def share_prefixes(model: PreTrainedModel, min_tokens: int = 256) -> None:
             "this model is given batches that are cut, of which no rank has whole rows; "
             'expected sp.apply_ulysses(model, ctx, batches="whole")'
         )
-    name = model.get_decoder().config._attn_implementation if applied is None else applied.implementation
+    name = text_model_of(model).config._attn_implementation if applied is None else applied.implementation
     if not has_masks(name):
         raise ValueError(
             f"{name!r} has no mask function, and cannot be asked for queries behind a beginning that others have, too; "

@@ -90,10 +90,9 @@ class TokenShard(Tensor):
     def gradient(self, of_whole: Tensor) -> "TokenShard":
         """Returns a gradient of these values, given whole on every rank or by its rows, as one of shards: a row for
         each token."""
-        own = (
-            of_whole.rows if isinstance(of_whole, TokenShard) else self.owners.own(of_whole) * self.owners.sp_group.size
-        )
-        return TokenShard(own, self.owners.by_token(), is_gradient=True)
+        by_token = TokenShard(self.rows, self.owners.by_token())
+        rows = of_whole.rows if isinstance(of_whole, TokenShard) else _rows_of_gradient(of_whole, by_token)
+        return TokenShard(rows, by_token.owners, is_gradient=True)
 
     def as_value(self) -> "TokenShard":
         """Returns a gradient as the values that it has on one process."""

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import nn
 
-from seqtile.models.model_status import ModelStatus, PartStatus, status
+from seqtile.models.model_status import ModelStatus, PartStatus, PrefixStatus, status
 from seqtile.models.model_types import model_types
 from seqtile.models.patch import apply, restore, unwrapped
 from seqtile.models.placement import Options
@@ -16,6 +16,7 @@ __all__ = [
     "ENTRIES",
     "ModelStatus",
     "PartStatus",
+    "PrefixStatus",
     "apply_seqtile",
     "restore",
     "status",

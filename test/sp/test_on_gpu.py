@@ -11,17 +11,23 @@ from seqtile.sp.backends import attend
 from sp.attentions import INSTALLED, asked, dense
 from sp.cases import WRAPPED, attention_cases, batch_of_kind
 from sp.over_ranks import alone
+from sp.prefixes import path_mask
 from support.assertions import assert_as_exact, relative_error
 from support.tiny import build, loss_and_gradients
 
 pytestmark = pytest.mark.gpu
-LENGTH, DOCUMENTS = 1000, ((0, 300), (300, 910))
+LENGTH = 1000
+SEQUENCES = {  # documents, and which they go on from
+    "documents": (((0, 300), (300, 910)), (None, None)),
+    "shared beginning": (((0, 300), (300, 500), (500, 910)), (None, 0, 0)),
+}
 
 
 @pytest.mark.parametrize("implementation", [*INSTALLED, "flash_attention_2"])
 @pytest.mark.parametrize("window", [None, 130])
 @pytest.mark.parametrize(("rank", "size"), [(0, 1), (0, 2), (1, 2)])
-def test_attention(implementation: str, window: int | None, rank: int, size: int) -> None:
+@pytest.mark.parametrize("sequence", SEQUENCES)
+def test_attention(implementation: str, window: int | None, rank: int, size: int, sequence: str) -> None:
     """bfloat16, against dense attention in the same dtype and in float64; queries of padding get zeros."""
     package = {"flash_attention_2": "flash_attn", "flash_attention_3": "flash_attn_interface"}.get(implementation)
     if package:
@@ -29,18 +35,16 @@ def test_attention(implementation: str, window: int | None, rank: int, size: int
     rows = rank_heads(rank, size, 1, 1, LENGTH).rows
     share = RankHeads(slice(0, 4), slice(0, 2), (0, 0, 1, 1), rows)
     index = torch.cat([torch.arange(first, last) for first, last in rows])
-    tokens = torch.arange(LENGTH)
-    document = sum((tokens >= start).long() for start, _ in DOCUMENTS)
-    distance = index[:, None] - tokens
-    seen = (distance >= 0) & (document[index][:, None] == document) & (distance < (window or LENGTH))
-    seen &= (tokens < DOCUMENTS[-1][1])[index][:, None]
+    documents, parents = SEQUENCES[sequence]
+    seen = path_mask(LENGTH, documents, parents, window)[index]
     operands = [torch.randn(1, heads, LENGTH, 64, device="cuda", dtype=torch.bfloat16) for heads in (4, 2, 2)]
     upstream = torch.randn(1, 4, len(index), 64, device="cuda", dtype=torch.bfloat16)
 
     def run(dtype: torch.dtype, ours: bool) -> list[torch.Tensor]:
         q, k, v = (x.to(dtype).requires_grad_() for x in operands)
         if ours:
-            asking = asked(implementation, (DOCUMENTS,), LENGTH, share, window, scaling=None, dropout=0.0)
+            asking = asked(implementation, (documents,), LENGTH, share, window, scaling=None, dropout=0.0)
+            asking.layout.parents = () if sequence == "documents" else parents
             out = attend(asking, q[:, :, index], k, v).transpose(1, 2)
         else:
             hidden = ~seen.any(-1, keepdim=True).cuda()

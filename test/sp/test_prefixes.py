@@ -1,7 +1,7 @@
 """Rows that begin alike are computed once: the tree, attention over it in every form, and whole models."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -483,12 +483,30 @@ def test_gradients_of_shared_keys_add_up_in_float32(implementation: str) -> None
     assert relative_error(ours, expected) <= 2**-8
 
 
-def test_labelled_rows_alone() -> None:
+def of_model(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return model(**batch, use_cache=False).loss
+
+
+def of_teacher(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Hidden states beside those of a teacher that shares beginnings, too, as tokens and as a mean."""
+    given = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    hidden = model.model(**given, use_cache=False).last_hidden_state
+    counts, weight, head = batch["labels"] != -100, model.lm_head.weight, model.lm_head.weight.detach() * 0.5
+    options = dict(mask=counts, chunk_tokens=16)
+    each = seqtile.linear_divergence(hidden, weight, hidden.detach(), head, reduction="none", **options)
+    return each.square().sum() + seqtile.linear_divergence(hidden, weight, hidden.detach(), head, **options)
+
+
+@pytest.mark.parametrize("loss", [of_model, of_teacher])
+def test_labelled_rows_alone(loss: Callable) -> None:
     """No tensor as large as the hidden states of the batch is made for a loss of completions."""
     plain, batch = build("llama"), groups(prompts=1, rows=6, shared=100, own=14)
     ours = sharing(plain, options={})
+    expected, found = step(plain, batch, loss), step(ours, batch, loss)
+    for mine, theirs in zip(found, expected, strict=True):
+        assert relative_error(mine, theirs) <= 1e-5
     with LiveBytes() as memory:
-        ours(**batch, use_cache=False).loss.backward()
+        loss(ours, batch).backward()
     assert memory.largest < 4 * batch["input_ids"].numel() * plain.config.hidden_size
 
 

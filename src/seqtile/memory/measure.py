@@ -51,4 +51,6 @@ class LiveBytes(TorchDispatchMode):
 
 
 def tensors_of(tree: Any) -> list[torch.Tensor]:
-    return [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    """Returns the tensors in a tree; of one without a storage, see sp/token_shard.py, the rows that it holds."""
+    found = [leaf for leaf in torch.utils._pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+    return [vars(tensor).get("rows", tensor) for tensor in found]

@@ -22,7 +22,7 @@ class Owners:
     def __init__(self, ranks: Tensor, sp_group: SequenceParallel, rows: Tensor | None = None):
         self.ranks, self.sp_group, self.rows, self.shape = ranks, sp_group, rows, ranks.shape
         self._places: dict[torch.device, list[Tensor]] = {}
-        self._own_rows: dict[torch.device, Tensor] = {}
+        self._rows: dict[tuple[int, torch.device], Tensor] = {}
         self._by_token: Owners | None = None
 
     @classmethod
@@ -51,10 +51,13 @@ class Owners:
 
     def own_rows(self, device: torch.device) -> Tensor | None:
         """Returns for each of this rank's tokens which of its rows has the values; None if they follow each other."""
-        if self.rows is not None and device not in self._own_rows:
-            own = self.rows.flatten()[self.ranks.flatten() == self.sp_group.rank]
-            self._own_rows[device] = own.to(device, non_blocking=True)
-        return None if self.rows is None else self._own_rows[device]
+        return None if self.rows is None else self._rows_of(self.sp_group.rank, device)
+
+    def _rows_of(self, rank: int, device: torch.device) -> Tensor:
+        if (rank, device) not in self._rows:
+            rows = self.rows.flatten()[self.ranks.flatten() == rank]
+            self._rows[rank, device] = rows.to(device, non_blocking=True)
+        return self._rows[rank, device]
 
     def own(self, values: Tensor) -> Tensor:
         """Returns of values [..., *] of all tokens those of this rank's tokens, [n, *]. With gradients."""
@@ -82,8 +85,8 @@ class Owners:
         own = F.pad(rows, [0, 0] * (rows.dim() - 1) + [0, most - len(rows)]).contiguous()
         parts = gather(own, self.sp_group)
         found = own.new_empty((*self.shape, *own.shape[1:]))  # no view, which could not be changed in place
-        for where, part in zip(places, parts, strict=True):
-            taken = slice(len(where)) if self.rows is None else self.rows.flatten()[where.cpu()].to(device)
+        for rank, (where, part) in enumerate(zip(places, parts, strict=True)):
+            taken = slice(len(where)) if self.rows is None else self._rows_of(rank, device)
             found.view(-1, *own.shape[1:])[where] = part[taken]
         return found
 

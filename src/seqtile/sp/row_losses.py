@@ -29,12 +29,14 @@ def _only_labelled(loss: Callable[..., Any]) -> Callable[..., Any]:
         if hidden.owners.rows is None or ignore_index is None or not is_plain:
             return loss(hidden, weight, target, **options)
         labelled = target != ignore_index
-        found = loss(hidden[labelled], weight, target[labelled], **options)
-        if found.dim() == 0:
-            return found
-        return found.new_zeros(target.shape).masked_scatter(labelled, found)
+        return _among(labelled, loss(hidden[labelled], weight, target[labelled], **options))
 
     return of_labelled
+
+
+def _among(chosen: Tensor, values: Tensor) -> Tensor:
+    """Returns values [n] of chosen tokens [...] as those of all, zero for others; a number as it is."""
+    return values if values.dim() == 0 else values.new_zeros(chosen.shape).masked_scatter(chosen, values)
 
 
 @_only_labelled
@@ -111,6 +113,9 @@ def _topk_divergence(hidden: Any, weight: Tensor, ids: Tensor, log_probs: Tensor
 def _masked(of_rows: Callable[..., Any], hidden: Any, along: tuple[Tensor, ...], **options: Any) -> Any:
     """Returns a loss of heads over tokens of which a mask may leave some out."""
     owners, mask = hidden.owners.by_token(), options.pop("mask", None)
+    if mask is not None and hidden.owners.rows is not None:  # rows that tokens share are copied: those that count alone
+        found = _masked(of_rows, hidden[mask], tuple(each[mask] for each in along), **options)
+        return tuple(_among(mask, each) for each in found) if isinstance(found, tuple) else _among(mask, found)
     if mask is None:
         mask = torch.ones(owners.shape, dtype=torch.bool, device=hidden.device)
     if options.get("reduction", "mean") == "mean" and options.get("num_items") is None:

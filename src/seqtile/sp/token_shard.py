@@ -113,7 +113,7 @@ class TokenShard(Tensor):
         if torch.compiler.is_compiling():
             raise RuntimeError("values whose tokens are over ranks are not compiled; give compiled code their .whole()")
         first = args[0] if args else None
-        if function in ABOUT:
+        if function in ABOUT or isinstance(function, torch._ops.OpOverload):  # that a dispatch mode calls
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
         changed = first if is_in_place(name, kwargs) or name == "data_ptr" else kwargs.get("out")

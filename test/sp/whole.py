@@ -330,7 +330,8 @@ def live_bytes() -> None:
             (loss if batches == "whole" else sp.reduce_loss(loss, ctx)).backward()
         peaks[batches] = live.peak
     integers = 10 * 8 * length  # of whole sequences: ids, labels, positions, of whom each token is, and their hashes
-    assert peaks["whole"] <= 1.02 * peaks["cut"] + integers, peaks
+    # A collective may hold its buffers a little longer; hidden states of all tokens would be 17 % more.
+    assert peaks["whole"] <= 1.1 * peaks["cut"] + integers, peaks
 
 
 def refused() -> None:

@@ -72,8 +72,8 @@ def with_sizes(ids: Tensor) -> Inputs:
 def with_prefixes(ids: Tensor) -> Inputs:
     """An image and a prompt before what is to be predicted, which see each other both ways."""
     ids[:, :4] = IMAGE
-    kinds = (torch.arange(LENGTH) >= 14).long().expand(2, -1).contiguous()
-    return {"pixel_values": torch.randn(2, 3, 8, 8), "token_type_ids": kinds, "attention_mask": torch.ones_like(ids)}
+    kinds = (torch.arange(LENGTH) >= 14).long().expand(len(ids), -1).contiguous()
+    return {"pixel_values": torch.randn(len(ids), 3, 8, 8), "token_type_ids": kinds, "attention_mask": torch.ones_like(ids)}
 
 
 def with_places(ids: Tensor) -> Inputs:
@@ -155,7 +155,7 @@ MODELS: dict[str, tuple[dict, Callable[[Tensor], Inputs]]] = {  # model type: co
 
 
 def made(model_type: str) -> tuple[nn.Module, Inputs]:
-    """A small model, and a batch of two rows with labels."""
+    """A small model, and a batch of three rows with labels, the last without images where a model takes such."""
     fields, images = MODELS[model_type]
     config = transformers.CONFIG_MAPPING[model_type](**copy.deepcopy(fields))
     model = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)](config).train()
@@ -163,7 +163,7 @@ def made(model_type: str) -> tuple[nn.Module, Inputs]:
         for parameter in model.parameters():
             many = parameter.dim() > 1 and parameter.any()  # a projector may begin with zeros
             parameter.mul_(3) if many else parameter.add_(torch.randn_like(parameter) * 0.1)
-    ids = torch.randint(10, WORDS, (2, LENGTH))
+    ids = torch.randint(10, WORDS, (3, LENGTH))
     batch = {"input_ids": ids} | images(ids)
     return model, batch | {"labels": ids.masked_fill(ids < 10, -100)}
 

@@ -23,7 +23,7 @@ from seqtile.sp.all_to_all import RankHeads, rank_heads
 from seqtile.sp.backends import attend
 from seqtile.sp.prefixes import prefix_tree
 from seqtile.sp.segments import Block, blocks, segments_of
-from sp import recurrences
+from sp import images, recurrences
 from sp.attentions import INSTALLED, asked, flex_with_sinks, install
 from sp.over_ranks import nudged
 from sp.prefixes import (
@@ -334,6 +334,37 @@ def test_forwards_before_a_backward(options: dict | None) -> None:
     found = step(ours, batch, lambda model, batch: preference_loss(model, batch, shared))
     for mine, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-5)
+
+
+def with_images(model_type: str, other: bool) -> tuple[nn.Module, dict[str, Tensor]]:
+    """A row of two images twice, with another end; `other`: the second row's second image is another."""
+    model, batch = images.made(model_type)
+    ids = batch["input_ids"][:1].repeat(2, 1)
+    ids[1, -9:] = ids[1, -9:].roll(1)
+    patches = [4 * 8, 8 * 4]
+    pixels = batch["pixel_values"][: sum(patches)]
+    second = pixels.clone()
+    if other:
+        second[patches[0] :] += 1
+    given = {"input_ids": ids, "labels": ids.masked_fill(ids < 10, -100), "pixel_values": torch.cat([pixels, second])}
+    given["image_grid_thw"] = batch["image_grid_thw"][:2].repeat(2, 1)
+    return model, given | {"mm_token_type_ids": (ids == images.IMAGE).long()}
+
+
+@pytest.mark.full("a second each", but=("*-qwen2_5_vl", "same-qwen3_vl"))
+@pytest.mark.parametrize("model_type", ["qwen2_5_vl", "qwen3_vl", "qwen3_5", "glm4v"])
+@pytest.mark.parametrize("other", [False, True], ids=["same", "other"])
+def test_images(model_type: str, other: bool) -> None:
+    """Images are shared where their features are the same; the vision tower is trained."""
+    plain, batch = with_images(model_type, other)
+    ours = copy.deepcopy(plain)
+    seqtile.share_prefixes(ours, 4)
+    for mine, theirs in zip(step(ours, batch), step(plain, batch), strict=True):
+        assert (mine is None) == (theirs is None)
+        if mine is not None:
+            torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5 * float(theirs.abs().max()) + 1e-6)
+    tokens, saved_tokens = seqtile.status(ours).prefixes.batch_tokens, saved(ours)[0]
+    assert tokens == 90 and (saved_tokens == 0 if model_type == "qwen3_vl" else saved_tokens == (20 if other else 36))
 
 
 def test_values_of_tokens() -> None:

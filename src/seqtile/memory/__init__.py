@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from seqtile.arch import ARCHS
+from seqtile.memory.batch import Batch
 from seqtile.memory.features import FEATURES, Longest, Predictor, with_features
 from seqtile.memory.layer import planned_groups
 from seqtile.memory.setup import KNOWN, OFFLOAD, OPTIMIZERS, TILES, Setup, Shape, expect, is_count, setup_of, shape_of
@@ -76,9 +77,11 @@ class Formula(Predictor):
             )
         expect("seq_len", is_count(seq_len), "a positive int", seq_len)
         expect("batch_size", is_count(batch_size), "a positive int", batch_size)
-        tokens = -(-seq_len // setup.sequence_parallel) * batch_size
+        if shared := setup.shared_tokens:
+            expect("shared_tokens", shared < seq_len, f"fewer than the {seq_len:,} tokens of a sequence", shared)
+            expect("batch_size", batch_size > 1, "2 or more sequences, which share shared_tokens", batch_size)
         expect("evaluate", isinstance(self.evaluate, bool), "True or False", self.evaluate)
-        step = Step(shape, setup, tokens)
+        step = Step(shape, setup, Batch(batch_size, seq_len, shared, setup.sequence_parallel))
         moments = step.evaluation() if self.evaluate else step.moments()
         return Plan(shape, setup, seq_len, batch_size, tuple(moments), step.host())
 

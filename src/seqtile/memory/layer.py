@@ -238,6 +238,8 @@ class Layer:
             group = self.q + (self.qkv + self.lse) // count
             if setup.sequence_parallel > 1:  # the next group arrives; what attention returned is sent, and arrives
                 group = (self.q * (max(count, 2) + 1) + self.qkv * (3 if count > 1 else 1)) // count
+            if self.batch.shared:
+                group = max(group, (self.qkv + self._called()) // count + self.q * (count > 1))
             group += self.cast if count > 1 else chunk * shape.hidden  # groups share what was normed
             group += setup.decoded(shape.hidden * (shape.q + 2 * shape.kv))
             yield Alive("attention", attention=group, norms=given)
@@ -258,12 +260,19 @@ class Layer:
         rotated = (q + kv) * setup.weight_bytes // size + kv  # queries and keys in float32 under autocast
         output = rotated + self.q + max(self.lse, self.cast + self._added(self.shape.q, self.shape.hidden))
         sent = rotated + self.qkv + 2 * self.q + q if setup.sequence_parallel > 1 else 0
+        if self.batch.shared:
+            output = max(output, rotated + (self.qkv if sent else 0) + self._called())
         if setup.liger:
             return max(output, sent)
         wide = FLOAT // size if setup.autocast or arch.norm == "layer" or arch.head_norm == "own" else 1
         rotary = (rotated if arch.head_norm else q + 2 * kv) + wide * (3 * q + (q + kv) * (arch.norm == "layer"))
         of_heads = self.norm(self.shape.q).evaluated + q + 2 * kv * (arch.norm != "rms") if arch.head_norm else 0
         return max(output + (q + kv if "qkv" in arch.merged else 0), sent, rotary, of_heads)
+
+    def _called(self) -> int:
+        """Returns the bytes of what several calls of attention make where nothing is recorded: copies of queries, what
+        each returned, the whole of it, room for it in the order of the tokens, and it there."""
+        return 5 * self.q
 
     def _added(self, width: int, out: int) -> int:
         """Returns the bytes of an adapter's input in float32, so wide, and twice of what it adds to `out` elements."""

@@ -150,9 +150,10 @@ class WithoutScores(UlyssesFunction):
     """As `seqtile.sp.attention.ulysses_attention`, around an attention without scores."""
 
     def __init__(self, ctx: seqtile.sp.SequenceParallel):
+        super().__init__()
         self.ctx = ctx
 
-    def steps(self, module, mask, heads, **kwargs) -> UlyssesAttention:
+    def _steps(self, module, mask, heads, **kwargs) -> UlyssesAttention:
         layout = Layout(self.ctx, kwargs["position_ids"].shape[1], (), "sdpa")
         return StepsWithoutScores(module, layout, None, {}, *heads)
 

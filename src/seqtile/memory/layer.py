@@ -161,8 +161,10 @@ class Layer:
         merged = self.q + self.kv if "qkv" in arch.merged and not setup.liger else 0  # what the values are a slice of
         weights = setup.cast(shape.attention_parameters)
         inside = copied + of_heads + adapters + weights + 2 * self.q + 2 * self.kv + merged + self.lse
-        if self.batch.shared and not self.output and setup.full:  # what several calls returned, and the whole of it
-            inside += self.q
+        returned = 0  # of several calls what each returned and the whole of it, which only the output projection needs
+        if self.batch.shared:
+            returned = self.q * (2 if setup.full and not self.output else 1)
+            inside += returned - self.q
         projected = inside + self.output + self._adapter(shape.q)
         after = norm_after.kept if arch.norm_after else 0
         attention = projected + after
@@ -181,7 +183,7 @@ class Layer:
             yield Alive("norm after attention", in_mlp, attention - after, norms=hidden + norm_after.backward)
         if arch.norm_before and not arch.parallel:
             yield Alive("norm before the MLP", in_mlp, attention, norms=hidden + norm.backward)
-        yield Alive("attention", in_mlp, inside + self.attention, norms=hidden * (1 + arch.parallel))
+        yield Alive("attention", in_mlp, inside - returned + self.attention, norms=hidden * (1 + arch.parallel))
         if arch.norm_before:
             yield Alive("norm before attention", shape.layer_parameters, norms=hidden + norm.backward)
 

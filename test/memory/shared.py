@@ -1,4 +1,4 @@
-"""Sequences that begin alike, in a simulated step: `seqtile.share_prefixes` finds them in the ids, so these have data."""
+"""Sequences that begin alike, in a simulated step: `seqtile.share_prefixes` finds them in ids that have data."""
 
 from collections.abc import Callable
 from typing import Any

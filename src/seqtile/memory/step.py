@@ -127,7 +127,9 @@ class Step:
             yield self._moment(alive, layers)
         head = matrix + shape.hidden
         if self.batch.shared and "loss" in self.setup.tiles:
-            yield self._moment(Alive("hidden states", matrix, norms=norm.kept, gradients=self._summed()), layers, matrix)
+            yield self._moment(
+                Alive("hidden states", matrix, norms=norm.kept, gradients=self._summed()), layers, matrix
+            )
         yield self._moment(Alive("final norm", head, norms=norm.backward), layers, matrix)
         for place in sorted({layers, layers - 1, 2, 1} & set(range(1, layers + 1)), reverse=True):
             done = head + (layers - place) * shape.layer_parameters
@@ -230,7 +232,9 @@ class Step:
             logits, shown = self.tokens * shape.vocab, batch.shown * shape.vocab
             kept = layer.inputs(1) + head + logits * shape.softcap * setup.bytes
             if setup.autocast:
-                forward = kept + layer.hidden + logits * (FLOAT + setup.bytes) + shown * FLOAT * (2 if batch.shared else 1)
+                forward = (
+                    kept + layer.hidden + logits * (FLOAT + setup.bytes) + shown * FLOAT * (2 if batch.shared else 1)
+                )
                 yield Alive("logits", mlp=cached, norms=norms, loss=forward)
             yield Alive("loss", norms=norms, loss=kept + shown * 3 * FLOAT)
             return

@@ -23,8 +23,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig
 
 import seqtile
-from memory.shared import KnownIntegers, batch_of, register
+from memory.shared import batch_of, register
 from seqtile.arch import ARCHS
+from seqtile.memory.measure import KnownIntegers
 from seqtile.memory.setup import Setup
 from seqtile.memory.simulate import FlashFunction, materialise
 from seqtile.models import proof
@@ -252,7 +253,7 @@ def build(config: PreTrainedConfig, setup: Setup, modes: ExitStack, host: HostMe
         if setup.lora_rank is not None:
             model = get_peft_model(model, LoraConfig(r=setup.lora_rank, target_modules=LINEAR))
             causal_lm.enable_input_require_grads()
-    modes.enter_context((KnownIntegers if setup.shared_tokens else FakeTensorMode)(allow_non_fake_inputs=True))
+    modes.enter_context(KnownIntegers() if setup.shared_tokens else FakeTensorMode(allow_non_fake_inputs=True))
     materialise(model.train())
     if setup.load_in_4bit:
         quantise(model)

@@ -33,7 +33,6 @@ from seqtile.models.patch import unwrapped
 from seqtile.models.placement import placement_at
 from seqtile.offload.checkpointing import Checkpoints, install
 from seqtile.offload.store import Store
-from seqtile.protocols import SHARDED
 from seqtile.sp.attention import UlyssesAttention, UlyssesFunction
 from seqtile.sp.layout import Layout
 from support.measure import LiveBytes
@@ -303,5 +302,5 @@ def simulate(
                 loss.backward()
         if setup.shared_tokens:
             saved = (batch_size - 1) * setup.shared_tokens
-            assert getattr(unwrapped(model), SHARDED).saved == (saved, batch_size * seq_len)
+            assert seqtile.status(unwrapped(model)).prefixes.saved_tokens == saved
     return Simulated(memory.peak, host.total)

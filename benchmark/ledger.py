@@ -5,6 +5,9 @@
 Every operation of a step at full size is counted, on tensors without data, and priced: a matrix product by its FLOP,
 whatever else by the bytes that it reads and writes. Of a float32 sum that half-precision products are added to, half of
 the traffic is taken to be hidden behind them. The core of attention is left out. The floor is the products alone.
+
+Last comes a training step of a whole model on one prompt and its completions, with `seqtile.share_prefixes` and
+without; of attention's core its products alone, in a line of their own.
 """
 
 import argparse
@@ -19,17 +22,23 @@ from unittest.mock import patch
 import torch
 from benchmark import bench_decoder_layer, bench_gated_mlp, bench_linear_cross_entropy
 from benchmark.contest import clear
+from benchmark.models import build
 from benchmark.rates import H200, Rates
-from benchmark.shapes import LENGTHS, SHAPES, UNHURRIED, cases
+from benchmark.shapes import LENGTHS, SHAPES, UNHURRIED, Shape, cases
 from benchmark.subject import Forward, Subject
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import flash_attention_mask
 
-from seqtile import apply_seqtile
+from seqtile import apply_seqtile, share_prefixes
 from seqtile.kernels import dispatch
+from seqtile.memory.batch import Batch
 from seqtile.memory.features import apply_options, with_features
-from seqtile.memory.measure import PRODUCTS, tensors_of
+from seqtile.memory.measure import PRODUCTS, KnownIntegers, tensors_of
 from seqtile.memory.setup import Setup
+from seqtile.memory.simulate import FlashFunction
+from seqtile.offload.checkpointing import enable_checkpointing
 
 WRITTEN = {  # by our kernels that a simulation skips; they read whatever else they are given
     "gated_activation_": ("gate",),
@@ -43,6 +52,8 @@ LAYERS: dict[str, dict[str, object] | None] = {"huggingface": None} | {
     for name, feature in {"": "loss, MLP", "_layer": "loss, MLP, layer", "_head_groups": "groups"}.items()
 }
 """Contestants, and what each asks of `apply_seqtile`."""
+COMPLETIONS = Batch(rows=8, seq_len=32_000, shared=30_000, gpus=1)
+"""Of one prompt, as GRPO has them."""
 
 
 class Entry(NamedTuple):
@@ -188,6 +199,52 @@ def checkpointed_layer(options: dict[str, object] | None, work: bench_decoder_la
     return bench_decoder_layer.checkpointed(work, work.model.model.layers[0])
 
 
+class WholeStep(NamedTuple):
+    """A training step of a model whose every layer costs the same."""
+
+    one: Prediction
+    """Of a model of one layer."""
+    two: Prediction
+    layers: int
+    core: float
+    """FLOP of attention's products of queries and keys, and of probabilities and values."""
+
+    def seconds(self, rates: Rates = H200) -> float:
+        return self.one.seconds(rates) + (self.layers - 1) * (self.two.seconds(rates) - self.one.seconds(rates))
+
+    def floor(self, rates: Rates = H200) -> float:
+        return self.one.floor(rates) + (self.layers - 1) * (self.two.floor(rates) - self.one.floor(rates))
+
+
+def step_of_completions(shares: bool, batch: Batch = COMPLETIONS, shape: Shape = SHAPES["llama3_8b"]) -> WholeStep:
+    """A step of sequences that begin with one prompt, of whose completions the loss is: layers tiled and checkpointed,
+    weights and gradients in bfloat16. Attention that shares tokens is computed once more in its backward."""
+    of_layers = [_step_of_few_layers(shares, batch, shape, layers) for layers in (1, 2)]
+    own = batch.seq_len - batch.shared
+    prompts = batch.shared**2 / 2 * (1 if shares else batch.rows)
+    pairs = prompts + batch.rows * own * (batch.shared + own / 2)
+    return WholeStep(*of_layers, shape.layers, 2.0 * (11 if shares else 9) * pairs * shape.q * shape.layers)
+
+
+def _step_of_few_layers(shares: bool, batch: Batch, shape: Shape, layers: int) -> Prediction:
+    AttentionInterface.register(
+        "without_scores", lambda module, q, k, v, *_, **__: (FlashFunction.apply(q, k, v), None)
+    )
+    AttentionMaskInterface.register("without_scores", flash_attention_mask)
+    with KnownIntegers():
+        model = build(shape, torch.bfloat16, layers)
+        model.set_attn_implementation("without_scores")
+        enable_checkpointing(model)
+        apply_seqtile(model, layer=True, check=False)
+        if shares:
+            share_prefixes(model)
+        completion = torch.arange(batch.seq_len) >= batch.shared
+        ids = 1 + torch.arange(batch.rows)[:, None] * completion
+        with Ledger() as ledger:
+            model(input_ids=ids, labels=ids.masked_fill(~completion, -100), use_cache=False).loss.backward()
+    return Prediction(ledger.entries)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description="Predicted time of a step on a GPU, not measured.")
     parser.add_argument("--size", choices=[size for size in LENGTHS if size not in UNHURRIED], default="first")
@@ -204,6 +261,12 @@ def main() -> None:
         print(f"{name:60}{seconds * 1e3:14.2f}{floor * 1e3:13.2f}{seconds / floor:8.3f}", flush=True)
         if chosen.operations:
             print_operations(found, rates)
+    for shares in (False, True):
+        step = step_of_completions(shares)
+        name = f"llama3_8b, 30,000 + 8 x 2,000 tokens{', prompt computed once' * shares}"
+        seconds, floor = step.seconds(rates), step.floor(rates)
+        print(f"{name:60}{seconds * 1e3:14.2f}{floor * 1e3:13.2f}{seconds / floor:8.3f}")
+        print(f"{'    core of attention':60}{'':14}{step.core / rates.flops * 1e3:13.2f}", flush=True)
 
 
 def print_operations(found: Prediction, rates: Rates) -> None:

@@ -18,6 +18,7 @@ TITLES = {
     "linear_divergence": "A student's divergence from a frozen teacher",
     "gated_mlp": "The MLP, checkpointed",
     "decoder_layer": "A decoder layer, checkpointed",
+    "shared_tokens": "Two layers and their head, a prompt and eight completions",
     "offload": "Six layers, MLPs tiled, checkpoints on the GPU or in host memory",
 }
 SHAPE = "llama3_8b"

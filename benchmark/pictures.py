@@ -13,7 +13,15 @@ from matplotlib.ticker import FuncFormatter
 
 STYLES = list(zip("osD^vX*Ph", cycle(["-", "--", ":", "-."]), strict=False))
 HATCHES = ["", "//", "\\\\", "xx", "..", "--", "++"]
-CONTESTS = ("linear_cross_entropy", "masked_prompt", "linear_divergence", "gated_mlp", "decoder_layer", "offload")
+CONTESTS = (
+    "linear_cross_entropy",
+    "masked_prompt",
+    "linear_divergence",
+    "gated_mlp",
+    "decoder_layer",
+    "shared_tokens",
+    "offload",
+)
 
 
 def draw(results: Results, file: Path) -> list[Path]:

@@ -19,6 +19,7 @@ PAGES = {  # the block of each page
     "longest of each line": "README.md",
     "output of the command": PLANNING,
     "what fit prints": PLANNING,
+    "shared tokens": PLANNING,
     "beside what was measured": PLANNING,
     "beside what was published": PLANNING,
     "whole layers": PLANNING,
@@ -56,7 +57,7 @@ GROUPS = {"tiles": memory.TILES, "head_groups": "auto"}
 
 def blocks(root: Path) -> dict[str, str]:
     """Returns what stands in the pages below `root` between `<!-- name -->` and `<!-- end of name -->`."""
-    made = (prediction.caption(), command((root / PLANNING).read_text()), fit())
+    made = (prediction.caption(), command((root / PLANNING).read_text()), fit(), shared_tokens())
     made += (measured(), published(), whole_layers(), quantised())
     return dict(zip(PAGES, made, strict=True))
 
@@ -70,6 +71,26 @@ def command(page: str) -> str:
 def fit() -> str:
     room = memory.Setup(gpu_memory_gib=160, host_memory_gib=1900)
     return f"```text\n{choose(formula_of(LLAMA), room, 400_000)}\n```"
+
+
+def shared_tokens() -> str:
+    """Of a prompt and its completions."""
+    prompt, rows = 30_000, [["", "each alone, GiB", "prompt once, GiB", "longest, each alone", "longest, prompt once"]]
+    given = {"batch_size": 8, "gpus": 8, "batches": "whole", "offload": ("optimizer",)}
+    over = {"sequence_parallel": 8}
+    setups = {
+        "loss and MLPs in chunks": {},
+        "layers in chunks": {"tiles": memory.TILES},
+        "layers in chunks, their inputs on the host": {"tiles": memory.TILES, "offload": EVERYTHING[:2]},
+        "loss and MLPs in chunks, over 8 GPUs": over,
+        "layers in chunks, over 8 GPUs": over | {"tiles": memory.TILES},
+    }
+    for name, setup in setups.items():
+        found = [given | setup | {"shared_tokens": tokens} for tokens in (0, prompt)]
+        planned = [f"{memory.plan(LLAMA, seq_len=32_000, **each).gpu_bytes / GIB:.1f}" for each in found]
+        lengths = [memory.longest(LLAMA, **each).tokens for each in found]
+        rows.append([name, *planned, *(f"{length:,}" for length in lengths)])
+    return table(rows)
 
 
 def longest(model: str, **setup: Any) -> str:

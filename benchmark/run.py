@@ -31,6 +31,7 @@ SUBJECTS = {
     "linear_divergence": 4,
     "gated_mlp": 8,
     "decoder_layer": 18,
+    "shared_tokens": 4,
     "model_step": 56,
     "offload": 4,
     "tile_of_mlp": 2,

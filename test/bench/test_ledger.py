@@ -3,8 +3,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from benchmark.ledger import Ledger, Prediction, predicted, steps, without_data
-from benchmark.rates import Rates
+from benchmark.ledger import Ledger, Prediction, predicted, step_of_completions, steps, without_data
+from benchmark.rates import H200, Rates
+from benchmark.shapes import SHAPES
+
+from seqtile.memory.batch import Batch
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "benchmarks.md"
 ROWS = {
@@ -52,3 +55,31 @@ def test_predictions_and_their_table() -> None:
         milliseconds = [1e3 * found[name].seconds(), 1e3 * found[name].floor()]
         assert [f"{number:.2f}" for number in milliseconds] == [*row.groups()[:2]], step
         assert row[3] == f"{ratio[step, tokens]:.3f}", step
+
+
+def test_a_step_of_completions() -> None:
+    """The products of a layer are proportional to the tokens that differ; those of the head are of completions alone.
+    Of attention each query has the keys of its own sequence."""
+    batch = Batch(4, 700, 600, 1)
+    apart, once = (step_of_completions(shares, batch, SHAPES["tiny"]) for shares in (False, True))
+    layers = [
+        sum(each.flops for each in step.two.entries) - sum(each.flops for each in step.one.entries)
+        for step in (apart, once)
+    ]
+    assert layers[0] * 1000 == layers[1] * 2800 > 0
+    head = [
+        sum(each.flops for each in step.one.entries) - of_layer
+        for step, of_layer in zip((apart, once), layers, strict=True)
+    ]
+    assert head[0] == head[1] == 3 * 2 * 400 * 1000 * 64
+    assert apart.core == 2 * 2 * 9 * 4 * (700**2 / 2) * 64
+    assert once.core == 2 * 2 * 11 * (600**2 / 2 + 4 * (700**2 - 600**2) / 2) * 64
+
+
+@pytest.mark.full("half a minute of a page of predictions")
+@pytest.mark.parametrize(("shares", "row"), [(False, "each sequence by itself"), (True, "the prompt computed once")])
+def test_the_table_of_completions(shares: bool, row: str) -> None:
+    step = step_of_completions(shares)
+    figures = [step.seconds(), step.floor(), step.core / H200.flops]
+    shown = re.search(rf"^\| {row} +\| +([\d.]+) \| +([\d.]+) \| +([\d.]+) \|$", PAGE.read_text(), re.M)
+    assert [f"{seconds:.2f}" for seconds in figures] == [*shown.groups()]

@@ -23,10 +23,13 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AttentionInterface, AutoModelForCausalLM, PreTrainedConfig
 
 import seqtile
+from memory.shared import batch_of, register
 from seqtile.arch import ARCHS
+from seqtile.memory.measure import KnownIntegers
 from seqtile.memory.setup import Setup
 from seqtile.memory.simulate import FlashFunction, materialise
 from seqtile.models import proof
+from seqtile.models.patch import unwrapped
 from seqtile.models.placement import placement_at
 from seqtile.offload.checkpointing import Checkpoints, install
 from seqtile.offload.store import Store
@@ -138,7 +141,7 @@ def attention(setup: Setup) -> Callable:
             q, k, v = (x.to(getattr(torch, setup.dtype)) for x in (q, k, v))
         return FlashFunction.apply(q, k, v), None
 
-    if setup.sequence_parallel == 1:
+    if setup.sequence_parallel == 1 or setup.shared_tokens:
         return whole
     return WithoutScores(seqtile.sp.initialize(setup.sequence_parallel))
 
@@ -147,9 +150,10 @@ class WithoutScores(UlyssesFunction):
     """As `seqtile.sp.attention.ulysses_attention`, around an attention without scores."""
 
     def __init__(self, ctx: seqtile.sp.SequenceParallel):
+        super().__init__()
         self.ctx = ctx
 
-    def steps(self, module, mask, heads, **kwargs) -> UlyssesAttention:
+    def _steps(self, module, mask, heads, **kwargs) -> UlyssesAttention:
         layout = Layout(self.ctx, kwargs["position_ids"].shape[1], (), "sdpa")
         return StepsWithoutScores(module, layout, None, {}, *heads)
 
@@ -234,11 +238,13 @@ def build(config: PreTrainedConfig, setup: Setup, modes: ExitStack, host: HostMe
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=setup.gpus)
         modes.callback(dist.destroy_process_group)
         mesh = init_device_mesh("cpu", (setup.gpus,))
-    AttentionInterface.register("no_scores", attention(setup))
+    name = "no_scores_by_lengths" if setup.shared_tokens else "no_scores"
+    (register if setup.shared_tokens else AttentionInterface.register)(name, attention(setup))
+    sp_group = seqtile.sp.initialize(setup.sequence_parallel) if setup.gpus > 1 and setup.shared_tokens else None
     with torch.device("meta"):
         model = causal_lm = AutoModelForCausalLM.from_config(
             config,
-            attn_implementation="no_scores",
+            attn_implementation=name,
             dtype=torch.float32 if setup.autocast else getattr(torch, setup.dtype),
         )
         if setup.load_in_4bit:
@@ -246,7 +252,7 @@ def build(config: PreTrainedConfig, setup: Setup, modes: ExitStack, host: HostMe
         if setup.lora_rank is not None:
             model = get_peft_model(model, LoraConfig(r=setup.lora_rank, target_modules=LINEAR))
             causal_lm.enable_input_require_grads()
-    modes.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+    modes.enter_context(KnownIntegers() if setup.shared_tokens else FakeTensorMode(allow_non_fake_inputs=True))
     materialise(model.train())
     if setup.load_in_4bit:
         quantise(model)
@@ -257,6 +263,10 @@ def build(config: PreTrainedConfig, setup: Setup, modes: ExitStack, host: HostMe
         seqtile.apply_seqtile(model, **tiled, head_groups=setup.head_groups, chunk_tokens=setup.chunk_tokens)
     if setup.liger:
         apply_liger(causal_lm, modes)
+    if setup.shared_tokens:
+        if setup.sequence_parallel > 1:
+            seqtile.sp.apply_ulysses(model, sp_group, batches="whole")
+        seqtile.share_prefixes(model)
     causal_lm.gradient_checkpointing_enable({"use_reentrant": False})
     if "activations" in setup.offload:
         install(Checkpoints(Store(host, Copies())), causal_lm, setup.keep_last)
@@ -275,15 +285,22 @@ def simulate(
     with ExitStack() as modes:
         host = HostMemory()
         model = build(config, setup, modes, host, rank).train(not evaluate)
-        ids = torch.zeros(batch_size, seq_len // setup.sequence_parallel, dtype=torch.long)
-        labels = {"shift_labels": ids, "ignore_index": None} if "loss" in setup.tiles else {"labels": ids}
+        if setup.shared_tokens:
+            batch = batch_of(batch_size, seq_len, setup.shared_tokens)
+        else:
+            ids = torch.zeros(batch_size, seq_len // setup.sequence_parallel, dtype=torch.long)
+            labels = {"shift_labels": ids, "ignore_index": None} if "loss" in setup.tiles else {"labels": ids}
+            batch = {"input_ids": ids} | labels
         memory = Sharded()
         for name, full in (("alloc_storage", True), ("free_storage", False)):
             modes.enter_context(patch.object(_fsdp_param, name, memory.resizing(getattr(_fsdp_param, name), full)))
-        labels |= {} if evaluate else {"use_cache": False}
+        batch |= {} if evaluate and not setup.shared_tokens else {"use_cache": False}
         with memory, torch.set_grad_enabled(not evaluate):
             with torch.autocast("cpu", getattr(torch, setup.dtype), enabled=setup.autocast):
-                loss = model(input_ids=ids, **labels).loss
+                loss = model(**batch).loss
             if not evaluate:
                 loss.backward()
+        if setup.shared_tokens:
+            saved = (batch_size - 1) * setup.shared_tokens
+            assert seqtile.status(unwrapped(model)).prefixes.saved_tokens == saved
     return Simulated(memory.peak, host.total)

@@ -34,6 +34,7 @@ LAYER = {"tiles": memory.TILES}
 GROUPS = LAYER | {"head_groups": "auto"}
 QLORA = LORA | {"load_in_4bit": True}
 AUTOCAST = {"autocast": True}
+WHOLE = {"batches": "whole"}
 LIMITS = {"cohere": 0.08}  # of its rotary embedding, in autocast, a plan has too little: 7 %
 FIELDS = ("norm", "norm_before", "norm_after", "head_norm", "parallel", "merged", "routed", "float32_routing")
 OTHERS = [name for name, arch in ARCHS.items() if any(getattr(arch, x) != getattr(ARCHS["llama"], x) for x in FIELDS)]
@@ -48,6 +49,7 @@ class Case(NamedTuple):
     setup: dict[str, Any]
     daily: bool = False
     limit: float = 0.05
+    batch_size: int = 1
 
 
 def over(gpus: int, **more: Any) -> dict[str, Any]:
@@ -72,6 +74,11 @@ def layers(seq_len: int, *parts: dict[str, Any], **setup: Any) -> Case:
     for part in parts:
         setup = part | setup
     return Case("llama", seq_len, SMALL, setup)
+
+
+def sharing(rows: int, seq_len: int, tokens: int, *parts: dict[str, Any], **more: Any) -> Case:
+    """Sequences of Llama's that begin with so many tokens alike."""
+    return layers(seq_len, *parts, shared_tokens=tokens)._replace(batch_size=rows, **more)
 
 
 def layers_daily(seq_len: int, *parts: dict[str, Any], **setup: Any) -> Case:
@@ -183,6 +190,33 @@ CASES: dict[str, list[Case]] = {
     "heads_that_do_not_divide": [  # 9 heads and 3 of keys
         Case("llama", 24 * K * gpus, UNEVEN, LIGER | over(gpus), gpus == 2) for gpus in (2, 4, 12)
     ],
+    "shared_tokens": [
+        sharing(8, 10 * K, 8 * K, daily=True),
+        sharing(8, 32_000, 30_000),
+        sharing(4, 12 * K, 2 * K),
+        sharing(4, 12 * K, 2 * K, widths={}),
+        sharing(8, 5 * K, 4 * K, {"tiles": ()}, daily=True),
+        sharing(8, 10 * K, 8 * K, {"tiles": ("loss",)}),
+        sharing(4, 40 * K, 32 * K, HOST, LIGER),
+        sharing(8, 10 * K, 8 * K, LORA),
+        sharing(8, 10 * K, 8 * K, LORA, LAYER),
+        sharing(8, 10 * K, 8 * K, AUTOCAST),
+        sharing(4, 5 * K, 4 * K, AUTOCAST, {"tiles": ()}, widths={"vocab_size": 32000}),
+        sharing(8, 10 * K, 8 * K, AUTOCAST, LAYER),
+        sharing(8, 10 * K, 8 * K, LAYER, daily=True),
+        sharing(8, 32_000, 30_000, LAYER),
+        sharing(8, 10 * K, 8 * K, LAYER, widths=SMALL | {"num_key_value_heads": 32}),
+        sharing(8, 10 * K, 8 * K, LAYER, {"head_groups": 8}),
+        sharing(4, 12 * K, K, LAYER, HOST, {"head_groups": 8, "chunk_tokens": 2 * K}),
+        *(sharing(8, 10 * K, 8 * K, arch=arch) for arch in ("gemma2", "olmo2", "phi3", "qwen3")),
+        sharing(8, 10 * K, 8 * K, arch="mixtral", widths=TWO),
+        sharing(4, 18 * K, 16 * K, WHOLE, over(2, tiles=()), widths={"vocab_size": 32000}, daily=True),
+        sharing(8, 18 * K, 16 * K, WHOLE, over(2)),
+        sharing(8, 18 * K, 16 * K, WHOLE, LORA, over(2), limit=0.055),  # as without sharing
+        sharing(8, 96 * K, 64 * K, WHOLE, over(8)),
+        sharing(8, 96 * K, 64 * K, WHOLE, LAYER, over(8), daily=True),
+        sharing(8, 48 * K, 32 * K, WHOLE, LAYER, over(2, head_groups=2)),
+    ],
     "under_autocast": [  # the residual stream in float32, a copy for each projection, copies of weights
         *(
             layers(tokens, AUTOCAST, tiles=tiles, lora_rank=rank)
@@ -233,11 +267,12 @@ def every_day(cases: list[dict[str, Case]]) -> list[int]:
 def test_peak(case: Case) -> None:
     """What is allocated besides weights and optimizer."""
     config = AutoConfig.for_model(case.arch, **LLAMA_8B | WIDTHS.get(case.arch, {}) | case.widths)
-    planned = memory.plan(config, seq_len=case.seq_len, **case.setup)
+    sizes = {"seq_len": case.seq_len, "batch_size": case.batch_size}
+    planned = memory.plan(config, **sizes, **case.setup)
     if (planned.setup.gpus > 1 or planned.setup.load_in_4bit) and Version(torch.__version__) < Version("2.10"):
         pytest.skip("torch 2.9 runs neither FSDP2's collectives nor bitsandbytes on tensors without data")
     ranks = planned.setup.sequence_parallel if case.widths is UNEVEN else 1
-    peaks = [simulate(config, planned.setup, seq_len=case.seq_len, rank=rank).peak for rank in range(ranks)]
+    peaks = [simulate(config, planned.setup, **sizes, rank=rank).peak for rank in range(ranks)]
     assert abs(counted(planned) / max(peaks) - 1) <= case.limit, planned.peak
 
 

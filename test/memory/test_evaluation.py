@@ -19,6 +19,7 @@ from memory.test_against_simulation import (
     QLORA,
     SMALL,
     UNEVEN,
+    WHOLE,
     WIDTHS,
     Case,
     K,
@@ -26,6 +27,7 @@ from memory.test_against_simulation import (
     layers,
     llama,
     over,
+    sharing,
 )
 from seqtile import memory
 from seqtile.memory.features import FEATURES, with_features
@@ -49,6 +51,9 @@ DAILY = {
     "autocast": layers(32 * K, AUTOCAST),
     "over GPUs": layers(256 * K, over(8)),
     "head norms": Case("qwen3", 32 * K, SMALL, {}),
+    "shared": sharing(8, 10 * K, 8 * K),
+    "shared, layer": sharing(8, 10 * K, 8 * K, LAYER),
+    "shared, over GPUs": sharing(8, 18 * K, 16 * K, WHOLE, over(2)),
     "experts": Case("mixtral", 32 * K, SMALL | {"num_hidden_layers": 2}, {}),
 }
 OF_STEPS = {  # all but Liger's norm behind tiled layers, which is not simulated, and norms that Liger does not have
@@ -61,9 +66,9 @@ LIMITS = {("gemma3_text", True): 0.13, ("glm4", True): 0.13}  # under autocast w
 
 def deviation(case: Case) -> float:
     config = AutoConfig.for_model(case.arch, **LLAMA_8B | WIDTHS.get(case.arch, {}) | case.widths)
-    planned = memory.plan(config, seq_len=case.seq_len, evaluate=True, **case.setup)
+    options = {"seq_len": case.seq_len, "batch_size": case.batch_size, "evaluate": True}
+    planned = memory.plan(config, **options, **case.setup)
     ranks = planned.setup.sequence_parallel if case.widths is UNEVEN else 1
-    options = {"seq_len": case.seq_len, "evaluate": True}
     peak = max(simulate(config, planned.setup, rank=rank, **options).peak for rank in range(ranks))
     return counted(planned) / peak - 1
 

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaFor
 
 from seqtile import memory
 from seqtile.arch import ARCHS
+from seqtile.memory.batch import Batch
 from seqtile.memory.layer import chunk_tokens
 from seqtile.ops.chunks import resolve_chunk_tokens
 from support.choice import every_value
@@ -214,6 +215,18 @@ def test_the_published_ladder() -> None:
         ({"seq_len": -5}, "seq_len: expected a positive int, got -5"),
         ({"seq_len": 1.5}, "seq_len: expected a positive int, got 1.5"),
         ({"batch_size": 0}, "batch_size: expected a positive int"),
+        ({"shared_tokens": -1}, "shared_tokens: expected 0 or more tokens, got -1"),
+        ({"shared_tokens": True}, "shared_tokens: expected 0 or more tokens, got True"),
+        ({"shared_tokens": 8, "batch_size": 2}, "shared_tokens: expected fewer than the 8 tokens of a sequence, got 8"),
+        ({"shared_tokens": 4}, "batch_size: expected 2 or more sequences, which begin with shared_tokens, got 1"),
+        (
+            {"shared_tokens": 4, "batch_size": 2, "gpus": 2, "sequence_parallel": 2},
+            "batches: expected whole, since a part of a batch tells no GPU what it shares, got 'cut'",
+        ),
+        (
+            {"shared_tokens": 4, "batch_size": 2, "tiles": memory.TILES, "head_groups": "auto"},
+            "head_groups: expected a number, since attention of shared tokens by groups",
+        ),
         ({"gpus": 0}, "gpus: expected a positive int"),
         ({"gpus": 2, "sequence_parallel": 4}, "sequence_parallel: expected a divisor of the 2 GPUs, got 4"),
         ({"gpus": 6, "sequence_parallel": 4}, "sequence_parallel: expected a divisor of the 6 GPUs, got 4"),
@@ -384,3 +397,50 @@ def test_whole_batches_over_gpus() -> None:
     assert alone[0] == alone[1]
     with pytest.raises(ValueError, match="batches: expected cut or whole, got 'half'"):
         memory.plan(text, seq_len=length, batches="half")
+
+
+def test_shared_tokens() -> None:
+    """Eight sequences of 32,000 tokens that begin with 30,000 alike are 46,000 tokens: of which layers keep their
+    inputs, of one GPU or of four."""
+    given = {"seq_len": 32_000, "batch_size": 8, "offload": ("activations",), "batches": "whole"}
+    for gpus in (1, 4):
+        over = given | {"gpus": gpus, "sequence_parallel": gpus}
+        shared = memory.plan(LLAMA, shared_tokens=30_000, **over)
+        assert shared.host["inputs"] == 31 * 46_000 * 4096 * 2
+        assert memory.plan(LLAMA, **over).host["inputs"] == 31 * 256_000 * 4096 * 2
+        one = {
+            moment.name: moment.parts
+            for moment in memory.plan(LLAMA, **over | {"seq_len": 46_000, "batch_size": 1}).moments
+        }
+        for moment in shared.moments:
+            if "layer" in moment.name:
+                assert [moment.parts[part] - one[moment.name][part] for part in ("mlp", "norms")] == [0, 0]
+    assert memory.plan(LLAMA, **given, shared_tokens=0).moments == memory.plan(LLAMA, **given).moments
+
+
+def test_calls_of_attention_with_shared_tokens() -> None:
+    """Each query once, with the keys of its own sequence; in no call more keys than there are queries."""
+    assert Batch(8, 32_000, 30_000, 1).calls() == [(30_000, 30_000), *[(2_000, 32_000)] * 8]
+    assert Batch(4, 1200, 200, 1).calls() == [(3200, 3800), (1000, 1200)]
+    assert Batch(8, 10, 8, 3).calls() == [(10, 18), (4, 20), (4, 20), (4, 20), (2, 10)]
+
+
+def test_tokens_that_a_gpu_shows() -> None:
+    """Rows of a prompt that four GPUs share: the first has all of it, and shows it in each; of labels it has none."""
+    assert Batch(8, 40, 24, 1)[:] == (8, 40, 24, 1) and Batch(8, 40, 24, 1).shown == 8 * 40
+    prompt = Batch(8, 40, 32, 4)
+    assert (prompt.tokens, prompt.shown, prompt.labelled) == (24, 8 * 24, 24)
+    assert Batch(2, 40, 8, 4).shown == 2 * 8 + 10
+
+
+def test_the_longest_with_shared_tokens() -> None:
+    """It fits and a longer one does not; where not even a token more than is shared fits, it is 0."""
+    given = {"batch_size": 8, "gpus": 2, "sequence_parallel": 2, "batches": "whole", "shared_tokens": 30_000}
+    given |= {"offload": ("activations", "optimizer", "weights")}
+    found = memory.longest(LLAMA, **given)
+    assert found.tokens > 30_000 and found.tokens % 2 == 0
+    fit, beyond = (memory.plan(LLAMA, seq_len=found.tokens + more, **given) for more in (0, 2))
+    assert fit.fits and beyond.bound == found.bound
+    assert memory.longest(LLAMA, **given | {"gpu_memory_gib": 8}).tokens == 0
+    lengths = [longest.tokens for _, longest in memory.ladder(LLAMA, **given | {"offload": ("optimizer", "weights")})]
+    assert max(lengths) > 30_000 and all(length > 30_000 for length in lengths if length)

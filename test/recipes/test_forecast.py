@@ -1,5 +1,6 @@
 """`seqtile plan`: what it says, and that it needs neither torch nor a network to say it."""
 
+import inspect
 import json
 import re
 import subprocess
@@ -9,8 +10,10 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
+import seqtile
 from seqtile import memory
 from seqtile.cli import app
+from seqtile.recipes.plan import MIN_SHARED
 
 LLAMA = "meta-llama/Llama-3.1-8B"
 
@@ -92,6 +95,20 @@ def test_what_to_turn_on(options: tuple[str, ...], line: str) -> None:
     assert any(line in said_line for said_line in json.loads(said(LLAMA, *options, "--json"))["turn_on"])
 
 
+def test_shared_tokens() -> None:
+    """Sequences that begin alike: what they are in the plan, and how they are shared over GPUs."""
+    options = ("--gpus", "8", "--offload", "optimizer", "--batch-size", "8", "--shared-tokens", "30000")
+    text = said(LLAMA, *options, "--seq-len", "32000")
+    assert "A step of 8 x 32,000 tokens, of which 30,000 are shared, at its peak" in text
+    assert "  seqtile.share_prefixes(model)\n" in text
+    told = json.loads(said(LLAMA, *options, "--seq-len", "200000", "--layer", "--json"))
+    assert told["plan"]["setup"]["shared_tokens"] == 30_000 and told["plan"]["setup"]["batches"] == "whole"
+    assert not any(row["head_groups"] for row in told["longest"])
+    default = inspect.signature(seqtile.share_prefixes).parameters["min_tokens"].default
+    assert default == MIN_SHARED
+    assert "seqtile.share_prefixes(model, min_tokens=100)" in said(LLAMA, *options[:-1], "100", "--seq-len", "32000")
+
+
 def config_file(directory: Path, model_type: str) -> str:
     fields = {"model_type": model_type, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2}
     (directory / "config.json").write_text(json.dumps(fields | {"num_attention_heads": 4, "vocab_size": 100}))
@@ -126,6 +143,11 @@ def test_json() -> None:
         (["Qwen3-8B"], "did you mean Qwen/Qwen3-8B?"),
         (["no/such"], "model 'no/such': expected a directory with a config.json"),
         ([LLAMA, "--seq-len", "0"], "--seq-len: expected a positive int, got 0"),
+        ([LLAMA, "--shared-tokens", "9"], "--batch-size: expected 2 or more sequences, which begin with shared_tokens"),
+        (
+            [LLAMA, "--shared-tokens", "9", "--seq-len", "9", "--batch-size", "2"],
+            "--shared-tokens: expected fewer than the 9 tokens of a sequence, got 9",
+        ),
         ([LLAMA, "--gpus", "2", "--sequence-parallel", "4"], "expected a divisor of the 2 GPUs"),
         (["google/gemma-2-9b", "--layer"], "model type gemma2: its layers are not tiled as a whole; expected one of"),
         ([LLAMA, "--head-groups", "3"], "--head-groups: expected a divisor of the 8 kv heads, got 3"),

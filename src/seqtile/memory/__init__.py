@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 from seqtile.arch import ARCHS
+from seqtile.memory.batch import Batch
 from seqtile.memory.features import FEATURES, Longest, Predictor, with_features
 from seqtile.memory.layer import planned_groups
 from seqtile.memory.setup import KNOWN, OFFLOAD, OPTIMIZERS, TILES, Setup, Shape, expect, is_count, setup_of, shape_of
@@ -26,7 +27,7 @@ def plan(config: Any, *, seq_len: int, batch_size: int = 1, evaluate: bool = Fal
     Args:
         config: a Hugging Face config, a dict of one, the path of a config.json, or a name in `memory.KNOWN`.
         seq_len: tokens of a sequence, over all the GPUs that share it.
-        batch_size: sequences at a time.
+        batch_size: sequences at a time; with `shared_tokens`, as of one prompt's completions, 2 or more.
         evaluate: predicts an evaluation between two steps instead, `model.eval()` under `torch.no_grad()`, of which the
             loss alone is wanted. With an untiled loss the cache is counted that a model's config asks for; under
             Trainer, whose `use_cache` is False, there is none.
@@ -60,6 +61,8 @@ class Formula(Predictor):
             return f"not planned for {shape.inside or shape.model_type}"
         if "head_groups" in changes and planned_groups(shape, replace(setup, **changes)) is None:
             return f"{shape.kv_heads} kv heads over {setup.sequence_parallel} GPUs make no groups"
+        if setup.shared_tokens and changes.get("head_groups") == "auto":
+            return "attention of shared tokens would be computed once more"
         return "Liger has no norms for it" if "liger" in changes and not shape.arch.liger else None
 
     def predict(self, setup: Setup, seq_len: int, batch_size: int) -> Plan:
@@ -76,9 +79,13 @@ class Formula(Predictor):
             )
         expect("seq_len", is_count(seq_len), "a positive int", seq_len)
         expect("batch_size", is_count(batch_size), "a positive int", batch_size)
-        tokens = -(-seq_len // setup.sequence_parallel) * batch_size
+        if shared := setup.shared_tokens:
+            expect("shared_tokens", shared < seq_len, f"fewer than the {seq_len:,} tokens of a sequence", shared)
+            expect("batch_size", batch_size > 1, "2 or more sequences, which begin with shared_tokens", batch_size)
+            asked = "a number, since attention of shared tokens by groups is computed once more in the backward"
+            expect("head_groups", setup.head_groups != "auto", asked, setup.head_groups)
         expect("evaluate", isinstance(self.evaluate, bool), "True or False", self.evaluate)
-        step = Step(shape, setup, tokens)
+        step = Step(shape, setup, Batch(batch_size, seq_len, shared, setup.sequence_parallel))
         moments = step.evaluation() if self.evaluate else step.moments()
         return Plan(shape, setup, seq_len, batch_size, tuple(moments), step.host())
 
@@ -104,6 +111,7 @@ def ladder(config: Any, *, batch_size: int = 1, **setup: Any) -> Iterator[tuple[
             steps.append(with_features(given, *names))
     if "layer" in steps[-1].tiles:
         grouped = replace(steps[-1], head_groups=groups)
-        steps += [grouped] if planned_groups(formula.shape, grouped) is not None else []
+        refused = groups == "auto" and formula.refusal("groups", given)
+        steps += [grouped] if planned_groups(formula.shape, grouped) is not None and not refused else []
     for step in dict.fromkeys(steps):
         yield step, formula.longest(step, batch_size)

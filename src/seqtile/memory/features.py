@@ -45,8 +45,8 @@ def apply_options(setup: Setup) -> dict[str, Any]:
 
 def simulation_refusal(setup: Setup) -> str | None:
     """Says why steps of a setup are not simulated, see `simulate`, which needs torch."""
-    if setup.gpus > 1 or not setup.full or setup.autocast or setup.offload:
-        return "it is simulated for one GPU alone, without LoRA, autocast and offload"
+    if setup.gpus > 1 or not setup.full or setup.autocast or setup.offload or setup.shared_tokens:
+        return "it is simulated for one GPU alone, without LoRA, autocast, offload and shared tokens"
     return None
 
 
@@ -83,14 +83,16 @@ class Predictor(Protocol):
         """Predicts a step. ValueError for what cannot be."""
 
     def longest(self, setup: Setup, batch_size: int) -> Longest:
-        """Returns the longest sequence that fits, a multiple of the GPUs that share it."""
+        """Returns the longest sequence that fits, a multiple of the GPUs that share it; longer than what a batch
+        shares."""
         size = setup.sequence_parallel
 
         def bound(tokens: int) -> str | None:  # of a GPU
             return self.predict(setup, tokens * size, batch_size).bound
 
-        most, too_many = 0, 2**40 // size  # which is nobody's length
+        least, too_many = setup.shared_tokens // size, 2**40 // size  # which is nobody's length
+        most = least
         while too_many - most > 1:
             middle = (most + too_many) // 2
             most, too_many = (middle, too_many) if bound(middle) is None else (most, middle)
-        return Longest(most * size, bound(most + 1) or "nothing")
+        return Longest(most * size if most > least else 0, bound(most + 1) or "nothing")

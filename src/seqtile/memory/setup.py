@@ -43,6 +43,8 @@ class Setup:
     """GPUs that share a sequence."""
     batches: str = "cut"
     """What these are given: "cut", their parts of a batch, or "whole" ones, as by `sp.apply_ulysses`."""
+    shared_tokens: int = 0
+    """Tokens with which all sequences of a batch begin alike, computed once by `seqtile.share_prefixes`, unlabelled."""
     zero_stage: int = 3
     """The stage of ZeRO, which shards over all GPUs from stage 1 on the optimizer's state, from 2 on gradients, in 3
     weights (FSDP2); in 0 nothing."""
@@ -90,6 +92,7 @@ class Setup:
             ("gpus", is_count(self.gpus), count),
             ("sequence_parallel", is_count(self.sequence_parallel), count),
             ("batches", self.batches in ("cut", "whole"), "cut or whole"),
+            ("shared_tokens", is_count(self.shared_tokens, 0), "0 or more tokens"),
             ("gpus_per_node", is_count(self.gpus_per_node), count),
             ("chunk_tokens", self.chunk_tokens is None or is_count(self.chunk_tokens), count),
             ("lora_rank", self.lora_rank is None or is_count(self.lora_rank), count),
@@ -111,6 +114,8 @@ class Setup:
         expect("tiles", "mlp" in self.tiles or not layer, "mlp too, since it is tiled with the layer", self.tiles)
         expect("head_groups", layer or self.head_groups is None, "None, since tiles has no layer", self.head_groups)
         expect("sequence_parallel", divided, f"a divisor of the {self.gpus} GPUs", self.sequence_parallel)
+        whole = self.batches == "whole" or self.sequence_parallel == 1 or not self.shared_tokens
+        expect("batches", whole, "whole, since a part of a batch tells no GPU what it shares", self.batches)
         half = "bfloat16 or float16 under autocast, which computes in it"
         expect("dtype", not self.autocast or self.bytes < FLOAT, half, self.dtype)
         expect("autocast", not (self.autocast and self.load_in_4bit), "False with load_in_4bit", True)

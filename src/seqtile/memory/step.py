@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from seqtile.memory.batch import Batch
 from seqtile.memory.layer import Alive, Layer
 from seqtile.memory.setup import FLOAT, GIB, Setup, Shape
 
@@ -87,11 +88,11 @@ class Plan:
 
 
 class Step:
-    """A training step with `tokens` on this GPU, forward and backward; ZeRO-3 as FSDP2 does it, layer by layer."""
+    """A training step of a batch on a GPU, forward and backward; ZeRO-3 as FSDP2 does it, layer by layer."""
 
-    def __init__(self, shape: Shape, setup: Setup, tokens: int):
-        self.shape, self.setup, self.tokens = shape, setup, tokens
-        self.layer = Layer(shape, setup, tokens)
+    def __init__(self, shape: Shape, setup: Setup, batch: Batch):
+        self.shape, self.setup, self.batch, self.tokens = shape, setup, batch, batch.tokens
+        self.layer = Layer(shape, setup, batch)
         self.trained = shape.parameters if setup.full else shape.adapter_parameters(setup.lora_rank)
         adapters = 0 if setup.full else self.trained * FLOAT
         self.layer_weights = _layer_weights(shape, setup)
@@ -125,6 +126,10 @@ class Step:
         for alive in self._loss():
             yield self._moment(alive, layers)
         head = matrix + shape.hidden
+        if self.batch.shared and "loss" in self.setup.tiles:
+            yield self._moment(
+                Alive("hidden states", matrix, norms=norm.kept, gradients=self._summed()), layers, matrix
+            )
         yield self._moment(Alive("final norm", head, norms=norm.backward), layers, matrix)
         for place in sorted({layers, layers - 1, 2, 1} & set(range(1, layers + 1)), reverse=True):
             done = head + (layers - place) * shape.layer_parameters
@@ -206,14 +211,15 @@ class Step:
         return (waiting + leaf) * self.layer.hidden
 
     def _whole_inputs(self, moment: str) -> int:
-        """Returns the bytes of what GPUs that share a sequence each have of all its tokens: ids, labels and positions,
-        and the embeddings into which a model of images puts theirs, until the text model is through; then their
-        gradient."""
+        """Returns the bytes of what GPUs that share a sequence, or sequences of which tokens are shared, each have of
+        all tokens: ids, labels and positions, and the embeddings into which a model of images puts theirs, until the
+        text model is through; then their gradient."""
         setup = self.setup
-        if setup.batches == "cut" or setup.sequence_parallel == 1:
+        if not self.batch.shared and (setup.batches == "cut" or setup.sequence_parallel == 1):
             return 0
         embedded = self.shape.inside is not None and moment.startswith(("forward", "embedding"))
-        return setup.sequence_parallel * (3 * 8 * self.tokens + embedded * self.layer.hidden)
+        whole = self.batch.given if self.batch.shared else setup.sequence_parallel * self.tokens
+        return whole * (3 * 8 + embedded * self.shape.hidden * setup.weight_bytes)
 
     def _loss(self) -> Iterator[Alive]:
         """Yields the moments of the loss. Tiled: hidden states and their gradient; a chunk of logits, then the sum of
@@ -221,21 +227,30 @@ class Step:
         times in float32. In the forward also what autocast caches, and untiled the logits before they are float32."""
         shape, setup, layer = self.shape, self.setup, self.layer
         head, cached, norms = setup.cast(shape.head_parameters), shape.layers * layer.cached, layer.final_norm.kept
+        batch = self.batch
         if "loss" not in setup.tiles:
-            logits = self.tokens * shape.vocab
+            logits, shown = self.tokens * shape.vocab, batch.shown * shape.vocab
             kept = layer.inputs(1) + head + logits * shape.softcap * setup.bytes
             if setup.autocast:
-                forward = kept + layer.hidden + logits * (2 * FLOAT + setup.bytes)
+                forward = (
+                    kept + layer.hidden + logits * (FLOAT + setup.bytes) + shown * FLOAT * (2 if batch.shared else 1)
+                )
                 yield Alive("logits", mlp=cached, norms=norms, loss=forward)
-            yield Alive("loss", norms=norms, loss=kept + logits * 3 * FLOAT)
+            yield Alive("loss", norms=norms, loss=kept + shown * 3 * FLOAT)
             return
-        rows = min(self.tokens, layer.chunk)
+        rows = min(batch.labelled, layer.chunk)
         chunk = rows * shape.vocab * setup.bytes
         if setup.full:
             gradient = 0 if setup.autocast else shape.head_parameters * setup.bytes
-            several = rows < self.tokens
+            several = rows < batch.labelled
             chunk = shape.head_parameters * FLOAT + max(chunk, gradient) if several else chunk + gradient
-        yield Alive("loss", mlp=cached, norms=norms, loss=2 * layer.hidden + chunk + head)
+        copied = 2 * layer.hidden * batch.labelled // self.tokens if batch.shared else layer.hidden
+        yield Alive("loss", mlp=cached, norms=norms, loss=layer.hidden + copied + chunk + head)
+
+    def _summed(self) -> int:
+        """Returns the bytes of gradients that are added up in float32 for the hidden states that sequences share."""
+        size = self.setup.weight_bytes
+        return self.shape.hidden * (self.tokens * FLOAT + self.batch.labelled * (size + (FLOAT if size < FLOAT else 0)))
 
 
 def _layer_weights(shape: Shape, setup: Setup) -> int:

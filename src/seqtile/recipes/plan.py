@@ -12,6 +12,8 @@ from seqtile.memory.features import FEATURES, apply_options, simulation_refusal,
 from seqtile.memory.setup import GIB, NoFormula, setup_of
 from seqtile.recipes import argument, number_or_name, option
 
+MIN_SHARED = 256  # tokens: what `share_prefixes` takes for its min_tokens, if it is not told
+
 
 @dataclass(frozen=True)
 class PlanOptions:
@@ -20,6 +22,7 @@ class PlanOptions:
     model: str = argument(f"A config.json, its directory, or {', '.join(KNOWN)}.")
     seq_len: int | None = option(None, "Tokens a sequence (default: the longest that fits).")
     batch_size: int = option(1, "Sequences at a time.")
+    shared_tokens: int = option(0, "Tokens that all of these begin with, computed once; they have no labels.")
     gpus: int = option(1, "GPUs in all.")
     sequence_parallel: int | None = option(None, "GPUs that share a sequence (default: all).")
     gpu_memory_gib: float = option(80, "GiB of a GPU.", "--gpu-memory")
@@ -47,7 +50,9 @@ class PlanOptions:
             raise ValueError(f"offload: expected some of optimizer, weights, got {', '.join(unknown)}")
         shared_by = self.gpus if self.sequence_parallel is None else self.sequence_parallel
         groups = number_or_name(self.head_groups)
-        return setup | {"sequence_parallel": shared_by, "offload": offload, "head_groups": groups}
+        batches = "whole" if self.shared_tokens else "cut"
+        setup |= {"sequence_parallel": shared_by, "offload": offload, "head_groups": groups}
+        return setup | {"batches": batches}
 
 
 @dataclass(frozen=True)
@@ -96,13 +101,13 @@ def _forecast(asked: PlanOptions, each: Callable[[str], None]) -> PlanResult:
         return PlanResult(asked.model, [f"{error}, and so it is simulated alone", *notes], simulated)
     in_groups = setup["head_groups"] is not None
     if asked.layer or in_groups:  # what cannot be is said, rather than left out
-        plan(shape, seq_len=1, tiles=TILES, **sizes, **setup)
+        plan(shape, seq_len=asked.shared_tokens + 1, tiles=TILES, **sizes, **setup)
     lengths = list(ladder(shape, **sizes, **setup))
     wanted = [row for row in lengths if "layer" in row[0].tiles or not asked.layer]
     wanted = [row for row in wanted if row[0].head_groups is not None or not in_groups]
     if (seq_len := asked.seq_len) is None:
         chosen, found = max(wanted, key=lambda row: row[1].tokens)
-        seq_len = max(found.tokens, chosen.sequence_parallel)
+        seq_len = max(found.tokens, asked.shared_tokens + chosen.sequence_parallel)
     else:
         chosen = next((tried for tried, found in wanted if found.tokens >= seq_len), wanted[-1][0])
     step = plan(shape, seq_len=seq_len, **sizes, **asdict(chosen))
@@ -175,6 +180,9 @@ def to_turn_on(plan: Plan) -> list[str]:
         options = ((name, '"auto"' if value == "auto" else value) for name, value in apply_options(setup).items())
         given = "".join(f", {name}={value}" for name, value in options)
         lines.append(f"seqtile.apply_seqtile(model{given})")
+    if setup.shared_tokens:
+        least = f", min_tokens={setup.shared_tokens}" if setup.shared_tokens < MIN_SHARED else ""
+        lines.append(f"seqtile.share_prefixes(model{least})")
     if setup.sequence_parallel > 1:
         lines.append(f'sp.apply_ulysses(model, sp.initialize({setup.sequence_parallel}), batches="whole")')
     if moved:
@@ -263,7 +271,8 @@ def lengths_table(lengths: list[tuple[Setup, Longest]]) -> Table:
 
 def parts_table(plan: Plan) -> Table:
     columns = (Column(name, justify="right") for name in ("GiB a GPU", "GiB a node, on the host"))
-    title = f"A step of {plan.batch_size} x {plan.seq_len:,} tokens at its peak: {plan.peak.name}"
+    shared = f", of which {plan.setup.shared_tokens:,} are shared," if plan.setup.shared_tokens else ""
+    title = f"A step of {plan.batch_size} x {plan.seq_len:,} tokens{shared} at its peak: {plan.peak.name}"
     table = Table("", *columns, title=title)
     for part, size in plan.peak.parts.items():
         held = plan.host.get(part, 0)

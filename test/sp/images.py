@@ -73,7 +73,11 @@ def with_prefixes(ids: Tensor) -> Inputs:
     """An image and a prompt before what is to be predicted, which see each other both ways."""
     ids[:, :4] = IMAGE
     kinds = (torch.arange(LENGTH) >= 14).long().expand(len(ids), -1).contiguous()
-    return {"pixel_values": torch.randn(len(ids), 3, 8, 8), "token_type_ids": kinds, "attention_mask": torch.ones_like(ids)}
+    return {
+        "pixel_values": torch.randn(len(ids), 3, 8, 8),
+        "token_type_ids": kinds,
+        "attention_mask": torch.ones_like(ids),
+    }
 
 
 def with_places(ids: Tensor) -> Inputs:

@@ -82,10 +82,10 @@ MUTANTS = (
         select="shared",
     ),
     Mutant(
-        "plan: what several calls of attention copy is not counted",
+        "plan: several calls of attention save what they return",
         "Layer._tiled",
-        "again, freed = 2 * self.q, 1",
-        "again, freed = 0, 1",
+        "held = 0 if self.batch.shared else kept - self.q * past // count",
+        "held = kept - self.q * past // count",
         SIMULATION,
         select="shared_tokens",
     ),

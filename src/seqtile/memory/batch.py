@@ -34,12 +34,6 @@ class Batch(NamedTuple):
         """Tokens that have labels, on the GPU with most of them: of what sequences share, none."""
         return min(self.tokens, self.own) if self.shared else self.tokens
 
-    @property
-    def shown(self) -> int:
-        """Tokens of the sequences that a GPU has, on that with most of them."""
-        of_all = min(self.tokens, self.shared)
-        return self.rows * of_all + self.tokens - of_all
-
     def calls(self) -> list[tuple[int, int]]:
         """Returns the tokens of queries, and of keys, of each call of FlashAttention: what sequences share, then one
         after the other, as many to a call as leave it no more keys than all calls have queries."""

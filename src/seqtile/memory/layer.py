@@ -106,15 +106,15 @@ class Layer:
 
     def _calls_again(self, grouped: bool) -> int:
         """Returns the bytes that the backward of attention in several calls adds: gradients of the output; those of
-        keys and values in float32; of the calls that are through gradients of queries, of the last of them also those
-        of keys and values. Of one that is computed again: its keys, values and output, all gradients, the workspace."""
-        size, everything, most, through, of_last = self.setup.bytes, self.tokens * self.batch.gpus, 0, 0, 0
+        keys and values in float32; of the calls that are through gradients of queries. Of one that is computed again:
+        its keys, values and output, all gradients, the workspace."""
+        size, everything, most, through = self.setup.bytes, self.tokens * self.batch.gpus, 0, 0
         for queries, keys in self.batch.calls():
             q, lse = (whole * queries // everything for whole in (self.q, self.lse * self.batch.gpus))
             kv = self.kv * keys // everything
             expanded = 2 * self.q * keys // everything if grouped else 0
-            most = max(most, through + of_last + 2 * q + 4 * kv + q * FLOAT // size + expanded + 2 * lse)
-            through, of_last = through + q, 2 * kv
+            most = max(most, through + 2 * q + 4 * kv + q * FLOAT // size + expanded + 2 * lse)
+            through += q
         return self.q + 2 * self.kv * FLOAT // size + most
 
     def moments(self) -> Iterator[Alive]:
@@ -161,10 +161,6 @@ class Layer:
         merged = self.q + self.kv if "qkv" in arch.merged and not setup.liger else 0  # what the values are a slice of
         weights = setup.cast(shape.attention_parameters)
         inside = copied + of_heads + adapters + weights + 2 * self.q + 2 * self.kv + merged + self.lse
-        returned = 0  # of several calls what each returned and the whole of it, which only the output projection needs
-        if self.batch.shared:
-            returned = self.q * (2 if setup.full and not self.output else 1)
-            inside += returned - self.q
         projected = inside + self.output + self._adapter(shape.q)
         after = norm_after.kept if arch.norm_after else 0
         attention = projected + after
@@ -183,7 +179,7 @@ class Layer:
             yield Alive("norm after attention", in_mlp, attention - after, norms=hidden + norm_after.backward)
         if arch.norm_before and not arch.parallel:
             yield Alive("norm before the MLP", in_mlp, attention, norms=hidden + norm.backward)
-        yield Alive("attention", in_mlp, inside - returned + self.attention, norms=hidden * (1 + arch.parallel))
+        yield Alive("attention", in_mlp, inside - self.q + self.attention, norms=hidden * (1 + arch.parallel))
         if arch.norm_before:
             yield Alive("norm before attention", shape.layer_parameters, norms=hidden + norm.backward)
 
@@ -197,29 +193,24 @@ class Layer:
         shape, size, hidden = self.shape, self.setup.bytes, self.hidden
         count = self.groups or 1
         kept = self.q + self.lse  # of attention's output, by all groups
-        again, freed = 0, 0  # of several calls: queries and output copied and kept, the output itself let go of before
-        if self.batch.shared and self.output and self.groups is not None:
-            kept, again = 0, 2 * self.q
-        elif self.batch.shared and (not self.output or self.groups is not None):
-            again, freed = 2 * self.q, 1
         # MLP: attention's output by groups is gathered for a chunk; when all chunks are done the sums are rounded.
         chunks = self.chunk * (3 * (shape.mlp + shape.hidden) + (shape.q if count > 1 else 0)) * size
         chunks += self.setup.decoded(shape.mlp_parameters + shape.hidden * shape.q)
         sums = self._sums(shape.mlp_parameters)
-        waiting = self.output + (self.qkv + again if self.groups is None else 0)  # groups compute them again
+        waiting = self.output + (self.qkv if self.groups is None else 0)  # groups compute them again
         yield Alive("MLP", 0, kept + waiting, sums + max(chunks, self._rounded(sums)), 2 * hidden)
         # Attention. Where GPUs share a sequence, a group is sent and arriving while another is computed.
         after, before = shape.mlp_parameters + shape.hidden * shape.q, shape.hidden * (shape.q + 2 * shape.kv)
         sums = self._sums(before)
         raw = self.q + self.kv if self.groups is not None and shape.arch.head_norm else 0  # before the norms of heads
         projected = self.qkv + raw
-        group = (projected + again + self.attention) // count
+        group = (projected + self.attention) // count
         local = self.output if self.groups is not None else 0
         sent = (self.qkv + projected) // count if local else 0
         decoded = self.setup.decoded(2 * shape.hidden * (shape.q + shape.kv))
         for past in range(min(count, 3)):  # groups that are through; the last ones are like the third
-            alive = kept - min(kept, self.q * (past + freed) // count) + group + local * (count - 1 - past) // count
-            alive += decoded
+            held = 0 if self.batch.shared else kept - self.q * past // count  # which several calls do not save
+            alive = held + group + local * (count - 1 - past) // count + decoded
             alive += sent * ((past > 0) + (past < count - 1))
             begun = past > (sent > 0)  # gradients are on their way for one group longer
             name = f"attention, {past + 1} of {count} groups" if count > 1 else "attention"
@@ -240,8 +231,8 @@ class Layer:
             group = self.q + (self.qkv + self.lse) // count
             if setup.sequence_parallel > 1:  # the next group arrives; what attention returned is sent, and arrives
                 group = (self.q * (max(count, 2) + 1) + self.qkv * (3 if count > 1 else 1)) // count
-            if self.batch.shared:
-                group = max(group, (self.qkv + self._called()) // count + self.q * (count > 1))
+            if self.batch.shared:  # what each of several calls returns, and the whole of it
+                group = max(group, (self.qkv + self.kv + 2 * self.q) // count + self.q * (count > 1))
             group += self.cast if count > 1 else chunk * shape.hidden  # groups share what was normed
             group += setup.decoded(shape.hidden * (shape.q + 2 * shape.kv))
             yield Alive("attention", attention=group, norms=given)
@@ -263,18 +254,13 @@ class Layer:
         output = rotated + self.q + max(self.lse, self.cast + self._added(self.shape.q, self.shape.hidden))
         sent = rotated + self.qkv + 2 * self.q + q if setup.sequence_parallel > 1 else 0
         if self.batch.shared:
-            output = max(output, rotated + (self.qkv if sent else 0) + self._called())
+            output = max(output, rotated + (self.qkv if sent else 0) + 2 * self.q)
         if setup.liger:
             return max(output, sent)
         wide = FLOAT // size if setup.autocast or arch.norm == "layer" or arch.head_norm == "own" else 1
         rotary = (rotated if arch.head_norm else q + 2 * kv) + wide * (3 * q + (q + kv) * (arch.norm == "layer"))
         of_heads = self.norm(self.shape.q).evaluated + q + 2 * kv * (arch.norm != "rms") if arch.head_norm else 0
         return max(output + (q + kv if "qkv" in arch.merged else 0), sent, rotary, of_heads)
-
-    def _called(self) -> int:
-        """Returns the bytes of what several calls of attention make where nothing is recorded: copies of queries, what
-        each returned, the whole of it, room for it in the order of the tokens, and it there."""
-        return 5 * self.q
 
     def _added(self, width: int, out: int) -> int:
         """Returns the bytes of an adapter's input in float32, so wide, and twice of what it adds to `out` elements."""

@@ -150,6 +150,8 @@ class Step:
         logits = min(tokens, layer.chunk) * shape.vocab * setup.bytes
         if "loss" not in setup.tiles:  # in float32, too, and their logarithms
             logits = tokens * shape.vocab * (2 * FLOAT + setup.bytes * (setup.bytes < FLOAT))
+            if self.batch.shared:  # the logits of labelled tokens are copied
+                logits += (2 * self.batch.labelled - tokens) * shape.vocab * FLOAT
         yield next(self.moments())
         moments = [alive._replace(name=f"{alive.name}, last layer") for alive in layer.evaluated()]
         moments.append(Alive("final norm", norms=2 * layer.hidden + layer.final_norm.evaluated))
@@ -229,14 +231,15 @@ class Step:
         head, cached, norms = setup.cast(shape.head_parameters), shape.layers * layer.cached, layer.final_norm.kept
         batch = self.batch
         if "loss" not in setup.tiles:
-            logits, shown = self.tokens * shape.vocab, batch.shown * shape.vocab
+            logits, labelled = self.tokens * shape.vocab, batch.labelled * shape.vocab
             kept = layer.inputs(1) + head + logits * shape.softcap * setup.bytes
             if setup.autocast:
-                forward = (
-                    kept + layer.hidden + logits * (FLOAT + setup.bytes) + shown * FLOAT * (2 if batch.shared else 1)
-                )
+                copied = 2 * labelled if batch.shared else logits
+                forward = kept + layer.hidden + logits * (FLOAT + setup.bytes) + copied * FLOAT
                 yield Alive("logits", mlp=cached, norms=norms, loss=forward)
-            yield Alive("loss", norms=norms, loss=kept + shown * 3 * FLOAT)
+            yield Alive(
+                "loss", norms=norms, loss=kept + (labelled + 2 * logits if batch.shared else 3 * logits) * FLOAT
+            )
             return
         rows = min(batch.labelled, layer.chunk)
         chunk = rows * shape.vocab * setup.bytes

@@ -183,57 +183,79 @@ def _visible(attention: LocalAttention, batch: int) -> Iterator[tuple[int, int, 
 
 def by_lengths(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Asks flash attention for all segments of all rows in one call, as sequences of their own, causal from their ends:
-    documents one behind the other, told apart by their cumulative lengths. Where documents share keys, in as many calls
-    as it takes for none to be given more keys than the sequence has."""
+    documents one behind the other, told apart by their cumulative lengths."""
     batch, heads, rows, _ = q.shape
-    key = ("lengths", attention.reach, attention.heads.rows)
-    calls, places = attention.layout.once(key, lambda: _lengths(attention, batch, q.device))
-    if not calls:
-        return _zeros(q, v)
-    q, k, v = (x.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None] for x in (q, k, v))
-
-    def told(lengths: dict[str, Any]) -> Callable[..., Tensor]:
-        return lambda q, k, v, sinks: attention.with_sinks(sinks).compute(q, k, v, **lengths)
-
-    queries = [gathered(q, own) for own, _, _ in calls]
+    flat = [x.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None] for x in (q, k, v)]
     if attention.layout.parents:
-        of_calls = [Call(told(lengths), keys) for _, keys, lengths in calls]
-        outs = call_again_in_backward(of_calls, queries, k, v, attention.sinks, attention.draws)
-    else:
-        ((_, keys, lengths),) = calls
-        outs = [attention.compute(*queries, gathered(k, keys), gathered(v, keys), **lengths)]
-    out = joined([out[0] for out in outs], 0)
-    if places is not None:
-        out = out.new_zeros(batch * rows, heads, out.shape[2]).index_copy(0, places, out)
+        return _in_several_calls(attention, *flat)
+    key = ("lengths", attention.reach, attention.heads.rows)
+    queries, keys, lengths = attention.layout.once(key, lambda: _lengths(attention, batch, q.device))
+    if lengths["max_length_q"] == 0:
+        return _zeros(q, v)
+    out = attention.compute(*(gathered(x, own) for x, own in zip(flat, (queries, keys, keys), strict=True)), **lengths)
+    if queries is not None:
+        out = out.new_zeros(1, batch * rows, heads, out.shape[3]).index_copy(1, queries, out)
     return out.view(batch, rows, heads, -1)
 
 
-def _lengths(attention: LocalAttention, batch: int, device: torch.device) -> tuple[list[tuple], Tensor | None]:
-    """Returns for each call which of the flattened queries, and which keys, it is given one behind the other, None for
-    all in order, and how Hugging Face's flash attention is told where documents begin; and all calls' queries."""
+def _lengths(attention: LocalAttention, batch: int, device: torch.device) -> tuple[Any, Any, dict[str, Any]]:
+    """Returns which of the flattened queries, and which keys, to take one behind the other, None for all in order; and
+    how Hugging Face's flash attention is told where documents begin."""
     rows, length = count(attention.heads.rows), attention.layout.length
-    most = batch * length if attention.layout.parents else sys.maxsize
-    groups: list[list[tuple]] = []
-    room = 0
+    queries, keys = [torch.arange(0)], [torch.arange(0)]
     for row, at, segment in _visible(attention, batch):
-        if (wanted := count(segment.keys)) > room or not groups:
-            groups.append([])
-            room = most
-        room -= wanted
-        queries = torch.arange(segment.q1 - segment.q0) + row * rows + at
-        keys = torch.cat([torch.arange(row * length + start, row * length + stop) for start, stop in segment.keys])
-        groups[-1].append((queries, keys))
-    calls = []
-    for group in groups:
-        found, lengths = [], {}
-        for name, parts, whole in zip("qk", zip(*group, strict=True), (batch * rows, batch * length), strict=True):
-            sizes, index = torch.tensor([0, *map(len, parts)]), torch.cat(parts)
-            lengths[f"cu_seq_lens_{name}"] = sizes.cumsum(0, dtype=torch.int32).to(device)
-            lengths[f"max_length_{name}"] = int(sizes.max())
-            found.append(None if index.equal(torch.arange(whole)) else index.to(device))
-        calls.append((*found, lengths))
-    places = [queries for queries, _, _ in calls]
-    return calls, None if places in ([], [None]) else joined(places, 0)
+        queries.append(torch.arange(segment.q1 - segment.q0) + row * rows + at)
+        keys += [torch.arange(row * length + start, row * length + stop) for start, stop in segment.keys]
+    index = [torch.cat(parts) for parts in (queries, keys)]
+    wholes = (torch.arange(batch * rows), torch.arange(batch * length))
+    found = [None if x.equal(whole) else x.to(device) for x, whole in zip(index, wholes, strict=True)]
+    return *found, _told([len(part) for part in queries[1:]], [len(part) for part in keys[1:]], device)
+
+
+def _told(queries: list[int], keys: list[int], device: torch.device) -> dict[str, Any]:
+    """Returns how Hugging Face's flash attention is told of sequences with so many queries and keys each."""
+    found: dict[str, Any] = {}
+    for name, sizes in (("q", queries), ("k", keys)):
+        lengths = torch.tensor([0, *sizes])
+        found[f"cu_seq_lens_{name}"] = lengths.cumsum(0, dtype=torch.int32).to(device)
+        found[f"max_length_{name}"] = int(lengths.max())
+    return found
+
+
+def _in_several_calls(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Asks flash attention for the segments of one row whose documents share keys, in as many calls as it takes for
+    none to be given more keys than the row has. Their queries follow each other; behind them is padding alone."""
+    key = ("several lengths", attention.reach, attention.heads.rows)
+    calls = attention.layout.once(key, lambda: list(_calls(attention, q.device)))
+    sizes = [queries for queries, _, _ in calls]
+    if padding := q.shape[2] - sum(sizes):
+        sizes.append(padding)
+    queries = [part for (part,) in in_parts((q,), sizes, 2)]
+
+    def of_call(lengths: dict[str, Any]) -> Callable[..., Tensor]:
+        return lambda q, k, v, sinks: attention.with_sinks(sinks).compute(q, k, v, **lengths)
+
+    asked = [Call(of_call(lengths), keys) for _, keys, lengths in calls]
+    found = call_again_in_backward(asked, queries[: len(calls)], k, v, attention.sinks, attention.draws)
+    return joined([*found, *(_zeros(part, v) for part in queries[len(calls) :])], 1)
+
+
+def _calls(attention: LocalAttention, device: torch.device) -> Iterator[tuple[int, Rows, dict[str, Any]]]:
+    """Yields of each call how many queries it has, its keys, and how flash attention is told of its segments."""
+    waiting: list[Block] = []
+
+    def call() -> tuple[int, Rows, dict[str, Any]]:
+        queries = [segment.q1 - segment.q0 for segment in waiting]
+        keys = tuple(part for segment in waiting for part in segment.keys)
+        return sum(queries), keys, _told(queries, [count(segment.keys) for segment in waiting], device)
+
+    for _, _, segment in _visible(attention, 1):
+        if waiting and sum(count(each.keys) for each in (*waiting, segment)) > attention.layout.length:
+            yield call()
+            waiting.clear()
+        waiting.append(segment)
+    if waiting:
+        yield call()
 
 
 def by_block_mask(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:

@@ -20,12 +20,13 @@ class Call(NamedTuple):
 
     function: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
     """From q [B, h, n, K], k and v [B, kv, m, K], and sinks [h] if there are, to [B, n, h, K]."""
-    keys: Rows | Tensor | None
-    """Which of the sequence's keys and values it is given: parts [start, stop), an index [m], or None for all."""
+    keys: Rows
+    """Which of the sequence's keys and values it is given: parts [start, stop)."""
 
 
 def gathered(x: Tensor, keys: Rows | Tensor | None) -> Tensor:
-    """Returns some keys [B, kv, m, K] of [B, kv, S, K]; a view if they are one part."""
+    """Returns some of [B, h, S, K] as [B, h, m, K]: parts, of which one alone is a view, an index [m],
+    or None for all."""
     if keys is None:
         return x
     if isinstance(keys, Tensor):
@@ -73,20 +74,19 @@ class _Calls(torch.autograd.Function):
                 given = {name: None if x is None else x.detach() for name, x in given.items()}
                 asked = [given[name].requires_grad_() for name in given if name in sums or (name == "q")]
                 out = call.function(*given.values())
-                found = dict(zip((x for x in ("q", *sums)), torch.autograd.grad(out, asked, gradient), strict=True))
+                found = dict(zip(("q", *sums), torch.autograd.grad(out, asked, gradient), strict=True))
                 d_queries.append(found["q"])
                 for name, total in sums.items():
                     _add(total, found[name], call.keys if name in "kv" else None)
+                del given, asked, out, found  # before the next call's are made
         d_kv = [sums[name].to(x.dtype) if name in sums else None for name, x in (("k", k), ("v", v), ("sinks", sinks))]
         return None, None, *d_kv, *d_queries
 
 
-def _add(total: Tensor, part: Tensor, keys: Rows | Tensor | None) -> None:
+def _add(total: Tensor, part: Tensor, keys: Rows | None) -> None:
     """Adds a gradient to those of the keys that it is of."""
     if keys is None:
         total += part
-    elif isinstance(keys, Tensor):
-        total.index_add_(2, keys, part.to(total.dtype))
     else:
         sizes = [stop - start for start, stop in keys]
         for (start, stop), piece in zip(keys, part.split(sizes, 2), strict=True):

@@ -145,12 +145,21 @@ def _cross_entropy_of_logits(
     if owners is None or target.shape != owners.shape or len(owners.shape) != 1 or not (size_average is reduce is None):
         logits = input if owners is None else input.whole()
         return F.cross_entropy(logits, target, size_average=size_average, reduce=reduce, reduction=reduction, **options)
-    how, owners = "none" if reduction == "none" else "sum", owners.by_token()
+    counted = target != ignore_index
+    if owners.rows is not None:  # rows that tokens share are copied: those of labelled tokens alone
+        return _among(counted, _over_ranks(input[counted], target[counted], reduction, **options))
+    return _over_ranks(input, target, reduction, **options)
+
+
+def _over_ranks(input: Any, target: Tensor, reduction: str, **options: Any) -> Tensor:
+    """torch's cross_entropy of logits [n, V] whose tokens are over ranks, or share rows."""
+    how, owners = "none" if reduction == "none" else "sum", input.owners.by_token()
     losses = F.cross_entropy(input.connected_rows(), owners.own(target), reduction=how, **options)
     if reduction == "none":
         return gathered(losses, owners)
     total = summed(losses, owners.sp_group)
-    return total / _divisor(target, target != ignore_index, weight) if reduction == "mean" else total
+    counted = target != options["ignore_index"]
+    return total / _divisor(target, counted, options["weight"]) if reduction == "mean" else total
 
 
 LOSSES: dict[Callable, Callable] = {

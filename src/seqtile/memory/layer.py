@@ -179,7 +179,9 @@ class Layer:
             yield Alive("norm after attention", in_mlp, attention - after, norms=hidden + norm_after.backward)
         if arch.norm_before and not arch.parallel:
             yield Alive("norm before the MLP", in_mlp, attention, norms=hidden + norm.backward)
-        yield Alive("attention", in_mlp, inside - self.q + self.attention, norms=hidden * (1 + arch.parallel))
+        if self.batch.shared:  # the output of several calls is saved by what reads it alone
+            inside -= self.q
+        yield Alive("attention", in_mlp, inside + self.attention, norms=hidden * (1 + arch.parallel))
         if arch.norm_before:
             yield Alive("norm before attention", shape.layer_parameters, norms=hidden + norm.backward)
 

@@ -88,14 +88,39 @@ def tiled(
     """
     params, shared = _listed("params", params), _listed("shared", shared)
     _check_inputs(inputs, shared, params, dim)
-    first = inputs[0]
-    tokens_of_one = torch.Size([size for i, size in enumerate(first.shape[:-1]) if i != dim % first.dim()]).numel()
-    step = max(1, resolve_chunk_tokens(chunk_tokens, first.shape[-1]) // max(1, tokens_of_one))
+    _check_whole(params)
     if check:
         _check_trial(fn, inputs, shared, dim)
-    if first.shape[dim] <= step:
+    step = _step(inputs[0], chunk_tokens, dim)
+    if inputs[0].shape[dim] <= step:
         return fn(*inputs, *shared)
     return _tiled(fn, inputs, shared, params, step, dim)
+
+
+def tiled_gathered(
+    fn: Callable[..., Outputs],
+    *inputs: torch.Tensor,
+    params: Iterable[torch.Tensor] = (),
+    shared: Iterable[torch.Tensor] = (),
+    chunk_tokens: int | None = None,
+    dim: int = -2,
+    always: bool = True,
+) -> Outputs:
+    """As `tiled`, where the caller sees to it that sharded parameters are whole in the forward and in the backward.
+
+    `always`: one chunk is computed as several are, so that gradients come in the same order on ranks of all lengths."""
+    params, shared = _listed("params", params), _listed("shared", shared)
+    _check_inputs(inputs, shared, params, dim)
+    step = _step(inputs[0], chunk_tokens, dim)
+    if not always and inputs[0].shape[dim] <= step:
+        return fn(*inputs, *shared)
+    return _tiled(fn, inputs, shared, params, step, dim)
+
+
+def _step(first: torch.Tensor, chunk_tokens: int | None, dim: int) -> int:
+    """Returns the positions of a chunk along `dim`."""
+    tokens_of_one = torch.Size([size for i, size in enumerate(first.shape[:-1]) if i != dim % first.dim()]).numel()
+    return max(1, resolve_chunk_tokens(chunk_tokens, first.shape[-1]) // max(1, tokens_of_one))
 
 
 @torch.compiler.disable(reason="seqtile.tiled runs its function chunk by chunk")
@@ -242,6 +267,11 @@ def _check_inputs(inputs: Tensors, shared: Tensors, params: Tensors, dim: int) -
     for i, param in enumerate(params):
         if not param.is_leaf:
             raise ValueError(f"tiled: parameter {i} is computed from others; pass it as shared, or list those")
+
+
+def _check_whole(params: Tensors) -> None:
+    """Raises ValueError for a parameter of which ranks hold parts."""
+    for i, param in enumerate(params):
         if hasattr(param, "ds_id") or is_traceable_wrapper_subclass(param):
             how = "by ZeRO-3" if hasattr(param, "ds_id") else f"as a {type(param).__name__}"
             raise ValueError(

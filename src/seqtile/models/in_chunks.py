@@ -7,7 +7,6 @@ has changed that decides what they compute.
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from contextvars import ContextVar
-from functools import partial
 from itertools import chain, repeat
 from typing import Any, NamedTuple
 from weakref import ref
@@ -21,7 +20,7 @@ from torch.utils._device import DeviceContext
 from seqtile.models.gathered import hooks_in_loop, silent
 from seqtile.models.weights import hooks_of, is_harmless, leaves_of
 from seqtile.ops.state import found_in
-from seqtile.ops.tiled import Holding, Outputs, tiled, tiled_gathered
+from seqtile.ops.tiled import Holding, Outputs, tiled_part
 
 _inside_chunk: ContextVar[bool] = ContextVar("inside_chunk", default=False)
 
@@ -90,12 +89,12 @@ def call_in_chunks(
     params: Sequence[torch.Tensor] | None = None,
     **options: Any,
 ) -> Outputs:
-    """Returns function(*inputs), which calls the modules, computed by `seqtile.tiled` with these options; `params` are
-    by default what the modules train."""
+    """Returns function(*inputs), which calls the modules, computed by `tiled_part` with these options; `params` are by
+    default what the modules train."""
     params = modules.trained if params is None else params
     fn, state = _repeatable(function, modules), modules.state
-    compute = tiled if hooks_in_loop() is None else partial(tiled_gathered, always=not inside_chunk())
-    return compute(fn if state is None else Holding(fn, state), *inputs, params=params, **options)
+    options["always"] = hooks_in_loop() is not None and not inside_chunk()
+    return tiled_part(fn if state is None else Holding(fn, state), *inputs, params=params, **options)
 
 
 def _repeatable(function: Callable, modules: InChunks) -> Callable:

@@ -25,6 +25,7 @@ from torch.utils.hooks import BackwardHook
 from seqtile.models.weights import defining_path, innermost
 
 _OF_FSDP, _OF_DEEPSPEED = "torch.distributed.fsdp.", "deepspeed.runtime.zero."
+_OF_TRIALS = "seqtile.models.trial_"  # of a comparison, which look at what was gathered
 _LEAF = "_z3_leaf"  # what DeepSpeed reads at every call of a module
 
 
@@ -54,8 +55,10 @@ def gathered(
         chunked: function calls modules, by `call_in_chunks`; False where it reads their weights.
         called: this is inside the module's own call, whose hooks gather what they know of.
     """
+    if not is_sharded(module) and not isinstance(module, FSDPModule):
+        return function(*tensors)
     around = _sharded_inside(module)
-    if any(map(_of_deepspeed, module._forward_pre_hooks.values())):
+    if any(_is_of(hook, _OF_DEEPSPEED) for hook in module._forward_pre_hooks.values()):
         if chunked and not vars(module).get(_LEAF):
             setattr(module, _LEAF, True)
             called = False  # its call has begun, without knowing that
@@ -63,7 +66,7 @@ def gathered(
             around = [module]
     elif not called and isinstance(module, FSDPModule):
         around = [module, *around]
-    around += [each for each in module.modules() if each is not module and any(map(_of_deepspeed, each._backward_hooks.values()))]
+    around += [each for each in module.modules() if each is not module and _of_a_leaf(each)]
     for each in reversed(around):
         function = _inside_hooks(each, function)
     if not chunked:
@@ -86,13 +89,14 @@ def silent(hooks: list[_Hook] | None) -> Iterator[None]:
     if hooks is None:
         yield
         return
-    token, before = _in_loop.set(hooks), [each.hooks.get(each.key) for each in hooks]
-    for each in hooks:
+    token = _in_loop.set(hooks)
+    before = [(each, each.hooks[each.key]) for each in hooks if each.key in each.hooks]
+    for each, _ in before:
         each.hooks[each.key] = each.instead  # in its place
     try:
         yield
     finally:
-        for each, hook in zip(hooks, before, strict=True):
+        for each, hook in before:
             each.hooks[each.key] = hook
         _in_loop.reset(token)
 
@@ -101,12 +105,13 @@ def _sharded_inside(module: nn.Module) -> list[FSDPModule]:
     return [each for each in module.modules() if each is not module and isinstance(each, FSDPModule)]
 
 
-def _of_deepspeed(hook: Callable) -> bool:
-    return defining_path(innermost(hook)).startswith(_OF_DEEPSPEED)
+def _of_a_leaf(module: nn.Module) -> list[Callable]:
+    """Returns the hooks by which DeepSpeed reduces the gradients of one of its own leaves, such as Mixtral's block."""
+    return [hook for hook in module._backward_hooks.values() if _is_of(hook, _OF_DEEPSPEED)]
 
 
-def _of_fsdp(hook: Callable) -> bool:
-    return defining_path(innermost(hook)).startswith(_OF_FSDP)
+def _is_of(hook: Callable, *whose: str) -> bool:
+    return defining_path(innermost(hook)).startswith(whose)
 
 
 def _inside_hooks(module: nn.Module, function: Callable) -> Callable:
@@ -114,24 +119,24 @@ def _inside_hooks(module: nn.Module, function: Callable) -> Callable:
 
     def between(*args: torch.Tensor) -> Any:
         for key, hook in [*module._forward_pre_hooks.items()]:
-            if _of_fsdp(hook) or _of_deepspeed(hook):
+            if _is_of(hook, _OF_FSDP, _OF_DEEPSPEED, _OF_TRIALS):
                 with _without_casts(module):
                     with_kwargs = key in module._forward_pre_hooks_with_kwargs
                     changed = hook(module, args, {}) if with_kwargs else hook(module, args)
                 args = args if changed is None else changed[0] if with_kwargs else changed
-        backward = [hook for hook in module._backward_hooks.values() if _of_deepspeed(hook)]
-        if backward and torch.is_grad_enabled():
+        backward = _of_a_leaf(module) if torch.is_grad_enabled() else []
+        if backward:
             if not any(arg.requires_grad for arg in args):  # they run when the gradient of an input is there
                 args = (args[0].detach().requires_grad_(), *args[1:])
             around = BackwardHook(module, backward, [])
             args = around.setup_input_hook(args)
         output = function(*args)
         for hook in [*module._forward_hooks.values()]:
-            if _of_fsdp(hook) or _of_deepspeed(hook):
+            if _is_of(hook, _OF_FSDP, _OF_DEEPSPEED, _OF_TRIALS):
                 with _without_casts(module):
                     changed = hook(module, args, output)
                 output = output if changed is None else changed
-        return around.setup_output_hook(output) if backward and torch.is_grad_enabled() else output
+        return around.setup_output_hook(output) if backward else output
 
     return between
 
@@ -153,15 +158,12 @@ def _without_casts(module: nn.Module) -> Iterator[None]:
 
 def _silenced(module: nn.Module) -> Iterator[_Hook]:
     """Yields the hooks of a module that gather, with what stands in for each in a loop."""
-    for key, hook in module._forward_pre_hooks.items():
-        if _of_fsdp(hook):
-            yield _Hook(module._forward_pre_hooks, key, _cast_inputs)
-    for key, hook in module._forward_hooks.items():
-        if _of_fsdp(hook):
-            yield _Hook(module._forward_hooks, key, _cast_output)
-    for hooks in (module._forward_pre_hooks, module._forward_hooks, module._backward_hooks):
+    kinds = (module._forward_pre_hooks, _cast_inputs), (module._forward_hooks, _cast_output)
+    for hooks, casts in (*kinds, (module._backward_hooks, _nothing)):
         for key, hook in hooks.items():
-            if _of_deepspeed(hook):
+            if _is_of(hook, _OF_FSDP):
+                yield _Hook(hooks, key, casts)
+            elif _is_of(hook, _OF_DEEPSPEED, _OF_TRIALS):
                 yield _Hook(hooks, key, _nothing)
 
 

@@ -171,13 +171,11 @@ class Call(NamedTuple):
 
     def held(self, given: Tensors, error: type[Exception]) -> WatchedState:
         """Returns what fn must leave as it is, else `error` is raised; no more than a chunk's input is copied."""
-        first = self.cut(given[0], slice(0, self.step))
+        first = self.cut(given[0], chunks(given[0].shape[self.dim], self.step)[0])
         kinds = {"input": given[: self.inputs], "shared tensor": given[self.inputs :], "parameter": self.params}
         return WatchedState(self.fn.holds, kinds, error, room=first.nbytes)
 
-    def run_first(
-        self, held: WatchedState, given: Tensors
-    ) -> tuple[list[torch.Tensor], dict[int, tuple[int, int]]]:
+    def run_first(self, held: WatchedState, given: Tensors) -> tuple[list[torch.Tensor], dict[int, tuple[int, int]]]:
         """Returns what fn makes of the first chunk, without a graph, and when it used leaves first, see
         `_leaves_behind`: in the reverse order an untiled backward has their gradients, which under ZeRO must be the same
         on ranks whose sequence fits in a chunk."""
@@ -261,7 +259,13 @@ class TiledFunction(torch.autograd.Function):
             for chunk in chunks(given[0].shape[call.dim], call.step):
                 add(chunk)
         # A leaf that no chunk used, such as the weights of an expert without tokens, gets no gradient, as untiled.
-        return None, None, None, *d_inputs, *(None if total is None or total.is_empty else total.result() for total in sums)
+        return (
+            None,
+            None,
+            None,
+            *d_inputs,
+            *(None if total is None or total.is_empty else total.result() for total in sums),
+        )
 
 
 def _listed(name: str, tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:

@@ -189,13 +189,13 @@ def made_tiled(case: Case) -> nn.Module:
     # Liger's MLPs know one activation and, built by a patched class, no biases, whatever the config says.
     if case.arch in FAMILIES:
         model = made(case)
-        seqtile.apply_seqtile(model, mlp=case.mlp, layer=case.layer != "none", chunk_tokens=CHUNK)
+        seqtile.apply_seqtile(model, layer=case.layer != "none", chunk_tokens=CHUNK)
         status = seqtile.status(model)
-        assert status.loss.tiled == 1 and (status.mlp.tiled == status.mlp.total) == case.mlp, status
+        assert status.loss.tiled == 1 and status.mlp.tiled == status.mlp.total, status
         assert (status.layer is not None and status.layer.tiled > 0) == (case.layer != "none"), status
         return model
     odd = case.adapter == "generic" or config_of(case.arch).to_dict().get("mlp_bias") or ARCHS[case.arch].routed
-    options = {"mlp": case.mlp, "chunk_tokens": CHUNK}
+    options = {"chunk_tokens": CHUNK}
     if case.layer != "none":
         options |= {"layer": True, "head_groups": 2 if case.layer == "groups" else None}
     if case.liger == "class":
@@ -215,10 +215,10 @@ def made_tiled(case: Case) -> nn.Module:
     if case.liger != "class":
         seqtile.apply_seqtile(base, **options)
     status = seqtile.status(base)
-    assert (status.loss.tiled, status.mlp.tiled) == (1, LAYERS * case.mlp), status
+    assert (status.loss.tiled, status.mlp.tiled) == (1, LAYERS), status
     assert (status.layer is not None and status.layer.tiled == LAYERS) == (case.layer != "none"), status
     called = case.adapter == "generic" or ARCHS[case.arch].routed
-    assert (status.mlp.reason is not None) == (called and case.mlp), status
+    assert (status.mlp.reason is not None) == called, status
     norm = base.model.norm
     assert ("liger" in computed_forward(norm).__module__) == (case.liger != "none")
     return model

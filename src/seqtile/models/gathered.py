@@ -1,14 +1,15 @@
-"""Weights of which ranks hold parts, gathered once for all chunks of a module: once in the forward, once in the backward.
+"""Weights of which ranks hold parts, gathered once for all chunks of a module, in the forward and in the backward.
 
-ZeRO-3 and FSDP2 gather by hooks around a module's call. What is called chunk by chunk would be gathered once a chunk, and
-ranks with different numbers of chunks would wait for each other for ever. So around the loop
+ZeRO-3 and FSDP2 gather by hooks around a module's call. What is called chunk by chunk would be gathered once a chunk,
+and ranks with different numbers of chunks would wait for each other for ever. So around the loop
 
     ZeRO-3   the module is marked as a leaf, as `deepspeed.utils.set_z3_leaf_modules` does: its own hooks gather all
              that is inside of it
     FSDP2    the hooks of the modules inside that are sharded by themselves run once
 
-and in the loop, which runs again in the backward, the hooks of both do no more than cast, as a policy of mixed precision
-asks.
+and in the loop, which runs again in the backward, the hooks of both do no more than cast, as a policy of mixed
+precision asks. DeepSpeed marks the mixtures' blocks of some types as leaves by itself, and reduces the gradients of such
+a leaf by a hook on its backward: inside of a larger part that hook, too, runs around the loop.
 """
 
 from collections.abc import Callable, Iterator
@@ -47,8 +48,8 @@ def is_sharded(module: nn.Module) -> bool:
 def gathered(
     module: nn.Module, function: Callable, *tensors: torch.Tensor, chunked: bool = True, called: bool = True
 ) -> Any:
-    """Returns function(*tensors), which computes a module's forward with all weights inside of it whole, and likewise in
-    the backward.
+    """Returns function(*tensors), which computes a module's forward with all weights inside of it whole, also in its
+    backward.
 
     Args:
         tensors: hidden states, through which the backward reaches the module.

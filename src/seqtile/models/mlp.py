@@ -248,13 +248,25 @@ class _WeightOverride:
 
 def experts_verdict(experts: nn.Module, dtype: torch.dtype | None = None) -> Verdict:
     """Finds how a mixture's experts are computed."""
+    if f"{type(experts).__module__}.{type(experts).__name__}" == _MXFP4:
+        return Verdict("untiled", _NOT_TRAINED, tileable=False)
     in_chunks = (InChunks(),)  # PEFT exchanges the class of experts meanwhile
     return Verdict("chunked", "tokens are routed to experts", sharded=is_sharded(experts), in_chunks=in_chunks)
+
+
+_MXFP4 = "transformers.integrations.mxfp4.Mxfp4GptOssExperts"
+_NOT_TRAINED = (
+    "weights of MXFP4, whose kernels have no backward; to train, load the model with "
+    "quantization_config=transformers.Mxfp4Config(dequantize=True)"
+)
 
 
 def num_experts(module: nn.Module) -> int:
     """Returns how many experts a module holds the weights of: itself, in no layer of its own; 0 of none."""
     shapes = [getattr(weight, "ds_shape", weight.shape) for weight in own_weights(module)]  # ZeRO-3's shards differ
+    made = (part for parts in module.parametrizations.values() for part in parts) if is_parametrized(module) else ()
+    states = (getattr(part, "quant_state", None) for part in made)  # of bitsandbytes' 4 bits, which are packed
+    shapes += [state.shape for state in states if state is not None]
     return max((shape[0] for shape in shapes if len(shape) == 3), default=0)
 
 

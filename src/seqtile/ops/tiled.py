@@ -177,8 +177,8 @@ class Call(NamedTuple):
 
     def run_first(self, held: WatchedState, given: Tensors) -> tuple[list[torch.Tensor], dict[int, tuple[int, int]]]:
         """Returns what fn makes of the first chunk, without a graph, and when it used leaves first, see
-        `_leaves_behind`: in the reverse order an untiled backward has their gradients, which under ZeRO must be the same
-        on ranks whose sequence fits in a chunk."""
+        `_leaves_behind`: in the reverse order an untiled backward has their gradients, and under ZeRO ranks whose
+        sequence fits in a chunk must have them in the same."""
         first = chunks(given[0].shape[self.dim], self.step)[0]
         hidden = saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach)  # from a checkpoint around
         with torch.set_grad_enabled(self.differentiate), hidden:  # most functions use the same leaves in every chunk

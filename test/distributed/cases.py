@@ -19,7 +19,7 @@ FAMILIES = ("gpt_oss", "qwen3_5_moe_text", "qwen3_next", "deepseek_v3", "glm4_mo
 FAMILIES += ("qwen3_5_text", "gemma4_text", "gemma4_unified_text", "qwen3_vl", "ministral3", "olmo3")
 """Model types without an entry in the table."""
 VARIANTS = {
-    "torch": ("fsdp2_group", "fsdp2_head", "fsdp2_mlp", "fsdp2_keep", "fsdp2_mixed"),
+    "torch": ("fsdp2_group", "fsdp2_head", "fsdp2_mlp", "fsdp2_projection", "fsdp2_keep", "fsdp2_mixed"),
     "zero": ("zero2_offload",),
     "zero3": ("zero3_leaf", "zero3_offload", "zero3_evaluated"),
 }
@@ -75,6 +75,7 @@ def variants() -> list[Case]:
     names = [name for names in VARIANTS.values() for name in names]
     found = [Case("llama", name, ADAPTERS[i % 2], CHECKPOINTING[i % 2], "none") for i, name in enumerate(names)]
     found.append(Case("llama", "zero3_attentions", "full", "plain", "none", "segments"))
+    found.append(Case("llama", "fsdp2_mlp", "full", "ckpt", "none", "groups"))
     return [*found, Case("mixtral", "expert_parallel", "full", "ckpt", "none")]
 
 

@@ -17,7 +17,7 @@ from torch import nn
 import seqtile
 from distributed.worker import STRATEGIES, base_of, fsdp2, full, train
 from seqtile import sp
-from seqtile.models.find import layers_of
+from seqtile.models.find import experts_in, layers_of
 from support.assertions import assert_each_as_exact, relative_error
 from support.tiny import CHUNK, batch_of, build, checkpointing
 from support.training import halved, update, with_lora
@@ -97,6 +97,15 @@ def on_cpu(model: nn.Module):
     return each_part(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
 
 
+def experts_in_bfloat16(model: nn.Module):
+    """FSDP2 in float32, but for the experts, which cast what they are given, and what they return back."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    for experts in experts_in(base_of(model)):
+        fully_shard(experts, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32))
+    return fsdp2(model)
+
+
 REDUCERS = {"DDP": "ddp", "FSDP2": "fsdp2", "FSDP2, bfloat16": "bfloat16", "ZeRO-2": "zero2", "ZeRO-3": "zero3"}
 REDUCERS |= {"ZeRO-3, sp": "zero3_sp"}
 WRAPPED = {
@@ -104,6 +113,7 @@ WRAPPED = {
     "parts, kept": partial(each_part, reshard_after_forward=False),
     "parts, offloaded": on_cpu,
     "bfloat16": in_bfloat16,
+    "experts in bfloat16": experts_in_bfloat16,
     "zero3_sp": STRATEGIES["zero3"],
 }
 """Ways beside those of worker.py: FSDP2 of experts, MLPs and attention by themselves; a sequence over both ranks."""
@@ -151,7 +161,7 @@ def compare(part: str, reducer: str, checkpoints: str) -> None:
         return
     theirs, their_moves = trained(*arguments, tiled=False)
     ours, our_moves = trained(*arguments, tiled=True)
-    if reducer == "FSDP2, bfloat16":
+    if "bfloat16" in reducer:
         _, true_moves = trained(PARTS[part], "fsdp2", None, tiled=False)
         torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=3e-3, atol=0)
         assert_each_as_exact(our_moves, their_moves, true_moves)

@@ -32,6 +32,9 @@ OF_FSDP2 = [
 ]
 
 
+OF_FSDP2 += [("mixture", "experts in bfloat16"), ("mixture, whole layers", "experts in bfloat16")]
+
+
 @pytest.mark.dist
 @pytest.mark.full("3 s each", but=every_pair)
 @pytest.mark.parametrize("pool", [(2, "torch")], indirect=True)

@@ -43,11 +43,20 @@ def ddp(model: nn.Module):
     return wrapped, torch.optim.SGD(trainable(model), lr=1.0)
 
 
-def fsdp2(model: nn.Module, group: bool = False, head: bool = False, mlp: bool = False, **options: object):
+def fsdp2(
+    model: nn.Module,
+    group: bool = False,
+    head: bool = False,
+    mlp: bool = False,
+    projection: bool = False,
+    **options: object,
+):
     from torch.distributed.fsdp import fully_shard
 
     base = base_of(model)
     for layer in layers_of(base):
+        if projection:
+            fully_shard(layer.mlp.gate_proj, **options)
         if mlp:
             fully_shard(layer.mlp, **options)
         fully_shard(layer, **options)
@@ -104,6 +113,7 @@ STRATEGIES = {
     "fsdp2_group": partial(fsdp2, group=True),
     "fsdp2_head": partial(fsdp2, head=True),
     "fsdp2_mlp": partial(fsdp2, mlp=True),
+    "fsdp2_projection": partial(fsdp2, projection=True),
     "fsdp2_keep": partial(fsdp2, reshard_after_forward=False),
     "fsdp2_mixed": mixed,
     "expert_parallel": expert_parallel,

@@ -2,7 +2,9 @@
 and the order in which gradients of parts in chunks arrive."""
 
 import copy
+import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,6 +18,7 @@ from models.layered import KINDS, assert_equal
 from seqtile.models.find import experts_in
 from seqtile.models.model_types import model_classes
 from seqtile.models.small import WORDS, small_model
+from seqtile.rules import default_chunk_tokens
 from support.tiny import CHUNK, batch_of, build, checkpointing, counting, loss_and_gradients, tiled_copy
 from support.training import with_lora
 
@@ -129,3 +132,11 @@ def test_gradients_arrive_in_the_order_of_an_untiled_backward(name: str, reentra
         loss_and_gradients(model, **batch)
         orders.append(order)
     assert orders[0] == orders[1] and len(orders[0]) > 10
+
+
+def test_the_page_has_the_chunks_of_mixtures() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "how-it-works.md").read_text()
+    rows = re.findall(r"^\| (\d+) \| (\d+) \| .* \| ([\d,]+) \|$", page, re.M)
+    assert [int(experts) for experts, *_ in rows] == [8, 32, 64, 128, 128]
+    for experts, a_token, tokens in rows:
+        assert default_chunk_tokens(4096, int(experts) / int(a_token)) == int(tokens.replace(",", ""))

@@ -13,11 +13,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from transformers import CONFIG_MAPPING
 
 import seqtile
 from distributed.worker import STRATEGIES, base_of, fsdp2, full, train
 from seqtile import sp
 from seqtile.models.find import experts_in, layers_of
+from seqtile.models.model_types import model_classes
+from seqtile.models.small import WORDS, small_model
 from support.assertions import assert_each_as_exact, relative_error
 from support.tiny import CHUNK, batch_of, build, checkpointing
 from support.training import halved, update, with_lora
@@ -197,6 +200,27 @@ def ten_steps(strategy: str, layer: bool, reentrant: bool | None) -> None:
     (theirs, their_bytes), (ours, our_bytes) = found
     torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-5, atol=0)
     assert min(their_bytes) > 0 and all(map(int.__le__, our_bytes, their_bytes)), (our_bytes, their_bytes)
+
+
+def without_tokens() -> None:
+    """Experts that no token of any rank chooses get no gradient under DDP, tiled and untiled."""
+    found = []
+    for tiled in (False, True):
+        torch.manual_seed(0)
+        model = small_model(model_classes("longcat_flash")[0], CONFIG_MAPPING["longcat_flash"]()).train()
+        for experts in experts_in(model):  # all go to an expert that returns its input
+            experts.register_forward_pre_hook(
+                lambda module, args: (args[0], torch.full_like(args[1], module.num_routed_experts), args[2])
+            )
+        if tiled:
+            seqtile.apply_seqtile(model, chunk_tokens=5)
+        wrapped = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+        for length in (17, 6):
+            ids = torch.randint(5, WORDS - 5, (1, length + dist.get_rank()))
+            wrapped(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        found.append({name for name, parameter in model.named_parameters() if parameter.grad is None})
+        del wrapped
+    assert found[0] == found[1] and any(".experts." in name for name in found[1]), found
 
 
 class Gathered:

@@ -57,6 +57,12 @@ def test_ten_steps_of_3_and_7_chunks(pool: Pool, strategy: str, layer: bool, ree
     pool.run(chunked.ten_steps, strategy, layer, reentrant)
 
 
+@pytest.mark.dist
+@pytest.mark.parametrize("pool", [(2, "torch")], indirect=True)
+def test_experts_without_tokens_under_ddp(pool: Pool) -> None:
+    pool.run(chunked.without_tokens)
+
+
 def test_the_page_has_the_table() -> None:
     page = (Path(__file__).parents[2] / "docs" / "compatibility.md").read_text()
     assert chunked.table() in page, f"docs/compatibility.md is out of date; its table should be\n{chunked.table()}"

@@ -58,7 +58,7 @@ MUTANTS = (
         "setattr(module, _LEAF, True)",
         "pass",
         CHUNKED,
-        select="DoRA and ZeRO-3-none",
+        select="ten_steps and zero3",
         dist=True,
     ),
     Mutant(

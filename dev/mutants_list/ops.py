@@ -11,6 +11,30 @@ STATE = ("ops/test_tiled_state.py",)
 
 MUTANTS = (
     Mutant(
+        "tiled: gradients arrive in the order of the list, not of use",
+        "_tiled",
+        "key=lambda param: used.get(id(param), (0, 0))",
+        "key=lambda param: 0",
+        ("models/test_experts.py",),
+        select="order",
+    ),
+    Mutant(
+        "tiled: parameters that a layer uses behind its attention wait for what is before",
+        "_tiled",
+        "if not used_alone or id(param) in used",
+        "if True",
+        ("models/test_experts.py",),
+        select="order",
+    ),
+    Mutant(
+        "loss: padding of a row of logits holds what was in its memory",
+        "Head.logits_buffer",
+        "buffer[:, vocab:] = 0",
+        "pass",
+        LOSS,
+        select="that_nobody_wrote",
+    ),
+    Mutant(
         "loss: a mean with class weights is divided by the number of labels",
         "_loss",
         "num_items = chunked.class_weight[labels].sum()",
@@ -186,9 +210,9 @@ MUTANTS = (
     ),
     Mutant(
         "tiled: chunks do not know of other dimensions' tokens",
-        "tiled",
-        "// max(1, tokens_of_one))",
-        ")",
+        "_step",
+        "// max(1, tokens_of_one)",
+        "",
         TILED,
     ),
     Mutant(

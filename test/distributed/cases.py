@@ -15,12 +15,11 @@ ADAPTERS = ("full", "lora", "generic")
 CHECKPOINTING = ("plain", "ckpt", "reentrant")
 LAYER = ("segments", "groups")
 LIGER = ("none", "class", "model", "again")
-CALLED = ("gpt_oss", "qwen3_5_moe_text", "qwen3_next", "deepseek_v3", "glm4_moe", "seed_oss")
-PLAIN = ("qwen3_5_text", "gemma4_text", "gemma4_unified_text", "qwen3_vl", "ministral3", "olmo3")
-FAMILIES = dict.fromkeys(CALLED, True) | dict.fromkeys(PLAIN, False)
-"""Model types without an entry in the table -> True if their MLPs, or experts, are called."""
+FAMILIES = ("gpt_oss", "qwen3_5_moe_text", "qwen3_next", "deepseek_v3", "glm4_moe", "seed_oss")
+FAMILIES += ("qwen3_5_text", "gemma4_text", "gemma4_unified_text", "qwen3_vl", "ministral3", "olmo3")
+"""Model types without an entry in the table."""
 VARIANTS = {
-    "torch": ("fsdp2_group", "fsdp2_head", "fsdp2_mlp", "fsdp2_keep", "fsdp2_mixed"),
+    "torch": ("fsdp2_group", "fsdp2_head", "fsdp2_mlp", "fsdp2_projection", "fsdp2_keep", "fsdp2_mixed"),
     "zero": ("zero2_offload",),
     "zero3": ("zero3_leaf", "zero3_offload", "zero3_evaluated"),
 }
@@ -44,12 +43,6 @@ class Case(NamedTuple):
         return "-".join(self)
 
     @property
-    def mlp(self) -> bool:
-        """Whether the MLPs are tiled as well as the loss: not the experts under ZeRO-3, where that is refused."""
-        called = FAMILIES[self.arch] if self.arch in FAMILIES else ARCHS[self.arch].routed
-        return not (self.strategy == "zero3" and called)
-
-    @property
     def tree(self) -> str:
         """The pool of processes that runs it, with others.
 
@@ -62,8 +55,6 @@ class Case(NamedTuple):
 
 def excluded(a: str, b: str) -> str | None:
     """Why two values never meet; None if they must."""
-    if {a, b} == {"zero3", "generic"}:
-        return "refused: what is called chunk by chunk would be gathered chunk by chunk"
     if any(name in ARCHS and not ARCHS[name].liger for name in (a, b)) and {a, b} & set(LIGER[1:]):
         return "Liger does not know it"
     return None
@@ -74,8 +65,6 @@ def matrix() -> list[Case]:
     for i, arch in enumerate(ARCHS):
         for j, strategy in enumerate(STRATEGIES):
             adapter, order = ADAPTERS[(i + j) % 3], (*LIGER, "none")[(i + j) % 5]
-            if excluded(strategy, adapter):
-                adapter = "full"
             if excluded(arch, order):
                 order = "none"
             found.append(Case(arch, strategy, adapter, CHECKPOINTING[(i // 3 + j) % 3], order))
@@ -86,6 +75,7 @@ def variants() -> list[Case]:
     names = [name for names in VARIANTS.values() for name in names]
     found = [Case("llama", name, ADAPTERS[i % 2], CHECKPOINTING[i % 2], "none") for i, name in enumerate(names)]
     found.append(Case("llama", "zero3_attentions", "full", "plain", "none", "segments"))
+    found.append(Case("llama", "fsdp2_mlp", "full", "ckpt", "none", "groups"))
     return [*found, Case("mixtral", "expert_parallel", "full", "ckpt", "none")]
 
 
@@ -101,10 +91,9 @@ def layers() -> list[Case]:
 
 
 def families() -> list[Case]:
-    """The families of test_families.py under the parallelisms that shard weights; ZeRO-3 refuses layers that are
-    called."""
+    """The families of test_families.py under the parallelisms that shard weights."""
     found = [Case(name, "fsdp2", "full", "ckpt", "none", "segments") for name in FAMILIES]
-    return found + [Case(name, "zero3", "full", "plain", "none") for name in FAMILIES]
+    return found + [Case(name, "zero3", "full", "plain", "none", "segments") for name in FAMILIES]
 
 
 def cases() -> Iterator[tuple[Case, bool]]:
@@ -126,7 +115,7 @@ def table() -> str:
     rows = [["", *STRATEGIES], ["---"] * (1 + len(STRATEGIES))]
     for arch in ARCHS:
         cases = [case for case in matrix() if case.arch == arch]
-        rows.append([arch, *(" ".join(case[2:5]) + r" \*" * (not case.mlp) for case in cases)])
+        rows.append([arch, *(" ".join(case[2:5]) for case in cases)])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 

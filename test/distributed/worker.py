@@ -43,11 +43,20 @@ def ddp(model: nn.Module):
     return wrapped, torch.optim.SGD(trainable(model), lr=1.0)
 
 
-def fsdp2(model: nn.Module, group: bool = False, head: bool = False, mlp: bool = False, **options: object):
+def fsdp2(
+    model: nn.Module,
+    group: bool = False,
+    head: bool = False,
+    mlp: bool = False,
+    projection: bool = False,
+    **options: object,
+):
     from torch.distributed.fsdp import fully_shard
 
     base = base_of(model)
     for layer in layers_of(base):
+        if projection:
+            fully_shard(layer.mlp.gate_proj, **options)
         if mlp:
             fully_shard(layer.mlp, **options)
         fully_shard(layer, **options)
@@ -104,6 +113,7 @@ STRATEGIES = {
     "fsdp2_group": partial(fsdp2, group=True),
     "fsdp2_head": partial(fsdp2, head=True),
     "fsdp2_mlp": partial(fsdp2, mlp=True),
+    "fsdp2_projection": partial(fsdp2, projection=True),
     "fsdp2_keep": partial(fsdp2, reshard_after_forward=False),
     "fsdp2_mixed": mixed,
     "expert_parallel": expert_parallel,
@@ -189,13 +199,13 @@ def made_tiled(case: Case) -> nn.Module:
     # Liger's MLPs know one activation and, built by a patched class, no biases, whatever the config says.
     if case.arch in FAMILIES:
         model = made(case)
-        seqtile.apply_seqtile(model, mlp=case.mlp, layer=case.layer != "none", chunk_tokens=CHUNK)
+        seqtile.apply_seqtile(model, layer=case.layer != "none", chunk_tokens=CHUNK)
         status = seqtile.status(model)
-        assert status.loss.tiled == 1 and (status.mlp.tiled == status.mlp.total) == case.mlp, status
+        assert status.loss.tiled == 1 and status.mlp.tiled == status.mlp.total, status
         assert (status.layer is not None and status.layer.tiled > 0) == (case.layer != "none"), status
         return model
     odd = case.adapter == "generic" or config_of(case.arch).to_dict().get("mlp_bias") or ARCHS[case.arch].routed
-    options = {"mlp": case.mlp, "chunk_tokens": CHUNK}
+    options = {"chunk_tokens": CHUNK}
     if case.layer != "none":
         options |= {"layer": True, "head_groups": 2 if case.layer == "groups" else None}
     if case.liger == "class":
@@ -215,10 +225,10 @@ def made_tiled(case: Case) -> nn.Module:
     if case.liger != "class":
         seqtile.apply_seqtile(base, **options)
     status = seqtile.status(base)
-    assert (status.loss.tiled, status.mlp.tiled) == (1, LAYERS * case.mlp), status
+    assert (status.loss.tiled, status.mlp.tiled) == (1, LAYERS), status
     assert (status.layer is not None and status.layer.tiled == LAYERS) == (case.layer != "none"), status
     called = case.adapter == "generic" or ARCHS[case.arch].routed
-    assert (status.mlp.reason is not None) == (called and case.mlp), status
+    assert (status.mlp.reason is not None) == called, status
     norm = base.model.norm
     assert ("liger" in computed_forward(norm).__module__) == (case.liger != "none")
     return model

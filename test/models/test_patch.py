@@ -58,7 +58,7 @@ def snapshot(model: nn.Module | None = None) -> list[object]:
 
 def runs_tiled(model: nn.Module, layer: bool = False) -> list[bool]:
     """Whether the loss and the MLPs, or the layers, are tiled, by what a training step does; `status` must say so."""
-    functions = [(layers, "decoder_layer")] if layer else [(mlp, "gated_mlp_of"), (in_chunks, "tiled")]
+    functions = [(layers, "decoder_layer")] if layer else [(mlp, "gated_mlp_of"), (in_chunks, "tiled_part")]
     with pytest.MonkeyPatch.context() as patch:
         calls = []
         for room, name in functions:
@@ -279,7 +279,7 @@ def test_a_copy_that_peft_saves(arch: str, name: str) -> None:
 
 def test_tiles_of_a_mixture_are_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each expert is to meet 2048 tokens of a chunk; dense layers keep their own chunk."""
-    original, lengths = in_chunks.tiled, set()
+    original, lengths = in_chunks.tiled_part, set()
 
     def recorded(*args: object, **options: object) -> object:
         lengths.add(options["chunk_tokens"])
@@ -291,7 +291,7 @@ def test_tiles_of_a_mixture_are_longer(monkeypatch: pytest.MonkeyPatch) -> None:
     untiled = build("mixtral", max_position_embeddings=4200, num_hidden_layers=1)
     tiled = tiled_copy(untiled, layer=False, chunk_tokens=None, check=False)
     assert seqtile.status(tiled).mlp.chunk_tokens == (4096,)
-    monkeypatch.setattr(in_chunks, "tiled", recorded)
+    monkeypatch.setattr(in_chunks, "tiled_part", recorded)
     assert_same_step(tiled, untiled, batch_of(1, 4150))  # a chunk of 4 experts, 2 of them a token, and a remainder
     assert lengths == {4096}
 

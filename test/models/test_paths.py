@@ -224,21 +224,3 @@ def test_plain_lora_spends_nothing_on_frozen_weights() -> None:
     unit, ignored = 2 * 190 * 48 * 130, 2 * 5 * 48 * 211  # a frozen head costs two products
     adapters = 2 * 190 * 4 * (48 + 130)  # one direction of one of them
     assert 2 * 2 * unit - 2 * ignored < counts[1] - counts[0] <= 2 * 2 * unit - 2 * ignored + 2 * 9 * adapters
-
-
-REFUSED = [
-    ("llama", quantised, "down_proj is a"),
-    ("llama", pruned_head, "lm_head has hooks"),
-    ("mixtral", lambda model: model, "tokens are routed to experts"),
-]
-
-
-@pytest.mark.parametrize(("arch", "change", "part"), REFUSED, ids=[part for *_, part in REFUSED])
-def test_refused_under_zero3(arch: str, change: Change, part: str) -> None:
-    """A module called once per chunk would gather once per chunk; ranks with other numbers of chunks would hang."""
-    model = change(build(arch, tie_word_embeddings=False))
-    for parameter in model.parameters():
-        parameter.ds_id = 0  # ZeRO-3's mark
-    with pytest.raises(ValueError, match=rf"{part}.*once per chunk; under ZeRO-3"):
-        seqtile.apply_seqtile(model, chunk_tokens=CHUNK)
-    assert "seqtile" not in str(seqtile.status(model))

@@ -268,7 +268,7 @@ def test_read_all_the_same(around: Around, mode: str) -> None:
     untiled, tiled = pair(unchanged, **MODES[mode])
     batch = whole(101)
     truth = loss_and_gradients(untiled, **batch)
-    with around(), replaced(seqtile.models.in_chunks, "tiled", None):
+    with around(), replaced(seqtile.models.in_chunks, "tiled_part", None):
         status = seqtile.status(tiled)
         parts = [part for part in (status.loss, status.mlp, status.layer) if part is not None]
         assert [(part.reason, part.problem) for part in parts] == [(None, None)] * len(parts)

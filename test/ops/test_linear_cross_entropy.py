@@ -354,3 +354,16 @@ def test_few_rows_of_many_words(device: str) -> None:
                 F.cross_entropy(leaf @ weight.to(dtype).T, target).backward()
             found.append(leaf.grad)
         assert relative_error(*found) <= 5e-6, rows
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_memory_that_nobody_wrote(dtype: torch.dtype, device: str) -> None:
+    """Of an odd vocabulary, whose rows of logits are padded; torch fills new memory with NaN here."""
+    hidden, weight = (torch.randn(n, 48, device=device).to(dtype).requires_grad_() for n in (101, 211))
+    target = torch.randint(211, (101,), device=device)
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        linear_cross_entropy(hidden, weight, target, chunk_tokens=50).backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert hidden.grad.isfinite().all() and weight.grad.isfinite().all()

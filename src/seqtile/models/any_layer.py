@@ -106,7 +106,7 @@ def call_layer_in_chunks(
     rows, length = hidden.shape[axis - 1 : axis + 1]
     call = _LayerCall(layer, forward, axis, LayerArguments(given, rows, length), cache)
     inputs = (hidden.movedim(axis, 1), *call.arguments.tensors)
-    made = call_in_chunks(call.before_attention, modules, *inputs, chunk_tokens=chunk_tokens, dim=1)
+    made = call_in_chunks(call.before_attention, modules, *inputs, chunk_tokens=chunk_tokens, dim=1, used_alone=True)
     heads = call.whole_heads(made if isinstance(made, tuple) else (made,))
     if call.cache is not None:
         heads[1:] = call.cache.add(*heads[1:])

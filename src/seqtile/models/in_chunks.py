@@ -17,9 +17,10 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._device import DeviceContext
 
+from seqtile.models.gathered import hooks_in_loop, silent
 from seqtile.models.weights import hooks_of, is_harmless, leaves_of
 from seqtile.ops.state import found_in
-from seqtile.ops.tiled import Holding, Outputs, tiled
+from seqtile.ops.tiled import Holding, Outputs, tiled_part
 
 _inside_chunk: ContextVar[bool] = ContextVar("inside_chunk", default=False)
 
@@ -88,11 +89,12 @@ def call_in_chunks(
     params: Sequence[torch.Tensor] | None = None,
     **options: Any,
 ) -> Outputs:
-    """Returns function(*inputs), which calls the modules, computed by `seqtile.tiled` with these options; `params` are
-    by default what the modules train."""
+    """Returns function(*inputs), which calls the modules, computed by `tiled_part` with these options; `params` are by
+    default what the modules train."""
     params = modules.trained if params is None else params
     fn, state = _repeatable(function, modules), modules.state
-    return tiled(fn if state is None else Holding(fn, state), *inputs, params=params, **options)
+    options["always"] = hooks_in_loop() is not None and not inside_chunk()
+    return tiled_part(fn if state is None else Holding(fn, state), *inputs, params=params, **options)
 
 
 def _repeatable(function: Callable, modules: InChunks) -> Callable:
@@ -103,7 +105,7 @@ def _repeatable(function: Callable, modules: InChunks) -> Callable:
     """
     if torch.compiler.is_compiling():  # whose guards ask the same
         return function
-    modes, environment = _modes(), modules.environment()
+    modes, environment, hooks = _modes(), modules.environment(), hooks_in_loop()
 
     def call(*tensors: torch.Tensor) -> Any:
         active = _modes()
@@ -116,6 +118,7 @@ def _repeatable(function: Callable, modules: InChunks) -> Callable:
         token = _inside_chunk.set(True)
         try:
             with ExitStack() as stack:
+                stack.enter_context(silent(hooks))
                 for mode in modes if active != modes else ():
                     stack.enter_context(mode)
                 return function(*tensors)

@@ -19,6 +19,7 @@ from transformers.utils import logging
 from seqtile.models.any_layer import any_layer_refusal, call_layer_in_chunks
 from seqtile.models.find import are_experts, positional_of
 from seqtile.models.further_outputs import call_with_further_outputs, records_attentions
+from seqtile.models.gathered import gathered, is_sharded
 from seqtile.models.in_chunks import InChunks
 from seqtile.models.layer_form import LayerForm, is_llamas_rotary, layer_form_of
 from seqtile.models.mlp import activation_of, gated_form, mlp_unfused_reason, read_mlp, sparsity_of
@@ -28,13 +29,11 @@ from seqtile.models.verdict import Verdict, Verdicts
 from seqtile.models.weights import (
     call_unfused_reason,
     check_untransformed,
-    is_sharded,
     module_call_reason,
     module_unfused_reason,
     process_unfused_reason,
     projection_unfused_reason,
     read_projection,
-    zero3_error,
 )
 from seqtile.ops.checks import autocast_dtype
 from seqtile.ops.chunks import is_trial, resolve_chunk_tokens
@@ -80,7 +79,16 @@ def tiled_layer_forward(options: Options, original: Callable) -> Callable:
             if verdict.sharded and verdict.how == "fused":
                 _params_of(verdict.form, self)  # as tiled: from its first forward ZeRO-3 knows what a layer reads
             return inner(self, hidden, **given)
-        return _compute(verdict, inner, options, self, hidden, given)
+        if (cached := given.get("past_key_values") is not None) and verdict.form is None and torch.is_grad_enabled():
+            return inner(self, hidden, **given)  # through which gradients may flow
+        if not verdict.sharded or verdict.how == "untiled":
+            return _compute(verdict, inner, options, self, hidden, given)
+
+        def compute(hidden: torch.Tensor) -> Any:  # by a verdict on weights that were gathered
+            return _compute(of(self, autocast_dtype(hidden) or hidden.dtype), inner, options, self, hidden, given)
+
+        chunked = verdict.how == "chunked" or (cached and torch.is_grad_enabled())
+        return gathered(self, compute, hidden, chunked=chunked)
 
     def forward(self, *args, **kwargs):
         # Decided here: nothing is recorded when a checkpoint recomputes the layer.
@@ -112,8 +120,7 @@ def _compute(
     """Returns what a layer makes of `hidden` and of what else it is `given`, by the way that its verdict says; `inner`
     is its original forward. Raises ValueError where there is none."""
     cache = given.get("past_key_values")
-    through_cache = verdict.form is None and cache is not None and torch.is_grad_enabled()
-    if through_cache or (verdict.error is None and not verdict.tileable):
+    if verdict.error is None and not verdict.tileable:
         return inner(layer, hidden, **given)
     check_untransformed()
     if verdict.error is not None:
@@ -166,8 +173,6 @@ def _llama_layer(
     attention, form, is_fused = layer.self_attn, verdict.form, verdict.how == "fused"
     if is_fused and cache is not None and torch.is_grad_enabled():
         is_fused = False  # gradients may flow through the cache
-        if verdict.sharded:
-            raise ValueError(zero3_error("gradients may flow through the cache"))
     attend, sp_attention, extra_tensors = _attention(form, attention, attention_mask, cache, kwargs)
     switch = form.attention.rotary_switch
     rotary = position_embeddings if switch is None or getattr(attention, switch) else None
@@ -270,8 +275,7 @@ def _chunked(layer: nn.Module, reason: str, form: LayerForm | None) -> Verdict:
     # Where every call matters, that of the attention does, too, which no chunk can make.
     how = "untiled" if form is not None and module_call_reason() else "chunked"
     in_chunks = (InChunks(layer=layer),) if form is None else _called_parts(layer)
-    error = zero3_error(reason) if is_sharded(layer) else None
-    return Verdict(how, reason, error, form, sparsity=sparsity, in_chunks=in_chunks)
+    return Verdict(how, reason, form=form, sparsity=sparsity, in_chunks=in_chunks)
 
 
 def _called_parts(layer: nn.Module) -> tuple[InChunks, InChunks]:

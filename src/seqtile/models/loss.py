@@ -21,6 +21,7 @@ from transformers.loss import loss_utils
 from seqtile.models.find import head_of, takes_use_cache
 from seqtile.models.first_step import check_first_step
 from seqtile.models.forms import code_of
+from seqtile.models.gathered import gathered
 from seqtile.models.in_chunks import InChunks, call_in_chunks
 from seqtile.models.late_read import gathers, rows_of_chunk
 from seqtile.models.lazy_logits import connected, lazy_logits
@@ -32,13 +33,11 @@ from seqtile.models.weights import (
     call_inside,
     check_untransformed,
     defining_path,
-    is_sharded,
     is_transformed,
     named,
     process_unfused_reason,
     projection_unfused_reason,
     read_projection,
-    zero3_error,
 )
 from seqtile.ops.linear_cross_entropy import linear_cross_entropy
 
@@ -171,9 +170,7 @@ def loss_verdict(model: nn.Module) -> Verdict:
     except ValueError as error:
         return Verdict("untiled", "it has no head over a vocabulary", str(error))
     reason, error = head_unfused_reason(head), None
-    if reason is not None and is_sharded(head):
-        error = zero3_error(reason)
-    elif (unknown := _unknown_loss_reason(model.loss_function)) is not None:
+    if (unknown := _unknown_loss_reason(model.loss_function)) is not None:
         expected = "expected Hugging Face's ForCausalLMLoss, the one loss that seqtile tiles"
         error = f"{unknown}; {expected}; apply with loss=False"
     return Verdict("fused" if reason is None else "chunked", reason, error)
@@ -283,7 +280,8 @@ def _chunked_losses(
         losses = F.cross_entropy(real, targets.flatten(), ignore_index=ignore_index, reduction="none")
         return losses.view(targets.shape)
 
-    rows = rows_of_chunk(logits.hidden, chunk_tokens)
-    return call_in_chunks(
-        losses_of, InChunks(head=logits.head), logits.hidden, targets.unsqueeze(-1), chunk_tokens=rows
-    )
+    def losses(hidden: torch.Tensor) -> torch.Tensor:
+        rows = rows_of_chunk(hidden, chunk_tokens)
+        return call_in_chunks(losses_of, InChunks(head=logits.head), hidden, targets.unsqueeze(-1), chunk_tokens=rows)
+
+    return gathered(logits.head, losses, logits.hidden, called=False)

@@ -19,6 +19,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from transformers.utils import logging
 
 from seqtile.models.forms import code_of, names_in
+from seqtile.models.gathered import gathered, is_sharded
 from seqtile.models.in_chunks import InChunks, call_in_chunks, inside_chunk
 from seqtile.models.placement import Options, original_forward
 from seqtile.models.verdict import Verdict, Verdicts
@@ -27,7 +28,6 @@ from seqtile.models.weights import (
     activation_unfused_reason,
     check_untransformed,
     defining_path,
-    is_sharded,
     leaves_of,
     named,
     own_weights,
@@ -35,7 +35,6 @@ from seqtile.models.weights import (
     projection_unfused_reason,
     read_projection,
     silu_unfused_reason,
-    zero3_error,
 )
 from seqtile.ops.checks import autocast_dtype
 from seqtile.ops.chunks import resolve_chunk_tokens
@@ -99,8 +98,8 @@ def tiled_mlp_forward(options: Options, original: Callable) -> Callable:
     """Returns a tiled forward in place of `original`, an MLP's forward (a plain function) of a token's hidden states,
     or of several tensors that are as long.
 
-    A sequence that fits in a chunk is `original`'s, unless weights take their gradients to `main_grad`, or ZeRO-3 holds
-    them: reading one is a collective, in the same order on ranks whose sequences are of different lengths.
+    A sequence that fits in a chunk is `original`'s, unless weights take their gradients to `main_grad`, or are gathered
+    by collectives, which come in the same order on ranks whose sequences are of different lengths.
     """
     form = gated_form(original)
     of_mlp, said = Verdicts(partial(_verdict, form or original)).of, []
@@ -108,16 +107,23 @@ def tiled_mlp_forward(options: Options, original: Callable) -> Callable:
     def forward(self, x: torch.Tensor, *others: torch.Tensor, **kwargs: Any) -> torch.Tensor:
         if kwargs or (others and not all(isinstance(other, torch.Tensor) for other in others)):
             return original(self, x, *others, **kwargs)
-        verdict = of_mlp(self, autocast_dtype(x) or x.dtype)
-        if verdict.error is not None:
-            raise ValueError(verdict.error)
+        verdict = found(self, x)
+        if verdict.sharded and not inside_chunk():
+            return gathered(self, partial(tiled, self, None), x, *others, chunked=verdict.how == "chunked")
         chunk = resolve_chunk_tokens(options.chunk_tokens, x.shape[-1])
-        if x.shape[:-1].numel() > chunk:
-            check_untransformed()
-        elif not verdict.sharded and not any(map(hasattr, verdict.parameters, repeat("main_grad"))):
+        if x.shape[:-1].numel() <= chunk and not any(map(hasattr, verdict.parameters, repeat("main_grad"))):
             if not said:
                 _note_that_it_fits(self, chunk, said)
             return original(self, x, *others)
+        return tiled(self, verdict, x, *others)
+
+    def found(self, x: torch.Tensor) -> Verdict:
+        return of_mlp(self, autocast_dtype(x) or x.dtype)
+
+    def tiled(self, verdict: Verdict | None, x: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        verdict = verdict or found(self, x)  # of weights that were gathered
+        if x.shape[:-1].numel() > resolve_chunk_tokens(options.chunk_tokens, x.shape[-1]):
+            check_untransformed()
         if verdict.how == "fused":
             params = tuple(projection for projection in read_mlp(self, form) if projection is not None)
             return gated_mlp_of(x, params, activation_of(self, form), chunk_tokens=options.chunk_tokens)
@@ -158,11 +164,11 @@ def mlp_verdict(mlp: nn.Module) -> Verdict:
 
 
 def _verdict(form: Gated | Callable, mlp: nn.Module, dtype: torch.dtype | None) -> Verdict:
-    reason, sharded = mlp_unfused_reason(mlp, form, dtype), is_sharded(mlp)
-    error = zero3_error(reason) if reason is not None and sharded else None
+    reason = mlp_unfused_reason(mlp, form, dtype)
     how = "fused" if reason is None else "chunked"
     in_chunks = () if reason is None else (InChunks(mlp=mlp),)
-    return Verdict(how, reason, error, sharded=sharded, parameters=tuple(mlp.parameters()), in_chunks=in_chunks)
+    parameters = tuple(mlp.parameters())
+    return Verdict(how, reason, sharded=is_sharded(mlp), parameters=parameters, in_chunks=in_chunks)
 
 
 def mlp_unfused_reason(mlp: nn.Module, form: Gated | Callable, dtype: torch.dtype | None = None) -> str | None:
@@ -196,9 +202,11 @@ def tiled_experts_forward(options: Options, original: Callable) -> Callable:
     def forward(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor):
         if not top_k_index.shape[:-1] == hidden_states.shape[:-1] == top_k_weights.shape[:-1]:
             return original(self, hidden_states, top_k_index, top_k_weights)
-        verdict = of_experts(self)
-        if verdict.error is not None:
-            raise ValueError(verdict.error)
+        if of_experts(self).sharded and not inside_chunk():
+            return gathered(self, partial(tiled, self), hidden_states, top_k_index, top_k_weights)
+        return tiled(self, hidden_states, top_k_index, top_k_weights)
+
+    def tiled(self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor):
         own = dict(self.named_parameters(recurse=False))
         given = {name: getattr(self, name) for name in self.parametrizations} if is_parametrized(self) else {}
         # What may be another tensor once this call is over: computed weights, a shard under expert parallelism.
@@ -212,7 +220,7 @@ def tiled_experts_forward(options: Options, original: Callable) -> Callable:
         sparsity = num_experts(self) / top_k_index.shape[-1]
         return call_in_chunks(
             of_chunk,
-            verdict.in_chunks[0],
+            of_experts(self).in_chunks[0],
             hidden_states,
             top_k_index,
             top_k_weights,
@@ -240,14 +248,25 @@ class _WeightOverride:
 
 def experts_verdict(experts: nn.Module, dtype: torch.dtype | None = None) -> Verdict:
     """Finds how a mixture's experts are computed."""
-    reason = "tokens are routed to experts"
-    error = zero3_error(reason) if is_sharded(experts) else None
-    return Verdict("chunked", reason, error, in_chunks=(InChunks(),))  # PEFT exchanges the class of experts meanwhile
+    if f"{type(experts).__module__}.{type(experts).__name__}" == _MXFP4:
+        return Verdict("untiled", _NOT_TRAINED, tileable=False)
+    in_chunks = (InChunks(),)  # PEFT exchanges the class of experts meanwhile
+    return Verdict("chunked", "tokens are routed to experts", sharded=is_sharded(experts), in_chunks=in_chunks)
+
+
+_MXFP4 = "transformers.integrations.mxfp4.Mxfp4GptOssExperts"
+_NOT_TRAINED = (
+    "weights of MXFP4, whose kernels have no backward; to train, load the model with "
+    "quantization_config=transformers.Mxfp4Config(dequantize=True)"
+)
 
 
 def num_experts(module: nn.Module) -> int:
     """Returns how many experts a module holds the weights of: itself, in no layer of its own; 0 of none."""
     shapes = [getattr(weight, "ds_shape", weight.shape) for weight in own_weights(module)]  # ZeRO-3's shards differ
+    made = (part for parts in module.parametrizations.values() for part in parts) if is_parametrized(module) else ()
+    states = (getattr(part, "quant_state", None) for part in made)  # of bitsandbytes' 4 bits, which are packed
+    shapes += [state.shape for state in states if state is not None]
     return max((shape[0] for shape in shapes if len(shape) == 3), default=0)
 
 

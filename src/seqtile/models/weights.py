@@ -38,6 +38,7 @@ _HARMLESS = (  # where hooks are written that only watch, or gather what a modul
     "torch.distributed.fsdp.",
     "deepspeed.runtime.zero.",
     "seqtile.models.difference.",
+    "seqtile.models.gathered.",
     "seqtile.models.proof.WayTaken.",
     "seqtile.models.trial_pass.Pass.",
     "seqtile.models.trial_ranks.",
@@ -383,18 +384,3 @@ def check_untransformed() -> None:
             "expected no transform of torch.func (grad, vmap, jvp, ...) around a tiled model, whose chunks they cannot "
             "follow: use torch.autograd, or take seqtile off first with seqtile.restore(model)"
         )
-
-
-def is_sharded(module: nn.Module) -> bool:
-    """Says if ZeRO-3 holds a module's weights: reading one is a collective, which ranks of different lengths must do
-    alike."""
-    return any(hasattr(parameter, "ds_id") for parameter in module.parameters())
-
-
-def zero3_error(reason: str) -> str:
-    """Returns what to say of a module that would run in chunks under ZeRO-3."""
-    return (
-        f"{reason}, so it is called once per chunk; under ZeRO-3 each call gathers its parameters, and ranks with "
-        "different numbers of chunks would wait for each other for ever: leave this part untiled (mlp=False or "
-        "loss=False; seqtile.restore(model) first), or use ZeRO-2 or FSDP2"
-    )

@@ -87,27 +87,58 @@ def tiled(
             `params` and that only a later chunk uses.
     """
     params, shared = _listed("params", params), _listed("shared", shared)
-    _check_inputs(inputs, shared, params, dim)
-    first = inputs[0]
-    tokens_of_one = torch.Size([size for i, size in enumerate(first.shape[:-1]) if i != dim % first.dim()]).numel()
-    step = max(1, resolve_chunk_tokens(chunk_tokens, first.shape[-1]) // max(1, tokens_of_one))
+    _check_whole(params)
     if check:
+        _check_inputs(inputs, shared, params, dim)
         _check_trial(fn, inputs, shared, dim)
-    if first.shape[dim] <= step:
+    return tiled_part(fn, *inputs, params=params, shared=shared, chunk_tokens=chunk_tokens, dim=dim)
+
+
+def tiled_part(
+    fn: Callable[..., Outputs],
+    *inputs: torch.Tensor,
+    params: Iterable[torch.Tensor] = (),
+    shared: Iterable[torch.Tensor] = (),
+    chunk_tokens: int | None = None,
+    dim: int = -2,
+    always: bool = False,
+    used_alone: bool = False,
+) -> Outputs:
+    """As `tiled`, for a caller who sees to it that sharded parameters are whole in the forward and in the backward.
+
+    Args:
+        always: one chunk is computed as several are, so that gradients come in the same order on ranks of all lengths.
+        used_alone: of `params` those that the first chunk uses; others then do not wait for this backward.
+    """
+    params, shared = _listed("params", params), _listed("shared", shared)
+    _check_inputs(inputs, shared, params, dim)
+    step = _step(inputs[0], chunk_tokens, dim)
+    if not always and inputs[0].shape[dim] <= step:
         return fn(*inputs, *shared)
-    return _tiled(fn, inputs, shared, params, step, dim)
+    return _tiled(fn, inputs, shared, params, step, dim, used_alone)
+
+
+def _step(first: torch.Tensor, chunk_tokens: int | None, dim: int) -> int:
+    """Returns the positions of a chunk along `dim`."""
+    tokens_of_one = torch.Size([size for i, size in enumerate(first.shape[:-1]) if i != dim % first.dim()]).numel()
+    return max(1, resolve_chunk_tokens(chunk_tokens, first.shape[-1]) // max(1, tokens_of_one))
 
 
 @torch.compiler.disable(reason="seqtile.tiled runs its function chunk by chunk")
-def _tiled(fn: Callable, inputs: Tensors, shared: Tensors, params: Tensors, step: int, dim: int) -> Outputs:
+def _tiled(
+    fn: Callable, inputs: Tensors, shared: Tensors, params: Tensors, step: int, dim: int, used_alone: bool
+) -> Outputs:
     check_no_transform("tiled")
-    leaves = [param.view_as(param) for param in params]  # gradients then arrive in the reverse of this order
     given, node = save_early((*inputs, *shared), params)
     fn = fn if isinstance(fn, Holding) else Holding(fn, [("", fn, None)])
     state = ForwardState.now(inputs[0].device)
-    main_grads = [None] * len(shared) + [main_grad_of(param) for param in params]
-    call = Call(fn, len(inputs), params, main_grads, step, dim, node, torch.is_grad_enabled(), state)
-    outputs = TiledFunction.apply(call, *given, *leaves)
+    call = Call(fn, len(inputs), params, step, dim, node, torch.is_grad_enabled(), state)
+    held = call.held(given, ValueError)
+    first, used = call.run_first(held, given)
+    found = [param for param in params if not used_alone or id(param) in used]
+    params = tuple(sorted(found, key=lambda param: used.get(id(param), (0, 0))))
+    leaves = [param.view_as(param) for param in params]  # gradients then arrive in the reverse of this order
+    outputs = TiledFunction.apply(call._replace(params=params), held, first, *given, *leaves)
     return outputs if len(outputs) > 1 else outputs[0]
 
 
@@ -127,8 +158,6 @@ class Call(NamedTuple):
     fn: Holding
     inputs: int
     params: Tensors
-    main_grads: list[torch.Tensor | None]
-    """That of each shared tensor, which is None, and of each parameter."""
     step: int
     """The positions of a chunk."""
     dim: int
@@ -142,9 +171,19 @@ class Call(NamedTuple):
 
     def held(self, given: Tensors, error: type[Exception]) -> WatchedState:
         """Returns what fn must leave as it is, else `error` is raised; no more than a chunk's input is copied."""
-        first = self.cut(given[0], slice(0, self.step))
+        first = self.cut(given[0], chunks(given[0].shape[self.dim], self.step)[0])
         kinds = {"input": given[: self.inputs], "shared tensor": given[self.inputs :], "parameter": self.params}
         return WatchedState(self.fn.holds, kinds, error, room=first.nbytes)
+
+    def run_first(self, held: WatchedState, given: Tensors) -> tuple[list[torch.Tensor], dict[int, tuple[int, int]]]:
+        """Returns what fn makes of the first chunk, without a graph, and when it used leaves first, see
+        `_leaves_behind`: in the reverse order an untiled backward has their gradients, and under ZeRO ranks whose
+        sequence fits in a chunk must have them in the same."""
+        first = chunks(given[0].shape[self.dim], self.step)[0]
+        hidden = saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach)  # from a checkpoint around
+        with torch.set_grad_enabled(self.differentiate), hidden:  # most functions use the same leaves in every chunk
+            _, results = self.run(held, given, first, guarded=True)
+        return [result.detach() for result in results], _leaves_behind(results)
 
     def run(self, held: WatchedState, given: Tensors, chunk: slice, guarded: bool = False) -> tuple[Tensors, Tensors]:
         """Returns leaves that stand for the chunk's inputs and the shared tensors, and what fn makes of them."""
@@ -161,27 +200,28 @@ class Call(NamedTuple):
 
 
 class TiledFunction(torch.autograd.Function):
-    """`tensors` are those given and leaves that stand for `call.params`, which take their gradients."""
+    """`first` is what the first chunk made; `tensors` are those given, and leaves that stand for `call.params`, which
+    take their gradients."""
 
     @staticmethod
-    def forward(ctx, call: Call, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def forward(ctx, call: Call, held: WatchedState, first: list[torch.Tensor], *tensors: torch.Tensor) -> Tensors:
         ctx.set_materialize_grads(False)  # an output that nobody used has no gradient
         ctx.call, ctx.node, given = call, call.node, tensors[: len(tensors) - len(call.params)]
         if call.node is None:
             ctx.save_for_backward(*given, *call.params)
-        held, length = call.held(given, ValueError), given[0].shape[call.dim]
-        outputs: list[torch.Tensor] = []
+        results, length = tuple(first), given[0].shape[call.dim]
+        first.clear()  # nobody else holds what the first chunk made
+        outputs = []
+        for result in results:
+            shape = list(result.shape)
+            shape[call.dim] = length
+            outputs.append(to_be_filled(result, shape))
         for chunk in chunks(length, call.step):
-            is_first = not outputs  # most functions use the same leaves in every chunk, so the graph of the first tells
-            hidden = saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach)  # from a checkpoint around
-            with torch.set_grad_enabled(is_first and call.differentiate), hidden:
-                _, results = call.run(held, given, chunk, guarded=is_first)
-            for result in results if is_first else ():
-                shape = list(result.shape)
-                shape[call.dim] = length
-                outputs.append(to_be_filled(result, shape))
+            if chunk.start:
+                with torch.no_grad():
+                    _, results = call.run(held, given, chunk)
             for output, result in zip(outputs, results, strict=True):
-                call.cut(output, chunk).copy_(result.detach())
+                call.cut(output, chunk).copy_(result)
         ctx.mark_non_differentiable(*(output for output in outputs if not output.is_floating_point()))
         return tuple(outputs)
 
@@ -190,9 +230,12 @@ class TiledFunction(torch.autograd.Function):
         check_first_derivative("tiled")
         call: Call = ctx.call
         saved = saved_for(ctx)
-        given, needs = saved[: len(saved) - len(call.params)], ctx.needs_input_grad[1:]
+        needs = ctx.needs_input_grad[3:]
+        given = saved[: len(needs) - len(call.params)]
         d_inputs = [to_be_filled(x) if need else None for x, need in zip(given, needs[: call.inputs], strict=False)]
-        sums = weight_grads((*given[call.inputs :], *call.params), needs[call.inputs :], call.main_grads)
+        shared = given[call.inputs :]
+        main_grads = [None] * len(shared) + [main_grad_of(param) for param in call.params]
+        sums = weight_grads((*shared, *call.params), needs[call.inputs :], main_grads)
         held = call.held(given, RuntimeError)
 
         def add(chunk: slice) -> None:  # a function, so that the gradients of a chunk are gone before the next
@@ -216,7 +259,13 @@ class TiledFunction(torch.autograd.Function):
             for chunk in chunks(given[0].shape[call.dim], call.step):
                 add(chunk)
         # A leaf that no chunk used, such as the weights of an expert without tokens, gets no gradient, as untiled.
-        return None, *d_inputs, *(None if total is None or total.is_empty else total.result() for total in sums)
+        return (
+            None,
+            None,
+            None,
+            *d_inputs,
+            *(None if total is None or total.is_empty else total.result() for total in sums),
+        )
 
 
 def _listed(name: str, tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
@@ -242,6 +291,11 @@ def _check_inputs(inputs: Tensors, shared: Tensors, params: Tensors, dim: int) -
     for i, param in enumerate(params):
         if not param.is_leaf:
             raise ValueError(f"tiled: parameter {i} is computed from others; pass it as shared, or list those")
+
+
+def _check_whole(params: Tensors) -> None:
+    """Raises ValueError for a parameter of which ranks hold parts."""
+    for i, param in enumerate(params):
         if hasattr(param, "ds_id") or is_traceable_wrapper_subclass(param):
             how = "by ZeRO-3" if hasattr(param, "ds_id") else f"as a {type(param).__name__}"
             raise ValueError(
@@ -264,6 +318,18 @@ def _checked_outputs(outputs: Any, length: int, dim: int) -> tuple[torch.Tensor,
                 f"dimension {dim}: fn must make one output a token"
             )
     return results
+
+
+def _leaves_behind(results: Tensors) -> dict[int, tuple[int, int]]:
+    """Returns the leaves that a graph reaches, by their ids, each with the number of the node that used it first and,
+    negative, its place among the inputs of that."""
+    used: dict[int, tuple[int, int]] = {}
+    for node in nodes_behind(result.grad_fn for result in results):
+        for place, (following, _) in enumerate(node.next_functions):
+            if (leaf := getattr(following, "variable", None)) is not None:
+                use = (node._sequence_nr(), -place)
+                used[id(leaf)] = min(use, used.get(id(leaf), use))
+    return used
 
 
 def _check_leaves(results: Tensors, known: Tensors, error: type[Exception]) -> None:

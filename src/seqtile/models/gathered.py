@@ -1,0 +1,180 @@
+"""Weights of which ranks hold parts, gathered once for all chunks of a module, in the forward and in the backward.
+
+ZeRO-3 and FSDP2 gather by hooks around a module's call. What is called chunk by chunk would be gathered once a chunk,
+and ranks with different numbers of chunks would wait for each other for ever. So around the loop
+
+    ZeRO-3   the module is marked as a leaf, as `deepspeed.utils.set_z3_leaf_modules` does: its own hooks gather all
+             that is inside of it
+    FSDP2    the hooks of the modules inside that are sharded by themselves run once
+
+and in the loop, which runs again in the backward, the hooks of both do no more than cast, as a policy of mixed
+precision asks. DeepSpeed marks the mixtures' blocks of some types as leaves by itself, and reduces the gradients of
+such a leaf by a hook on its backward: inside of a larger part that hook, too, runs around the loop.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils.hooks import BackwardHook
+
+from seqtile.models.weights import defining_path, innermost
+
+_OF_FSDP, _OF_DEEPSPEED = "torch.distributed.fsdp.", "deepspeed.runtime.zero."
+_OF_TRIALS = "seqtile.models.trial_"  # of a comparison, which look at what was gathered
+_LEAF = "_z3_leaf"  # what DeepSpeed reads at every call of a module
+
+
+class _Hook(NamedTuple):
+    hooks: dict[int, Callable]
+    key: int
+    instead: Callable
+
+
+_in_loop: ContextVar[list[_Hook] | None] = ContextVar("in_loop", default=None)
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """Says if what is inside of a module is gathered by collectives, which ranks of different lengths must do alike: by
+    ZeRO-3, or because FSDP2 shards a module inside by itself."""
+    return any(hasattr(parameter, "ds_id") for parameter in module.parameters()) or bool(_sharded_inside(module))
+
+
+def gathered(
+    module: nn.Module, function: Callable, *tensors: torch.Tensor, chunked: bool = True, called: bool = True
+) -> Any:
+    """Returns function(*tensors), which computes a module's forward with all weights inside of it whole, also in its
+    backward.
+
+    Args:
+        tensors: hidden states, through which the backward reaches the module.
+        chunked: function calls modules, by `call_in_chunks`; False where it reads their weights.
+        called: this is inside the module's own call, whose hooks gather what they know of.
+    """
+    if not is_sharded(module) and not isinstance(module, FSDPModule):
+        return function(*tensors)
+    around = _sharded_inside(module)
+    if any(_is_of(hook, _OF_DEEPSPEED) for hook in module._forward_pre_hooks.values()):
+        if chunked and not vars(module).get(_LEAF):
+            setattr(module, _LEAF, True)
+            called = False  # its call has begun, without knowing that
+        if not called:
+            around = [module]
+    elif not called and isinstance(module, FSDPModule):
+        around = [module, *around]
+    around += [each for each in module.modules() if each is not module and _of_a_leaf(each)]
+    for each in reversed(around):
+        function = _inside_hooks(each, function)
+    if not chunked:
+        return function(*tensors)
+    token = _in_loop.set([hook for inside in module.modules() for hook in _silenced(inside)])
+    try:
+        return function(*tensors)
+    finally:
+        _in_loop.reset(token)
+
+
+def hooks_in_loop() -> list[_Hook] | None:
+    """Returns what `silent` needs, None where nothing is sharded."""
+    return None if torch.compiler.is_compiling() else _in_loop.get()
+
+
+@contextmanager
+def silent(hooks: list[_Hook] | None) -> Iterator[None]:
+    """Has hooks that gather cast alone."""
+    if hooks is None:
+        yield
+        return
+    token = _in_loop.set(hooks)
+    before = [(each, each.hooks[each.key]) for each in hooks if each.key in each.hooks]
+    for each, _ in before:
+        each.hooks[each.key] = each.instead  # in its place
+    try:
+        yield
+    finally:
+        for each, hook in before:
+            each.hooks[each.key] = hook
+        _in_loop.reset(token)
+
+
+def _sharded_inside(module: nn.Module) -> list[FSDPModule]:
+    return [each for each in module.modules() if each is not module and isinstance(each, FSDPModule)]
+
+
+def _of_a_leaf(module: nn.Module) -> list[Callable]:
+    """Returns the hooks by which DeepSpeed reduces the gradients of one of its own leaves, such as Mixtral's block."""
+    return [hook for hook in module._backward_hooks.values() if _is_of(hook, _OF_DEEPSPEED)]
+
+
+def _is_of(hook: Callable, *whose: str) -> bool:
+    return defining_path(innermost(hook)).startswith(whose)
+
+
+def _inside_hooks(module: nn.Module, function: Callable) -> Callable:
+    """Returns `function`, called between those hooks of a module that gather, as `module(*args)` calls its forward."""
+
+    def between(*args: torch.Tensor) -> Any:
+        for key, hook in [*module._forward_pre_hooks.items()]:
+            if _is_of(hook, _OF_FSDP, _OF_DEEPSPEED, _OF_TRIALS):
+                with _without_casts(module):
+                    with_kwargs = key in module._forward_pre_hooks_with_kwargs
+                    changed = hook(module, args, {}) if with_kwargs else hook(module, args)
+                args = args if changed is None else changed[0] if with_kwargs else changed
+        backward = _of_a_leaf(module) if torch.is_grad_enabled() else []
+        if backward:
+            if not any(arg.requires_grad for arg in args):  # they run when the gradient of an input is there
+                args = (args[0].detach().requires_grad_(), *args[1:])
+            around = BackwardHook(module, backward, [])
+            args = around.setup_input_hook(args)
+        output = function(*args)
+        for hook in [*module._forward_hooks.values()]:
+            if _is_of(hook, _OF_FSDP, _OF_DEEPSPEED, _OF_TRIALS):
+                with _without_casts(module):
+                    changed = hook(module, args, output)
+                output = output if changed is None else changed
+        return around.setup_output_hook(output) if backward else output
+
+    return between
+
+
+@contextmanager
+def _without_casts(module: nn.Module) -> Iterator[None]:
+    """Has FSDP2's hooks on a module leave dtypes alone: those of the module around it are not the module's own."""
+    if not isinstance(module, FSDPModule):
+        yield
+        return
+    state = module._get_fsdp_state()
+    policy = state._mp_policy
+    state._mp_policy = replace(policy, cast_forward_inputs=False, output_dtype=None)
+    try:
+        yield
+    finally:
+        state._mp_policy = policy
+
+
+def _silenced(module: nn.Module) -> Iterator[_Hook]:
+    """Yields the hooks of a module that gather, with what stands in for each in a loop."""
+    kinds = (module._forward_pre_hooks, _cast_inputs), (module._forward_hooks, _cast_output)
+    for hooks, casts in (*kinds, (module._backward_hooks, _nothing)):
+        for key, hook in hooks.items():
+            if _is_of(hook, _OF_FSDP):
+                yield _Hook(hooks, key, casts)
+            elif _is_of(hook, _OF_DEEPSPEED, _OF_TRIALS):
+                yield _Hook(hooks, key, _nothing)
+
+
+def _nothing(module: nn.Module, *given: Any) -> None:
+    pass
+
+
+def _cast_inputs(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+    return module._get_fsdp_state()._cast_forward_inputs(args, kwargs)
+
+
+def _cast_output(module: nn.Module, args: tuple, output: Any) -> Any:
+    return module._get_fsdp_state()._cast_output_dtype(output)

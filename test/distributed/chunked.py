@@ -1,0 +1,265 @@
+"""Parts that are called chunk by chunk, trained on two processes under every way of reducing gradients: a rank of it.
+
+python -m distributed.chunked, in test/, prints the table of them in docs/compatibility.md.
+"""
+
+import re
+import sys
+from collections.abc import Callable
+from functools import partial
+from typing import NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import CONFIG_MAPPING
+
+import seqtile
+from distributed.worker import STRATEGIES, base_of, fsdp2, full, train
+from seqtile import sp
+from seqtile.models.find import experts_in, layers_of
+from seqtile.models.model_types import model_classes
+from seqtile.models.small import WORDS, small_model
+from support.assertions import assert_each_as_exact, relative_error
+from support.tiny import CHUNK, batch_of, build, checkpointing
+from support.training import halved, update, with_lora
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+LENGTHS = ((101, 9, 63), (60, 160, 30))
+CHECKPOINTS = {"none": None, "non-reentrant": False, "reentrant": True}
+
+
+class Part(NamedTuple):
+    made: Callable[[], nn.Module]
+    layer: bool = False
+    """Whole layers are tiled."""
+
+
+def adapted(make: Callable[[], nn.Module], *also: str, **options: object) -> nn.Module:
+    model = with_lora(make(), *PROJECTIONS, *also, task_type="CAUSAL_LM", **options)
+    model.enable_input_require_grads()
+    return model
+
+
+def plain(arch: str = "llama", **changes: object) -> nn.Module:
+    return halved(build(arch, tie_word_embeddings=False, **changes))
+
+
+def mixture() -> nn.Module:
+    """Every token goes to all experts, so that rounding changes no route."""
+    return plain("mixtral", output_router_logits=True, num_experts_per_tok=4)
+
+
+def in_4_bits() -> nn.Module:
+    from models.test_quantised import KINDS, quantised
+
+    return quantised(plain(intermediate_size=128), **KINDS["nf4"])
+
+
+def in_8_bits() -> nn.Module:
+    from models.test_quantised import in_8_bits
+
+    return in_8_bits(plain(intermediate_size=128))
+
+
+DROPOUT = {"lora_dropout": 1e-9}  # which drops nothing: chunks would draw other masks
+PARTS = {
+    "mixture": Part(mixture),
+    "mixture, whole layers": Part(mixture, layer=True),
+    "LoRA with dropout, of the head too": Part(partial(adapted, plain, "lm_head", **DROPOUT)),
+    "LoRA with dropout, whole layers": Part(partial(adapted, plain, **DROPOUT), layer=True),
+    "DoRA": Part(partial(adapted, plain, use_dora=True)),
+    "4-bit LoRA with dropout": Part(partial(adapted, in_4_bits, **DROPOUT)),
+    "8-bit LoRA": Part(partial(adapted, in_8_bits)),
+    "layer of another shape": Part(partial(plain, "gemma2"), layer=True),
+}
+
+
+def each_part(model: nn.Module, **options: object):
+    """FSDP2 with what is in a layer sharded by itself, and whole layers too."""
+    from torch.distributed.fsdp import fully_shard
+
+    for layer in layers_of(base_of(model)):
+        for name, child in layer.named_children():
+            if name in ("mlp", "self_attn"):
+                fully_shard(getattr(child, "experts", child), **options)
+    return fsdp2(model, **options)
+
+
+def in_bfloat16(model: nn.Module):
+    """FSDP2 under a policy of which nothing but the parameters' dtype is said, so that inputs are cast."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    return each_part(model, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
+
+
+def on_cpu(model: nn.Module):
+    from torch.distributed.fsdp import CPUOffloadPolicy
+
+    return each_part(model, offload_policy=CPUOffloadPolicy(pin_memory=False))
+
+
+def experts_in_bfloat16(model: nn.Module):
+    """FSDP2 in float32, but for the experts, which cast what they are given, and what they return back."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+    for experts in experts_in(base_of(model)):
+        fully_shard(experts, mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32))
+    return fsdp2(model)
+
+
+REDUCERS = {"DDP": "ddp", "FSDP2": "fsdp2", "FSDP2, bfloat16": "bfloat16", "ZeRO-2": "zero2", "ZeRO-3": "zero3"}
+REDUCERS |= {"ZeRO-3, sp": "zero3_sp"}
+WRAPPED = {
+    "parts": each_part,
+    "parts, kept": partial(each_part, reshard_after_forward=False),
+    "parts, offloaded": on_cpu,
+    "bfloat16": in_bfloat16,
+    "experts in bfloat16": experts_in_bfloat16,
+    "zero3_sp": STRATEGIES["zero3"],
+}
+"""Ways beside those of worker.py: FSDP2 of experts, MLPs and attention by themselves; a sequence over both ranks."""
+NOT_UNTILED = {
+    ("8-bit LoRA", "FSDP2"): "'Parameter' object has no attribute 'CB'",
+    ("8-bit LoRA", "FSDP2, bfloat16"): "'Parameter' object has no attribute 'CB'",
+}
+"""What cannot be trained without seqtile either, and how that fails."""
+
+
+def family(reducer: str) -> str:
+    """The kind of ranks, see pool.py."""
+    return "zero3" if "3" in reducer else "zero" if "2" in reducer and "FSDP" not in reducer else "torch"
+
+
+def trained(part: Part, reducer: str, reentrant: bool | None, tiled: bool) -> tuple[list[float], dict]:
+    """The losses of two steps, and how far each parameter went."""
+    STRATEGIES.update(WRAPPED)
+    torch.manual_seed(0)
+    model = part.made().train()
+    base, start = base_of(model), full(model)
+    drawn = dist.get_rank()
+    if reducer == "zero3_sp":
+        from sp.over_ranks import context
+
+        sp.apply_ulysses(base, context(), batches="whole")
+        drawn = 0  # both ranks have the same batch
+    if tiled:
+        seqtile.apply_seqtile(base, layer=part.layer, chunk_tokens=CHUNK)
+        status = seqtile.status(base)
+        assert (status.layer or status.mlp).chunked, status
+        assert status.loss.chunked == ("lm_head" in getattr(part.made, "args", ())), status
+    checkpointing(base, reentrant)
+    torch.manual_seed(1 + drawn)
+    losses, weights = train(model, reducer, [batch_of(1, length) for length in LENGTHS[drawn]])
+    return losses, {name: weights[name] - start[name] for name in weights}
+
+
+def compare(part: str, reducer: str, checkpoints: str) -> None:
+    """A part is trained as it is untiled; in bfloat16 as near to what float32 gives as it is untiled."""
+    arguments = PARTS[part], REDUCERS.get(reducer, reducer), CHECKPOINTS[checkpoints]
+    if (why := NOT_UNTILED.get((part, reducer))) is not None:
+        with pytest.raises(Exception, match=re.escape(why)):
+            trained(*arguments, tiled=False)
+        return
+    theirs, their_moves = trained(*arguments, tiled=False)
+    ours, our_moves = trained(*arguments, tiled=True)
+    if "bfloat16" in reducer:
+        _, true_moves = trained(PARTS[part], "fsdp2", None, tiled=False)
+        torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=3e-3, atol=0)
+        assert_each_as_exact(our_moves, their_moves, true_moves)
+        return
+    torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-5, atol=0)
+    for name, move in their_moves.items():
+        error = relative_error(our_moves[name], move)
+        assert move.norm() > 0 and error <= 1e-4, f"the update of {name} is {error:.1e} off"
+
+
+def ten_steps(strategy: str, layer: bool, reentrant: bool | None) -> None:
+    """Of a mixture, of 3 chunks on one rank and of 7 on the other: the untiled losses, with no more gathered."""
+    STRATEGIES.update(WRAPPED)
+    rank, found = dist.get_rank(), []
+    for tiled in (False, True):
+        torch.manual_seed(0)
+        model = mixture().train()
+        if tiled:
+            seqtile.apply_seqtile(model, layer=layer, chunk_tokens=10)
+        checkpointing(model, reentrant)
+        wrapped, optimizer = STRATEGIES[strategy](model)
+        losses, gathered = [], []
+        for step in range(10):
+            torch.manual_seed(2 * step + rank)
+            with Gathered() as bytes_:
+                loss = wrapped(**batch_of(1, (30, 70)[rank])).loss
+                losses.append(loss.item())
+                update(wrapped, optimizer, loss)
+            gathered.append(bytes_.count)
+        if wrapped is optimizer:
+            wrapped.destroy()
+        found.append((losses, gathered[4:]))  # until then ZeRO-3 records the order of modules
+    (theirs, their_bytes), (ours, our_bytes) = found
+    torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-5, atol=0)
+    assert min(their_bytes) > 0 and all(map(int.__le__, our_bytes, their_bytes)), (our_bytes, their_bytes)
+
+
+def without_tokens() -> None:
+    """Experts that no token of any rank chooses get no gradient under DDP, tiled and untiled."""
+    found = []
+    for tiled in (False, True):
+        torch.manual_seed(0)
+        model = small_model(model_classes("longcat_flash")[0], CONFIG_MAPPING["longcat_flash"]()).train()
+        for experts in experts_in(model):  # all go to an expert that returns its input
+            experts.register_forward_pre_hook(
+                lambda module, args: (args[0], torch.full_like(args[1], module.num_routed_experts), args[2])
+            )
+        if tiled:
+            seqtile.apply_seqtile(model, chunk_tokens=5)
+        wrapped = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+        for length in (17, 6):
+            ids = torch.randint(5, WORDS - 5, (1, length + dist.get_rank()))
+            wrapped(input_ids=ids, labels=ids, use_cache=False).loss.backward()
+        found.append({name for name, parameter in model.named_parameters() if parameter.grad is None})
+        del wrapped
+    assert found[0] == found[1] and any(".experts." in name for name in found[1]), found
+
+
+class Gathered:
+    """The bytes that are gathered inside, by FSDP2 or ZeRO-3."""
+
+    def __enter__(self) -> "Gathered":
+        self.name = "all_gather_single" if hasattr(dist, "all_gather_single") else "all_gather_into_tensor"
+        self.count, self.function = 0, getattr(dist, self.name)
+        self.of_deepspeed = sys.modules.get("deepspeed.runtime.zero.partition_parameters")
+        if self.of_deepspeed:
+            self.their_function = self.of_deepspeed._dist_allgather_fn
+            self.of_deepspeed._dist_allgather_fn = self.counted_by_deepspeed
+        setattr(dist, self.name, self.counted)
+        return self
+
+    def counted(self, *given: torch.Tensor, **named: object) -> object:
+        whole = given[0] if given else named.get("output_tensor", named.get("output"))
+        self.count += whole.nbytes
+        return self.function(*given, **named)
+
+    def counted_by_deepspeed(self, part: torch.Tensor, whole: torch.Tensor, *rest: object) -> object:
+        self.count += whole.nbytes
+        return self.their_function(part, whole, *rest)
+
+    def __exit__(self, *_: object) -> None:
+        setattr(dist, self.name, self.function)
+        if self.of_deepspeed:
+            self.of_deepspeed._dist_allgather_fn = self.their_function
+
+
+def table() -> str:
+    """Returns the matrix as docs/compatibility.md has it."""
+    rows = [["", *REDUCERS], ["---"] * (1 + len(REDUCERS))]
+    for part in PARTS:
+        rows.append(
+            [part, *("untiled fails" if (part, reducer) in NOT_UNTILED else "as untiled" for reducer in REDUCERS)]
+        )
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
+if __name__ == "__main__":
+    print(table())

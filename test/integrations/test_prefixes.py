@@ -99,9 +99,10 @@ class Watch(TrainerCallback):
         def forward(module: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
             ids, mask = kwargs["input_ids"], kwargs["attention_mask"]
             if kwargs.get("past_key_values") is None:
-                found = [row[valid.bool()].tolist() for row, valid in zip(ids, mask, strict=True)]
-                groups = [[row for row in found if row[:SHARED] == first] for first in {tuple(row[:SHARED]) for row in found}]
-                forwards.append(Forward(len(ids), len(groups), sum(map(distinct, groups)), computed[-1]))
+                groups: dict[tuple, list[list[int]]] = {}
+                for row, valid in zip(ids, mask, strict=True):
+                    groups.setdefault(tuple((own := row[valid.bool()].tolist())[:SHARED]), []).append(own)
+                forwards.append(Forward(len(ids), len(groups), sum(map(distinct, groups.values())), computed[-1]))
 
         model.register_forward_hook(forward, with_kwargs=True)
 
@@ -198,6 +199,5 @@ def test_same_training(name: str, how: str, tmp_path: Path, monkeypatch: pytest.
     same(ours, theirs)
     assert ours.forwards.keys() == theirs.forwards.keys() == ({"model"} if how == "adapter" else {"model", "ref_model"})
     for model, forwards in ours.forwards.items():
-        print(model, forwards)
         assert [each[:3] for each in forwards] == [each[:3] for each in theirs.forwards[model]]
-        assert all(each.prompts < each.rows and each.computed == each.distinct for each in forwards)
+        assert all(each.prompts < each.rows and each.computed == each.distinct for each in forwards), forwards

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import TrainerCallback
 from transformers.utils import logging
 
+from seqtile.integrations.prefixes import share_prefixes_of, trainer_of
 from seqtile.models import apply_seqtile, status
 from seqtile.models.patch import unwrapped
 from seqtile.models.placement import inwards, package_of
@@ -28,17 +29,22 @@ class SeqtileCallback(TrainerCallback):
     in the log (at level INFO), and what is not and why (at level WARNING).
 
     Args:
+        share_prefixes: what rows of a batch have in common at their beginnings, as completions of one prompt do, is
+            computed once, by the model and by the reference model that a trainer has, see `seqtile.share_prefixes`. A
+            number is its `min_tokens`. TRL's completions of one prompt are no longer shuffled among those of others.
         options: those of `apply_seqtile`, such as layer=True. `loss` is False unless given where the trainer computes
             the loss by a head of its own, as TRL's do; see `seqtile.integrations.trl` for these.
 
-    Raises what `apply_seqtile` raises; what it applies to is not changed then.
+    Raises what `apply_seqtile` raises, and ValueError where `share_prefixes` is refused, before anything is tiled.
     """
 
-    def __init__(self, **options: Any):
-        self.options = options
+    def __init__(self, share_prefixes: bool | int = False, **options: Any):
+        self.share_prefixes, self.options = share_prefixes, options
 
     def on_train_begin(self, args: Any, state: Any, control: Any, model: nn.Module, **kwargs: Any) -> None:
         """Tiles `model`."""
+        if self.share_prefixes:
+            share_prefixes_of(trainer_of(), self.share_prefixes)
         model = unwrapped(extract_model_from_parallel(model))
         own_head = any(package_of(forward) == "trl" for forward in inwards(model))
         options = {"loss": False} | self.options if own_head else self.options

@@ -21,7 +21,7 @@ from transformers import set_seed
 from seqtile.sp.apply import apply_ulysses
 from seqtile.sp.groups import SequenceParallel
 
-_MODELS = ("model", "ref_model", "teacher_model")
+MODELS = ("model", "ref_model", "teacher_model")
 """The attributes of trainers that hold models."""
 _sharing: ContextVar["_Groups | None"] = ContextVar("sharing", default=None)
 """The groups whose trainer takes a step."""
@@ -48,7 +48,7 @@ class SequenceParallelTrainerMixin:
         }
         if found := [name for name, is_given in refused.items() if is_given]:
             raise ValueError(f"{', '.join(found)}: not the same over ranks that share sequences, expected none of it")
-        for model in (getattr(self, name, None) for name in _MODELS):
+        for model in (getattr(self, name, None) for name in MODELS):
             if isinstance(model, nn.Module):
                 apply_ulysses(self.accelerator.unwrap_model(model), sequence_parallel, batches="whole")
         if hasattr(super(), "_generate"):

@@ -1,7 +1,7 @@
 """Trainers whose rows begin alike compute these beginnings once, and train as they do otherwise."""
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -94,7 +94,9 @@ class Watch(TrainerCallback):
 
     def watch(self, model: nn.Module, forwards: list[Forward]) -> None:
         computed = []
-        model.get_input_embeddings().register_forward_hook(lambda module, args, output: computed.append(args[0].numel()))
+        model.get_input_embeddings().register_forward_hook(
+            lambda module, args, output: computed.append(args[0].numel())
+        )
 
         def forward(module: nn.Module, args: tuple, kwargs: dict, output: object) -> None:
             ids, mask = kwargs["input_ids"], kwargs["attention_mask"]
@@ -136,7 +138,9 @@ def trained(name: str, how: str, start: Path, documents: Any, output: Path, call
     watch = Watch()
     options = options | {"learning_rate": 0.01, "seed": 1} | HOW.get(how, {})
     given = {"callbacks": [*callbacks, watch]}
-    watch.trainer = trainer = trl_trainers.trainer(type("Mine", bases, {}), model, documents, output, given=given, **options)
+    watch.trainer = trainer = trl_trainers.trainer(
+        type("Mine", bases, {}), model, documents, output, given=given, **options
+    )
     before = weights_of(trainer.model)
     torch.manual_seed(3)
     trainer.train()

@@ -42,9 +42,9 @@ def share_prefixes_of(trainer: Any, min_tokens: int | bool = True) -> None:
     vars(trainer).update(together)
     if (rows := trainer.args.per_device_train_batch_size) % group:
         logger.warning(
-            f"share_prefixes: groups of {group} completions are cut into micro-batches of {rows} rows, so their prompts "
-            f"are computed more than once; expected per_device_train_batch_size={-(-rows // group) * group}, and so many "
-            "fewer gradient_accumulation_steps"
+            f"share_prefixes: groups of {group} completions are cut into micro-batches of {rows} rows, so that prompts "
+            f"are computed more than once; expected per_device_train_batch_size={-(-rows // group) * group}, and as "
+            "much fewer gradient_accumulation_steps"
         )
 
 

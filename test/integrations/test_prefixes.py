@@ -156,7 +156,7 @@ def in_groups(shuffle: Callable) -> Callable:
         places: dict[tuple, list[int]] = {}
         for i, prompt in enumerate(rows["prompt_ids"].tolist()):
             places.setdefault(tuple(prompt), []).append(i)
-        order = torch.tensor(sum(places.values(), []))
+        order = torch.tensor([place for rows_of in places.values() for place in rows_of])
         return {name: rows[name][order] if rows[name].dim() else rows[name] for name in rows}
 
     return shuffled

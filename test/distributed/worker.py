@@ -91,7 +91,8 @@ def zero(stage: int, leaf: bool = False, accumulate: int = 1, **sharding: object
         import deepspeed
 
         if leaf:
-            deepspeed.utils.set_z3_leaf_modules(model, [type(model.model.layers[0].mlp)])
+            base = model.get_base_model() if hasattr(model, "get_base_model") else model
+            deepspeed.utils.set_z3_leaf_modules(model, [type(base.model.layers[0].mlp)])
         config = {
             "train_micro_batch_size_per_gpu": 1,
             "gradient_accumulation_steps": accumulate,

@@ -5,6 +5,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from seqtile import tiled
+from seqtile.ops.tiled import tiled_part
 from support.assertions import assert_each_as_exact, relative_error
 from support.choice import every_value
 from support.measure import FlopCount, LiveBytes, eager_memory
@@ -172,6 +173,22 @@ def test_one_chunk_is_the_function_itself(device: str) -> None:
     assert tiled(lambda t: calls.append(t) or t, x, chunk_tokens=40) is x and calls[0] is x
     tiled(lambda t: calls.append(t) or t, x, chunk_tokens=39)
     assert [call.shape[1] for call in calls] == [20, 19, 1], "two rows a position: 39 tokens are 19 positions"
+
+
+@pytest.mark.parametrize("changed", [0, 1], ids=["used", "unused"])
+def test_parameters_that_change_before_the_backward(changed: int) -> None:
+    """One that is used must not; another may, as where an optimizer steps inside the backward."""
+    params = [torch.randn(8, 8, requires_grad=True) for _ in range(2)]
+    x = torch.randn(1, 12, 8, requires_grad=True)
+    y = tiled_part(lambda x: torch.tanh(x @ params[0]), x, params=params, chunk_tokens=4, used_alone=True)
+    with torch.no_grad():
+        params[changed].add_(1)
+    if changed == 0:
+        with pytest.raises(RuntimeError, match="was changed in place between its forward and its backward"):
+            y.sum().backward()
+        return
+    y.sum().backward()
+    assert params[0].grad.isfinite().all() and params[1].grad is None
 
 
 def test_another_dimension(device: str) -> None:

@@ -129,16 +129,17 @@ def _tiled(
     fn: Callable, inputs: Tensors, shared: Tensors, params: Tensors, step: int, dim: int, used_alone: bool
 ) -> Outputs:
     check_no_transform("tiled")
-    given, node = save_early((*inputs, *shared), params)
+    given, node = save_early((*inputs, *shared), () if used_alone else params)
     fn = fn if isinstance(fn, Holding) else Holding(fn, [("", fn, None)])
     state = ForwardState.now(inputs[0].device)
-    call = Call(fn, len(inputs), params, step, dim, node, torch.is_grad_enabled(), state)
+    call = Call(fn, len(inputs), params, (), step, dim, node, torch.is_grad_enabled(), state)
     held = call.held(given, ValueError)
     first, used = call.run_first(held, given)
     found = [param for param in params if not used_alone or id(param) in used]
     params = tuple(sorted(found, key=lambda param: used.get(id(param), (0, 0))))
     leaves = [param.view_as(param) for param in params]  # gradients then arrive in the reverse of this order
-    outputs = TiledFunction.apply(call._replace(params=params), held, first, *given, *leaves)
+    versions = tuple(param._version for param in params) if used_alone and node is not None else ()
+    outputs = TiledFunction.apply(call._replace(params=params, versions=versions), held, first, *given, *leaves)
     return outputs if len(outputs) > 1 else outputs[0]
 
 
@@ -158,11 +159,14 @@ class Call(NamedTuple):
     fn: Holding
     inputs: int
     params: Tensors
+    versions: tuple[int, ...]
+    """Those of parameters that no node saves, since which of them are used is known only behind the first chunk."""
     step: int
     """The positions of a chunk."""
     dim: int
     node: Node | None
-    """The node that saves `given` and the parameters; None if no tensor of `given` requires a gradient."""
+    """The node that saves `given` and, unless they have versions, the parameters; None if no tensor of `given` requires
+    a gradient."""
     differentiate: bool
     state: ForwardState
 
@@ -230,6 +234,11 @@ class TiledFunction(torch.autograd.Function):
         check_first_derivative("tiled")
         call: Call = ctx.call
         saved = saved_for(ctx)
+        if call.versions and call.versions != tuple(param._version for param in call.params):
+            raise RuntimeError(
+                "a parameter that a tiled function uses was changed in place between its forward and its backward; "
+                "expected parameters to stay as they are until the backward has run"
+            )
         needs = ctx.needs_input_grad[3:]
         given = saved[: len(needs) - len(call.params)]
         d_inputs = [to_be_filled(x) if need else None for x, need in zip(given, needs[: call.inputs], strict=False)]

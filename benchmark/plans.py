@@ -1,5 +1,6 @@
 """What the pages show of `seqtile.memory`'s predictions, beside what others have published."""
 
+import json
 import re
 from pathlib import Path
 from textwrap import fill
@@ -14,7 +15,7 @@ from seqtile.cli import app
 from seqtile.fitting import choose, formula_of
 from seqtile.memory.setup import GIB
 
-PLANNING, QUANTISED = "docs/planning.md", "docs/quantised-bases.md"
+PLANNING, QUANTISED, CASES = "docs/planning.md", "docs/quantised-bases.md", "docs/your-case.md"
 PAGES = {  # the block of each page
     "longest of each line": "README.md",
     "output of the command": PLANNING,
@@ -23,7 +24,10 @@ PAGES = {  # the block of each page
     "beside what was published": PLANNING,
     "whole layers": PLANNING,
     "4-bit bases": QUANTISED,
+    "predicted for QLoRA": CASES,
+    "predicted for full fine-tuning": CASES,
 }
+CASE = re.compile(r"```bash\nseqtile (plan [^\n]*)\n```\n\n<!-- predicted for ")
 COMMAND = re.compile(r"```bash\nseqtile (plan [^\n]*)\n```")
 LLAMA, LLAMA_70B, QWEN, QWEN_32B = (
     "meta-llama/Llama-3.1-8B",
@@ -58,6 +62,7 @@ def blocks(root: Path) -> dict[str, str]:
     """Returns what stands in the pages below `root` between `<!-- name -->` and `<!-- end of name -->`."""
     made = (prediction.caption(), command((root / PLANNING).read_text()), fit())
     made += (measured(), published(), whole_layers(), quantised())
+    made += tuple(case(found) for found in CASE.findall((root / CASES).read_text()))
     return dict(zip(PAGES, made, strict=True))
 
 
@@ -65,6 +70,16 @@ def command(page: str) -> str:
     """What the page's first command prints on 100 columns."""
     found = CliRunner().invoke(app, COMMAND.search(page)[1].split(), env={"COLUMNS": "100"})
     return f"```text\n{found.output.rstrip()}\n```"
+
+
+def case(options: str) -> str:
+    """What a plan's step needs, of the command that stands above it."""
+    step = json.loads(CliRunner().invoke(app, [*options.split(), "--json"]).output)["plan"]
+    setup, gpu, host = step["setup"], sum(step["gpu_gib"].values()), sum(step["host_gib"].values())
+    where = "on each GPU" if setup["gpus"] > 1 else "on the GPU"
+    parts = [f"Predicted, not measured: **{gpu:.1f} GiB** at the peak {where}, of {setup['gpu_memory_gib']:g} GiB"]
+    parts += [f"{host:.1f} GiB in host memory"] if host else []
+    return fill(f"{'; '.join(parts)}.", 130)
 
 
 def fit() -> str:

@@ -67,7 +67,10 @@ class Head(NamedTuple):
         """Allocates [rows, V], each row at a multiple of 16 elements: elsewhere a GPU reads one element at a time."""
         vocab = self.weight.shape[0]
         length = vocab if torch.compiler.is_compiling() else -(-vocab // 16) * 16  # it compiles no product into a part
-        return self.hidden.new_empty(rows, length, dtype=dtype)[:, :vocab]
+        buffer = self.hidden.new_empty(rows, length, dtype=dtype)
+        if buffer.device.type == "cpu":  # whose products in bfloat16 (oneDNN, AMX) read on to here: NaN times 0
+            buffer[:, vocab:] = 0
+        return buffer[:, :vocab]
 
 
 class LogitChunk(NamedTuple):

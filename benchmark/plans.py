@@ -140,8 +140,9 @@ def whole_layers() -> str:
             rows.append([short(model), f"{gib} GiB", *found])
     shared = longest(LLAMA, **alst(8), **with_room(80), tiles=memory.TILES)
     about = (
-        "On 8 GPUs of 80 GiB that share the sequence, a fifth of each left free, with layers tiled as a whole, optimizer and layer inputs on the "
-        f"host, the prediction for Llama-3.1-8B is {shared} tokens; its 8 kv heads leave none to make groups of."
+        "On 8 GPUs of 80 GiB that share the sequence, a fifth of each left free, with layers tiled as a whole, "
+        f"optimizer and layer inputs on the host, the prediction for Llama-3.1-8B is {shared} tokens; its 8 kv heads "
+        "leave none to make groups of."
     )
     return f"{table(rows)}\n\n{fill(about, 130)}"
 

@@ -15,14 +15,15 @@ from seqtile.cli import app
 from seqtile.fitting import choose, formula_of
 from seqtile.memory.setup import GIB
 
-PLANNING, QUANTISED, CASES = "docs/planning.md", "docs/quantised-bases.md", "docs/your-case.md"
+PLANNING, BACKGROUND = "docs/planning.md", "docs/predictions.md"
+QUANTISED, CASES = "docs/quantised-bases.md", "docs/your-case.md"
 PAGES = {  # the block of each page
     "longest of each line": "README.md",
     "output of the command": PLANNING,
     "what fit prints": PLANNING,
-    "beside what was measured": PLANNING,
-    "beside what was published": PLANNING,
-    "whole layers": PLANNING,
+    "beside what was measured": BACKGROUND,
+    "beside what was published": BACKGROUND,
+    "whole layers": BACKGROUND,
     "4-bit bases": QUANTISED,
     "predicted for QLoRA": CASES,
     "predicted for full fine-tuning": CASES,

@@ -45,7 +45,7 @@ def caption() -> str:
         f"{GPU_GIB} GiB, a fifth of it left free; layers checkpointed, FlashAttention. The longest sequence: {said[0]} "
         f"tokens with Hugging Face, {said[1]} with Liger (its norms and RoPE, a tiled loss), {said[2]} with seqtile, "
         f"{said[3]} with whole layers and attention by groups of heads, {said[4]} with the layers' inputs in host "
-        "memory too. [How this is predicted and tested](docs/planning.md).*"
+        "memory too. [How this is predicted and tested](docs/predictions.md).*"
     )
     return fill(text, 130)
 

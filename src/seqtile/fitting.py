@@ -78,7 +78,7 @@ def fit(
     A model type without a formula in `memory.plan` is simulated for some seconds, for one GPU and full training.
 
     Raises ValueError, and changes nothing: if no feature makes it fit (the message names the longest sequence that
-    would fit); without a GPU or gpu_memory_gib; for a setup that cannot be planned; and whatever `apply_seqtile` raises.
+    would fit); without a GPU or gpu_memory_gib; for a setup that cannot be planned; for what `apply_seqtile` refuses.
     """
     inner = unwrapped(model)
     memory = {"gpu_memory_gib": gpu_memory_gib or gpu_memory_at_hand()}

@@ -44,7 +44,7 @@ def linear_topk_divergence(
 ) -> torch.Tensor:
     """Computes KL(teacher, student) from the teacher's log-probabilities of k tokens, without the student's logits.
 
-    Let q be the teacher's probabilities of its tokens `ids`, and p = softmax(student's logits / temperature). It returns
+    With q the teacher's probabilities of its tokens `ids` and p = softmax(student's logits / temperature), it returns
     the sum of q log(q / p) over these tokens. With `tail` it adds r log(r / s), where r and s are the probabilities
     that teacher and student give to all other tokens together. Without `tail` the teacher's rest is ignored, so
     `log_probs` may be normalised over the k tokens.

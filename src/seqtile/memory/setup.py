@@ -42,10 +42,10 @@ class Setup:
     sequence_parallel: int = 1
     """GPUs that share a sequence."""
     batches: str = "cut"
-    """What GPUs that share a sequence get: "cut", their parts of a batch, or "whole" ones; see `sp.apply_ulysses`."""
+    """What these are given: "cut", their parts of a batch, or "whole" ones, as by `sp.apply_ulysses`."""
     zero_stage: int = 3
-    """ZeRO's stage: 0 shards nothing over the GPUs, 1 the optimizer's state, 2 gradients too, 3 weights too (as FSDP2
-    does)."""
+    """The stage of ZeRO, which shards over all GPUs from stage 1 on the optimizer's state, from 2 on gradients, in 3
+    weights (FSDP2); in 0 nothing."""
     optimizer: str = "adamw"
     """One of adamw, adamw_8bit and sgd. In half precision adamw keeps a float32 copy of the weights: 16 bytes a
     parameter with weights and gradients, as for float32 weights under FSDP2's mixed precision. The others keep none."""

@@ -124,7 +124,7 @@ def evaluate(
     if context > (most := _positions(model)):
         logger.warning_once(
             f"evaluate: {type(model).__name__} is configured for {most:,} positions at most, and is given {context:,} "
-            f"tokens at once: losses of later ones tell little; pass context={most} (--context {most}) or less"
+            f"tokens at once: losses of later positions mean little; pass context={most} (--context {most}) or less"
         )
     windows = [(document, *window) for document in documents for window in _windows(len(document), context, stride)]
     device = next(model.parameters()).device

@@ -107,7 +107,7 @@ def gpu_memory_at_hand() -> float:
     """Returns the GiB of this GPU that are free or torch's, and what CUDA has taken of it; the least of all ranks'.
     ValueError if there is none."""
     if not torch.cuda.is_available():
-        raise ValueError("gpu_memory_gib: torch sees no GPU; pass the GiB of the one that it is meant for")
+        raise ValueError("gpu_memory_gib: torch sees no GPU; pass the GiB of the GPU that you plan for")
     free, total = torch.cuda.mem_get_info()
     at_hand = min(total, free + torch.cuda.memory_reserved() + GIB) / GIB  # a plan counts 1 GiB for CUDA
     return of_every_rank(at_hand).min().item()

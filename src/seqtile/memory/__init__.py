@@ -96,7 +96,7 @@ def ladder(config: Any, *, batch_size: int = 1, **setup: Any) -> Iterator[tuple[
     groups = setup.pop("head_groups", None) or "auto"
     formula, given = Formula(shape_of(config)), setup_of(setup)
     if {"tiles", "liger"} & setup.keys() or "activations" in given.offload:
-        raise ValueError("tiles, liger and offload of activations: expected neither, since all are tried; use longest")
+        raise ValueError("tiles, liger and offload of activations: expected none, since all are tried; use longest")
     nothing, loss, mlp, layer, host, _, liger = FEATURES
     alone = replace(given, sequence_parallel=1)
     steps = [with_features(alone, nothing), with_features(alone, loss)]

@@ -166,7 +166,7 @@ def _warn_if_replaced(model: nn.Module, args: object) -> None:
     function = getattr(layer, "_gradient_checkpointing_func", None)
     if not isinstance(getattr(function, "func", None), Checkpoints):
         warnings.warn(
-            "the layers' inputs stay on the GPU: checkpointing was switched again after offload.enable; call enable "
+            "the layers' inputs stay on the GPU: checkpointing was turned on again after offload.enable; call enable "
             "last, and pass gradient_checkpointing=False to a Trainer",
             stacklevel=2,
         )

@@ -161,4 +161,4 @@ def _check_values(ids: torch.Tensor, log_probs: torch.Tensor, vocab: int) -> Non
     total = log_probs.double().exp().sum(1)
     if not (total <= 1 + _SLACK).all():  # NaN, too
         worst = total[~(total <= 1 + _SLACK)][0].item()
-        raise ValueError(f"{_OP}: log_probs of a token are of probability {worst:g} in all, expected at most 1")
+        raise ValueError(f"{_OP}: log_probs of a token have a total probability of {worst:g}, expected at most 1")

@@ -317,6 +317,4 @@ def _check_trial(fn: Callable, inputs: Tensors, shared: Tensors, dim: int) -> No
     elif not all(equal(torch.cat(cut, dim), result, rounded=True) for result, *cut in zip(whole, *parts, strict=True)):
         found.append("it mixes tokens: cut in two they give something else than whole")
     if found:
-        raise ValueError(
-            f"tiled: fn is not the same chunk by chunk: {'; '.join(found)}; leave it untiled, or mend that"
-        )
+        raise ValueError(f"tiled: fn is not the same chunk by chunk: {'; '.join(found)}; leave it untiled, or fix that")

@@ -86,7 +86,7 @@ class Job:
         start = f"start one on each GPU: torchrun --nproc-per-node {max(2, shared_by)} -m seqtile.cli finetune ..."
         chosen = self.fit and (self.layer or self.offload)
         both, missing = self.compare and self.resume, self.resume and checkpoint_in(self.output) is None
-        begin = "pass the --output of the run that was ended early, or leave out --resume to begin"
+        begin = "pass the --output of the run that was ended early, or leave out --resume to start a new run"
         absent = [path for path in self.data or () if not path.exists()]
         for wrong, message in (
             (groups is not None and not self.layer, "--head-groups is for layers tiled as a whole; pass --layer too"),

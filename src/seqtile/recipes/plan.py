@@ -61,7 +61,7 @@ class PlanResult:
     lengths: list[tuple[Setup, Longest]] = field(default_factory=list)
     """With more and more turned on."""
     plan: Plan | None = None
-    """None for a model type that is simulated alone."""
+    """None for a model type that is only simulated."""
     turn_on: list[str] = field(default_factory=list)
     """Lines of Python, where the plan fits."""
     remedies: dict[str, int] = field(default_factory=dict)
@@ -93,7 +93,7 @@ def _forecast(asked: PlanOptions, each: Callable[[str], None]) -> PlanResult:
         simulated, notes = _simulated(asked, each)
         if not simulated:
             raise ValueError(f"{error}; and {notes[-1]}") from error
-        return PlanResult(asked.model, [f"{error}, and so it is simulated alone", *notes], simulated)
+        return PlanResult(asked.model, [f"{error}, so it is only simulated", *notes], simulated)
     in_groups = setup["head_groups"] is not None
     if asked.layer or in_groups:  # what cannot be is said, rather than left out
         plan(shape, seq_len=1, tiles=TILES, **sizes, **setup)

@@ -10,7 +10,7 @@ from benchmark.results import RESULTS, Results, Row, load, newest
 from benchmark.terminal import figure, in_host_memory, longest, print_tables, sent
 
 ROOT = Path(__file__).parent.parent
-PAGES = {"gpu": "docs/benchmarks.md", "ulysses": "docs/sequence-parallelism.md"}  # the block of each page
+PAGES = {"gpu": "docs/benchmarks.md", "ulysses": "docs/ulysses.md"}  # the block of each page
 UNMEASURED = "Not yet measured on a GPU."
 TITLES = {
     "linear_cross_entropy": "The loss",

@@ -1,5 +1,6 @@
 """What the pages show of `seqtile.memory`'s predictions, beside what others have published."""
 
+import json
 import re
 from pathlib import Path
 from textwrap import fill
@@ -14,17 +15,21 @@ from seqtile.cli import app
 from seqtile.fitting import choose, formula_of
 from seqtile.memory.setup import GIB
 
-PLANNING, QUANTISED = "docs/planning.md", "docs/quantised-bases.md"
+PLANNING, BACKGROUND = "docs/planning.md", "docs/predictions.md"
+QUANTISED, CASES = "docs/quantised-bases.md", "docs/your-case.md"
 PAGES = {  # the block of each page
     "longest of each line": "README.md",
     "output of the command": PLANNING,
     "what fit prints": PLANNING,
     "shared tokens": PLANNING,
-    "beside what was measured": PLANNING,
-    "beside what was published": PLANNING,
-    "whole layers": PLANNING,
+    "beside what was measured": BACKGROUND,
+    "beside what was published": BACKGROUND,
+    "whole layers": BACKGROUND,
     "4-bit bases": QUANTISED,
+    "predicted for QLoRA": CASES,
+    "predicted for full fine-tuning": CASES,
 }
+CASE = re.compile(r"```bash\nseqtile (plan [^\n]*)\n```\n\n<!-- predicted for ")
 COMMAND = re.compile(r"```bash\nseqtile (plan [^\n]*)\n```")
 LLAMA, LLAMA_70B, QWEN, QWEN_32B = (
     "meta-llama/Llama-3.1-8B",
@@ -59,6 +64,7 @@ def blocks(root: Path) -> dict[str, str]:
     """Returns what stands in the pages below `root` between `<!-- name -->` and `<!-- end of name -->`."""
     made = (prediction.caption(), command((root / PLANNING).read_text()), fit(), shared_tokens())
     made += (measured(), published(), whole_layers(), quantised())
+    made += tuple(case(found) for found in CASE.findall((root / CASES).read_text()))
     return dict(zip(PAGES, made, strict=True))
 
 
@@ -66,6 +72,16 @@ def command(page: str) -> str:
     """What the page's first command prints on 100 columns."""
     found = CliRunner().invoke(app, COMMAND.search(page)[1].split(), env={"COLUMNS": "100"})
     return f"```text\n{found.output.rstrip()}\n```"
+
+
+def case(options: str) -> str:
+    """What a plan's step needs, of the command that stands above it."""
+    step = json.loads(CliRunner().invoke(app, [*options.split(), "--json"]).output)["plan"]
+    setup, gpu, host = step["setup"], sum(step["gpu_gib"].values()), sum(step["host_gib"].values())
+    where = "on each GPU" if setup["gpus"] > 1 else "on the GPU"
+    parts = [f"Predicted, not measured: **{gpu:.1f} GiB** at the peak {where}, of {setup['gpu_memory_gib']:g} GiB"]
+    parts += [f"{host:.1f} GiB in host memory"] if host else []
+    return fill(f"{'; '.join(parts)}.", 130)
 
 
 def fit() -> str:
@@ -94,7 +110,13 @@ def shared_tokens() -> str:
 
 
 def longest(model: str, **setup: Any) -> str:
-    return f"{memory.longest(model, **setup).tokens:,}"
+    tokens = memory.longest(model, **setup).tokens
+    return f"{tokens:,}" if tokens else "none"
+
+
+def with_room(gib: float) -> dict[str, float]:
+    """A GPU of so much memory, a fifth of it left free, as the pages ask for."""
+    return {"gpu_memory_gib": gib * 4 / 5}
 
 
 def alst(gpus: int) -> dict[str, Any]:
@@ -136,12 +158,13 @@ def whole_layers() -> str:
     setups = ({}, {"liger": True}, {"tiles": memory.TILES}, GROUPS)
     for model in (LLAMA, QWEN, QWEN_32B):
         for gib in (80, 141):
-            found = [longest(model, gpu_memory_gib=gib, offload=EVERYTHING, **setup) for setup in setups]
+            found = [longest(model, **with_room(gib), offload=EVERYTHING, **setup) for setup in setups]
             rows.append([short(model), f"{gib} GiB", *found])
-    shared = longest(LLAMA, **alst(8), tiles=memory.TILES)
+    shared = longest(LLAMA, **alst(8), **with_room(80), tiles=memory.TILES)
     about = (
-        "On 8 GPUs of 80 GiB that share the sequence, with layers tiled as a whole, optimizer and layer inputs on the "
-        f"host, the prediction for Llama-3.1-8B is {shared} tokens; its 8 kv heads leave none to make groups of."
+        "On 8 GPUs of 80 GiB that share the sequence, a fifth of each left free, with layers tiled as a whole, "
+        f"optimizer and layer inputs on the host, the prediction for Llama-3.1-8B is {shared} tokens; its 8 kv heads "
+        "leave none to make groups of."
     )
     return f"{table(rows)}\n\n{fill(about, 130)}"
 
@@ -152,6 +175,6 @@ def quantised() -> str:
     setups = ({"tiles": ()}, {}, GROUPS, GROUPS | {"offload": ("activations",)})
     for model in (LLAMA, QWEN, QWEN_32B):
         for gib in (24, 48, 80):
-            common = {"gpu_memory_gib": gib, "lora_rank": 16, "load_in_4bit": True}
+            common = {**with_room(gib), "lora_rank": 16, "load_in_4bit": True}
             rows.append([short(model), f"{gib} GiB", *(longest(model, **common | setup) for setup in setups)])
     return table(rows)

@@ -1,4 +1,4 @@
-"""Fine-tunes with TRL's SFTTrainer, which computes the loss chunk by chunk itself; seqtile does so for the MLPs.
+"""Fine-tunes with TRL's SFTTrainer: its loss on seqtile's head, and the MLPs in chunks.
 
 python examples/trl_sft.py [MODEL]"""
 
@@ -14,13 +14,14 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import SFTConfig, SFTTrainer
 
 import seqtile
+from seqtile.integrations.trainer import SeqtileCallback
+from seqtile.integrations.trl import apply_seqtile_to_trl
 
 LENGTH = 4096  # tokens of a sequence
 [name] = sys.argv[1:] or ["HuggingFaceTB/SmolLM2-135M"]
 tokenizer = AutoTokenizer.from_pretrained(name)
 model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32)
-seqtile.apply_seqtile(model)  # before SFTTrainer, which puts a forward of its own on the model
-
+apply_seqtile_to_trl()
 modules = (inspect, pathlib, tarfile, typing)  # their sources are long documents that are at hand
 arguments = SFTConfig(
     output_dir="runs/trl_sft",
@@ -33,6 +34,7 @@ arguments = SFTConfig(
     report_to="none",
 )
 documents = Dataset.from_list([{"text": inspect.getsource(module)} for module in modules])
-trainer = SFTTrainer(model, arguments, train_dataset=documents, processing_class=tokenizer)
-print(seqtile.status(model))
+options = {"processing_class": tokenizer, "callbacks": [SeqtileCallback()]}
+trainer = SFTTrainer(model, arguments, train_dataset=documents, **options)
 trainer.train()
+print(seqtile.status(model))

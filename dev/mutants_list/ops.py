@@ -49,6 +49,14 @@ MUTANTS = (
         ("ops/test_head_laws.py",),
     ),
     Mutant(
+        "loss: what stands between two rows of logits is not zero",
+        "Head.logits_buffer",
+        "buffer[:, vocab:] = 0",
+        "pass",
+        ("ops/test_head_inputs.py",),
+        select="behind",
+    ),
+    Mutant(
         "log-probabilities: a sign",
         "_log_probs",
         "scatter_to_tokens(-values.losses, chunked.rows, shape)",

@@ -91,7 +91,7 @@ def errors_printed(console: Console) -> Iterator[None]:
 
 @command
 def finetune(job: Job) -> None:
-    """Full-parameter fine-tuning of a causal LM on long documents.
+    """Trains all parameters of a causal LM on long documents.
 
     On several GPUs: torchrun --nproc-per-node 4 -m seqtile.cli finetune --sequence-parallel 4 ...
     """
@@ -104,9 +104,9 @@ def finetune(job: Job) -> None:
 
 @command
 def evaluate(asked: EvaluateOptions) -> None:
-    """The loss, the perplexity and the bits per byte of long documents, by how many tokens came before.
+    """Loss, perplexity and bits per byte of long documents, by the number of tokens before.
 
-    On several GPUs, which share each document: torchrun --nproc-per-node 4 -m seqtile.cli evaluate MODEL TEXT ...
+    With several GPUs sharing each document: torchrun --nproc-per-node 4 -m seqtile.cli evaluate MODEL TEXT ...
     """
     console = Console(quiet=asked.local_rank not in (None, 0), soft_wrap=True, highlight=False)
     with errors_printed(console):
@@ -134,7 +134,7 @@ def end_rank(local_rank: int | None) -> None:
 
 @command
 def plan(asked: PlanOptions) -> None:
-    """Tells what fits, before it runs: the longest sequence with each feature turned on, and what a step then holds.
+    """Predicts what fits before it runs: the longest sequence with more and more features, and a step's memory.
 
     Exits with 1 if a sequence of --seq-len does not fit.
     """
@@ -155,9 +155,9 @@ def plan(asked: PlanOptions) -> None:
 
 @command
 def check(asked: CheckOptions) -> None:
-    """Tries a model out, made small: which parts can be tiled, and if each computes the same.
+    """Tries a small copy of a model: which parts can be tiled, and whether each computes the same.
 
-    Exits with 1 if one does not, and cannot be tiled.
+    Exits with 1 if a part computes something else when tiled.
     """
     from seqtile.recipes.check import check as run  # slow to import
     from seqtile.recipes.check import print_report
@@ -175,7 +175,7 @@ def check(asked: CheckOptions) -> None:
 
 @app.command()
 def env() -> None:
-    """The machine and the versions of everything that seqtile meets, as a list in Markdown, for a bug report."""
+    """Prints the machine and the versions of all relevant packages as a Markdown list, for a bug report."""
     installed = {str(package.name).lower().replace("_", "-"): package.version for package in distributions()}
     found = {"seqtile": __version__, "Python": platform.python_version(), "OS": platform.platform(), "CPU": cpu()}
     found |= gpus() | {name: installed.get(name, "not installed") for name in NEEDED}

@@ -21,7 +21,7 @@ FIRST = 1024
 
 @dataclass(frozen=True)
 class Span:
-    """Tokens that are predicted from more than `start` and at most `stop` tokens before them, and their mean loss."""
+    """Tokens with more than `start` and at most `stop` tokens before them, and their mean loss."""
 
     start: int
     stop: int
@@ -38,7 +38,7 @@ class Evaluation:
     """How well a model predicts the tokens of documents."""
 
     tokens: int
-    """Those that were predicted."""
+    """The number of predicted tokens."""
     loss: float
     """Their mean cross-entropy, in nats."""
     by_position: tuple[Span, ...]
@@ -55,7 +55,7 @@ class Evaluation:
 
     @property
     def bits_per_byte(self) -> float | None:
-        """None if it is not known how long the text is."""
+        """None without `text_bytes`."""
         return self.loss * self.tokens / math.log(2) / self.text_bytes if self.text_bytes else None
 
     def figures(self) -> dict[str, Any]:
@@ -85,21 +85,21 @@ def evaluate(
     """Computes the loss of every token of documents, given the tokens before it, in evaluation mode.
 
     Args:
-        model: a causal LM, alone or with an adapter of PEFT's; tiled for as long as this takes, if it is not tiled. One
-            that `sp.apply_ulysses(batches="whole")` was given is evaluated over ranks, which all call this alike.
-        documents: token ids of one document, a tensor [N] or [1, N] or a list of ints, or a list of several, each by
-            itself and without padding.
-        context: the most tokens that are given to the model at once; None for whole documents.
-        stride: with `context`, of a longer document: the tokens from one window of `context` tokens to the next. A
-            window predicts those that none before it has, each from at least `context - stride` tokens. By default half
-            the context.
+        model: a causal LM, alone or with a PEFT adapter; an untiled one is tiled during the call. After
+            `sp.apply_ulysses(batches="whole")` it is evaluated over ranks, which all make the same call.
+        documents: token ids of one document, a tensor [N] or [1, N] or a list of ints; or a list of several documents,
+            each by itself and without padding.
+        context: the most tokens that the model gets at once; None for whole documents.
+        stride: with `context`, for longer documents: the tokens from the start of one window to the start of the next.
+            A window predicts the tokens that no earlier window predicted, each from at least `context - stride` tokens.
+            By default half the context.
         text_bytes: the bytes of the text of all documents, one number, for bits per byte.
-        each: is called with the windows that are done, and their number.
+        each: called with the number of finished windows and of all windows.
 
     Memory: that of the model's forward with a chunk of logits; no cache.
 
-    Raises TypeError for what are no token ids, ValueError for a document of fewer than two tokens, and for a stride
-    without a context or not less than it.
+    Raises TypeError for anything but token ids; ValueError for a document of fewer than two tokens, and for a stride
+    without a context or not less than the context.
     """
     documents = _documents(documents)
     if not isinstance(text_bytes, Real | None):
@@ -124,7 +124,7 @@ def evaluate(
     if context > (most := _positions(model)):
         logger.warning_once(
             f"evaluate: {type(model).__name__} is configured for {most:,} positions at most, and is given {context:,} "
-            f"tokens at once: losses of later ones tell little; pass context={most} (--context {most}) or less"
+            f"tokens at once: losses of later positions mean little; pass context={most} (--context {most}) or less"
         )
     windows = [(document, *window) for document in documents for window in _windows(len(document), context, stride)]
     device = next(model.parameters()).device

@@ -25,16 +25,16 @@ from seqtile.offload.store import available
 
 @dataclass(frozen=True)
 class Fit:
-    """The features with which a step fits; print it."""
+    """The features with which a step fits. Print it to see each with its reason."""
 
     setup: Setup
     """What is on: `tiles`, `head_groups` and `offload`; and what it was planned for."""
     gpu_gib: float
-    """What a step holds on a GPU at most, as predicted."""
+    """The predicted peak of a step on a GPU."""
     lines: tuple[str, ...]
     """Each feature, on or off, and why."""
     plan: Plan | None = None
-    """The step; None for a model type that was simulated, having no formula."""
+    """The step; None for a model type without a formula, which was simulated."""
 
     @property
     def options(self) -> dict[str, Any]:
@@ -62,23 +62,23 @@ def fit(
 ) -> Fit:
     """Applies the cheapest of seqtile's features with which a training step fits, and prints each with the reason.
 
-    In the order of their cost in time: the loss and the MLPs in chunks, whole layers in chunks, the layers' inputs in
-    host memory (`seqtile.offload`), attention by groups of heads. Every layer is checkpointed in any case.
+    It tries them in the order of their cost in time: the loss and the MLPs in chunks, whole layers in chunks, layer
+    inputs in host memory (`seqtile.offload`), attention by groups of heads. It always checkpoints every layer.
 
     Args:
-        model: a Hugging Face model, or PEFT's around one, whose LoRA is planned as if on every projection.
+        model: a Hugging Face model, or PEFT's wrapper around one; LoRA is planned as if it were on every projection.
         seq_len: tokens of a sequence, over all the GPUs that share it.
         batch_size: sequences at a time.
-        gpu_memory_gib: memory of a GPU; by default what is free on this one and what torch holds there.
+        gpu_memory_gib: memory of a GPU; by default the free memory of this one plus what torch holds of it.
         host_memory_gib: memory of a node; by default what is free.
-        dry_run: True to tell only, and change nothing.
+        dry_run: True only prints, and changes nothing.
         setup: other fields of `memory.Setup`, such as dtype (by default that of the weights), optimizer, gpus,
             zero_stage, sequence_parallel.
 
-    A model type without a formula in `memory.plan` is simulated, some seconds long: on one GPU, all of it trained.
+    A model type without a formula in `memory.plan` is simulated for some seconds, for one GPU and full training.
 
-    Raises ValueError, and changes nothing: if no feature makes it fit, with the longest sequence that would; without a
-    GPU or gpu_memory_gib; for a setup that cannot be planned; and whatever `apply_seqtile` raises.
+    Raises ValueError, and changes nothing: if no feature makes it fit (the message names the longest sequence that
+    would fit); without a GPU or gpu_memory_gib; for a setup that cannot be planned; for what `apply_seqtile` refuses.
     """
     inner = unwrapped(model)
     memory = {"gpu_memory_gib": gpu_memory_gib or gpu_memory_at_hand()}
@@ -107,7 +107,7 @@ def gpu_memory_at_hand() -> float:
     """Returns the GiB of this GPU that are free or torch's, and what CUDA has taken of it; the least of all ranks'.
     ValueError if there is none."""
     if not torch.cuda.is_available():
-        raise ValueError("gpu_memory_gib: torch sees no GPU; pass the GiB of the one that it is meant for")
+        raise ValueError("gpu_memory_gib: torch sees no GPU; pass the GiB of the GPU that you plan for")
     free, total = torch.cuda.mem_get_info()
     at_hand = min(total, free + torch.cuda.memory_reserved() + GIB) / GIB  # a plan counts 1 GiB for CUDA
     return of_every_rank(at_hand).min().item()

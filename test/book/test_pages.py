@@ -21,7 +21,7 @@ from seqtile.recipes import EvaluateOptions, Job
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONTRIBUTING.md"]
 COMMANDS = [(page, block) for page in PAGES for block in blocks_of(page.read_text()) if block.language == "bash"]
-QUICK = [page.name for page in PAGES if page.name not in ("trainer.md", "trl.md")]
+QUICK = [page.name for page in PAGES if page.name not in ("trainer.md", "trl.md", "your-case.md")]
 SCRIPTS = (".py", ".sh")
 SILENT = {"text", "{toctree}", "{eval-rst}", "{include}", "toml", "yaml", ""}  # the languages of what cannot be run
 

@@ -17,7 +17,7 @@ import torch
 from support.tiny import VOCAB, build
 
 pytestmark = pytest.mark.skipif(find_spec("axolotl") is None, reason="axolotl is not installed")
-PAGE = Path(__file__).parents[2] / "docs" / "axolotl.md"
+PAGE = Path(__file__).parents[2] / "docs" / "trainers.md"
 PLUGIN = re.search(r"^```yaml\n(.*?)^```", PAGE.read_text(), re.S | re.M)[1]  # what users copy
 RUN = """
 base_model: model

@@ -322,7 +322,7 @@ def test_wrong_models() -> None:
         with pytest.raises(ValueError, match="expected a model's config, a dict of one, a path or a name, got"):
             memory.longest(config)
     for varied in ({"liger": True}, {"tiles": ("loss",)}, {"offload": ("activations",)}):
-        with pytest.raises(ValueError, match="expected neither, since all are tried"):
+        with pytest.raises(ValueError, match="expected none, since all are tried"):
             list(memory.ladder(LLAMA, **varied))
 
 

@@ -82,7 +82,7 @@ def test_experts_without_a_formula(tmp_path: Path, capsys: pytest.CaptureFixture
     found = json.loads(said(tmp_path, "--json"))
     lengths = list(found["simulated"].values())
     assert list(found["simulated"]) == list(TILES) and 0 < lengths[0] < lengths[2] < lengths[3]
-    assert "and so it is simulated alone" in found["notes"][0]
+    assert "so it is only simulated" in found["notes"][0]
     forecast = PlanResult("it", [], found["simulated"])
     assert forecast.fits(lengths[3]) and not forecast.fits(lengths[3] + 1)
     print_forecast(forecast, Console())

@@ -261,6 +261,6 @@ def test_checkpointing_switched_on_again_is_said() -> None:
     pool = offloaded(model)
     loss_and_gradients(model, **batch)
     checkpointing(model, False)
-    with pytest.warns(UserWarning, match=r"switched again after offload\.enable"):
+    with pytest.warns(UserWarning, match=r"turned on again after offload\.enable"):
         loss_and_gradients(model, **batch)
     assert pool.total == 0 and not model._forward_pre_hooks

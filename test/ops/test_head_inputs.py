@@ -110,3 +110,22 @@ def test_what_is_refused(changes: dict, error: type[Exception], message: str, op
 def test_a_sparse_class_weight_is_refused() -> None:
     with pytest.raises(TypeError, match=r"class_weight is sparse_coo, expected a dense tensor"):
         linear_cross_entropy(X, W, LABELS, class_weight=torch.rand(V).to_sparse())
+
+
+@each_op
+def test_what_stood_behind_a_row_of_logits(op: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of logits begin at multiples of 16, and a CPU's products in bfloat16 may read the numbers in between."""
+    empty, buffers = torch.Tensor.new_empty, []
+
+    def poisoned(self: torch.Tensor, *shape: int, **options: object) -> torch.Tensor:
+        buffers.append(empty(self, *shape, **options).fill_(float("nan")))
+        return buffers[-1]
+
+    hidden, weight, target = (tensor.bfloat16() if tensor.is_floating_point() else tensor for tensor in make(63))
+    hidden = hidden.detach().requires_grad_()
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.Tensor, "new_empty", poisoned)
+        op(hidden, weight.detach(), target, chunk_tokens=16).sum().backward()
+    padded = [buffer for buffer in buffers if buffer.dim() == 2 and buffer.shape[1] == 112]
+    assert padded and not any(buffer[:, V:].any() for buffer in padded)
+    assert hidden.grad.isfinite().all()

@@ -18,7 +18,9 @@ import torch
 import torch.distributed as dist
 
 import seqtile
+import seqtile.integrations.trl
 import seqtile.rules
+from seqtile.integrations.trainer import SeqtileCallback
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 LENGTH, SEQUENCES, CHUNK = 120, 6, 50
@@ -41,6 +43,8 @@ def run(name: str, *arguments: str, tiled: bool = True, **constants: int) -> dic
         stack.enter_context(patch.object(seqtile.rules, "MIN_CHUNK_TOKENS", CHUNK))
         if not tiled:
             stack.enter_context(patch.object(seqtile, "apply_seqtile", lambda *_, **__: None, create=True))
+            stack.enter_context(patch.object(SeqtileCallback, "on_train_begin", lambda *_, **__: None))
+            stack.enter_context(patch.object(seqtile.integrations.trl, "apply_seqtile_to_trl", lambda: None))
         exec(compile(source, EXAMPLES / f"{name}.py", "exec"), names)
         if "model" in names:
             status = seqtile.status(names["model"])

@@ -2,8 +2,8 @@
 
     plan, longest, ladder  >  Step (step.py)  >  Layer (layer.py)  >  Shape and Setup (setup.py)
 
-Imports neither torch nor transformers, and so answers at once. Of a model type without a formula `simulate` runs the
-code on tensors without data; who wants that imports it.
+Imports neither torch nor transformers, and so answers at once. `simulate`, which is imported separately, runs the code
+of a model type without a formula on tensors without data.
 """
 
 from collections.abc import Iterator
@@ -27,18 +27,18 @@ def plan(config: Any, *, seq_len: int, batch_size: int = 1, evaluate: bool = Fal
     Args:
         config: a Hugging Face config, a dict of one, the path of a config.json, or a name in `memory.KNOWN`.
         seq_len: tokens of a sequence, over all the GPUs that share it.
-        batch_size: sequences at a time; with `shared_tokens`, as of one prompt's completions, 2 or more.
-        evaluate: predicts an evaluation between two steps instead, `model.eval()` under `torch.no_grad()`, of which the
-            loss alone is wanted. With an untiled loss the cache is counted that a model's config asks for; under
-            Trainer, whose `use_cache` is False, there is none.
+        batch_size: sequences at a time; with `shared_tokens`, completions of one prompt, 2 or more.
+        evaluate: predict an evaluation between two steps instead: `model.eval()` under `torch.no_grad()`, reading only
+            the loss. With an untiled loss it counts the cache that a model's config asks for; under Trainer, whose
+            `use_cache` is False, there is none.
         setup: the fields of `memory.Setup`, such as gpus, sequence_parallel, zero_stage, tiles, offload.
 
-    Counted are tensors, as torch allocates them, with 1 GiB for CUDA and 1 GiB for NCCL; not what the allocator loses
-    to fragmentation, nor temporaries of an optimizer that is not fused, nor (up to a tenth) what FSDP2 pads on GPUs
-    whose number does not divide the widths. Every layer is checkpointed and attention is FlashAttention-2. Source:
-    Arctic Long Sequence Training, 2.1 and 2.2, and simulations of every allocation, test/memory.
+    It counts tensors as torch allocates them, 1 GiB for CUDA and 1 GiB for NCCL. It does not count what the allocator
+    loses to fragmentation, the temporaries of an unfused optimizer, and FSDP2's padding if the number of GPUs does not
+    divide the widths (up to a tenth). Every layer is checkpointed, and attention is FlashAttention-2. Source: Arctic
+    Long Sequence Training, 2.1 and 2.2, and simulations of every allocation, test/memory.
 
-    Raises ValueError for lengths, sizes and names that cannot be; TypeError for a name that is no field of Setup.
+    Raises ValueError for impossible lengths, sizes and names; TypeError for a name that is no field of Setup.
     """
     return Formula(shape_of(config), evaluate).predict(setup_of(setup), seq_len, batch_size)
 
@@ -91,18 +91,19 @@ class Formula(Predictor):
 
 
 def ladder(config: Any, *, batch_size: int = 1, **setup: Any) -> Iterator[tuple[Setup, Longest]]:
-    """Yields the longest sequence with more and more on: nothing but checkpointing, then the tiled loss, sequence
-    parallelism, the tiled MLP, offloaded activations, both; the last two with the MLP also with Liger's norms.
-    Source of this order: Arctic Long Sequence Training, table 1.
-    Then all of these, but Liger, with the layer tiled, if seqtile tiles such layers; with groups of heads besides,
-    unless the sequence is shared.
+    """Yields the longest sequence with more and more turned on.
 
-    `setup` is what all have: neither tiles nor liger nor offloaded activations, for which it raises ValueError; its
-    head_groups are those of the last row, "auto" by default."""
+    First only checkpointing; then the tiled loss, sequence parallelism, the tiled MLP, offloaded activations, and both;
+    with the tiled MLP also with Liger's norms. Source of this order: Arctic Long Sequence Training, table 1. If seqtile
+    tiles such layers, then all of these except Liger with the layer tiled; and with groups of heads, if the GPUs leave
+    heads to group.
+
+    `setup` holds for all rows. It has no tiles, no liger and no offloaded activations, for which it raises ValueError.
+    Its head_groups are those of the last row, "auto" by default."""
     groups = setup.pop("head_groups", None) or "auto"
     formula, given = Formula(shape_of(config)), setup_of(setup)
     if {"tiles", "liger"} & setup.keys() or "activations" in given.offload:
-        raise ValueError("tiles, liger and offload of activations: expected neither, since all are tried; use longest")
+        raise ValueError("tiles, liger and offload of activations: expected none, since all are tried; use longest")
     nothing, loss, mlp, layer, host, _, liger = FEATURES
     alone = replace(given, sequence_parallel=1)
     steps = [with_features(alone, nothing), with_features(alone, loss)]

@@ -35,7 +35,7 @@ def is_count(value: object, least: int = 1) -> bool:
 
 @dataclass(frozen=True)
 class Setup:
-    """A training setup, activation checkpointing of every layer included. Raises ValueError for what cannot be."""
+    """A training setup, with activation checkpointing of every layer. Raises ValueError for impossible values."""
 
     gpus: int = 1
     """GPUs in all."""
@@ -49,32 +49,31 @@ class Setup:
     """The stage of ZeRO, which shards over all GPUs from stage 1 on the optimizer's state, from 2 on gradients, in 3
     weights (FSDP2); in 0 nothing."""
     optimizer: str = "adamw"
-    """One of adamw, adamw_8bit and sgd; adamw in half precision with a float32 copy of the weights, 16 bytes a
-    parameter with weights and gradients, as float32 weights under FSDP2's mixed precision have; the others without."""
+    """One of adamw, adamw_8bit and sgd. In half precision adamw keeps a float32 copy of the weights: 16 bytes a
+    parameter with weights and gradients, as for float32 weights under FSDP2's mixed precision. The others keep none."""
     dtype: str = "bfloat16"
     """The dtype of weights, gradients and activations."""
     autocast: bool = False
-    """True with weights, their gradients and the residual stream in float32, under torch.autocast to `dtype`."""
+    """True: weights, their gradients and the residual stream are float32, under torch.autocast to `dtype`."""
     tiles: Collection[str] | str = ("loss", "mlp")
-    """The parts computed chunk by chunk, some of loss, mlp and layer, which is all of a decoder layer but attention."""
+    """The parts computed chunk by chunk, some of loss, mlp and layer (all of a decoder layer except attention)."""
     head_groups: int | str | None = None
     """Groups of kv heads that attend one after the other in a tiled layer; "auto" for as many as divide them, up to 8,
     and leave each GPU that shares a sequence a kv head in every group; None: all heads at once."""
     chunk_tokens: int | None = None
     """Tokens of a chunk; None for the rule of `seqtile.ops.chunks`."""
     liger: bool = False
-    """True with Liger's norms, RoPE and, where the MLP is not tiled, its product of gate and up, which keep less."""
+    """True: Liger's norms and RoPE, which keep less, and its product of gate and up if the MLP is not tiled."""
     offload: Collection[str] | str = ()
-    """The things in host memory, some of activations (`seqtile.offload`), optimizer (with the gradients) and
-    weights."""
+    """What is in host memory: some of activations (`seqtile.offload`), optimizer (with the gradients) and weights."""
     keep_last: int = 1
-    """Layers whose inputs stay on the GPU all the same."""
+    """Last layers whose inputs stay on the GPU despite offloading."""
     lora_rank: int | None = None
-    """The rank of adapters in float32, as PEFT makes them, over every projection of attention and MLP, all else frozen;
+    """The rank of float32 adapters, as PEFT makes them, on every projection of attention and MLP; all else is frozen.
     None trains every parameter."""
     load_in_4bit: bool = False
-    """True with the projections of attention and MLP in bitsandbytes' 4 bits (NF4, double quantisation), each decoded
-    for as long as its part is computed. They are frozen, and so need `lora_rank`."""
+    """True: the projections of attention and MLP are in bitsandbytes' 4 bits (NF4, double quantisation), each decoded
+    while its part is computed. They are frozen, so `lora_rank` is needed."""
     gpu_memory_gib: float = 80
     """Memory of a GPU."""
     host_memory_gib: float = 1900

@@ -1,8 +1,8 @@
-"""Activation checkpointing whose saved inputs wait in host memory.
+"""Activation checkpointing that keeps the saved inputs in host memory.
 
-Non-reentrant checkpointing saves a region's inputs as autograd saves any tensor, through hooks; here the hooks put them
-into a `Store` and take them back. Copies out run while the region computes, copies back while the next one does.
-Source: Arctic Long Sequence Training, 3.3 (there with copies that wait).
+Non-reentrant checkpointing saves a region's inputs like any tensor that autograd saves, through hooks. Here the hooks
+put them into a `Store` and take them back. Copies out run while the region computes, copies back while the next one
+does. Source: Arctic Long Sequence Training, 3.3 (there with copies that wait).
 """
 
 import warnings
@@ -96,16 +96,16 @@ def enable(
     strict: bool = False,
     device: torch.device | str | None = None,
 ) -> None:
-    """Activation checkpointing of every layer, with the layers' inputs in host memory until the backward.
+    """Checkpoints every layer, and keeps the layers' inputs in host memory until the backward.
 
     Args:
         model: any Hugging Face model whose layers can be checkpointed, on its GPU.
-        keep_last: how many of the last layers keep their inputs on the GPU, where the backward needs them at once.
-        host_memory_limit: bytes; by default what the machine, or its control group, has left but for 1 GiB.
-        tokens: of a step on this GPU. Given, host memory for them is registered now; else in the first step.
+        keep_last: the number of last layers whose inputs stay on the GPU, since the backward needs them at once.
+        host_memory_limit: bytes; by default what the machine, or its control group, has free, less 1 GiB.
+        tokens: tokens of a step on this GPU. If given, host memory for them is registered now, else in the first step.
         strict: raise HostMemoryFull when host memory is full; by default the inputs of the other layers stay on the
             GPU, with a warning.
-        device: the GPU that the model computes on; by default where its weights are.
+        device: the GPU that the model computes on; by default the device of its weights.
 
     Host memory: one layer input (tokens x hidden x bytes an element) for every layer but the last ones, pinned, reused
     in every step, returned by `disable`; a deepcopy of the model takes its own, up to the same limit. On the GPU,
@@ -166,7 +166,7 @@ def _warn_if_replaced(model: nn.Module, args: object) -> None:
     function = getattr(layer, "_gradient_checkpointing_func", None)
     if not isinstance(getattr(function, "func", None), Checkpoints):
         warnings.warn(
-            "the layers' inputs stay on the GPU: checkpointing was switched again after offload.enable; call enable "
+            "the layers' inputs stay on the GPU: checkpointing was turned on again after offload.enable; call enable "
             "last, and pass gradient_checkpointing=False to a Trainer",
             stacklevel=2,
         )

@@ -64,9 +64,9 @@ def gated_mlp(
     Args:
         x: [..., D], float32, bfloat16 or float16.
         gate_weight: [M, D], the dtype of x (any of the three under autocast).
-        up_weight: [M, D] likewise; None if `gate_weight` is [2M, D], gate above up, as in Phi-3, and so are its bias
-            and adapter.
-        down_weight: [D, M] likewise.
+        up_weight: [M, D], dtype as `gate_weight`. None if `gate_weight` holds both, [2M, D], gate above up, as in
+            Phi-3; then its bias and adapter do too.
+        down_weight: [D, M], dtype as `gate_weight`.
         gate_bias, up_bias: [M], the dtype of x.
         down_bias: [D], the dtype of x.
         gate_lora, up_lora, down_lora: `LowRank(a, b, scale)`, an adapter without dropout; a [r, in] and b [out, r] of
@@ -78,14 +78,14 @@ def gated_mlp(
         [..., D], the dtype of x (autocast's dtype under autocast).
 
     Gradients: of x in its dtype; of the parameters summed over chunks in float32, rounded once and returned once. A
-    parameter with a float32 `main_grad` takes its gradient there instead, unrounded, chunk by chunk. What is frozen
+    parameter with a float32 `main_grad` gets its gradient there instead, unrounded, chunk by chunk. A frozen parameter
     costs no product and no buffer.
 
     Memory: saves x [T, D] for the backward and nothing else. Allocates the output and a chunk [chunk_tokens, 2M] in the
     forward; d_x, a chunk [chunk_tokens, 3M] and the parameters' float32 gradients in the backward. Never a [T, M]
-    tensor. Adapters need some [chunk_tokens, r] besides.
+    tensor. Adapters need a few [chunk_tokens, r] more.
 
-    No more tokens than a chunk: the plain expression runs, 9 u instead of 11 u, and autograd saves what it saves.
+    If all tokens fit in one chunk, the plain expression runs, 9 u instead of 11 u, and autograd saves its tensors.
     Under autocast the operands are cast once, before the chunks. Under torch.compile the tiled path is one graph break.
 
     Raises:

@@ -148,7 +148,7 @@ def main_grad_of(parameter: Any) -> torch.Tensor | None:
     if main_grad is not None and (main_grad.dtype != torch.float32 or main_grad.shape != parameter.shape):
         raise ValueError(
             f"main_grad is {main_grad.dtype} {list(main_grad.shape)}, expected torch.float32 "
-            f"{list(parameter.shape)}, the parameter's shape; allocate it so, or take it off"
+            f"{list(parameter.shape)}, the parameter's shape; allocate it with these, or remove it"
         )
     return main_grad
 

@@ -47,16 +47,16 @@ class Values(NamedTuple):
 
 
 class LossMetrics(NamedTuple):
-    """Values that the chunks know besides the loss.
+    """Values from the same pass as the loss.
 
-    `mean_entropy` and `logsumexp` are differentiable, for a z-loss or an entropy bonus of one's own. Like a loss they
-    hold the graph, so detach what is kept for longer than a step.
+    `mean_entropy` and `logsumexp` are differentiable, for your own z-loss or entropy bonus. Like a loss they hold the
+    graph, so detach what you keep for longer than a step.
     """
 
     token_accuracy: torch.Tensor
-    """The share of the labelled tokens that are predicted right; a float32 scalar, NaN if none is labelled."""
+    """The share of labelled tokens that are predicted right; a float32 scalar, NaN if no token is labelled."""
     predicted_tokens: torch.Tensor
-    """The token of the largest logit; int64, target's shape, -1 for ignored tokens."""
+    """The token with the largest logit; int64, target's shape, -1 for ignored tokens."""
     mean_entropy: torch.Tensor
     """The mean entropy of the softmax over labelled tokens, in nats; a float32 scalar, NaN if none is labelled."""
     logsumexp: torch.Tensor
@@ -87,18 +87,18 @@ def linear_cross_entropy(
     Args:
         hidden: [..., D], as [T, D] or [B, S, D]; float32, bfloat16 or float16.
         weight: [V, D], the dtype of `hidden` (any of the three under autocast).
-        target: [...], integers, int64 without a copy, already shifted: target[t] is the token that follows hidden[t].
-        bias: [V] or None, the dtype of `hidden` likewise.
-        ignore_index: tokens with this target count for nothing and cost nothing. None: no token is ignored, and the
-            device is never waited for.
+        target: [...], any integers (int64 is not copied), already shifted: target[t] is the token after hidden[t].
+        bias: [V] or None, dtype as `weight`.
+        ignore_index: tokens with this target do not count and cost nothing. None: no token is ignored, and nothing
+            waits for the device.
         reduction: "mean" over labelled tokens (with `class_weight`, over their weights), "sum", or "none".
         num_items: divides the sum instead of that count (Hugging Face's `num_items_in_batch`); only with "mean".
         label_smoothing: in [0, 1], as torch's cross_entropy defines it.
         class_weight: [V], any floating dtype, as torch's cross_entropy defines it.
-        z_loss: adds z_loss * logsumexp(logits)**2 to every labelled token's loss, under the same reduction: without its
-            class_weight, but divided by what the sum is divided by. So with `class_weight` a "mean" divides it by the
-            sum of the labels' weights, where Liger divides it by n, the number of labelled tokens: for Liger's value
-            leave it 0 and add z_loss * metrics.logsumexp.square().sum() / n.
+        z_loss: adds z_loss * logsumexp(logits)**2 to every labelled token's loss, under the same reduction.
+            `class_weight` does not multiply it, but with it a "mean" divides z_loss too by the sum of the labels'
+            weights. Liger divides by n, the number of labelled tokens: for Liger's value leave z_loss 0 and add
+            z_loss * metrics.logsumexp.square().sum() / n.
         logit_scale: multiplies hidden @ weight.T, before the bias.
         softcap: logits become softcap * tanh(logits / softcap); None for no cap.
         accumulate_dtype: the dtype in which the gradients of weight and bias add up over chunks, torch.float32 or None

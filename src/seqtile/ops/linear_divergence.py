@@ -49,26 +49,26 @@ def linear_divergence(
         student_hidden, teacher_hidden: [..., D] each, of widths of their own; float32, bfloat16 or float16.
         student_weight, teacher_weight: [V, D], one vocabulary, the dtype of the head's hidden states (any of the three
             under autocast).
-        mask: [...] bool, True where a token counts; what is left out costs nothing. None: all.
+        mask: [...] bool, True where a token counts; others cost nothing. None: all count.
         reduction, num_items: as in `linear_cross_entropy`.
-        return_entropy: return (divergence, entropies): of the student's softmax, float32 of the tokens' shape, without
-            gradient, 0 where a token is left out.
+        return_entropy: return (divergence, entropies): entropies of the student's softmax, float32 of the tokens'
+            shape, without gradient, 0 where a token does not count.
         chunk_tokens: tokens of a chunk; None for max(2048, the larger D).
 
     Returns:
         A float32 scalar, or with "none" float32 of the tokens' shape. If no token counts it is 0 with zero gradients
         for "sum" and `num_items`, NaN with zero gradients for a plain "mean".
 
-    Gradients of both heads, of what requires one: usually of the student alone. Of weights and biases they add up over
-    chunks in float32 and are rounded once; a `main_grad` takes them as it does in `linear_cross_entropy`.
+    Gradients: of everything in both heads that requires one, usually of the student only. Gradients of weights and
+    biases add up over chunks in float32 and are rounded once; a `main_grad` takes them as in `linear_cross_entropy`.
 
     FLOPs, with u = 2 n D V of each head for n tokens that count: student 3 u, teacher 1 u (3 u if it is trained). With
     "none", whose upstream gradients differ from token to token, student 4 u, teacher 2 u (4 u). Without gradients 1 u.
 
     Memory: a chunk of logits of each head, d_hidden, d_weight in float32 and its rounding (of one chunk, as in
-    `linear_cross_entropy`); if some tokens are left out a chunk of each head's hidden states. Nothing else grows with T
-    but a few numbers a token. Until its backward has run, the operands are kept. It breaks the graph of torch.compile
-    and runs eagerly.
+    `linear_cross_entropy`); if some tokens do not count also a chunk of each head's hidden states. Apart from a few
+    numbers a token nothing else grows with T. The operands are kept until the backward has run. It breaks the graph of
+    torch.compile and runs eagerly.
 
     Raises:
         TypeError, ValueError: types, dtypes, devices, shapes or numbers that do not fit, such as a teacher of another

@@ -17,9 +17,9 @@ _VALUES = {"entropy": "entropy", "is_largest": "predicted", "mean_logit": "mean"
 
 
 class TokenValues(NamedTuple):
-    """Values of every token besides its log-probability, from the same pass over the logits; None where not asked for.
+    """More values of every token, from the same pass over the logits as its log-probability; None if not asked for.
 
-    Of target's shape, 0 (False) for ignored tokens; float32 unless said otherwise. The distribution is
+    They have target's shape, 0 (False) for ignored tokens, and are float32 unless said otherwise. The distribution is
     softmax(logits / temperature). `entropy` is differentiable, the others are not.
     """
 
@@ -56,22 +56,22 @@ def linear_log_probs(
 
     Args:
         temperature: divides the logits after the cap, as sampling does; more than 0.
-        outputs: names of fields of `TokenValues`: return (log_probs, TokenValues) with these.
-        to_be_summed: expect that the caller sums or averages the log-probabilities, so that all of them have the same
-            upstream gradient, and compute the gradients in the forward. Where they turn out to have different ones,
-            the backward computes the gradients again: it costs time, and is as exact.
+        outputs: names of fields of `TokenValues`; then it returns (log_probs, TokenValues) with these.
+        to_be_summed: True if you will sum or average the log-probabilities, so that all have the same upstream
+            gradient: the forward then computes the gradients. If the upstream gradients differ after all, the backward
+            computes the gradients again, which takes time and is just as exact.
 
     Returns:
         float32 of target's shape, 0 for ignored tokens.
 
-    FLOPs: 4 u, where u = 2 n D V for n labelled tokens: 1 in the forward, 3 in the backward, which recomputes the
-    chunks since only there each token's upstream gradient is known. With `to_be_summed` 3 u, all in the forward; 6 u
-    if the upstream gradients differ, or entropies have one (in a compiled graph 4 u in any case).
+    FLOPs: 4 u, where u = 2 n D V for n labelled tokens: 1 in the forward and 3 in the backward, which recomputes the
+    chunks, since each token's upstream gradient is known only then. With `to_be_summed` 3 u, all in the forward, or 6 u
+    if the upstream gradients differ or entropies have one (in a compiled graph always 4 u).
 
     Memory: forward one chunk of logits [chunk_tokens, V]; backward the chunk, d_hidden (the size of `hidden`), d_weight
-    in float32 and its rounding; if some tokens are ignored also a chunk [chunk_tokens, D]. Nothing else grows with T
-    but a few numbers a token. Until the backward has run, the operands are kept. With `to_be_summed` all of it in the
-    forward, as `linear_cross_entropy`.
+    in float32 and its rounding; if some tokens are ignored also a chunk [chunk_tokens, D]. Apart from a few numbers a
+    token nothing else grows with T. The operands are kept until the backward has run. With `to_be_summed` the forward
+    allocates all of it, as in `linear_cross_entropy`.
 
     Raises TypeError, ValueError as `linear_cross_entropy`; RuntimeError in a backward with `create_graph=True`.
     """

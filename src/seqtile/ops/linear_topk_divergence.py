@@ -44,15 +44,16 @@ def linear_topk_divergence(
 ) -> torch.Tensor:
     """Computes KL(teacher, student) from the teacher's log-probabilities of k tokens, without the student's logits.
 
-    With q the teacher's probabilities of its tokens `ids` and p = softmax(student's logits / temperature): the sum over
-    these of q log(q / p); with `tail` also r log(r / s), where r and s are what teacher and student leave to all other
-    tokens together. Without, what the teacher leaves is ignored: `log_probs` may be normalised over the k before.
+    With q the teacher's probabilities of its tokens `ids` and p = softmax(student's logits / temperature), it returns
+    the sum of q log(q / p) over these tokens. With `tail` it adds r log(r / s), where r and s are the probabilities
+    that teacher and student give to all other tokens together. Without `tail` the teacher's rest is ignored, so
+    `log_probs` may be normalised over the k tokens.
 
     Args:
         hidden, weight, bias, softcap, logit_scale, mask, reduction, num_items, chunk_tokens: as in `linear_divergence`,
             of the student.
         ids: [..., k] integers of the tokens' shape and k < V, different from each other.
-        log_probs: [..., k] floating point, the teacher's at the same temperature; -inf for what counts for nothing.
+        log_probs: [..., k] floating point, the teacher's at the same temperature; -inf for tokens that do not count.
             They get no gradient.
         tail: whether the remaining probability counts, as one more outcome.
 
@@ -65,8 +66,8 @@ def linear_topk_divergence(
 
     Raises:
         TypeError, ValueError: as `linear_divergence`; on a CPU also ids outside [0, V) or twice in a row, and
-            log-probabilities that are none: positive, NaN, or of more than 1 in all. On a GPU, where looking would mean
-            waiting for the device, such a token's divergence and gradients are NaN, ids that are there twice apart.
+            invalid log-probabilities: positive, NaN, or of more than 1 in total. On a GPU a check would wait for the
+            device: there such a token's divergence and gradients are NaN, except for ids that occur twice.
         RuntimeError: in a backward with `create_graph=True`.
     """
     check_reduction(_OP, reduction, num_items)
@@ -160,4 +161,4 @@ def _check_values(ids: torch.Tensor, log_probs: torch.Tensor, vocab: int) -> Non
     total = log_probs.double().exp().sum(1)
     if not (total <= 1 + _SLACK).all():  # NaN, too
         worst = total[~(total <= 1 + _SLACK)][0].item()
-        raise ValueError(f"{_OP}: log_probs of a token are of probability {worst:g} in all, expected at most 1")
+        raise ValueError(f"{_OP}: log_probs of a token have a total probability of {worst:g}, expected at most 1")

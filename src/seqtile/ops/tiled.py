@@ -42,46 +42,46 @@ def tiled(
     """Computes `fn(*inputs, *shared)` chunk by chunk along `dim`.
 
     Args:
-        fn: a function of tensors cut along `dim` and then of `shared`, or a module; it returns a tensor or a tuple of
-            tensors, as long along `dim` as the inputs it was given. What it makes of a token must depend on no other
-            token.
+        fn: a function, or a module, of the tensors that are cut along `dim`, followed by `shared`. It returns a tensor
+            or a tuple of tensors that are as long along `dim` as the inputs it gets. A token's output must depend on no
+            other token.
         inputs: [..., S, ...] with S at `dim` in each; any dtype, those of floating point with gradients.
-        params: every leaf that requires a gradient and that `fn` uses without being given it, such as a module's
-            parameters. Each gets one gradient, summed over chunks in float32 and rounded once (or its `main_grad`
-            does).
-        shared: tensors that every chunk is given whole, with gradients, summed likewise.
-        chunk_tokens: tokens of a chunk, all dimensions but the last counted in; None for max(2048, size of the last
+        params: every leaf that requires a gradient and that `fn` uses without getting it as an argument, such as a
+            module's parameters. Each gets one gradient, summed over chunks in float32 and rounded once (or its
+            `main_grad` does).
+        shared: tensors that every chunk gets whole, with gradients, summed in the same way.
+        chunk_tokens: tokens of a chunk, counting all dimensions but the last; None for max(2048, size of the last
             dimension).
         dim: the dimension that is cut.
-        check: compute 8 tokens whole, once more and cut in two first, and raise ValueError if fn mixes tokens, keeps
-            state or draws random numbers; what it changed is put back. For trying a function out: it waits for the
-            device, and copies `shared` and what fn holds.
+        check: first compute 8 tokens whole, once more whole, and cut in two. Raise ValueError if fn mixes tokens, keeps
+            state or draws random numbers, and restore what it changed. Meant for trying a function out: it waits for
+            the device, and copies `shared` and what fn holds.
 
-    State: `fn` runs once a chunk and again in the backward, so it must change nothing. A change in place raises: of its
-    inputs, of `shared` and `params`, and of tensors that it holds (in its closure, defaults and bound arguments, in
-    globals that it names, as buffers and attributes of modules there). So do random numbers from a generator that it
-    holds. What was changed is put back before, unless it is larger than a chunk. Not seen without `check` are changes
-    through `.data`, a tensor put in another's place, numbers of Python, what is kept elsewhere, and what F.batch_norm
-    is given (nn.BatchNorm is seen).
+    State: `fn` runs once for each chunk and again in the backward, so it must change nothing. It raises if fn changes
+    in place its inputs, `shared`, `params`, or tensors that it holds (in its closure, defaults and bound arguments, in
+    globals that it names, as buffers and attributes of modules there), or if it draws random numbers from a generator
+    that it holds. Before raising it restores what was changed, unless that is larger than a chunk. Without `check` it
+    does not see changes through `.data`, a tensor that replaces another, Python numbers, state that is kept elsewhere,
+    and what F.batch_norm gets (it does see nn.BatchNorm).
 
-    Random numbers of torch's default generators: a chunk draws in the backward what it drew in the forward, not what an
-    untiled fn would. Autocast is in the backward what it was in the forward; casts are not cached between chunks.
+    Random numbers of torch's default generators: a chunk draws the same in the backward as in the forward, but not the
+    same as an untiled fn. The backward has the forward's autocast; casts are not cached between chunks.
 
     FLOPs: one forward of `fn` more than untiled. Under non-reentrant checkpointing, whose recomputation stops before
-    `fn`, no more, but for what that of an untiled `fn` leaves out at its end.
+    `fn`, only the products at the end of `fn` that an untiled recomputation leaves out.
 
-    Memory: saves the inputs and nothing of what is inside; allocates the outputs, in the backward the gradients of the
-    inputs and a float32 sum for each of `params` and `shared`; what `fn` needs for one chunk; a copy of the first
-    chunk's inputs, and as much at most of small tensors that `fn` is given or holds.
+    Memory: saves the inputs and nothing inside. Allocates the outputs; in the backward the gradients of the inputs and
+    a float32 sum for each of `params` and `shared`; what `fn` needs for one chunk; a copy of the first chunk's inputs,
+    and at most as much of small tensors that `fn` gets or holds.
 
-    No more tokens than a chunk: fn is called as it is.
+    If all tokens fit in one chunk, fn is simply called.
 
     Under torch.compile this is one graph break.
 
     Raises:
         TypeError, ValueError: inputs that are no tensors or of different lengths; an output that is not as long as its
             inputs; a leaf that `fn` uses but that is not in `params`; parameters that are sharded (ZeRO-3, DTensor):
-            each chunk would gather them, and ranks with different numbers of chunks would wait for each other for ever;
+            each chunk would gather them, and ranks with different numbers of chunks would wait for each other forever;
             state, as above; sparse inputs; torch.vmap or torch.func around it.
         RuntimeError: in the backward, for second derivatives (`create_graph=True`), and for a leaf that is not in
             `params` and that only a later chunk uses.
@@ -392,6 +392,4 @@ def _check_trial(fn: Callable, inputs: Tensors, shared: Tensors, dim: int) -> No
     elif not all(equal(torch.cat(cut, dim), result, rounded=True) for result, *cut in zip(whole, *parts, strict=True)):
         found.append("it mixes tokens: cut in two they give something else than whole")
     if found:
-        raise ValueError(
-            f"tiled: fn is not the same chunk by chunk: {'; '.join(found)}; leave it untiled, or mend that"
-        )
+        raise ValueError(f"tiled: fn is not the same chunk by chunk: {'; '.join(found)}; leave it untiled, or fix that")

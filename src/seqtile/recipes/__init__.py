@@ -41,28 +41,30 @@ class Job:
 
     model: str = _data(DEFAULT_MODEL, f"A local path, a hub name, or {DEFAULT_MODEL}.")
     data: list[Path] | None = _data(
-        None, "Text files or directories (default: Python's standard library); repeat it for more."
+        None, "A text file or a directory of them (default: Python's standard library); repeat the option for more."
     )
     seq_len: int = _data(4096, "Tokens a sequence.")
-    steps: int = _training(4, "Training steps in all, one sequence each, or one for each group.")
-    learning_rate: float = _training(1e-5, "Of AdamW, the same at every step: there is no schedule.")
-    dtype: str = _training("float32", "float32, or bfloat16: computed under autocast, weights stay float32.")
-    seed: int = _training(0, "Of torch's generators.")
+    steps: int = _training(4, "Training steps in total; each takes one sequence, or one for each group of GPUs.")
+    learning_rate: float = _training(1e-5, "Learning rate of AdamW, the same at every step: there is no schedule.")
+    dtype: str = _training("float32", "float32, or bfloat16, which computes under autocast and keeps float32 weights.")
+    seed: int = _training(0, "Seed of torch's generators.")
     device: str | None = _training(None, "cpu or cuda (default: cuda if there is one).")
     compare: bool = _training(False, "Run the untiled model first, from the same seed.")
-    layer: bool = _memory(False, "Tile layers as a whole, everything but attention: longer sequences fit.")
-    head_groups: str | None = _memory(None, "With --layer: attention by so many groups of kv heads: a number, or auto.")
-    offload: bool = _memory(False, "Keep the inputs of checkpointed layers in host memory, not on the GPU.")
-    fit: bool = _memory(False, "Choose among these three: the cheapest with which a step fits in memory.")
-    sequence_parallel: int = _gpus(
-        1, "GPUs that share a sequence, under torchrun; the others train on sequences of their own."
+    layer: bool = _memory(False, "Tile whole layers, everything but attention: longer sequences fit.")
+    head_groups: str | None = _memory(
+        None, "With --layer: compute attention in this many groups of kv heads: a number, or auto."
     )
-    shard: str = _gpus("fsdp2", "Under torchrun, what spreads weights and optimizer: fsdp2, or zero3 (DeepSpeed).")
+    offload: bool = _memory(False, "Keep the inputs of checkpointed layers in host memory, not on the GPU.")
+    fit: bool = _memory(False, "Choose these three: the cheapest with which a step fits in memory.")
+    sequence_parallel: int = _gpus(
+        1, "Under torchrun: GPUs that share a sequence; each such group trains on other sequences."
+    )
+    shard: str = _gpus("fsdp2", "Under torchrun: what shards weights and optimizer: fsdp2, or zero3 (DeepSpeed).")
     output: Path = _output(Path("runs/finetune"), "Directory for the model, the report and the checkpoint.")
     save_every: int | None = _output(
-        None, "Save a checkpoint after every so many steps and after the last (default: if interrupted)."
+        None, "Save a checkpoint after every N steps and after the last (default: only if interrupted)."
     )
-    resume: bool = _output(False, "Go on from the checkpoint in --output, in the same job; --steps may be more.")
+    resume: bool = _output(False, "Continue from the checkpoint in --output with the same options; --steps may grow.")
     local_rank: int | None = option(None, "Set by torchrun.", envvar="LOCAL_RANK", hidden=True)
 
     def check(self) -> None:
@@ -84,7 +86,7 @@ class Job:
         start = f"start one on each GPU: torchrun --nproc-per-node {max(2, shared_by)} -m seqtile.cli finetune ..."
         chosen = self.fit and (self.layer or self.offload)
         both, missing = self.compare and self.resume, self.resume and checkpoint_in(self.output) is None
-        begin = "pass the --output of the run that was ended early, or leave out --resume to begin"
+        begin = "pass the --output of the run that was ended early, or leave out --resume to start a new run"
         absent = [path for path in self.data or () if not path.exists()]
         for wrong, message in (
             (groups is not None and not self.layer, "--head-groups is for layers tiled as a whole; pass --layer too"),
@@ -105,9 +107,9 @@ class CheckOptions:
     """What `seqtile check` is asked."""
 
     model: str = argument("A config.json, a directory with one, a name on the hub, or a model type.")
-    full: bool = option(False, "With the model's own weights, not small: memory for four copies in float32.")
+    full: bool = option(False, "Use the model's own weights and sizes: needs memory for four float32 copies.")
     trust_remote_code: bool = option(False, "Run the code that comes with the model.")
-    variants: bool = option(True, "Try other values of the config, and packed, padded and other batches, too: seconds.")
+    variants: bool = option(True, "Also try other values of the config, and packed, padded and other batches: seconds.")
     as_json: bool = option(False, "The same as JSON.", "--json")
 
 
@@ -117,12 +119,10 @@ class EvaluateOptions:
 
     model: str = argument(f"A local path, a hub name, or {DEFAULT_MODEL}.")
     text: list[Path] = argument("Text files, each a document, as the model's tokenizer takes it.")
-    adapter: Path | None = option(None, "A directory with an adapter of PEFT's for the model.")
-    context: int | None = option(
-        None, "The most tokens that are given to the model at once (default: a whole document)."
-    )
+    adapter: Path | None = option(None, "A directory with a PEFT adapter for the model.")
+    context: int | None = option(None, "The most tokens that the model gets at once (default: a whole document).")
     stride: int | None = option(None, "Tokens from one window of --context to the next (default: half of it).")
-    layer: bool = option(False, "Tile layers as a whole: longer documents fit.")
+    layer: bool = option(False, "Tile whole layers: longer documents fit.")
     dtype: str = option("float32", "Of weights and computation: float32 or bfloat16.")
     device: str | None = option(None, "cpu or cuda (default: cuda if there is one).")
     output: Path | None = option(None, "Directory for evaluation.json and evaluation.png.")

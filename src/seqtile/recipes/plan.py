@@ -20,25 +20,25 @@ class PlanOptions:
     """What `seqtile plan` is asked; the options of a name that `memory.Setup` has are its fields."""
 
     model: str = argument(f"A config.json, its directory, or {', '.join(KNOWN)}.")
-    seq_len: int | None = option(None, "Tokens a sequence (default: the longest that fits).")
+    seq_len: int | None = option(None, "Tokens of a sequence (default: the longest that fits).")
     batch_size: int = option(1, "Sequences at a time.")
     shared_tokens: int = option(0, "Tokens that all of these begin with, computed once; they have no labels.")
-    gpus: int = option(1, "GPUs in all.")
+    gpus: int = option(1, "GPUs in total.")
     sequence_parallel: int | None = option(None, "GPUs that share a sequence (default: all).")
-    gpu_memory_gib: float = option(80, "GiB of a GPU.", "--gpu-memory")
-    host_memory_gib: float = option(1900, "GiB of a node.", "--host-memory")
+    gpu_memory_gib: float = option(80, "GiB of a GPU; leave a fifth free: 64 for 80.", "--gpu-memory")
+    host_memory_gib: float = option(1900, "GiB of host memory of a node.", "--host-memory")
     gpus_per_node: int = option(8, "GPUs of a node.")
-    zero_stage: int = option(3, "Spread over all GPUs: 1 optimizer, 2 gradients, 3 weights too.")
+    zero_stage: int = option(3, "What is sharded over all GPUs: 1 optimizer, 2 gradients too, 3 weights too.")
     optimizer: str = option(
-        "adamw", "adamw (16 bytes a parameter, with a float32 copy of the weights), adamw_8bit, sgd."
+        "adamw", "adamw (16 bytes a parameter, with a float32 copy of the weights), adamw_8bit or sgd."
     )
-    dtype: str = option("bfloat16", "Of weights and activations: bfloat16, float16 or float32.")
+    dtype: str = option("bfloat16", "Dtype of weights and activations: bfloat16, float16 or float32.")
     autocast: bool = option(False, "Float32 weights and residual stream, under torch.autocast to --dtype.")
-    lora_rank: int | None = option(None, "Of adapters over every projection; all else is frozen.")
-    load_in_4bit: bool = option(False, "The projections in bitsandbytes' 4 bits, under adapters: QLoRA.")
-    offload: list[str] | None = option(None, "To host memory in any case: optimizer, weights; repeat it for more.")
-    layer: bool = option(False, "Plan with layers tiled as a whole, also where less is needed.")
-    head_groups: str | None = option(None, "Plan with so many groups of kv heads in such layers: a number, or auto.")
+    lora_rank: int | None = option(None, "Rank of LoRA adapters on every projection; all else is frozen.")
+    load_in_4bit: bool = option(False, "Projections in bitsandbytes' 4 bits under adapters: QLoRA.")
+    offload: list[str] | None = option(None, "Always in host memory: optimizer or weights; repeat the option for both.")
+    layer: bool = option(False, "Plan with whole layers tiled, even if less would do.")
+    head_groups: str | None = option(None, "Plan with this many groups of kv heads in whole layers: a number, or auto.")
     as_json: bool = option(False, "The same as JSON.", "--json")
 
     def setup(self) -> dict[str, Any]:
@@ -66,7 +66,7 @@ class PlanResult:
     lengths: list[tuple[Setup, Longest]] = field(default_factory=list)
     """With more and more turned on."""
     plan: Plan | None = None
-    """None for a model type that is simulated alone."""
+    """None for a model type that is only simulated."""
     turn_on: list[str] = field(default_factory=list)
     """Lines of Python, where the plan fits."""
     remedies: dict[str, int] = field(default_factory=dict)
@@ -98,7 +98,7 @@ def _forecast(asked: PlanOptions, each: Callable[[str], None]) -> PlanResult:
         simulated, notes = _simulated(asked, each)
         if not simulated:
             raise ValueError(f"{error}; and {notes[-1]}") from error
-        return PlanResult(asked.model, [f"{error}, and so it is simulated alone", *notes], simulated)
+        return PlanResult(asked.model, [f"{error}, so it is only simulated", *notes], simulated)
     in_groups = setup["head_groups"] is not None
     if asked.layer or in_groups:  # what cannot be is said, rather than left out
         plan(shape, seq_len=asked.shared_tokens + 1, tiles=TILES, **sizes, **setup)

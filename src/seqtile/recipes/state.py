@@ -33,7 +33,7 @@ from seqtile.recipes.output import RunResult, written_beside
 
 RUN = "run.json"
 MUST_MATCH = ("seq_len", "dtype", "learning_rate", "seed", "device", "sequence_parallel")
-RESTART_HINT = "leave out --resume to begin anew"
+RESTART_HINT = "leave out --resume to start over"
 REMEDY = "train with a smaller --learning-rate"
 ADAMW_BYTES = 12  # of a parameter: itself and its two moments, in float32
 
@@ -294,7 +294,7 @@ def check_same(run: Run) -> None:
     for name, expected, got in wrong:
         raise ValueError(
             f"--resume: expected {name} {expected}, as {path} has it, got {got}; repeat the command that saved it, "
-            "with --resume, or choose another --output to begin anew"
+            "with --resume, or choose another --output to start over"
         )
 
 

@@ -53,28 +53,29 @@ def decoder_layer(
         params: of x's dtype (any under autocast); of one device; adapters in any dtype.
         rotary: cos and sin, [B or 1, S, K]; None for a layer without positions.
         attend: the attention, of all heads or of a group of them: [B, h, S, K] and twice [B, kv, S, K] to [B, S, h, K].
-            Leaves that require a gradient and that it uses get theirs; for those that are not among `extra_tensors`
-            it runs twice in a forward.
-        head_groups: how many groups of kv heads attend one after the other; None: all at once, and attention keeps what
-            it saves. It divides the number of kv heads. The attention must treat every head alike: it is not told which
-            heads it is given.
-        sp_attention: the steps of an attention over ranks for a group, taken in the place of `attend` where ranks hold
-            parts of the sequence; one group is sent while attention computes with the one before.
-        allow_recompute: an attention that saves more than its inputs, its output and small change is run once more in
-            its backward; else it is refused. The first group of each forward finds out.
+            Leaves that it uses get their gradients. If such a leaf is not among `extra_tensors`, attention runs twice
+            in a forward.
+        head_groups: the number of groups of kv heads that attend one after the other; it divides the number of kv
+            heads. None: all heads at once, and everything that attention saves is kept. Attention must treat every
+            head alike: it is not told which heads it gets.
+        sp_attention: replaces `attend` where ranks hold parts of the sequence: the steps of attention over ranks for a
+            group. One group is sent while attention computes the one before.
+        allow_recompute: if attention saves more than its inputs, its output and small tensors, True runs it once more
+            in its backward, False refuses it. The first group of each forward finds out.
         extra_tensors: tensors that the attention uses besides q, k and v, such as masks.
-        activation, chunk_tokens: as in `gated_mlp`. scale: multiplies what attention and MLP add.
+        activation, chunk_tokens: as in `gated_mlp`. scale: multiplies the outputs of attention and MLP before they are
+            added.
 
-    Memory: saves x and attention's output, with its log-sum-exp; without groups q, k and v too. Allocates in the
-    backward gradients of the MLP's input and of what is projected, [T, D] each, and of one group's q, k, v and output;
-    float32 sums of the parameters' gradients; chunks.
+    Memory: saves x and attention's output with its log-sum-exp; without groups also q, k and v. The backward allocates
+    the gradients of the MLP's input and of the projections' input, [T, D] each; the gradients of one group's q, k, v
+    and output; float32 sums of the parameters' gradients; chunks.
 
     Raises:
-        TypeError, ValueError: dtypes or devices that do not fit; angles that require a gradient, which they would not
-            get; in groups a mask with heads, and an attention that saves something else of the size of its output,
-            unless `allow_recompute`; an attention that uses a tensor computed from others that require a gradient.
-        RuntimeError: in the backward, for second derivatives (`create_graph=True`), and for an attention that changes
-            in place what it has saved.
+        TypeError, ValueError: dtypes or devices do not match; angles require a gradient, which they would not get;
+            with groups: a mask has heads, or attention saves another tensor of its output's size without
+            `allow_recompute`; attention uses a tensor that was computed from others that require a gradient.
+        RuntimeError: in the backward, for second derivatives (`create_graph=True`), or if attention changes in place
+            what it has saved.
     """
     _check(x, params, rotary, head_groups, extra_tensors)
     (attention, mlp), (batch, length, hidden) = params, x.shape

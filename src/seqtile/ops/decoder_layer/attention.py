@@ -155,7 +155,7 @@ def _attend(
         raise ValueError(
             f"this attention saves {size} bytes for its backward besides queries, keys, values and its output of "
             f"{run.local_output.nbytes} bytes; by groups of heads it would have to be computed once "
-            f"more: pass head_groups={call.sizes.groups} to have it so, or use flash attention, or sdpa without a mask"
+            f"more: pass head_groups={call.sizes.groups} to allow that, or use FlashAttention, or sdpa without a mask"
         )
     if size:
         return run.local_output, GroupAttention(state=state), []

@@ -40,6 +40,7 @@ def main(paths: list[str]) -> None:
             ),
             "tiled": [status.loss.tiled, status.mlp.tiled, status.layer.tiled if status.layer else 0],
             "groups": status.layer.head_groups if status.layer else None,
+            "saved": status.prefixes.saved_tokens if status.prefixes else None,
             "checkpointed": any(layer.gradient_checkpointing for layer in base.model.layers),
         }
         say(found)

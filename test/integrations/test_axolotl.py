@@ -46,6 +46,8 @@ GOOD = {
     "tiled": RUN + PLUGIN,
     "untiled lora": RUN + LORA + "lora_mlp_kernel: false\nlora_qkv_kernel: false\nlora_o_kernel: false\n",
     "tiled lora": RUN + LORA + PLUGIN + "seqtile_layer: true\nseqtile_head_groups: 2\n",
+    "untiled, alike": RUN.replace("data.jsonl", "alike.jsonl"),
+    "tiled, shared": RUN.replace("data.jsonl", "alike.jsonl") + PLUGIN + "seqtile_share_prefixes: 8\n",
     "offload": OWN_CHECKPOINTS + PLUGIN + "seqtile_layer: true\nseqtile_head_groups: auto\nseqtile_offload: true\n",
 }
 BAD = {  # a plugin stays registered, so those with others come last
@@ -55,6 +57,9 @@ BAD = {  # a plugin stays registered, so those with others come last
     "seqtile_fit chooses seqtile_layer": OWN_CHECKPOINTS + PLUGIN + "seqtile_fit: true\nseqtile_layer: true\n",
     "seqtile_head_groups: expected seqtile_layer: true": RUN + PLUGIN + "seqtile_head_groups: 2\n",
     "seqtile_offload checkpoints by itself": RUN + PLUGIN + "seqtile_offload: true\n",
+    "seqtile_share_prefixes: expected seqtile: true": RUN
+    + PLUGIN.replace("true", "false")
+    + "seqtile_share_prefixes: 8\n",
     "seqtile_sequence_parallel: expected": RUN + PLUGIN + "seqtile_sequence_parallel: 2\nrl: dpo\n",
     "gpu_memory_gib: torch sees no GPU": OWN_CHECKPOINTS + PLUGIN + "seqtile_fit: true\n",
     "seqtile: true and liger_glu_activation": RUN + LIGER + "liger_glu_activation: true\n",
@@ -76,8 +81,10 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     build("llama").save_pretrained(place / "model")
     tokenizer().save_pretrained(place / "model")
     words = torch.randint(3, VOCAB, (12, 240)).tolist()
-    rows = [json.dumps({"text": " ".join(f"w{i}" for i in row)}) for row in words]
-    (place / "data.jsonl").write_text("\n".join(rows))
+    alike = [words[0][:60] + row[:41] for row in words]
+    for name, rows in {"data.jsonl": words, "alike.jsonl": alike}.items():
+        texts = (" ".join(f"w{i}" for i in row) for row in rows)
+        (place / name).write_text("\n".join(json.dumps({"text": text}) for text in texts))
     return place
 
 
@@ -108,7 +115,8 @@ def ran(place: Path, cases: dict[str, str], *launcher: str) -> dict[str, dict]:
 
 
 def test_same_training(results: dict[str, dict]) -> None:
-    for tiled, untiled in (("tiled", "untiled"), ("offload", "untiled"), ("tiled lora", "untiled lora")):
+    pairs = {"tiled": "untiled", "offload": "untiled", "tiled lora": "untiled lora", "tiled, shared": "untiled, alike"}
+    for tiled, untiled in pairs.items():
         ours, theirs = results[tiled], results[untiled]
         assert "error" not in ours, ours["error"]
         assert len(theirs["losses"]) == 2 and theirs["tiled"] == [0, 0, 0]
@@ -117,6 +125,7 @@ def test_same_training(results: dict[str, dict]) -> None:
     assert results["tiled"]["tiled"] == [1, 2, 0] and results["tiled lora"]["tiled"][2] == 2
     assert results["tiled lora"]["groups"] == results["offload"]["groups"] == 2
     assert results["offload"]["checkpointed"]
+    assert results["tiled"]["saved"] is None and results["tiled, shared"]["saved"] >= 60  # of two rows
 
 
 @pytest.mark.full("40 s; Trainer over ranks is among the tests of every day")

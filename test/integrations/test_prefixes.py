@@ -176,7 +176,10 @@ def same(ours: Run, theirs: Run) -> None:
     assert len(ours.log) == len(theirs.log)
     for our, their in zip(ours.log, theirs.log, strict=True):
         assert our.keys() == their.keys()
+        undecided = abs(their.get("rewards/margins", 1.0)) < 1e-5  # rewards equal but for rounding, as in a first step
         for key in [key for key in their if not key.endswith(CLOCKS)]:
+            if undecided and key == "rewards/accuracies":
+                continue
             scale = 10 if key == "kl" or key.startswith("rewards/") else 1
             close = math.isclose(our[key], their[key], rel_tol=1e-5, abs_tol=1e-5 * scale)
             assert close or (math.isnan(our[key]) and math.isnan(their[key])), (key, our[key], their[key])

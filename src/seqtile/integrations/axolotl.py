@@ -12,6 +12,7 @@ from pydantic import BaseModel, Field, model_validator
 from torch import nn
 
 from seqtile.fitting import fit
+from seqtile.integrations.prefixes import share_prefixes_of
 from seqtile.models import apply_seqtile, status
 from seqtile.models.patch import unwrapped
 from seqtile.offload import enable
@@ -29,6 +30,8 @@ _SHARING = (
     "trainer_cls",
 )
 """What shares sequences, too, or trains by another trainer."""
+_NOT_CHOSEN = ("seqtile", "seqtile_fit", "seqtile_share_prefixes", "seqtile_sequence_parallel")
+"""What seqtile_fit does not choose."""
 _OPTIMIZERS = {"adamw_8bit": "adamw_8bit", "adamw_bnb_8bit": "adamw_8bit", "sgd": "sgd"}
 """Axolotl's names, and those of `memory.Setup`; any other is planned as adamw."""
 
@@ -48,6 +51,10 @@ class SeqtileArgs(BaseModel):
         default=None, description="Choose these: the cheapest with which sequence_len fits; on one GPU."
     )
 
+    seqtile_share_prefixes: bool | int | None = Field(
+        default=None,
+        description="Compute what rows begin with alike once; a number: from so many tokens on.",
+    )
     seqtile_sequence_parallel: int | None = Field(
         default=None, description="Share each sequence among so many GPUs; in the place of context_parallel_size."
     )
@@ -57,7 +64,7 @@ class SeqtileArgs(BaseModel):
         """Raises ValueError for options that collide."""
         asked = [name for name in SeqtileArgs.model_fields if getattr(self, name)]
         others = [name for name in (*_COLLIDING, *_taken(vars(self))) if getattr(self, name, None)]
-        chosen = [name for name in asked if name not in ("seqtile", "seqtile_fit", "seqtile_sequence_parallel")]
+        chosen = [name for name in asked if name not in _NOT_CHOSEN]
         if asked and not self.seqtile:
             raise ValueError(f"{asked[0]}: expected seqtile: true with it")
         if self.seqtile and others:
@@ -121,3 +128,8 @@ class SeqtilePlugin(BasePlugin):
         if cfg.seqtile_offload:
             enable(unwrapped(model))
         print(status(model))
+
+    def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
+        """Calls `share_prefixes_of` if the YAML asks for it; raises what that raises."""
+        if cfg.seqtile_share_prefixes:
+            share_prefixes_of(trainer, cfg.seqtile_share_prefixes)

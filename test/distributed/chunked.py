@@ -16,7 +16,7 @@ from torch import nn
 from transformers import CONFIG_MAPPING
 
 import seqtile
-from distributed.worker import STRATEGIES, base_of, fsdp2, full, train
+from distributed.worker import STRATEGIES, base_of, fsdp2, full, train, zero
 from seqtile import sp
 from seqtile.models.find import experts_in, layers_of
 from seqtile.models.model_types import model_classes
@@ -109,6 +109,7 @@ def experts_in_bfloat16(model: nn.Module):
     return fsdp2(model)
 
 
+NOT_AHEAD = ("stage3_prefetch_bucket_size", "stage3_max_live_parameters", "stage3_max_reuse_distance")
 REDUCERS = {"DDP": "ddp", "FSDP2": "fsdp2", "FSDP2, bfloat16": "bfloat16", "ZeRO-2": "zero2", "ZeRO-3": "zero3"}
 REDUCERS |= {"ZeRO-3, sp": "zero3_sp"}
 WRAPPED = {
@@ -118,6 +119,7 @@ WRAPPED = {
     "bfloat16": in_bfloat16,
     "experts in bfloat16": experts_in_bfloat16,
     "zero3_sp": STRATEGIES["zero3"],
+    "zero3, none ahead": zero(3, **dict.fromkeys(NOT_AHEAD, 0)),
 }
 """Ways beside those of worker.py: FSDP2 of experts, MLPs and attention by themselves; a sequence over both ranks."""
 NOT_UNTILED = {
@@ -176,7 +178,8 @@ def compare(part: str, reducer: str, checkpoints: str) -> None:
 
 
 def ten_steps(strategy: str, layer: bool, reentrant: bool | None) -> None:
-    """Of a mixture, of 3 chunks on one rank and of 7 on the other: the untiled losses, with no more gathered."""
+    """Of a mixture, of 3 chunks on one rank and of 7 on the other: the untiled losses, with no more gathered and no
+    more parameters whole at once."""
     STRATEGIES.update(WRAPPED)
     rank, found = dist.get_rank(), []
     for tiled in (False, True):
@@ -186,7 +189,10 @@ def ten_steps(strategy: str, layer: bool, reentrant: bool | None) -> None:
             seqtile.apply_seqtile(model, layer=layer, chunk_tokens=10)
         checkpointing(model, reentrant)
         wrapped, optimizer = STRATEGIES[strategy](model)
-        losses, gathered = [], []
+        losses, gathered, whole = [], [], []
+        note = partial(lambda whole, model, *_: whole.append(whole_parameters(model)), whole, model)
+        for module in nn.ModuleList(layers_of(model)).modules():
+            module.register_forward_pre_hook(note)
         for step in range(10):
             torch.manual_seed(2 * step + rank)
             with Gathered() as bytes_:
@@ -194,12 +200,27 @@ def ten_steps(strategy: str, layer: bool, reentrant: bool | None) -> None:
                 losses.append(loss.item())
                 update(wrapped, optimizer, loss)
             gathered.append(bytes_.count)
+            if step == 3:
+                whole.clear()
         if wrapped is optimizer:
             wrapped.destroy()
-        found.append((losses, gathered[4:]))  # until then ZeRO-3 records the order of modules
-    (theirs, their_bytes), (ours, our_bytes) = found
+        found.append((losses, gathered[4:], max(whole)))  # until then ZeRO-3 records the order of modules
+    (theirs, their_bytes, their_most), (ours, our_bytes, our_most) = found
+    whole, of_a_layer = (sum(p.numel() for p in each.parameters()) for each in (mixture(), layers_of(mixture())[0]))
+    one_layer = whole - of_a_layer  # of two; FSDP2 keeps embeddings and head besides
+    assert 0 < our_most <= (max(their_most, one_layer) if layer else their_most), (our_most, their_most)
     torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-5, atol=0)
     assert min(their_bytes) > 0 and all(map(int.__le__, our_bytes, their_bytes)), (our_bytes, their_bytes)
+
+
+def whole_parameters(model: nn.Module) -> int:
+    """How many numbers of a model's sharded parameters are whole on this rank at this moment."""
+    of_deepspeed = [each for each in model.parameters() if hasattr(each, "ds_id") and not each.ds_persist]
+    groups = [each._get_fsdp_state()._fsdp_param_group for each in model.modules() if hasattr(each, "_get_fsdp_state")]
+    of_fsdp = [each for group in groups if group is not None and group.is_unsharded for each in group.fsdp_params]
+    return sum(each.ds_numel for each in of_deepspeed if each.ds_status.name == "AVAILABLE") + sum(
+        each._orig_size.numel() for each in of_fsdp
+    )
 
 
 def without_tokens() -> None:

@@ -44,7 +44,13 @@ def test_what_fsdp2_shards_inside_of_a_part(pool: Pool, part: str, way: str, che
     pool.run(chunked.compare, part, way, checkpoints)
 
 
-STEPS = [("zero3", "zero3"), ("torch", "fsdp2"), ("torch", "parts"), ("torch", "parts, kept")]
+STEPS = [
+    ("zero3", "zero3"),
+    ("zero3", "zero3, none ahead"),
+    ("torch", "fsdp2"),
+    ("torch", "parts"),
+    ("torch", "parts, kept"),
+]
 STEPS = [((2, kind), strategy) for kind, strategy in STEPS]
 
 

@@ -264,8 +264,9 @@ def _cross_entropy(
     if not with_logits:
         return call_inside(head, of_weight, logits.hidden)
     root = logits if logits.root is None else logits.root
-    both = lambda hidden, of_root: (of_weight(hidden), connected(root, of_root))  # noqa: E731
-    loss, root.tensor = call_inside(head, both, logits.hidden, root.hidden)
+    # ZeRO-3 keeps the head whole until each tensor that its call was given has a gradient: logits may never get one
+    given = [logits.hidden] if logits.hidden is root.hidden else [logits.hidden, root.hidden]
+    loss, root.tensor = call_inside(head, lambda *hidden: (of_weight(hidden[0]), connected(root, hidden[-1])), *given)
     return loss
 
 

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from seqtile.models.difference import brief, precision_of
 from seqtile.models.find import inside_peft
 from seqtile.models.forms import code_of
+from seqtile.models.gathered import remove_hooks_that_gather
 from seqtile.models.placement import computed_forward, decorated, home_of, is_own_class
 from seqtile.models.weights import is_users
 
@@ -163,6 +164,8 @@ def _tried_out(function: Callable, sizes: Iterable[int]) -> str | None:
     NothingShown."""
     try:
         copied = copy.deepcopy(function)
+        if isinstance(copied, nn.Module):
+            remove_hooks_that_gather(copied)
         weights = [*copied.parameters(), *copied.buffers()] if isinstance(copied, nn.Module) else []
         like = next((weight for weight in weights if weight.is_floating_point()), torch.empty(0))
         own = [size for weight in weights if weight.dim() <= 2 for size in reversed(weight.shape)]

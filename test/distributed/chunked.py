@@ -26,6 +26,7 @@ from support.tiny import CHUNK, batch_of, build, checkpointing
 from support.training import halved, update, with_lora
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 LENGTHS = ((101, 9, 63), (60, 160, 30))
 CHECKPOINTS = {"none": None, "non-reentrant": False, "reentrant": True}
 
@@ -69,6 +70,7 @@ PARTS = {
     "mixture, whole layers": Part(mixture, layer=True),
     "LoRA with dropout, of the head too": Part(partial(adapted, plain, "lm_head", **DROPOUT)),
     "LoRA with dropout, whole layers": Part(partial(adapted, plain, **DROPOUT), layer=True),
+    "LoRA of experts": Part(partial(adapted, mixture, target_parameters=EXPERTS)),
     "DoRA": Part(partial(adapted, plain, use_dora=True)),
     "4-bit LoRA with dropout": Part(partial(adapted, in_4_bits, **DROPOUT)),
     "8-bit LoRA": Part(partial(adapted, in_8_bits)),
@@ -111,7 +113,7 @@ def experts_in_bfloat16(model: nn.Module):
 
 NOT_AHEAD = ("stage3_prefetch_bucket_size", "stage3_max_live_parameters", "stage3_max_reuse_distance")
 REDUCERS = {"DDP": "ddp", "FSDP2": "fsdp2", "FSDP2, bfloat16": "bfloat16", "ZeRO-2": "zero2", "ZeRO-3": "zero3"}
-REDUCERS |= {"ZeRO-3, sp": "zero3_sp"}
+REDUCERS |= {"ZeRO-3, sp": "zero3_sp", "FSDP2, sp": "fsdp2_sp"}
 WRAPPED = {
     "parts": each_part,
     "parts, kept": partial(each_part, reshard_after_forward=False),
@@ -119,12 +121,13 @@ WRAPPED = {
     "bfloat16": in_bfloat16,
     "experts in bfloat16": experts_in_bfloat16,
     "zero3_sp": STRATEGIES["zero3"],
+    "fsdp2_sp": fsdp2,
     "zero3, none ahead": zero(3, **dict.fromkeys(NOT_AHEAD, 0)),
 }
 """Ways beside those of worker.py: FSDP2 of experts, MLPs and attention by themselves; a sequence over both ranks."""
 NOT_UNTILED = {
-    ("8-bit LoRA", "FSDP2"): "'Parameter' object has no attribute 'CB'",
-    ("8-bit LoRA", "FSDP2, bfloat16"): "'Parameter' object has no attribute 'CB'",
+    ("8-bit LoRA", reducer): "'Parameter' object has no attribute 'CB'"
+    for reducer in ("FSDP2", "FSDP2, bfloat16", "FSDP2, sp")
 }
 """What cannot be trained without seqtile either, and how that fails."""
 
@@ -141,7 +144,7 @@ def trained(part: Part, reducer: str, reentrant: bool | None, tiled: bool) -> tu
     model = part.made().train()
     base, start = base_of(model), full(model)
     drawn = dist.get_rank()
-    if reducer == "zero3_sp":
+    if reducer.endswith("_sp"):
         from sp.over_ranks import context
 
         sp.apply_ulysses(base, context(), batches="whole")

@@ -17,7 +17,7 @@ CELLS = [
 
 
 @pytest.mark.dist
-@pytest.mark.full("of a matrix of 144, 3 s each", but=every_pair)
+@pytest.mark.full("of a matrix of 189, 3 s each", but=every_pair)
 @pytest.mark.parametrize(("pool", "part", "reducer", "checkpoints"), CELLS, indirect=["pool"])
 def test_trained_as_untiled(pool: Pool, part: str, reducer: str, checkpoints: str) -> None:
     pytest.importorskip("peft")

@@ -263,7 +263,10 @@ def test_families(family: str) -> None:
     errors = {name: relative_error(of_ours[name], gradient) for name, gradient in gradients.items()}
     if max(errors.values()) > 1e-5:  # decays are as sensitive; chunks begin where documents do
         least = nudged(plain, partial(loss_and_gradients, **batch), gradients)
-        assert all(error <= max(1e-5, 4 * least[name]) for name, error in errors.items()), errors
+        floor = 1e-6 * max(gradient.norm() for gradient in gradients.values())
+        allowed = {name: max(1e-5, 4 * least[name], float(floor / each.norm())) for name, each in gradients.items()}
+        worst = {name: (error, allowed[name]) for name, error in errors.items() if error > allowed[name]}
+        assert not worst, worst
     assert saved(ours)[0] == batch["attention_mask"].sum() - len(tokens_of(batch))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from distributed import chunked
-from support.choice import every_pair
+from support.choice import every_value
 from support.pool import Pool
 
 CELLS = [
@@ -17,7 +17,7 @@ CELLS = [
 
 
 @pytest.mark.dist
-@pytest.mark.full("of a matrix of 189, 3 s each", but=every_pair)
+@pytest.mark.full("of a matrix of 189, 3 s each", but=every_value)
 @pytest.mark.parametrize(("pool", "part", "reducer", "checkpoints"), CELLS, indirect=["pool"])
 def test_trained_as_untiled(pool: Pool, part: str, reducer: str, checkpoints: str) -> None:
     pytest.importorskip("peft")
@@ -36,7 +36,7 @@ OF_FSDP2 += [("mixture", "experts in bfloat16"), ("mixture, whole layers", "expe
 
 
 @pytest.mark.dist
-@pytest.mark.full("3 s each", but=every_pair)
+@pytest.mark.full("3 s each", but=every_value)
 @pytest.mark.parametrize("pool", [(2, "torch")], indirect=True)
 @pytest.mark.parametrize("checkpoints", chunked.CHECKPOINTS)
 @pytest.mark.parametrize(("part", "way"), OF_FSDP2)
@@ -55,7 +55,7 @@ STEPS = [((2, kind), strategy) for kind, strategy in STEPS]
 
 
 @pytest.mark.dist
-@pytest.mark.full("4 s each", but=every_pair)
+@pytest.mark.full("4 s each", but=every_value)
 @pytest.mark.parametrize("reentrant", [None, False, True])
 @pytest.mark.parametrize("layer", [False, True])
 @pytest.mark.parametrize(("pool", "strategy"), STEPS, indirect=["pool"])

@@ -28,6 +28,22 @@ MUTANTS = (
         PLAN,
     ),
     Mutant(
+        "step: gradients of the batches before do not wait",
+        "Step._moment",
+        "shape.parameters if setup.accumulate and kept is not None else alive.done",
+        "alive.done",
+        SIMULATION,
+        select="accumulated",
+    ),
+    Mutant(
+        "step: a tied matrix has one gradient while batches are accumulated",
+        "Step.moments",
+        "self.setup.accumulate and full and shape.tied and",
+        "False and",
+        SIMULATION,
+        select="accumulated",
+    ),
+    Mutant(
         "layer: attention's workspace is not in float32",
         "Layer.__init__",
         "self.q * FLOAT // setup.bytes + (2",

@@ -31,12 +31,12 @@ UNITS = (
 )
 KEYS = 2 * 2**20 * 8 * 128 * 2 / 2**30  # of a million tokens, and their values: 8 heads of 128 in bfloat16
 GATHERED = (
-    "Accelerate's context parallelism gathers the keys and values of all tokens on every GPU, 4.0 GiB that the plan, of "
-    "attention by heads, does not have. With them its attention needs {:.1f} GiB."
+    "Accelerate's context parallelism gathers the keys and values of all tokens on every GPU: 4.0 GiB that the plan, "
+    "of attention by heads, does not count. With them its attention needs {:.1f} GiB."
 )
 ACCUMULATED = (
-    "The post says that the optimizer was on the host. Planned with it on the GPUs, as in the configuration that the post "
-    "shows: its 16 bytes a parameter, with weights and gradients, are 60 of the 76 GiB on one GPU."
+    "The post says that the optimizer was on the host. Planned with it on the GPUs, as in the configuration that the "
+    "post shows: its 16 bytes a parameter, with weights and gradients, are 60 of the 76 GiB on one GPU."
 )
 ASSUMED = (
     "The pull request names neither optimizer nor loss. Planned with 8-bit AdamW, a loss in chunks and accumulated "
@@ -131,8 +131,8 @@ RUNS = [
         alst(LLAMA, 1, 500_000),
         80,
         ALST,
-        cause="No peak is published. The recipe says that 555,000 tokens failed in a Triton kernel, by an illegal memory "
-        "access: memory was not the limit.",
+        cause="No peak is published. The recipe says that 555,000 tokens failed in a Triton kernel, by an illegal "
+        "memory access: memory was not the limit.",
         fitted=True,
     ),
     Run(

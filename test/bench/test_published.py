@@ -1,4 +1,4 @@
-"""Plans beside peaks that others measured: each within a fifth or with its cause, and the margin is the worst of them."""
+"""Plans beside peaks that others measured: each within a fifth or with its cause; the margin is the worst."""
 
 import math
 import re

@@ -23,6 +23,8 @@ GIB = 2**30
 PARAMETERS = {  # as their model cards have them, in millions
     "meta-llama/Llama-3.1-8B": 8030,
     "meta-llama/Llama-3.1-70B": 70554,
+    "Qwen/Qwen3-0.6B": 596,
+    "Qwen/Qwen3-4B": 4022,
     "Qwen/Qwen3-8B": 8191,
     "Qwen/Qwen3-32B": 32762,
     "mistralai/Mistral-7B-v0.3": 7248,
@@ -99,7 +101,7 @@ def test_the_rule_of_tiles_is_that_of_ops(arch: str) -> None:
     assert chunk_tokens(shape, memory.Setup(), mlp=True) == resolve_chunk_tokens(None, shape.hidden, spread)
 
 
-@pytest.mark.full("of 28 ladders", but=every_value)
+@pytest.mark.full("of 36 ladders", but=every_value)
 @pytest.mark.parametrize(
     ("gpus", "sequence_parallel", "offload"),
     [(1, 1, ("optimizer", "weights")), (8, 8, ()), (16, 4, ("optimizer",)), (64, 64, ("optimizer",))],

@@ -40,8 +40,7 @@ ACCUMULATED = (
 )
 ASSUMED = (
     "The pull request names neither optimizer nor loss. Planned with 8-bit AdamW, a loss in chunks and accumulated "
-    "gradients, which its figures suggest. Trainer also keeps that optimizer's state of the embedding in float32: 3.5 "
-    "GiB more, not planned."
+    "gradients, which its figures suggest."
 )
 
 

@@ -36,6 +36,13 @@ MUTANTS = (
         select="accumulated",
     ),
     Mutant(
+        "step: 8-bit AdamW has the state of embeddings in 8 bits",
+        "Step.__init__",
+        'setup.full and setup.optimizer == "adamw_8bit"',
+        "False",
+        PLAN,
+    ),
+    Mutant(
         "step: a tied matrix has one gradient while batches are accumulated",
         "Step.moments",
         "self.setup.accumulate and full and shape.tied and",

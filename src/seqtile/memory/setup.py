@@ -53,7 +53,8 @@ class Setup:
     weights (FSDP2); in 0 nothing."""
     optimizer: str = "adamw"
     """One of adamw, adamw_8bit and sgd. In half precision adamw keeps a float32 copy of the weights: 16 bytes a
-    parameter with weights and gradients, as for float32 weights under FSDP2's mixed precision. The others keep none."""
+    parameter with weights and gradients, as for float32 weights under FSDP2's mixed precision. The others keep none;
+    adamw_8bit has the state of embeddings in float32, as Trainer asks bitsandbytes for."""
     dtype: str = "bfloat16"
     """The dtype of weights, gradients and activations."""
     autocast: bool = False

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from seqtile.memory.batch import Batch
 from seqtile.memory.layer import Alive, Layer
-from seqtile.memory.setup import FLOAT, GIB, Setup, Shape
+from seqtile.memory.setup import FLOAT, GIB, OPTIMIZERS, Setup, Shape
 
 BUCKET = 500_000_000  # elements that are reduced at a time: DeepSpeed's default
 
@@ -98,7 +98,10 @@ class Step:
         self.layer_weights = _layer_weights(shape, setup)
         weights = shape.outer_parameters * setup.weight_bytes + shape.layers * self.layer_weights
         self.weights = (weights + adapters) // setup.ranks(3)
-        self.optimizer = self.trained * setup.optimizer_bytes // setup.ranks(1)
+        states = self.trained * setup.optimizer_bytes
+        if setup.full and setup.optimizer == "adamw_8bit":  # of embeddings in float32
+            states += shape.head_parameters * (OPTIMIZERS["adamw"] - OPTIMIZERS["adamw_8bit"])
+        self.optimizer = states // setup.ranks(1)
 
     def host(self) -> Parts:
         """Returns what is in the host memory of a node, for all its GPUs."""

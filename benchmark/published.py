@@ -1,7 +1,7 @@
 """Peaks that others measured on GPUs, each with the `seqtile plan` command of the same step and its prediction.
 
-A row is here only if its source says, or shows, the model, the GPUs, the tokens and what was turned on. All in GiB: a
-source that writes GB is read as its own arithmetic has it, see `UNITS`.
+A row is here only if its source says, or shows, the model, the GPUs, the tokens and what was turned on; what is
+inferred from the figures a note says. All in GiB: a that writes GB is read as its own arithmetic has it, see `UNITS`.
 """
 
 import json
@@ -181,8 +181,8 @@ def peaks() -> str:
         rows[-1] += [str(texts.index(run.text) + 1) if run.text else ""]
     low, high = spread()
     about = (
-        f"{UNITS} Where no other cause is found, the plan is up to {low} % too low, and up to {high} % too high. **So "
-        f"leave {low} % of the memory free, {'a fifth' if low == 100 * FREE else f'{low} %'}.** Notes:"
+        f"{UNITS} Where no cause is named, a plan is up to {low} % too low, and up to {high} % too high. **So leave "
+        f"{'a fifth' if low == 100 * FREE else f'{low} %'} of the memory free.** Notes:"
     )
     notes = [fill(f"{number}. {text}", 130, subsequent_indent="   ") for number, text in enumerate(texts, 1)]
     commands = "\n".join(f"seqtile plan {run.options}" for run in RUNS)

@@ -1,7 +1,8 @@
 """Peaks that others measured on GPUs, each with the `seqtile plan` command of the same step and its prediction.
 
 A row is here only if its source says, or shows, the model, the GPUs, the tokens and what was turned on; what is
-inferred from the figures a note says. All in GiB: a source that writes GB is read as its own arithmetic has it, see `UNITS`.
+inferred from the figures a note says. All in GiB: a source that writes GB is read as its own arithmetic has it, see
+`UNITS`.
 """
 
 import json

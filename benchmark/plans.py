@@ -6,7 +6,7 @@ from pathlib import Path
 from textwrap import fill
 from typing import Any
 
-from benchmark import prediction
+from benchmark import prediction, published
 from benchmark.markdown import table
 from typer.testing import CliRunner
 
@@ -22,8 +22,8 @@ PAGES = {  # the block of each page
     "output of the command": PLANNING,
     "what fit prints": PLANNING,
     "shared tokens": PLANNING,
-    "beside what was measured": BACKGROUND,
-    "beside what was published": BACKGROUND,
+    "measured peaks": BACKGROUND,
+    "published lengths": BACKGROUND,
     "whole layers": BACKGROUND,
     "4-bit bases": QUANTISED,
     "predicted for QLoRA": CASES,
@@ -38,12 +38,6 @@ LLAMA, LLAMA_70B, QWEN, QWEN_32B = (
     "Qwen/Qwen3-32B",
 )
 EVERYTHING = ("activations", "optimizer", "weights")
-MEASURED = [  # by others, of ALST's step: model, GPUs, tokens, GiB
-    (LLAMA, 1, 1_200_000, 136.2),
-    (LLAMA_70B, 32, 4_000_000, 47.7),
-    (LLAMA_70B, 64, 10_000_000, 53.8),
-    (QWEN_32B, 32, 7_000_000, 71.6),
-]
 PUBLISHED = {  # the longest of ALST, by GPUs
     LLAMA: {1: "500K", 8: "3.7M", 32: "15M"},
     LLAMA_70B: {16: "1.2M", 32: "4M", 64: "10M"},
@@ -63,7 +57,7 @@ GROUPS = {"tiles": memory.TILES, "head_groups": "auto"}
 def blocks(root: Path) -> dict[str, str]:
     """Returns what stands in the pages below `root` between `<!-- name -->` and `<!-- end of name -->`."""
     made = (prediction.caption(), command((root / PLANNING).read_text()), fit(), shared_tokens())
-    made += (measured(), published(), whole_layers(), quantised())
+    made += (published.peaks(), lengths(), whole_layers(), quantised())
     made += tuple(case(found) for found in CASE.findall((root / CASES).read_text()))
     return dict(zip(PAGES, made, strict=True))
 
@@ -116,7 +110,7 @@ def longest(model: str, **setup: Any) -> str:
 
 def with_room(gib: float) -> dict[str, float]:
     """A GPU of so much memory, a fifth of it left free, as the pages ask for."""
-    return {"gpu_memory_gib": gib * 4 / 5}
+    return {"gpu_memory_gib": gib - gib * prediction.FREE}
 
 
 def alst(gpus: int) -> dict[str, Any]:
@@ -128,15 +122,7 @@ def short(model: str) -> str:
     return model.split("/")[1]
 
 
-def measured() -> str:
-    rows = [["", "GPUs", "tokens", "measured by others, GiB", "planned, GiB"]]
-    for model, gpus, tokens, gib in MEASURED:
-        planned = memory.plan(model, seq_len=tokens, **alst(gpus), liger=True).gpu_bytes / GIB
-        rows.append([short(model), str(gpus), f"{tokens:,}", f"{gib}", f"{planned:.1f}"])
-    return table(rows)
-
-
-def published() -> str:
+def lengths() -> str:
     rows = [["", "GPUs", "published", "predicted", "with Liger", "bound by"]]
     for model, lengths in PUBLISHED.items():
         for gpus, length in lengths.items():

@@ -296,10 +296,11 @@ def simulate(
             modes.enter_context(patch.object(_fsdp_param, name, memory.resizing(getattr(_fsdp_param, name), full)))
         batch |= {} if evaluate and not setup.shared_tokens else {"use_cache": False}
         with memory, torch.set_grad_enabled(not evaluate):
-            with torch.autocast("cpu", getattr(torch, setup.dtype), enabled=setup.autocast):
-                loss = model(**batch).loss
-            if not evaluate:
-                loss.backward()
+            for _ in range(2 if setup.accumulate and not evaluate else 1):
+                with torch.autocast("cpu", getattr(torch, setup.dtype), enabled=setup.autocast):
+                    loss = model(**batch).loss
+                if not evaluate:
+                    loss.backward()
         if setup.shared_tokens:
             saved = (batch_size - 1) * setup.shared_tokens
             assert seqtile.status(unwrapped(model)).prefixes.saved_tokens == saved

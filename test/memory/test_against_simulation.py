@@ -34,6 +34,7 @@ LAYER = {"tiles": memory.TILES}
 GROUPS = LAYER | {"head_groups": "auto"}
 QLORA = LORA | {"load_in_4bit": True}
 AUTOCAST = {"autocast": True}
+ACCUMULATE = {"accumulate": True}
 WHOLE = {"batches": "whole"}
 LIMITS = {"cohere": 0.08}  # of its rotary embedding, in autocast, a plan has too little: 7 %
 FIELDS = ("norm", "norm_before", "norm_after", "head_norm", "parallel", "merged", "routed", "float32_routing")
@@ -187,6 +188,23 @@ CASES: dict[str, list[Case]] = {
         Case("llama", 64 * K, {"num_hidden_layers": 24}, HOST | LIGER | over(8, lora_rank=rank)) for rank in (None, 16)
     ],
     "whole_model": [Case("llama", 32 * K, SMOLLM2, a | b) for a in ({}, HOST) for b in ({}, LIGER)],
+    "accumulated": [  # gradients of an earlier batch wait from the forward on
+        llama_daily(2 * K, **ACCUMULATE),
+        llama_daily(8 * K, **ACCUMULATE, tiles=()),
+        llama(40 * K, **ACCUMULATE),
+        llama(8 * K, **ACCUMULATE, gpus=8),
+        llama(256 * K, **ACCUMULATE, **over(8)),
+        llama(8 * K, **ACCUMULATE, **LORA),
+        llama(8 * K, **ACCUMULATE, **AUTOCAST),
+        layers(32 * K, ACCUMULATE, LAYER),
+        layers(40 * K, ACCUMULATE, HOST, LIGER),
+        daily("gemma2", 20 * K, {}, ACCUMULATE),  # tied
+        Case("gemma2", 80 * K, {}, ACCUMULATE | over(4)),
+        Case("llama", 32 * K, SMOLLM2, ACCUMULATE),
+        Case("mixtral", 20 * K, TWO, ACCUMULATE),
+        Case("qwen3", 40 * K, TWO, ACCUMULATE | GROUPS),
+        sharing(8, 10 * K, 8 * K, ACCUMULATE),
+    ],
     "heads_that_do_not_divide": [  # 9 heads and 3 of keys
         Case("llama", 24 * K * gpus, UNEVEN, LIGER | over(gpus), gpus == 2) for gpus in (2, 4, 12)
     ],

@@ -144,3 +144,11 @@ def test_the_longest() -> None:
 def test_wrong_evaluate() -> None:
     with pytest.raises(ValueError, match="evaluate: expected True or False, got 'no'"):
         memory.plan("meta-llama/Llama-3.1-8B", seq_len=8, evaluate="no")
+
+
+def test_no_gradients_wait() -> None:
+    """Those of a step of several batches are gone by then."""
+    for tiles in ((), memory.TILES):
+        step = {"seq_len": 8 * K, "tiles": tiles, "evaluate": True}
+        accumulated, plain = (memory.plan("Qwen/Qwen3-4B", **step, accumulate=on) for on in (True, False))
+        assert accumulated.moments == plain.moments

@@ -16,6 +16,7 @@ from seqtile.cli import app
 from seqtile.recipes.plan import MIN_SHARED
 
 LLAMA = "meta-llama/Llama-3.1-8B"
+PREDICTED = ((memory.plan, {"seq_len": 8000}), (memory.longest, {}))
 
 
 def said(*arguments: str, exit_code: int = 0) -> str:
@@ -137,8 +138,34 @@ def test_json() -> None:
 
 
 @pytest.mark.parametrize(
+    ("options", "setup"),
+    [
+        (["--only", "nothing"], {"tiles": ()}),
+        (["--only", "MLP, loss,Host"], {"offload": ("activations",)}),
+        (
+            ["--only", "loss,liger", "--offload", "optimizer"],
+            {"tiles": ("loss",), "liger": True, "offload": "optimizer"},
+        ),
+        (["--only", "loss,mlp", "--layer", "--head-groups", "4"], {"tiles": memory.TILES, "head_groups": 4}),
+        (["--only", "loss,mlp", "--accumulate"], {"accumulate": True}),
+    ],
+)
+def test_just_these_features(options: list[str], setup: dict) -> None:
+    """Planned alone, and their longest sequence is the only one."""
+    found = json.loads(said(LLAMA, "--gpu-memory", "200", "--seq-len", "8000", *options, "--json"))
+    planned, longest = (f(LLAMA, gpu_memory_gib=200, **given | setup) for f, given in PREDICTED)
+    assert sum(found["plan"]["gpu_gib"].values()) == pytest.approx(planned.gpu_bytes / 2**30, abs=0.01)
+    assert [row["tokens"] for row in found["longest"]] == [longest.tokens]
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (
+            [LLAMA, "--only", "loss,mlps"],
+            "--only: expected nothing, or some of loss, MLP, layer, host, Liger, got mlps",
+        ),
+        ([LLAMA, "--only", "loss", "--layer"], "mlp too, since it is tiled with the layer"),
         ([LLAMA, "--gpu-memory", "-1"], "--gpu-memory: expected more than 0 GiB, got -1.0"),
         (["Qwen3-8B"], "did you mean Qwen/Qwen3-8B?"),
         (["no/such"], "model 'no/such': expected a directory with a config.json"),

@@ -85,6 +85,7 @@ class Formula(Predictor):
             asked = "a number, since attention of shared tokens by groups is computed once more in the backward"
             expect("head_groups", setup.head_groups != "auto", asked, setup.head_groups)
         expect("evaluate", isinstance(self.evaluate, bool), "True or False", self.evaluate)
+        setup = replace(setup, accumulate=setup.accumulate and not self.evaluate)
         step = Step(shape, setup, Batch(batch_size, seq_len, shared, setup.sequence_parallel))
         moments = step.evaluation() if self.evaluate else step.moments()
         return Plan(shape, setup, seq_len, batch_size, tuple(moments), step.host())

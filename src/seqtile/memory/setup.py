@@ -20,6 +20,7 @@ OPTIMIZERS = {"adamw": 8, "adamw_8bit": 2, "sgd": 0}
 """Bytes of state for each trained parameter; of adamw besides float32 weights, where those trained are in a half."""
 TILES = ("loss", "mlp", "layer")
 OFFLOAD = ("activations", "optimizer", "weights")
+SWITCHES = ("liger", "autocast", "load_in_4bit", "accumulate")
 
 
 def expect(name: str, right: object, expected: str, got: object) -> None:
@@ -45,12 +46,15 @@ class Setup:
     """What these are given: "cut", their parts of a batch, or "whole" ones, as by `sp.apply_ulysses`."""
     shared_tokens: int = 0
     """Tokens with which all sequences of a batch begin alike, computed once by `seqtile.share_prefixes`, unlabelled."""
+    accumulate: bool = False
+    """True: a step takes several batches, and the gradients of those before wait while one is computed."""
     zero_stage: int = 3
     """The stage of ZeRO, which shards over all GPUs from stage 1 on the optimizer's state, from 2 on gradients, in 3
     weights (FSDP2); in 0 nothing."""
     optimizer: str = "adamw"
     """One of adamw, adamw_8bit and sgd. In half precision adamw keeps a float32 copy of the weights: 16 bytes a
-    parameter with weights and gradients, as for float32 weights under FSDP2's mixed precision. The others keep none."""
+    parameter with weights and gradients, as for float32 weights under FSDP2's mixed precision. The others keep none;
+    adamw_8bit has the state of embeddings in float32, as Trainer asks bitsandbytes for."""
     dtype: str = "bfloat16"
     """The dtype of weights, gradients and activations."""
     autocast: bool = False
@@ -85,14 +89,10 @@ class Setup:
         count = "a positive int"
         groups = self.head_groups in (None, "auto") or is_count(self.head_groups)
         for name, right, expected in (
-            ("liger", isinstance(self.liger, bool), "True or False"),
-            ("autocast", isinstance(self.autocast, bool), "True or False"),
-            ("load_in_4bit", isinstance(self.load_in_4bit, bool), "True or False"),
-            ("gpus", is_count(self.gpus), count),
-            ("sequence_parallel", is_count(self.sequence_parallel), count),
+            *((name, isinstance(getattr(self, name), bool), "True or False") for name in SWITCHES),
+            *((name, is_count(getattr(self, name)), count) for name in ("gpus", "sequence_parallel", "gpus_per_node")),
             ("batches", self.batches in ("cut", "whole"), "cut or whole"),
             ("shared_tokens", is_count(self.shared_tokens, 0), "0 or more tokens"),
-            ("gpus_per_node", is_count(self.gpus_per_node), count),
             ("chunk_tokens", self.chunk_tokens is None or is_count(self.chunk_tokens), count),
             ("lora_rank", self.lora_rank is None or is_count(self.lora_rank), count),
             ("dtype", self.dtype in tuple(DTYPES), f"one of {', '.join(DTYPES)}"),
@@ -302,6 +302,8 @@ class Shape:
 KNOWN = {
     "meta-llama/Llama-3.1-8B": Shape(4096, 14336, 32, 32, 8, 128, 128256, positions=131072),
     "meta-llama/Llama-3.1-70B": Shape(8192, 28672, 80, 64, 8, 128, 128256, positions=131072),
+    "Qwen/Qwen3-0.6B": Shape(1024, 3072, 28, 16, 8, 128, 151936, "qwen3", tied=True, positions=40960),
+    "Qwen/Qwen3-4B": Shape(2560, 9728, 36, 32, 8, 128, 151936, "qwen3", tied=True, positions=40960),
     "Qwen/Qwen3-8B": Shape(4096, 12288, 36, 32, 8, 128, 151936, "qwen3", positions=40960),
     "Qwen/Qwen3-32B": Shape(5120, 25600, 64, 64, 8, 128, 151936, "qwen3", positions=40960),
     "mistralai/Mistral-7B-v0.3": Shape(4096, 14336, 32, 32, 8, 128, 32768, "mistral", positions=32768),

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 from seqtile.memory.batch import Batch
 from seqtile.memory.layer import Alive, Layer
-from seqtile.memory.setup import FLOAT, GIB, Setup, Shape
+from seqtile.memory.setup import FLOAT, GIB, OPTIMIZERS, Setup, Shape
 
 BUCKET = 500_000_000  # elements that are reduced at a time: DeepSpeed's default
 
@@ -98,7 +98,10 @@ class Step:
         self.layer_weights = _layer_weights(shape, setup)
         weights = shape.outer_parameters * setup.weight_bytes + shape.layers * self.layer_weights
         self.weights = (weights + adapters) // setup.ranks(3)
-        self.optimizer = self.trained * setup.optimizer_bytes // setup.ranks(1)
+        states = self.trained * setup.optimizer_bytes
+        if setup.full and setup.optimizer == "adamw_8bit":  # of embeddings in float32
+            states += shape.head_parameters * (OPTIMIZERS["adamw"] - OPTIMIZERS["adamw_8bit"])
+        self.optimizer = states // setup.ranks(1)
 
     def host(self) -> Parts:
         """Returns what is in the host memory of a node, for all its GPUs."""
@@ -126,16 +129,19 @@ class Step:
         for alive in self._loss():
             yield self._moment(alive, layers)
         head = matrix + shape.hidden
+        # A tied matrix's gradient as a head waits for that as an embedding, before both are added to those before.
+        twin = self.setup.accumulate and full and shape.tied and self.setup.ranks(3) == 1
+        waits = matrix * self.setup.weight_bytes * twin
         if self.batch.shared and "loss" in self.setup.tiles:
-            yield self._moment(
-                Alive("hidden states", matrix, norms=norm.kept, gradients=self._summed()), layers, matrix
-            )
-        yield self._moment(Alive("final norm", head, norms=norm.backward), layers, matrix)
+            summed = self._summed() + waits
+            yield self._moment(Alive("hidden states", matrix, norms=norm.kept, gradients=summed), layers, matrix)
+        yield self._moment(Alive("final norm", head, norms=norm.backward, gradients=waits), layers, matrix)
         for place in sorted({layers, layers - 1, 2, 1} & set(range(1, layers + 1)), reverse=True):
             done = head + (layers - place) * shape.layer_parameters
             gathered = 1 + (place > 1) + (place < layers and full)  # this, the next, gradients of the one before
             for alive in self.layer.moments():
-                here = alive._replace(name=f"{alive.name}, layer {place} of {layers}", done=done + alive.done)
+                gradients, name = alive.gradients + waits, f"{alive.name}, layer {place} of {layers}"
+                here = alive._replace(name=name, done=done + alive.done, gradients=gradients)
                 yield self._moment(here, place, matrix + alive.done, gathered, backward=True)
         copies = (3 if shape.tied else 1) if full else 0  # tied: both, and their sum
         embedding = matrix * self.setup.weight_bytes * copies
@@ -174,8 +180,9 @@ class Step:
             backward: whether it is the backward of a layer.
         """
         setup, shape = self.setup, self.shape
-        adapters = self.trained * FLOAT * alive.done // shape.parameters
-        done = alive.done * setup.weight_bytes if setup.full else adapters
+        waiting = shape.parameters if setup.accumulate and kept is not None else alive.done
+        adapters = self.trained * FLOAT * waiting // shape.parameters
+        done = waiting * setup.weight_bytes if setup.full else adapters
         gradients = 0 if "optimizer" in setup.offload else done // setup.ranks(2)
         parts = {
             "weights": 0 if "weights" in setup.offload else self.weights,
@@ -198,7 +205,7 @@ class Step:
         if setup.ranks(3) == 1 and "weights" not in setup.offload:
             return min(BUCKET, self.trained) * setup.weight_bytes if setup.gpus > 1 or away else 0
         weights = outer * shape.outer_parameters * setup.weight_bytes + gathered * self.layer_weights
-        counted = 0 if away else whole // setup.ranks(2)
+        counted = 0 if away or setup.accumulate else whole // setup.ranks(2)
         return weights + (whole - counted if setup.full else 0) * setup.weight_bytes
 
     def _inputs(self, waiting: int, backward: bool) -> int:

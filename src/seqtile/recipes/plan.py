@@ -12,6 +12,7 @@ from seqtile.memory.features import FEATURES, apply_options, simulation_refusal,
 from seqtile.memory.setup import GIB, NoFormula, setup_of
 from seqtile.recipes import argument, number_or_name, option
 
+ONLY = ("loss", "MLP", "layer", "host", "Liger")  # as the columns of the table of lengths
 MIN_SHARED = 256  # tokens: what `share_prefixes` takes for its min_tokens, if it is not told
 
 
@@ -36,9 +37,11 @@ class PlanOptions:
     autocast: bool = option(False, "Float32 weights and residual stream, under torch.autocast to --dtype.")
     lora_rank: int | None = option(None, "Rank of LoRA adapters on every projection; all else is frozen.")
     load_in_4bit: bool = option(False, "Projections in bitsandbytes' 4 bits under adapters: QLoRA.")
+    accumulate: bool = option(False, "Steps of several batches: the gradients of those before wait.")
     offload: list[str] | None = option(None, "Always in host memory: optimizer or weights; repeat the option for both.")
     layer: bool = option(False, "Plan with whole layers tiled, even if less would do.")
     head_groups: str | None = option(None, "Plan with this many groups of kv heads in whole layers: a number, or auto.")
+    only: str | None = option(None, f"Plan with just these, with commas: nothing, or some of {', '.join(ONLY)}.")
     as_json: bool = option(False, "The same as JSON.", "--json")
 
     def setup(self) -> dict[str, Any]:
@@ -102,7 +105,11 @@ def _forecast(asked: PlanOptions, each: Callable[[str], None]) -> PlanResult:
     in_groups = setup["head_groups"] is not None
     if asked.layer or in_groups:  # what cannot be is said, rather than left out
         plan(shape, seq_len=asked.shared_tokens + 1, tiles=TILES, **sizes, **setup)
-    lengths = list(ladder(shape, **sizes, **setup))
+    if asked.only is not None:
+        chosen = just(asked.only, setup, asked.layer)
+        lengths = [(chosen, longest(shape, **sizes, **asdict(chosen)))]
+    else:
+        lengths = list(ladder(shape, **sizes, **setup))
     wanted = [row for row in lengths if "layer" in row[0].tiles or not asked.layer]
     wanted = [row for row in wanted if row[0].head_groups is not None or not in_groups]
     if (seq_len := asked.seq_len) is None:
@@ -117,6 +124,16 @@ def _forecast(asked: PlanOptions, each: Callable[[str], None]) -> PlanResult:
     simulated, more = _simulated(asked, each) if shape.assumed else ({}, [])
     fitting = (to_turn_on(step), {}) if step.fits else ([], remedies(lengths, step))
     return PlanResult(asked.model, notes + more, simulated, lengths, step, *fitting)
+
+
+def just(words: str, given: dict[str, Any], layer: bool) -> Setup:
+    """Returns the setup with the features of these words and no others. Raises ValueError for an unknown word."""
+    named = {word.strip().lower() for word in words.split(",")} - {"nothing"}
+    if unknown := named - {word.lower() for word in ONLY}:
+        raise ValueError(f"only: expected nothing, or some of {', '.join(ONLY)}, got {', '.join(sorted(unknown))}")
+    tiles = tuple(part for part in TILES if part in named or (layer and part == "layer"))
+    offload = (*(["activations"] if "host" in named else []), *given["offload"])
+    return setup_of(given | {"tiles": tiles, "liger": "liger" in named, "offload": offload})
 
 
 def _simulated(asked: PlanOptions, each: Callable[[str], None]) -> tuple[dict[str, int], list[str]]:

@@ -144,7 +144,7 @@ def notes_on(model: nn.Module, loss: PartStatus | None, mlp: PartStatus, layer: 
     for name, reason in refused_of(model).items():
         yield f"{name} is left untiled: {reason}"
     if loss is not None and loss.tiled:
-        yield "the loss is computed without logits; outputs.logits are computed by who reads them"
+        yield "the loss is computed without logits; outputs.logits is computed when it is read"
     if mlp.tiled:
         lengths = " or ".join(map(str, mlp.chunk_tokens))
         parts = "MLPs and layers" if layer else "MLPs"

@@ -230,7 +230,7 @@ def place(
     there already. `part` is what it tiles. Modules of one class get the same own class of the `classes`, which is
     extended.
 
-    The same one of its class does not count: what was applied to a model stays when the classes are restored.
+    A tiled forward of its class does not count: restoring the classes leaves a model's own tiling in place.
     """
     there, before, mine = placement_at(owner), own_forward(owner), _placed_at(owner)
     if there is not None and there.is_of(options) and there.part == part and (there is mine or before is not None):

@@ -34,8 +34,8 @@ def apply_seqtile(
     chunk_tokens: int | None = None,
     check: bool | str = True,
 ) -> None:
-    """Tiles one model of Hugging Face's, whatever its architecture: what can be tiled of it is found by structure, and
-    `seqtile.status` names what cannot, with the reason.
+    """Tiles a Hugging Face model of any architecture: it finds by structure what can be tiled, and `seqtile.status`
+    names what cannot, with the reason.
 
     For the arguments see `apply_seqtile_to_llama`. Raises ValueError for a model without a head over a vocabulary.
     """

@@ -46,7 +46,7 @@ def apply_options(setup: Setup) -> dict[str, Any]:
 def simulation_refusal(setup: Setup) -> str | None:
     """Says why steps of a setup are not simulated, see `simulate`, which needs torch."""
     if setup.gpus > 1 or not setup.full or setup.autocast or setup.offload or setup.shared_tokens:
-        return "it is simulated for one GPU alone, without LoRA, autocast, offload and shared tokens"
+        return "it is simulated only for one GPU, without LoRA, autocast, offload and shared tokens"
     return None
 
 

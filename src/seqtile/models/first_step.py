@@ -211,5 +211,5 @@ def _remedy(part: str | None) -> str:
     without = f"{part}=False" if part else "the part left out (mlp=False, layer=False or loss=False)"
     return (
         f"Apply seqtile with {without}, after seqtile.restore(model), and please report it (docs/troubleshooting.md); "
-        "check=False trains all the same"
+        "check=False trains without this comparison"
     )

@@ -117,7 +117,7 @@ class AtForward:
             raise RuntimeError(
                 f"these logits were not computed in the forward, and since then {' and '.join(changed)} changed: read "
                 "them before that (a step of the optimizer, other hooks or adapters, the end of functional_call), or "
-                "keep of them what is wanted later"
+                "keep only what you need later"
             )
 
 

@@ -109,7 +109,7 @@ def _check_not_checkpointed(layer: nn.Module) -> None:
     """Raises ValueError where a layer runs untiled, and when it is recomputed, where nothing is recorded, tiled."""
     if layer.gradient_checkpointing and layer.training and torch.is_grad_enabled():
         raise ValueError(
-            "attentions are asked for of a tiled layer under checkpointing, and its recomputation does not know that: "
+            "output_attentions=True reaches a tiled layer under checkpointing, but not its recomputation: "
             "leave output_attentions out, or apply with layer=False"
         )
 
@@ -150,7 +150,7 @@ def _note_that_all_is_kept(layer: nn.Module, verdict: Verdict, options: Options,
     if hidden.shape[:-1].numel() * kept > verdict.weights:
         logger.warning_once(
             "whole layers are tiled, but activation checkpointing is off: at this length every layer keeps more for "
-            "its backward than its weights take; model.gradient_checkpointing_enable() has it keep its input alone"
+            "its backward than its weights take; after model.gradient_checkpointing_enable() it keeps only its input"
         )
 
 

@@ -142,7 +142,7 @@ def _note_that_it_fits(mlp: nn.Module, chunk: int, said: list[int]) -> None:
         said.append(chunk)
         logger.warning_once(
             f"a sequence fits in one chunk of {chunk} tokens: its MLPs, and its layers with layer=True, run untiled "
-            "and keep what they keep untiled; for less memory train on longer sequences, or pass a smaller chunk_tokens"
+            "and save no memory; train on longer sequences, or pass a smaller chunk_tokens"
         )
 
 

@@ -46,7 +46,7 @@ def apply_ulysses(model: PreTrainedModel, ctx: SequenceParallel, *, batches: str
     applied = getattr(model, SHARDED, None)
     if applied is not None and applied.sp_group is ALONE:
         if batches == "cut":
-            raise ValueError('this model shares beginnings of rows, which takes whole batches: batches="whole"')
+            raise ValueError('this model shares beginnings of rows, which needs whole batches: pass batches="whole"')
         min_tokens = applied.min_tokens
         applied.stop_sharing_prefixes()
     elif applied is not None:
@@ -79,13 +79,13 @@ def share_prefixes(model: PreTrainedModel, min_tokens: int = 256) -> None:
     applied = getattr(model, SHARDED, None)
     if applied is not None and not applied.takes_whole:
         raise ValueError(
-            "this model is given batches that are cut, of which no rank has whole rows; "
+            "this model gets batches that are cut, so no rank has whole rows; "
             'expected sp.apply_ulysses(model, ctx, batches="whole")'
         )
     name = text_model_of(model).config._attn_implementation if applied is None else applied.implementation
     if not has_masks(name):
         raise ValueError(
-            f"{name!r} has no mask function, and cannot be asked for queries behind a beginning that others have, too; "
+            f"{name!r} has no mask function, which queries behind a shared beginning need; "
             'register one in AttentionMaskInterface, or model.set_attn_implementation("sdpa")'
         )
     if applied is None:

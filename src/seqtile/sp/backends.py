@@ -338,12 +338,12 @@ def check(attention: LocalAttention, ranks: int, q_heads: int) -> None:
         )
     if attention.spans and _form_of(name) in (None, by_lengths):
         raise ValueError(
-            f"{name!r} cannot be asked for spans whose tokens see each other both ways, as of images; "
+            f"{name!r} does not support spans of tokens that see each other both ways, such as images; "
             'model.set_attn_implementation("sdpa")'
         )
     if _form_of(name) is None and (ranks > q_heads or (window is not None and window < longest)):
         what = "a sliding window" if ranks <= q_heads else f"{q_heads} heads over {ranks} ranks"
         raise ValueError(
-            f"{name!r} has no mask function and can be asked for whole causal documents only, not for {what}; register "
+            f"{name!r} has no mask function, so it computes only whole causal documents, not {what}; register "
             'one in AttentionMaskInterface, or model.set_attn_implementation("sdpa")'
         )

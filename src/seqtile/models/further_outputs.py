@@ -111,9 +111,7 @@ class _Form:
         shape = list(tensor.shape)
         axes = [axis for axis in (1, 2) if shape[:1] == [rows] and shape[axis : axis + 1] == [length]]
         if len(axes) > 1 and len(shape) > 3:
-            raise self._error(
-                f"a tensor {shape} for a chunk of {length} tokens, two dimensions of which have that length"
-            )
+            raise self._error(f"a tensor {shape} for a chunk of {length} tokens, two dimensions of which are as long")
         if axes:
             return axes[0]
         if shape[:1] == [rows * length]:

@@ -50,8 +50,8 @@ def _recipe(*, mask_function: Callable, attention_mask: Tensor | None = None, **
         known = function.__module__ == "transformers.masking_utils" and (name in _CAUSAL or name == _TWO_WAYS)
         if not known:
             raise ValueError(
-                f"a mask of {function.__module__}.{function.__qualname__} is not supported over ranks; expected causality, "
-                "windows, documents and spans that see each other both ways; leave this model whole"
+                f"a mask of {function.__module__}.{function.__qualname__} is not supported over ranks; expected "
+                "causality, windows, documents and spans that see each other both ways; leave this model whole"
             )
         if name == _TWO_WAYS:
             spans = next(cell.cell_contents for cell in function.__closure__)
@@ -84,8 +84,8 @@ def spans_of(recipe: MaskRecipe, window: int | None) -> tuple[Rows, ...]:
     rows = documents_of(positions, inside)
     for row, (spans, of_row) in enumerate(zip(rows, numbers.cpu(), strict=True)):
         if len({int(of_row[start]) for start, _ in spans}) < len(spans):
-            raise ValueError("other tokens interrupt a span of tokens that see each other both ways; leave this model
-        whole") for start, stop in spans:
+            raise ValueError("tokens that see each other both ways are not contiguous; leave this model whole")
+        for start, stop in spans:
             if window is not None and stop - start > window and _sees(recipe, row, stop - 1, start):
                 raise ValueError(
                     f"{stop - start} tokens see each other both ways, further back than the window of {window}; leave "

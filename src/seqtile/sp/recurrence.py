@@ -200,7 +200,7 @@ class Recurrence:
         channels = convolution.channels_of([(operands[name], here[name]) for name in rule.convolved])
         if channels is None:
             raise ValueError(
-                f"{type(self.module).__name__} changes the output of its convolution before its recurrence, which is not spread "
+                f"{type(self.module).__name__} changes its convolution's output before its recurrence, which is not spread "
                 "over ranks; leave this model whole"
             )
 

@@ -1,4 +1,4 @@
-"""Everything that a layer makes of its tokens, chunk by chunk: what it returns, and what is recorded inside it.
+"""All outputs of a layer, chunk by chunk: what it returns, and what is recorded inside it.
 
 Hugging Face records a router's logits by hooks, in a dict that is active during a model's forward. Each chunk runs with
 a dict of its own; what it recorded leaves the tiled function as further outputs, with gradients, and is recorded whole.

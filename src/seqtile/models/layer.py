@@ -139,7 +139,7 @@ def _compute(
 
 
 def _note_that_all_is_kept(layer: nn.Module, verdict: Verdict, options: Options, hidden: torch.Tensor) -> None:
-    """Says so, once, where a layer in training is not checkpointed, and keeps more than its weights take."""
+    """Warns once if a layer in training is not checkpointed and keeps more than its weights take."""
     config, head_dim = (getattr(getattr(layer, "self_attn", None), name, None) for name in ("config", "head_dim"))
     in_training = layer.training and torch.is_grad_enabled() and not torch.compiler.is_compiling() and not is_trial()
     if not in_training or config is None or not isinstance(head_dim, int):
@@ -286,7 +286,7 @@ def _called_parts(layer: nn.Module) -> tuple[InChunks, InChunks]:
 
 
 def _is_untouched(layer: nn.Module) -> bool:
-    """Says if nobody changed a layer: it may share its class with those that are tiled, and be of another kind."""
+    """Says if a layer is unchanged: it may share its class with tiled layers and be of another kind."""
     parts = [layer, *layer.children()]
     return all(package_of(computed_forward(part)) in (*KNOWN_PACKAGES, "torch") for part in parts)
 

@@ -137,7 +137,7 @@ def tiled_mlp_forward(options: Options, original: Callable) -> Callable:
 
 
 def _note_that_it_fits(mlp: nn.Module, chunk: int, said: list[int]) -> None:
-    """Says so in training, once, and adds to what was `said`."""
+    """Warns once in training, and adds the chunk to `said`."""
     if mlp.training and torch.is_grad_enabled() and not torch.compiler.is_compiling() and not inside_chunk():
         said.append(chunk)
         logger.warning_once(

@@ -1,4 +1,4 @@
-"""What of a model is tiled, by whom, and what another library took back."""
+"""What is tiled in a model, by which package, and what another library took back."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ _PASS_ON = ("accelerate", "torch")  # whose wrappers call what they wrap whateve
 
 @dataclass(frozen=True)
 class PartStatus:
-    """The status of one part of a model: who computes it."""
+    """The status of one part of a model: which package computes it."""
 
     name: str
     """The part, as `apply_seqtile` names it, such as "mlp"."""
@@ -111,7 +111,7 @@ class ModelStatus:
     prefixes: PrefixStatus | None = None
     """The beginnings that rows share; None where that was not asked for."""
     notes: tuple[str, ...] = ()
-    """Where what is tiled does nothing, or is not what one may expect."""
+    """Where tiling has no effect, or an unexpected one."""
 
     def __str__(self) -> str:
         lines = [self.model]
@@ -123,9 +123,9 @@ class ModelStatus:
 
 
 def status(model: nn.Module) -> ModelStatus:
-    """Tells what of `model` is tiled, by whom, and what another library took back.
+    """Tells what is tiled in `model`, by which package, and what another library took back.
 
-    Raises TypeError for something that is no Hugging Face model.
+    Raises TypeError for anything but a Hugging Face model.
     """
     model = unwrapped(model)
     loss = part_status(model, LOSS) if head_of(model) is not None else None
@@ -138,7 +138,7 @@ def status(model: nn.Module) -> ModelStatus:
 
 
 def notes_on(model: nn.Module, loss: PartStatus | None, mlp: PartStatus, layer: PartStatus | None) -> Iterator[str]:
-    """Yields what a reader of `status` may not expect."""
+    """Yields notes on what a reader of `status` may not expect."""
     if (outcome := outcome_of(model)) is not None:
         yield f"the first training step: {outcome}"
     for name, reason in refused_of(model).items():

@@ -1,4 +1,4 @@
-"""The proof that a tiled part computes what it computes untiled: on a small model of the same class, part by part.
+"""The proof that a tiled part computes the same as untiled: on a small model of the same class, part by part.
 
     small model, float32, untiled  ─> loss, gradients
     the same, embeddings changed by one bit  ─> how far rounding goes

@@ -41,7 +41,7 @@ def register_recipes() -> None:
 
 
 def _recipe(*, mask_function: Callable, attention_mask: Tensor | None = None, **_: Any) -> MaskRecipe:
-    """In the place of Hugging Face's functions that make masks. Raises ValueError for what is not known."""
+    """Replaces Hugging Face's functions that make masks. Raises ValueError for an unknown mask."""
     spans, functions = None, list(_functions_in(mask_function))
     if causal_mask_function not in functions:
         raise ValueError("a mask that is not causal is made outside of the text model; leave this model whole")

@@ -78,7 +78,7 @@ class ShardingHooks:
         self.model.set_attn_implementation(NAME)
 
     def remove(self) -> None:
-        """Takes all of it back."""
+        """Removes the hooks."""
         for handle in self.handles:
             handle.remove()
         for module in self.model.modules():

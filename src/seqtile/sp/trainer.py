@@ -108,7 +108,7 @@ class SequenceParallelTrainerMixin:
 
 
 class _Groups:
-    """The groups of ranks that share sequences, for who counts processes."""
+    """The groups of ranks that share sequences, for code that counts processes."""
 
     def __init__(self, sp_group: SequenceParallel):
         self.sp_group = sp_group
@@ -180,8 +180,8 @@ class _Groups:
 
 
 def _gather_by_groups(module: Any) -> None:
-    """Lets what a module gathers by Accelerate's functions come once from each group, in a step of a trainer whose
-    ranks share sequences; else they are what they were."""
+    """Makes Accelerate's gathering functions take values once from each group, in a step of a trainer whose ranks share
+    sequences; outside of one they are unchanged."""
     from accelerate import utils
 
     for name, by_groups in (("gather", _gather), ("gather_object", _gather_object)):

@@ -30,7 +30,7 @@ class PartStatus:
     tiled: int
     """The number of its modules that run seqtile's forward."""
     total: int
-    """The number of all its modules."""
+    """The number of all modules of this part."""
     others: tuple[str, ...]
     """The packages whose forwards run on the rest, such as "transformers" or "liger_kernel"."""
     chunk_tokens: tuple[int, ...]
@@ -46,7 +46,7 @@ class PartStatus:
     refused: int = 0
     """The number of modules that are left untiled for the reasons that a model's notes give."""
     head_groups: int | None = None
-    """The number of groups of heads that attend one after the other; None if all attend at once."""
+    """The number of groups of heads whose attention runs one after the other; None for all heads at once."""
     wrappers: tuple[str, ...] = ()
     """The packages whose forwards stand around seqtile's and decide at every call whether to call it."""
 
@@ -83,7 +83,7 @@ class PrefixStatus:
     """The beginnings that rows of a batch share, see `seqtile.share_prefixes`."""
 
     min_tokens: int
-    """From how many tokens on a beginning is computed once."""
+    """The fewest tokens of a beginning that is computed once."""
     batch_tokens: int
     """The tokens of the last batch of several rows, with padding; 0 before the first."""
     saved_tokens: int
@@ -107,9 +107,9 @@ class ModelStatus:
     mlp: PartStatus
     """The MLPs, and the experts of a mixture."""
     layer: PartStatus | None = None
-    """Everything of a layer but attention; None where that was not asked for. Its chunks take the MLP along."""
+    """Everything in a layer except attention; None if not requested. Its chunks include the MLP."""
     prefixes: PrefixStatus | None = None
-    """The beginnings that rows share; None where that was not asked for."""
+    """The beginnings that rows share; None if not requested."""
     notes: tuple[str, ...] = ()
     """Where tiling has no effect, or an unexpected one."""
 

@@ -1,7 +1,7 @@
-"""The public names of `seqtile` for type checkers and editors: its names are imported when they are first used.
+"""The public names of `seqtile` for type checkers and editors: each is imported when it is first used.
 
-There is an `apply_seqtile_to_<model type>` for each type of transformers that has a causal language model, all with the
-arguments of `apply_seqtile_to_llama`. Named here are the best known; `__getattr__` stands for the others.
+Each type of transformers with a causal language model has an `apply_seqtile_to_<model type>` with the arguments of
+`apply_seqtile_to_llama`. This file names the best known; `__getattr__` stands for the others.
 """
 
 from typing import Any
@@ -78,28 +78,28 @@ def apply_seqtile_to_llama(
         model: the model to tile, alone, also in PEFT's wrapper; None tiles Hugging Face's classes, for every
             model of this type with a head that is built from then on.
         mlp: tile the MLPs.
-        loss: tile lm_head and loss: given labels it is computed without logits, which who reads them computes.
-        layer: tile whole layers: everything of a layer but attention itself, and the norm behind the last layer. A
-            layer then keeps its input, queries, keys, values and what attention returned. Of Liger's norms the weights
-            are used; neither they nor its RoPE run.
-        head_groups: with `layer`, compute attention for so many groups of kv heads one after the other, so that
-            queries, keys and values exist for one group at a time, and are not kept; "auto" makes as many groups as
-            divide the kv heads, up to 8. An attention that keeps other large tensors is refused, or, given a number,
-            computed once more. It must treat every head alike (no slopes or biases by head), since it is not told which
-            heads it is given.
-        chunk_tokens: tokens of a chunk; None for max(2048, hidden size), for the experts of a mixture more.
-        check: the first training step compares the tiled model with the untiled one, on 28 tokens of its own batch, and
-            raises ValueError if the loss or a gradient differs by more than rounding: that of the embeddings' output,
-            and of every parameter of up to 4M numbers; "full" for every parameter's. False: it does not.
+        loss: tile lm_head and loss: given labels, no logits are computed unless they are read.
+        layer: tile whole layers: everything in a layer except attention itself, and the norm behind the last layer. A
+            layer then keeps its input, queries, keys, values and attention's output. Liger's norms and RoPE do not
+            run; seqtile uses the norms' weights.
+        head_groups: with `layer`, compute attention for this many groups of kv heads, one after the other. Queries,
+            keys and values then exist for one group at a time, and are not kept. "auto" takes the largest number of
+            groups, up to 8, that divides the kv heads, and refuses an attention that keeps other large tensors; with
+            a number, such an attention is computed once more. Attention must treat every head alike (no slopes or
+            biases by head), since it is not told which heads it gets.
+        chunk_tokens: tokens of a chunk; None for max(2048, hidden size), and for more in a mixture of experts.
+        check: the first training step compares the tiled model with the untiled one on 28 tokens of its own batch. It
+            raises ValueError if the loss or a gradient differs by more than rounding. It compares the gradients of
+            the embeddings' output and of every parameter of up to 4M numbers; "full": of every parameter. False: none.
 
     Applying twice changes nothing. Apply after Liger, whose RMSNorm and RoPE stay. `seqtile.restore` undoes it,
     `seqtile.status` tells what is tiled.
 
-    Plain nn.Linear layers and plain LoRA over them are fused: computed from their weights. What cannot be (experts,
-    quantised layers, other adapters, dropout, unusual activations, hooks) runs chunk by chunk, which costs one
-    product more of the loss; `seqtile.status` tells which.
+    Plain nn.Linear layers and plain LoRA over them are fused: computed from their weights. Everything else (experts,
+    quantised layers, other adapters, dropout, unusual activations, hooks) runs chunk by chunk, which costs the loss
+    one more product; `seqtile.status` tells which.
 
-    Raises ValueError, and changes nothing, for what it cannot honour, such as another loss function.
+    Raises ValueError, and changes nothing, if it cannot do what is asked, such as under another loss function.
     """
 
 apply_seqtile_to_cohere = apply_seqtile_to_llama

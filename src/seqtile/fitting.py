@@ -104,8 +104,8 @@ def fit(
 
 
 def gpu_memory_at_hand() -> float:
-    """Returns the GiB of this GPU that are free or torch's, and what CUDA has taken of it; the least of all ranks'.
-    ValueError if there is none."""
+    """Returns the GiB of this GPU that are free, torch's or taken by CUDA: the least of all ranks. ValueError if there
+    is no GPU."""
     if not torch.cuda.is_available():
         raise ValueError("gpu_memory_gib: torch sees no GPU; pass the GiB of the GPU that you plan for")
     free, total = torch.cuda.mem_get_info()
@@ -114,7 +114,7 @@ def gpu_memory_at_hand() -> float:
 
 
 def host_memory_at_hand() -> float:
-    """Returns the GiB of host memory that are free; the least of all ranks', so that all turn on the same."""
+    """Returns the GiB of free host memory: the least of all ranks, so that all turn on the same features."""
     return of_every_rank(available() / GIB).min().item()
 
 

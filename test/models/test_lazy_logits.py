@@ -1,4 +1,4 @@
-"""Logits that a model returns: a tensor that is computed by who reads it, as it would have been in the forward."""
+"""Logits that a model returns: a tensor that is computed when it is read, as it would have been in the forward."""
 
 import copy
 import io

@@ -184,7 +184,7 @@ def test_a_part_that_differs_is_left_untiled() -> None:
 @pytest.mark.parametrize(
     ("cls", "reason"),
     [
-        (ScaledGPT2, "its forward went the untiled way"),
+        (ScaledGPT2, "its forward ran untiled"),
         (UnusedGPT2, "does not call it"),
         (WithoutGradientGPT2, "the loss or a gradient of a small model of its class is not finite"),
     ],

@@ -82,7 +82,7 @@ FOUND: dict[str, tuple[Callable[[], Callable], str]] = {
     "its input": (lambda: doubled, f"{CHANGES} input 0"),
     "dropout": (lambda: nn.Dropout(0.5), f"{DRAWS} torch's default generator"),
     "python's numbers": (lambda: lambda x: x * random.random(), f"{DRAWS} random's global generator"),
-    "hidden numbers": (Hidden, "it makes something else of the same tokens when it runs again"),
+    "hidden numbers": (Hidden, "it computes something else when it runs again"),
 }
 
 

@@ -320,7 +320,7 @@ def refused_recurrences(ctx: sp.SequenceParallel) -> None:
     recurrence, layout = layer.forward, Layout(ctx, 30, (((0, 60),),), "sdpa")
     convolve = recurrence._forward.__globals__["causal_conv1d_fn"]
     recurrence._forward.__globals__["causal_conv1d_fn"] = lambda *args, **kwargs: 2 * convolve(*args, **kwargs)
-    with pytest.raises(ValueError, match="Qwen3_5GatedDeltaNet changes what it convolves before its recurrence"):
+    with pytest.raises(ValueError, match="Qwen3_5GatedDeltaNet changes its convolution's output before its recurrence"):
         layer(x, ulysses_layout=layout)
     sp.restore(model)
     assert "forward" not in vars(layer) and model(**batch_of(1, 20)).loss.isfinite()

@@ -122,9 +122,9 @@ def test_an_attention_without_masks_is_asked_for_squares_only() -> None:
     )
     torch.testing.assert_close(ours, theirs)
     asking = asked("of squares", (documents,), length, share, 39)
-    with pytest.raises(ValueError, match=r"asked for whole causal documents only, not for a sliding window; register"):
+    with pytest.raises(ValueError, match=r"computes only whole causal documents, not a sliding window; register"):
         check(asking, 1, 2)
-    with pytest.raises(ValueError, match=r"not for 2 heads over 3 ranks; register"):
+    with pytest.raises(ValueError, match=r"not 2 heads over 3 ranks; register"):
         check(asking._replace(window=None), 3, 2)
     check(asking._replace(window=40), 2, 2)
 

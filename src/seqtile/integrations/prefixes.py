@@ -42,9 +42,9 @@ def share_prefixes_of(trainer: Any, min_tokens: int | bool = True) -> None:
     vars(trainer).update(together)
     if (rows := trainer.args.per_device_train_batch_size) % group:
         logger.warning(
-            f"share_prefixes: groups of {group} completions are cut into micro-batches of {rows} rows, so that prompts "
-            f"are computed more than once; expected per_device_train_batch_size={-(-rows // group) * group}, and as "
-            "much fewer gradient_accumulation_steps"
+            f"share_prefixes: groups of {group} completions are cut into micro-batches of {rows} rows, so prompts "
+            f"are computed more than once; expected per_device_train_batch_size={-(-rows // group) * group}, and "
+            "proportionally fewer gradient_accumulation_steps"
         )
 
 
@@ -66,9 +66,9 @@ def _kept_together(trainer: Any) -> dict[str, Callable]:
     known = function.__globals__
     if _SHUFFLE not in function.__code__.co_names or _SHUFFLE not in known:
         raise ValueError(
-            f"{type(trainer).__name__} cuts completions into micro-batches in a way that is not known, expected a "
+            f"{type(trainer).__name__} cuts completions into micro-batches in an unknown way, expected a "
             f"_prepare_inputs that calls {_SHUFFLE}, as those of TRL's GRPOTrainer and RLOOTrainer do; leave "
-            "share_prefixes out, and seqtile.share_prefixes(model) shares what is in one micro-batch by chance"
+            "share_prefixes out; seqtile.share_prefixes(model) then shares the prompts within each micro-batch"
         )
 
     @wraps(prepare)

@@ -25,17 +25,17 @@ logger = logging.get_logger(__name__)
 class SeqtileCallback(TrainerCallback):
     """Tiles the model when training begins: `Trainer(..., callbacks=[SeqtileCallback()])`.
 
-    By then Trainer has applied Liger and wrapped the model, so this works wherever Trainer does. What is tiled is said
-    in the log (at level INFO), and what is not and why (at level WARNING).
+    By then Trainer has applied Liger and wrapped the model, so this works wherever Trainer does. The log says what is
+    tiled (at level INFO), and what is not and why (at level WARNING).
 
     Args:
-        share_prefixes: what rows of a batch have in common at their beginnings, as completions of one prompt do, is
-            computed once, by the model and by the reference model that a trainer has, see `seqtile.share_prefixes`. A
-            number is its `min_tokens`. TRL's completions of one prompt are no longer shuffled among those of others.
-        options: those of `apply_seqtile`, such as layer=True. `loss` is False unless given where the trainer computes
-            the loss by a head of its own, as TRL's do; see `seqtile.integrations.trl` for these.
+        share_prefixes: compute a beginning that rows of a batch share only once, such as the prompt of several
+            completions, in the model and in the trainer's reference model, see `seqtile.share_prefixes`. A number is
+            its `min_tokens`. TRL's shuffle then keeps the completions of one prompt together.
+        options: those of `apply_seqtile`, such as layer=True. `loss` is False by default if the trainer computes the
+            loss by a head of its own, as TRL's do; for these see `seqtile.integrations.trl`.
 
-    Raises what `apply_seqtile` raises, and ValueError where `share_prefixes` is refused, before anything is tiled.
+    Raises what `apply_seqtile` raises, and ValueError if `share_prefixes` is refused, before anything is tiled.
     """
 
     def __init__(self, share_prefixes: bool | int = False, **options: Any):

@@ -4,7 +4,7 @@ log-probabilities of GRPO, RLOO, DPO and KTO, with fewer live bytes; and the los
     SFTTrainer.compute_loss ─ model(fused_lm_head=True) ─ _ChunkedLogProbFunction.apply ─ linear_log_probs
       says that what it gets will be summed                 the name that is replaced
 
-All else stays TRL's: its losses, metrics, packing and masks, and what it does with prompts, adapters and ranks.
+Everything else stays TRL's: losses, metrics, packing, masks, prompts, adapters and ranks.
 """
 
 import hashlib
@@ -39,18 +39,18 @@ _to_be_summed: ContextVar[bool] = ContextVar("to_be_summed", default=False)
 
 
 def apply_seqtile_to_trl() -> None:
-    """Has the trainers of TRL 1.16 compute log-probabilities by `linear_log_probs`; call it once, before training.
+    """Makes the trainers of TRL 1.16 compute log-probabilities by `linear_log_probs`; call it once, before training.
 
-    Replaces `_ChunkedLogProbFunction` in `trl.trainer.utils`, wraps `SFTTrainer.compute_loss`, and puts
-    `linear_divergence` in the place of DistillationTrainer's `_chunked_divergence_loss`. With u = 2 n D V FLOP
-    of n labelled tokens, SFT's `loss_type="nll"` costs 3 u, "dft" and the other trainers 4 u. Memory is that of
-    `linear_log_probs`, in chunks of at most 45 Mi logits where no weight gradient of half precision makes room for
-    more. What TRL computes from all logits, with `label_smoothing_factor` or `compute_loss_func`, stays TRL's, and so
-    does a head that ZeRO-3 has partitioned. MLPs and layers are `apply_seqtile`'s, or `SeqtileCallback`'s.
+    Replaces `_ChunkedLogProbFunction` in `trl.trainer.utils` and DistillationTrainer's `_chunked_divergence_loss` (by
+    `linear_divergence`), and wraps `SFTTrainer.compute_loss`. With u = 2 n D V FLOP for n labelled tokens, SFT's
+    `loss_type="nll"` costs 3 u, "dft" and the other trainers 4 u. Memory is that of `linear_log_probs`, in chunks of at
+    most 45 Mi logits; of more where a half-precision weight gradient makes room for them. TRL still computes losses
+    from all logits (`label_smoothing_factor`, `compute_loss_func`) and heads that ZeRO-3 has partitioned. For MLPs and
+    layers use `apply_seqtile` or `SeqtileCallback`.
 
     Raises:
         ImportError: TRL is not installed.
-        ValueError: it is another version, or another library has replaced what is to be replaced; nothing is changed.
+        ValueError: another version, or another library has replaced these functions; nothing is changed.
     """
     import trl
     from trl.trainer import sft_trainer, utils

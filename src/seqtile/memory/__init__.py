@@ -92,15 +92,15 @@ class Formula(Predictor):
 
 
 def ladder(config: Any, *, batch_size: int = 1, **setup: Any) -> Iterator[tuple[Setup, Longest]]:
-    """Yields the longest sequence with more and more turned on.
+    """Yields the longest sequence as more and more features are turned on.
 
     First only checkpointing; then the tiled loss, sequence parallelism, the tiled MLP, offloaded activations, and both;
     with the tiled MLP also with Liger's norms. Source of this order: Arctic Long Sequence Training, table 1. If seqtile
     tiles such layers, then all of these except Liger with the layer tiled; and with groups of heads, if the GPUs leave
     heads to group.
 
-    `setup` holds for all rows. It has no tiles, no liger and no offloaded activations, for which it raises ValueError.
-    Its head_groups are those of the last row, "auto" by default."""
+    `setup` applies to all rows. Tiles, liger and offloaded activations in it raise ValueError. Its head_groups are
+    those of the last row, "auto" by default."""
     groups = setup.pop("head_groups", None) or "auto"
     formula, given = Formula(shape_of(config)), setup_of(setup)
     if {"tiles", "liger"} & setup.keys() or "activations" in given.offload:

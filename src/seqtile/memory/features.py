@@ -1,4 +1,4 @@
-"""What can be turned on for a step to need less memory, in the order of what it costs; and what predicts the memory."""
+"""The features that save memory, in the order of their cost; and what predicts a step's memory with them."""
 
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple, Protocol
@@ -29,7 +29,7 @@ FEATURES = {
 
 
 def with_features(setup: Setup, *names: str) -> Setup:
-    """Returns the setup with these features on; what is offloaded already stays so."""
+    """Returns the setup with these features on; what is already offloaded stays offloaded."""
     for name in names:
         changes = FEATURES[name].changes
         setup = replace(setup, **changes | {"offload": (*changes.get("offload", ()), *setup.offload)})
@@ -46,7 +46,7 @@ def apply_options(setup: Setup) -> dict[str, Any]:
 def simulation_refusal(setup: Setup) -> str | None:
     """Says why steps of a setup are not simulated, see `simulate`, which needs torch."""
     if setup.gpus > 1 or not setup.full or setup.autocast or setup.offload or setup.shared_tokens or setup.accumulate:
-        return "it is simulated for one GPU alone, without LoRA, autocast, offload, accumulation and shared tokens"
+        return "it is simulated only for one GPU, without LoRA, autocast, offload, accumulation and shared tokens"
     return None
 
 

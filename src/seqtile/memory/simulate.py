@@ -139,7 +139,7 @@ def _attention(module: nn.Module, q: torch.Tensor, k: torch.Tensor, v: torch.Ten
 
 
 def materialise(model: PreTrainedModel) -> None:
-    """Puts tensors without data, of a `FakeTensorMode` that takes others, in the place of those of the meta device."""
+    """Replaces meta tensors by tensors without data of a `FakeTensorMode` that takes others."""
     model.to_empty(device="cpu")
     model.tie_weights()
 

@@ -149,7 +149,7 @@ class Step:
         yield self._moment(last, 0, 0 if shape.tied else matrix)
 
     def evaluation(self) -> Iterator[Moment]:
-        """Yields the moments of an evaluation between two steps, of its last layer in the place of all. Hugging Face's
+        """Yields the moments of an evaluation between two steps, of its last layer instead of all. Hugging Face's
         models make a cache of keys and values, seqtile's make none where they compute the loss."""
         shape, setup, layer, tokens = self.shape, self.setup, self.layer, self.tokens
         cache = 0 if "loss" in setup.tiles else shape.layers * 2 * tokens * shape.kv * setup.weight_bytes

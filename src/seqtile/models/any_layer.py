@@ -4,8 +4,8 @@
     2. the whole    the model's attention function, as the layer asked for it ──> attn_output
     3. each chunk   forward(x) whose attention function returns the chunk of attn_output ──> output of the chunk
 
-For layers whose attention is Hugging Face's, once, and who treat every token alike otherwise. The projections to
-queries, keys and values are computed once more by 3.
+For layers that call Hugging Face's attention function once and compute everything else token by token. Step 3 projects
+queries, keys and values once more.
 """
 
 from collections.abc import Callable, Iterator
@@ -35,11 +35,12 @@ class _Reached(Exception):
 
 
 class _CacheIsRead(Exception):
-    """A layer does something else with its cache than to add keys and values, and to attend to what that returns."""
+    """A layer does more with its cache than add keys and values and attend to what that returns."""
 
 
 class _CacheOfChunks:
-    """Stands in for a cache while chunks are computed: the cache itself is given the keys and values of all of them."""
+    """Stands in for a cache while chunks are computed; the cache itself gets the keys and values of all chunks at
+    once."""
 
     def __init__(self, cache: Cache):
         self._cache = cache
@@ -53,7 +54,7 @@ class _CacheOfChunks:
         return keys, values
 
     def check(self, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Raises _CacheIsRead if an attention is given others than those that were added."""
+        """Raises _CacheIsRead if an attention gets other keys or values than those that were added."""
         if self.update_with is None or keys is not self.of_chunk[0] or values is not self.of_chunk[1]:
             raise _CacheIsRead
 
@@ -67,7 +68,7 @@ class _CacheOfChunks:
 
 
 def any_layer_refusal(layer: nn.Module) -> str | None:
-    """Says why a layer cannot be tiled around its attention, as far as can be seen without running it."""
+    """Says why a layer cannot be tiled around its attention, as far as its code shows."""
     asking = [module for module in layer.modules() if _ASKS in (source_of(computed_forward(module)) or "")]
     if len(asking) != 1:
         return f"expected one attention that asks for Hugging Face's attention function, got {len(asking)}"
@@ -133,7 +134,7 @@ class _LayerCall:
         self.cache = cache
 
     def before_attention(self, hidden: torch.Tensor, *pieces: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Returns a chunk's queries, keys and values [B, C, H, K]; not those that the layer was given whole."""
+        """Returns a chunk's queries, keys and values [B, C, H, K], except those that the layer got whole."""
         chunk, made = self.arguments.of_chunk(pieces), []
 
         def instead(found: Callable) -> Callable:
@@ -167,7 +168,7 @@ class _LayerCall:
         raise ValueError(f"a {type(self.layer).__name__} asked for no attention function; apply with layer=False")
 
     def whole_heads(self, made: tuple[torch.Tensor, ...]) -> list[torch.Tensor]:
-        """Returns queries, keys and values [B, H, S, K], of those that chunks made and those that were given whole."""
+        """Returns queries, keys and values [B, H, S, K], joined from chunks or as the layer got them."""
         of_chunks = iter(made)
         return [next(of_chunks).transpose(1, 2) if whole is None else whole for whole in self._wholes]
 
@@ -233,8 +234,8 @@ _instead: ContextVar[Callable[[Callable], Callable] | None] = ContextVar("attent
 
 
 def _install_look_up() -> None:
-    """Puts a look-up of attention functions in place of Hugging Face's, once: it asks what the thread that looks one up
-    was given by `_attention_function`, and else finds what there was to be found before."""
+    """Replaces Hugging Face's look-up of attention functions, once. The new one returns what `_attention_function` set
+    for the calling thread, else what the old one finds."""
     find = ALL_ATTENTION_FUNCTIONS.get_interface
     if hasattr(find, "_seqtile"):
         return
@@ -251,8 +252,8 @@ def _install_look_up() -> None:
 
 @contextmanager
 def _attention_function(instead: Callable[[Callable], Callable]) -> Iterator[None]:
-    """Has layers that this thread runs use instead(function) where they find an attention function. To be entered
-    inside what a backward calls again: autograd's threads inherit nothing."""
+    """Makes layers that this thread runs use instead(function) as their attention function. Enter it inside what a
+    backward calls again, since autograd's threads inherit nothing."""
     token = _instead.set(instead)
     try:
         yield

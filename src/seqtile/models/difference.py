@@ -4,7 +4,7 @@
     untiled, embeddings changed by one bit       how far rounding goes
     tiled                                        FACTOR times as far, or it is a difference
 
-The first training step, the proofs on small models and the sweep over variants compare so.
+Used by the first training step, the proofs on small models and the sweep over variants.
 """
 
 from collections.abc import Callable, Sequence
@@ -26,7 +26,7 @@ Vectors = dict[str, torch.Tensor | None]
 
 
 class Difference(NamedTuple):
-    """What is farther from the untiled model than rounding explains."""
+    """A difference from the untiled model that rounding does not explain."""
 
     said: str
     """Such as "the loss differs by 3.1%"."""

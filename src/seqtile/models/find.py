@@ -1,4 +1,4 @@
-"""Finds what of a model can be tiled, by what the modules are made of and not by their names.
+"""Finds the modules of a model that can be tiled, by their structure, not by their names.
 
 the text model's modules ── a decoder layer: a layer that Hugging Face can checkpoint
                         ├── an MLP: makes something of each token's tensors by two projections or more of its own
@@ -82,7 +82,7 @@ def _holds_weights_below(module: nn.Module) -> bool:
 
 
 def _arguments(cls: type) -> dict[str, bool]:
-    """Returns the names of what the forward of a class is given by position, and if it must be given."""
+    """Returns the names of a class's positional forward arguments, and whether each is required."""
     try:
         return {each.name: each.default is each.empty for each in positional_of(cls.forward)}
     except (ValueError, TypeError):
@@ -90,7 +90,7 @@ def _arguments(cls: type) -> dict[str, bool]:
 
 
 def positional_of(forward: Callable) -> list[inspect.Parameter]:
-    """Returns what a forward (a plain function) may be given by position, besides its module."""
+    """Returns the positional arguments of a forward (a plain function), without its module."""
     parameters = list(inspect.signature(forward).parameters.values())[1:]
     return [each for each in parameters if each.kind is each.POSITIONAL_OR_KEYWORD]
 
@@ -102,7 +102,7 @@ def takes_use_cache(forward: Callable) -> bool:
 
 
 def _walk(module: nn.Module) -> Iterator[nn.Module]:
-    """Yields a module and all below it, of PEFT's wrappers only what runs inside."""
+    """Yields a module and all below it; instead of PEFT's wrappers, what runs inside them."""
     seen: set[int] = set()
     waiting = [module]
     while waiting:

@@ -66,7 +66,7 @@ def check_first_step(model: nn.Module, options: Options, original: Callable, arg
 
 
 def outcome_of(model: nn.Module) -> str | None:
-    """Returns what came of the comparison, None if there was none yet."""
+    """Returns the comparison's outcome; None if there was none yet."""
     return vars(model).get(OUTCOME, (None, None))[1]
 
 
@@ -147,8 +147,8 @@ def _outcome(model: nn.Module, options: Options, original: Callable, args: tuple
 
 
 def _hooks_that_mix(model: nn.Module, placed: Placed) -> tuple[str, str] | None:
-    """Returns the part, and what to say, of a tiled module in which a user's hook mixes tokens: in the comparison hooks
-    are not called."""
+    """Returns part and message for a tiled module in which a user's hook mixes tokens; the comparison calls no
+    hooks."""
     sizes = sizes_of(model)
     for module, placement in placed.items():
         is_head = placement.part == "loss"
@@ -161,8 +161,8 @@ def _hooks_that_mix(model: nn.Module, placed: Placed) -> tuple[str, str] | None:
 
 
 def _chunk_tokens(model: nn.Module, batch: TrialBatch) -> int:
-    """Returns the tokens of a chunk: of each row a number that is no size of the model, and leaves a rest that is none,
-    so that no dimension is taken for that of the tokens. Where it can be, the last chunk of all rows' tokens is one."""
+    """Returns the tokens of a chunk. Neither their number in a row nor the rest of a row is a size of the model, so no
+    other dimension is mistaken for that of the tokens. If possible the last chunk has one token."""
     rows, length = batch.shape
     sizes = {value for value in vars(model.config.get_text_config()).values() if isinstance(value, int)}
     size = next((size for size in CHUNKS if not {size, length % size} & sizes), CHUNKS[0])
@@ -211,5 +211,5 @@ def _remedy(part: str | None) -> str:
     without = f"{part}=False" if part else "the part left out (mlp=False, layer=False or loss=False)"
     return (
         f"Apply seqtile with {without}, after seqtile.restore(model), and please report it (docs/troubleshooting.md); "
-        "check=False trains all the same"
+        "check=False trains without this comparison"
     )

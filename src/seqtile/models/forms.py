@@ -1,10 +1,10 @@
-"""Recognises what a forward computes by its source code, whoever's class it is and whatever its parts are called.
+"""Recognises what a forward computes by its source code, whatever its class and the names of its parts.
 
     def forward(self, x):                                    form    self.w2(F.silu(self.w1(x)) * self.w3(x))
         gate = F.silu(self.w1(x))              ──────>       pattern self.down(F.silu(self.gate(x)) * self.up(x))
         return self.w2(gate * self.w3(x))                    names   gate: w1, up: w3, down: w2
 
-A function is known by the code that runs, so a replaced or decorated one is never taken for what it replaces.
+It looks at the code that runs, so a replaced or decorated function is never mistaken for the original.
 """
 
 import ast

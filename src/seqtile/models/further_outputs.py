@@ -1,4 +1,4 @@
-"""Everything that a layer makes of its tokens, chunk by chunk: what it returns, and what is recorded inside it.
+"""All outputs of a layer, chunk by chunk: what it returns, and what is recorded inside it.
 
 Hugging Face records a router's logits by hooks, in a dict that is active during a model's forward. Each chunk runs with
 a dict of its own; what it recorded leaves the tiled function as further outputs, with gradients, and is recorded whole.
@@ -111,7 +111,7 @@ class _Form:
         shape = list(tensor.shape)
         axes = [axis for axis in (1, 2) if shape[:1] == [rows] and shape[axis : axis + 1] == [length]]
         if len(axes) > 1 and len(shape) > 3:
-            raise self._error(f"a tensor {shape} for a chunk of {length} tokens, two sizes of which are as many")
+            raise self._error(f"a tensor {shape} for a chunk of {length} tokens, two dimensions of which are as long")
         if axes:
             return axes[0]
         if shape[:1] == [rows * length]:

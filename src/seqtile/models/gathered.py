@@ -1,7 +1,7 @@
-"""Weights of which ranks hold parts, gathered once for all chunks of a module, in the forward and in the backward.
+"""Sharded weights, gathered once for all chunks of a module, in the forward and in the backward.
 
-ZeRO-3 and FSDP2 gather by hooks around a module's call. What is called chunk by chunk would be gathered once a chunk,
-and ranks with different numbers of chunks would wait for each other for ever. So around the loop
+ZeRO-3 and FSDP2 gather by hooks around a module's call. A module called chunk by chunk would be gathered once a chunk,
+and ranks with different numbers of chunks would deadlock. So around the loop
 
     ZeRO-3   the module is marked as a leaf, as `deepspeed.utils.set_z3_leaf_modules` does: its own hooks gather all
              that is inside of it
@@ -94,7 +94,7 @@ def hooks_in_loop() -> list[_Hook] | None:
 
 @contextmanager
 def silent(hooks: list[_Hook] | None) -> Iterator[None]:
-    """Has hooks that gather cast alone."""
+    """Makes hooks that gather only cast."""
     if hooks is None:
         yield
         return

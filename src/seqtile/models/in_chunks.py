@@ -1,4 +1,4 @@
-"""Modules that cannot be fused run as they are, once a chunk.
+"""Modules that cannot be fused run their own forward, once a chunk.
 
 They run again in the backward, and there as in the forward: under the same TorchFunctionModes, and only if nothing else
 has changed that decides what they compute.
@@ -26,7 +26,7 @@ _inside_chunk: ContextVar[bool] = ContextVar("inside_chunk", default=False)
 
 
 def inside_chunk() -> bool:
-    """Says if a module is just running for a chunk."""
+    """Says if a module is running for a chunk at the moment."""
     return _inside_chunk.get()
 
 

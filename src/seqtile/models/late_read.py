@@ -30,7 +30,7 @@ Weights = dict[str, torch.Tensor]
 
 
 class AtForward:
-    """What the forward that made logits was like. To be made where the head's weights are whole, if they ever are."""
+    """The state of the forward that made logits. Create it while the head's weights are gathered, if they ever are."""
 
     def __init__(self, recipe: LogitsRecipe):
         head, hidden = recipe.head, recipe.hidden
@@ -117,7 +117,7 @@ class AtForward:
             raise RuntimeError(
                 f"these logits were not computed in the forward, and since then {' and '.join(changed)} changed: read "
                 "them before that (a step of the optimizer, other hooks or adapters, the end of functional_call), or "
-                "keep of them what is wanted later"
+                "keep only what you need later"
             )
 
 
@@ -139,7 +139,7 @@ def rows_of_chunk(hidden: torch.Tensor, chunk_tokens: int | None = None) -> int:
 
 
 def gathers(head: nn.Module) -> bool:
-    """Says if a head's own call gathers its weights: under ZeRO-3, and where FSDP2 shards it by itself."""
+    """Says if a head's own call gathers its weights: under ZeRO-3, and if FSDP2 shards it by itself."""
     return isinstance(head, FSDPModule) or any(hasattr(weight, "ds_id") for weight in head.parameters())
 
 
@@ -188,7 +188,7 @@ def _to_gather_with(weights: Any) -> Iterator[tuple[int, ...]]:
 
 
 def _arrive(ranks: tuple[int, ...]) -> None:
-    """Waits until all of the ranks have come here as often; RuntimeError after `ARRIVAL_LIMIT`."""
+    """Waits until all of the ranks have called this equally often; RuntimeError after `ARRIVAL_LIMIT`."""
     store = dist.distributed_c10d._get_default_store()
     key = f"seqtile/logits/{ranks}"
     key = f"{key}/{store.add(f'{key} of {dist.get_rank()}', 1)}"

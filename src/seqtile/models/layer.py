@@ -109,7 +109,7 @@ def _check_not_checkpointed(layer: nn.Module) -> None:
     """Raises ValueError where a layer runs untiled, and when it is recomputed, where nothing is recorded, tiled."""
     if layer.gradient_checkpointing and layer.training and torch.is_grad_enabled():
         raise ValueError(
-            "attentions are asked for of a tiled layer under checkpointing, and its recomputation does not know that: "
+            "output_attentions=True reaches a tiled layer under checkpointing, but not its recomputation: "
             "leave output_attentions out, or apply with layer=False"
         )
 
@@ -139,7 +139,7 @@ def _compute(
 
 
 def _note_that_all_is_kept(layer: nn.Module, verdict: Verdict, options: Options, hidden: torch.Tensor) -> None:
-    """Says so, once, where a layer in training is not checkpointed, and keeps more than its weights take."""
+    """Warns once if a layer in training is not checkpointed and keeps more than its weights take."""
     config, head_dim = (getattr(getattr(layer, "self_attn", None), name, None) for name in ("config", "head_dim"))
     in_training = layer.training and torch.is_grad_enabled() and not torch.compiler.is_compiling() and not is_trial()
     if not in_training or config is None or not isinstance(head_dim, int):
@@ -150,7 +150,7 @@ def _note_that_all_is_kept(layer: nn.Module, verdict: Verdict, options: Options,
     if hidden.shape[:-1].numel() * kept > verdict.weights:
         logger.warning_once(
             "whole layers are tiled, but activation checkpointing is off: at this length every layer keeps more for "
-            "its backward than its weights take; model.gradient_checkpointing_enable() has it keep its input alone"
+            "its backward than its weights take; after model.gradient_checkpointing_enable() it keeps only its input"
         )
 
 
@@ -286,7 +286,7 @@ def _called_parts(layer: nn.Module) -> tuple[InChunks, InChunks]:
 
 
 def _is_untouched(layer: nn.Module) -> bool:
-    """Says if nobody changed a layer: it may share its class with those that are tiled, and be of another kind."""
+    """Says if a layer is unchanged: it may share its class with tiled layers and be of another kind."""
     parts = [layer, *layer.children()]
     return all(package_of(computed_forward(part)) in (*KNOWN_PACKAGES, "torch") for part in parts)
 

@@ -1,4 +1,4 @@
-"""Logits that a model returns as a tensor, and that are computed when somebody reads them.
+"""Logits that a model returns as a tensor, computed when they are read.
 
     forward    hidden ─── Edge ── LazyLogits ── what reducers and wrappers do with outputs ── LazyLogits ── Read
     backward   gradients ─ Edge ─────────────── LazyGradient, which keeps what was read ──────────────────── Read
@@ -33,8 +33,8 @@ Rowwise = Callable[..., torch.Tensor]
 def connected(recipe: LogitsRecipe, hidden: torch.Tensor | None = None) -> "LazyLogits":
     """Returns what a head makes of hidden states as a tensor, with gradients for both where they are recorded.
 
-    Computes nothing. To be called inside the head's own call, see `call_inside`, with the hidden states that it was
-    given; without them this makes that call, so that who shards the head by itself gathers it in the backward, too.
+    Computes nothing. Call it inside the head's own call, see `call_inside`, with that call's hidden states. Without
+    them this makes that call, so that a head sharded by itself is gathered in the backward, too.
     """
     leaves = [leaf for leaf in leaves_of(recipe.head) if leaf.requires_grad]
     recorded = torch.is_grad_enabled() and (bool(leaves) or recipe.hidden.requires_grad)

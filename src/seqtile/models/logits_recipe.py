@@ -65,7 +65,7 @@ class LogitsRecipe:
         self.root: LogitsRecipe | None = None
         """What the head returned, of which this was made; None of that itself."""
         self.at_forward: Any = None
-        """What the forward was like, for who reads later, see `AtForward`."""
+        """The state of the forward, for later readers, see `AtForward`."""
         self.tensor: torch.Tensor | None = None
         """What the head returned, as a tensor with its gradient, if that has been made."""
         self._real: torch.Tensor | None = None

@@ -137,12 +137,12 @@ def tiled_mlp_forward(options: Options, original: Callable) -> Callable:
 
 
 def _note_that_it_fits(mlp: nn.Module, chunk: int, said: list[int]) -> None:
-    """Says so in training, once, and adds to what was `said`."""
+    """Warns once in training, and adds the chunk to `said`."""
     if mlp.training and torch.is_grad_enabled() and not torch.compiler.is_compiling() and not inside_chunk():
         said.append(chunk)
         logger.warning_once(
             f"a sequence fits in one chunk of {chunk} tokens: its MLPs, and its layers with layer=True, run untiled "
-            "and keep what they keep untiled; for less memory train on longer sequences, or pass a smaller chunk_tokens"
+            "and save no memory; train on longer sequences, or pass a smaller chunk_tokens"
         )
 
 

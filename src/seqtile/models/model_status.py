@@ -1,4 +1,4 @@
-"""What of a model is tiled, by whom, and what another library took back."""
+"""What is tiled in a model, by which package, and what another library took back."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ _PASS_ON = ("accelerate", "torch")  # whose wrappers call what they wrap whateve
 
 @dataclass(frozen=True)
 class PartStatus:
-    """The status of one part of a model: who computes it."""
+    """The status of one part of a model: which package computes it."""
 
     name: str
     """The part, as `apply_seqtile` names it, such as "mlp"."""
@@ -30,7 +30,7 @@ class PartStatus:
     tiled: int
     """The number of its modules that run seqtile's forward."""
     total: int
-    """The number of all its modules."""
+    """The number of all modules of this part."""
     others: tuple[str, ...]
     """The packages whose forwards run on the rest, such as "transformers" or "liger_kernel"."""
     chunk_tokens: tuple[int, ...]
@@ -46,7 +46,7 @@ class PartStatus:
     refused: int = 0
     """The number of modules that are left untiled for the reasons that a model's notes give."""
     head_groups: int | None = None
-    """The number of groups of heads that attend one after the other; None if all attend at once."""
+    """The number of groups of heads whose attention runs one after the other; None for all heads at once."""
     wrappers: tuple[str, ...] = ()
     """The packages whose forwards stand around seqtile's and decide at every call whether to call it."""
 
@@ -83,7 +83,7 @@ class PrefixStatus:
     """The beginnings that rows of a batch share, see `seqtile.share_prefixes`."""
 
     min_tokens: int
-    """From how many tokens on a beginning is computed once."""
+    """The fewest tokens of a beginning that is computed once."""
     batch_tokens: int
     """The tokens of the last batch of several rows, with padding; 0 before the first."""
     saved_tokens: int
@@ -107,11 +107,11 @@ class ModelStatus:
     mlp: PartStatus
     """The MLPs, and the experts of a mixture."""
     layer: PartStatus | None = None
-    """Everything of a layer but attention; None where that was not asked for. Its chunks take the MLP along."""
+    """Everything in a layer except attention; None if not requested. Its chunks include the MLP."""
     prefixes: PrefixStatus | None = None
-    """The beginnings that rows share; None where that was not asked for."""
+    """The beginnings that rows share; None if not requested."""
     notes: tuple[str, ...] = ()
-    """Where what is tiled does nothing, or is not what one may expect."""
+    """Where tiling has no effect, or an unexpected one."""
 
     def __str__(self) -> str:
         lines = [self.model]
@@ -123,9 +123,9 @@ class ModelStatus:
 
 
 def status(model: nn.Module) -> ModelStatus:
-    """Tells what of `model` is tiled, by whom, and what another library took back.
+    """Tells what is tiled in `model`, by which package, and what another library took back.
 
-    Raises TypeError for something that is no Hugging Face model.
+    Raises TypeError for anything but a Hugging Face model.
     """
     model = unwrapped(model)
     loss = part_status(model, LOSS) if head_of(model) is not None else None
@@ -138,13 +138,13 @@ def status(model: nn.Module) -> ModelStatus:
 
 
 def notes_on(model: nn.Module, loss: PartStatus | None, mlp: PartStatus, layer: PartStatus | None) -> Iterator[str]:
-    """Yields what a reader of `status` may not expect."""
+    """Yields notes on what a reader of `status` may not expect."""
     if (outcome := outcome_of(model)) is not None:
         yield f"the first training step: {outcome}"
     for name, reason in refused_of(model).items():
         yield f"{name} is left untiled: {reason}"
     if loss is not None and loss.tiled:
-        yield "the loss is computed without logits; outputs.logits are computed by who reads them"
+        yield "the loss is computed without logits; outputs.logits is computed when it is read"
     if mlp.tiled:
         lengths = " or ".join(map(str, mlp.chunk_tokens))
         parts = "MLPs and layers" if layer else "MLPs"

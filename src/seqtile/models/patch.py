@@ -125,11 +125,11 @@ def restore(target: nn.Module | str | None = None) -> None:
     """Takes seqtile off again and puts back exactly what was there.
 
     Args:
-        target: a model (what was applied to this instance), a model type such as "llama" (what was applied to its
-            classes; models built meanwhile are untiled too), or None (the classes of every model type).
+        target: a model (undoes what was applied to this instance), a model type such as "llama" (to its classes, also
+            for models built meanwhile), or None (to the classes of every model type).
 
-    Beginnings of rows are no longer shared, see `share_prefixes`. What `sp.apply_ulysses` did stays, see `sp.restore`.
-    Raises ValueError if another library has wrapped a tiled forward since: nothing is changed then.
+    Also undoes `share_prefixes`. What `sp.apply_ulysses` did stays, see `sp.restore`. Raises ValueError, and changes
+    nothing, if another library has wrapped a tiled forward since.
     """
     if target is None:
         for model_type in list(_CLASSES):

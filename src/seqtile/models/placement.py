@@ -226,11 +226,10 @@ def check_place(owner: Owner, options: Options) -> None:
 def place(
     owner: Owner, wrap: Callable[[Callable], Callable], options: Options, classes: dict[tuple, type], part: str = ""
 ) -> None:
-    """Makes the tiled forward that `wrap` makes of a forward, a plain function, that of `owner`, unless the same one is
-    there already. `part` is what it tiles. Modules of one class get the same own class of the `classes`, which is
-    extended.
+    """Gives `owner` the tiled forward that `wrap` makes of its forward (a plain function), unless the same one is there
+    already. `part` is what it tiles. Modules of one class share one derived class in `classes`, which is extended.
 
-    The same one of its class does not count: what was applied to a model stays when the classes are restored.
+    A tiled forward of its class does not count: restoring the classes leaves a model's own tiling in place.
     """
     there, before, mine = placement_at(owner), own_forward(owner), _placed_at(owner)
     if there is not None and there.is_of(options) and there.part == part and (there is mine or before is not None):

@@ -1,4 +1,4 @@
-"""The proof that a tiled part computes what it computes untiled: on a small model of the same class, part by part.
+"""The proof that a tiled part computes the same as untiled: on a small model of the same class, part by part.
 
     small model, float32, untiled  ─> loss, gradients
     the same, embeddings changed by one bit  ─> how far rounding goes
@@ -232,9 +232,9 @@ class WayTaken:
     def refusal(self) -> str | None:
         """Says why nothing follows from the run for modules that are to be tiled; None if something does."""
         if self.untiled:
-            return "its forward went the untiled way"
+            return "its forward ran untiled"
         if not self.chunked:
-            return "a small model of its class, given words, does not call it"
+            return "a small model of its class, given token ids, does not call it"
         return None
 
     def _called(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Finds what somebody put into a model in place of what its class makes, and tries out if that computes token by token.
+"""Finds modules that replace those that a model's class makes, and tries out if they compute token by token.
 
 ....layers.#.mlp.act_fn     a user's class      tried out: it runs on random tokens, all at once and a few at a time
 ....layers.#.mlp.up_proj    Linear4bit          of a library whose layers treat every token alike

@@ -258,7 +258,7 @@ def _difference(
 
 
 def _trusting(model: PreTrainedModel) -> Callable[[Part, nn.Module], str | None]:
-    """In the place of a proof: whatever can be tiled may be."""
+    """Stands in for a proof: everything that can be tiled may be tiled."""
     return lambda part, module: None
 
 

@@ -1,4 +1,4 @@
-"""A forward and a backward of a model that leave no trace: what they change is put back.
+"""A forward and a backward of a model without side effects: everything they change is restored.
 
 module.__dict__, its buffers      as they were, also where a value was changed in place
 hooks of users                    not called, on modules or on parameters; on modules others stand in for them

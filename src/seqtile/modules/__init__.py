@@ -1,7 +1,6 @@
 """The loss and the log-probabilities of a linear head as nn.Modules: options once, tensors at every call.
 
-They hold no weight: the head's is passed at every call, so that it may be tied to an embedding, or belong to a module
-that something else shards.
+They hold no weight: every call gets the head's, which may be tied to an embedding or belong to a sharded module.
 """
 
 from collections.abc import Collection
@@ -29,9 +28,9 @@ class LinearCrossEntropyLoss(_WithOptions):
     """Computes nn.CrossEntropyLoss()(hidden @ weight.T + bias, target) without the logits; for the options see
     `seqtile.linear_cross_entropy`.
 
-    `class_weight` is a buffer: it moves with the module and is in its state_dict. With it a "mean" divides `z_loss` too
-    by the sum of the labels' weights, where Liger divides it by their number. `return_metrics`: a call returns
-    (loss, LossMetrics), of which `logsumexp` and `mean_entropy` have gradients.
+    `class_weight` is a buffer: it moves with the module and is in its state_dict. With it, "mean" divides `z_loss` too
+    by the sum of the labels' weights; Liger divides it by their number. With `return_metrics` a call returns
+    (loss, LossMetrics); `logsumexp` and `mean_entropy` have gradients.
     """
 
     class_weight: torch.Tensor | None

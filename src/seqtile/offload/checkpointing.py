@@ -47,7 +47,7 @@ class Checkpoints:
             return torch_checkpoint(function, *args, use_reentrant=False)
 
     def close(self) -> None:
-        """Looks no more, and returns the host memory to the system."""
+        """Removes the hook, and returns the host memory to the system."""
         self.watch.remove()
         self.store.pool.close()
 
@@ -107,13 +107,13 @@ def enable(
             GPU, with a warning.
         device: the GPU that the model computes on; by default the device of its weights.
 
-    Host memory: one layer input (tokens x hidden x bytes an element) for every layer but the last ones, pinned, reused
-    in every step, returned by `disable`; a deepcopy of the model takes its own, up to the same limit. On the GPU,
-    besides those kept: one input on its way out, or in the backward the one in use and one on its way back. Without a
-    GPU it is plain checkpointing, with a warning. A call replaces the one before.
+    Host memory: one layer input (tokens x hidden x bytes an element) for every layer but the last ones. It is pinned,
+    reused in every step, and returned by `disable`; a deepcopy of the model takes its own, up to the same limit. The
+    GPU holds, besides the last layers' inputs, one input being copied out; in the backward the one in use and one being
+    copied back. Without a GPU it is plain checkpointing, with a warning. A call replaces the one before.
 
     Raises ValueError, and changes nothing, for a model without such layers, for keep_last or host_memory_limit
-    below 0, for tokens < 1 and for a GPU that is not there.
+    below 0, for tokens < 1 and for a GPU that does not exist.
     """
     layers = layers_of(model) if isinstance(model, nn.Module) else []
     if not layers or not getattr(model, "supports_gradient_checkpointing", False):
@@ -174,8 +174,8 @@ def _warn_if_replaced(model: nn.Module, args: object) -> None:
 
 
 def disable(model: PreTrainedModel | None = None) -> None:
-    """Takes `enable` back, checkpointing included, and returns its host memory to the system; without a model, the host
-    memory of `checkpoint`. What a graph still holds is returned when it is freed."""
+    """Undoes `enable`, checkpointing included, and returns its host memory to the system; without a model, the host
+    memory of `checkpoint`. Memory that a graph still holds is returned when the graph is freed."""
     if model is None:
         _shared.cache_clear()
     elif _ENABLED in vars(model):
@@ -187,7 +187,8 @@ def disable(model: PreTrainedModel | None = None) -> None:
 
 def checkpoint(function: Callable[..., Any], *args: Any) -> Any:
     """Non-reentrant `torch.utils.checkpoint.checkpoint(function, *args)` with its saved arguments in host memory, for
-    models that are not Hugging Face's. All calls on a GPU share a store. What is not on a GPU stays where it is."""
+    models that are not Hugging Face's. All calls on a GPU share a store. Tensors that are not on a GPU stay in
+    place."""
     devices = {arg.device for arg in args if isinstance(arg, torch.Tensor) and arg.is_cuda}
     if len(devices) != 1:
         return torch_checkpoint(function, *args, use_reentrant=False)

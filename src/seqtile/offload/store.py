@@ -55,7 +55,7 @@ class Pool:
         self._lock = RLock()  # reentrant: what gives a block back may run when garbage is collected
 
     def take(self, size: int) -> torch.Tensor:
-        """Returns a block of at least so many bytes, uint8. Raises HostMemoryFull.
+        """Returns a block of at least this many bytes, uint8. Raises HostMemoryFull.
 
         The smallest free one that is large enough; or a new one, in the place of a free one that is too small, so that
         sequences that grow do not leave a trail of blocks. Where that is not room enough, in the place of more.
@@ -79,7 +79,7 @@ class Pool:
                 self._free.append(block)
 
     def reserve(self, count: int, size: int) -> None:
-        """Makes so many blocks ready, or as many as there is room for."""
+        """Prepares this many blocks, or as many as there is room for."""
         with self._lock, suppress(HostMemoryFull):
             for _ in range(count):
                 self._free.append(self._new(size))

@@ -264,7 +264,7 @@ class Projection(NamedTuple):
 
 
 def tensors_of(parts: Iterable[Any]) -> list[Any]:
-    """Returns the tensors of all parts in their order, None where a part has none; or what stands in their place."""
+    """Returns the tensors of all parts in their order, None where a part has none; or what replaces them."""
     return [tensor for part in parts if part is not None for tensor in part[: part.TENSORS]]
 
 
@@ -275,7 +275,7 @@ def with_tensors(parts: Iterable[Any], tensors: Iterable[Any]) -> list[Any]:
 
 
 def without_tensors(parts: Iterable[Any]) -> list[Any]:
-    """Returns the parts with None in the place of their tensors, for a node that saves these."""
+    """Returns the parts with None instead of their tensors, for a node that saves these."""
     return with_tensors(parts, repeat(None))
 
 
@@ -302,7 +302,7 @@ def weight_grads(
 def begin_weight_grads(
     parts: Sequence[Any], needs: Sequence[bool], main_grads: Sequence[torch.Tensor | None]
 ) -> list[Any]:
-    """Returns the parts with `weight_grads` in the place of their tensors; `needs` and `main_grads` are in the order of
+    """Returns the parts with `weight_grads` instead of their tensors; `needs` and `main_grads` are in the order of
     `tensors_of`."""
     return with_tensors(parts, weight_grads(tensors_of(parts), needs, main_grads))
 

@@ -118,24 +118,23 @@ def linear_cross_entropy(
     gradient.
 
     FLOPs: n labelled tokens cost 3 u, where u = 2 n D V; 4 u with "none"; 1 u less for a frozen hidden or weight;
-    1 u without gradients. Metrics cost none, but a backward in which they have a gradient costs 3 u more (with "none"
-    no more). A compiled graph cannot know whether they will: `return_metrics` makes it 4 u there in any case.
+    1 u without gradients. Metrics cost nothing, but a backward in which they have a gradient costs 3 u more (with
+    "none" no more). In a compiled graph, which cannot know this, `return_metrics` always costs 4 u.
 
     Memory: one chunk of logits [chunk_tokens, V], d_hidden (the size of `hidden`), d_weight in float32 and its
-    rounding. Where all labelled tokens fit in one chunk, that chunk is kept for the backward instead of a float32
-    d_weight. If some tokens are ignored also a chunk [chunk_tokens, D]; under autocast the cast weight. Nothing else
-    grows with T but 12 bytes a token. Without gradients only the chunk. Until its backward has run, the operands are
-    kept. (ROCm has no product of half precision with a float32 sum: there a chunk is copied to float32 besides.)
+    rounding. If all labelled tokens fit in one chunk, that chunk is kept for the backward instead of a float32
+    d_weight. If some tokens are ignored, also a chunk [chunk_tokens, D]; under autocast, the cast weight. Only 12 bytes
+    a token besides grow with T. Without gradients only the chunk. The operands are kept until the backward has run.
+    (ROCm has no half-precision product with a float32 sum, so a chunk is also copied to float32 there.)
 
-    Under autocast the operands are cast, hidden chunk by chunk. Under torch.compile all of it is compiled, anew for
-    each number of tokens (torch's limit is 8) and with one more sum of d_weight alive, if `ignore_index` is None; else
-    counting the labelled tokens breaks the graph and the op runs eagerly.
+    Under autocast the operands are cast, hidden chunk by chunk. Under torch.compile with `ignore_index=None` all of it
+    is compiled, anew for each number of tokens (torch's limit is 8), with one more sum of d_weight alive. With an
+    `ignore_index`, counting the labelled tokens breaks the graph, and the op runs eagerly.
 
     Raises:
         TypeError, ValueError: types, dtypes, devices, shapes or numbers that do not fit, an empty sequence, sparse or
-            nested tensors, a transform of torch.func; on a CPU also a target outside [0, V). On a GPU, where such a
-            target cannot be looked at without waiting for the device, and in a compiled graph, it makes its loss and
-            the gradients NaN.
+            nested tensors, a transform of torch.func; on a CPU also a target outside [0, V). On a GPU, where a check
+            would wait for the device, and in a compiled graph, such a target makes its loss and the gradients NaN.
         RuntimeError: in a backward with `create_graph=True`.
     """
     check_reduction(_OP, reduction, num_items)
@@ -186,8 +185,8 @@ def prepare_head(
     chunk_tokens: int | None,
     class_weight: torch.Tensor | None = None,
 ) -> ChunkedHeads:
-    """Checks the tensors, for TypeError or ValueError, and makes them what the loop over chunks takes; `wanted` are
-    fields of `Values`.
+    """Checks the tensors (TypeError, ValueError) and prepares them for the loop over chunks; `wanted` are fields of
+    `Values`.
 
     They are made flat, and searched for labelled tokens, by `run_head`.
     """

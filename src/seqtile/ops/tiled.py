@@ -386,10 +386,10 @@ def _check_trial(fn: Callable, inputs: Tensors, shared: Tensors, dim: int) -> No
     if changed:
         found.append(f"it changes {', '.join(changed)}")
     if drawn:
-        found.append(f"it draws random numbers from {', '.join(drawn)}, others in chunks than in the whole")
+        found.append(f"it draws random numbers from {', '.join(drawn)}, and draws others in chunks")
     elif not changed and not all(equal(*pair, rounded=True) for pair in zip(again, whole, strict=True)):
-        found.append("it makes something else of the same tokens when it runs again: it keeps state or draws numbers")
+        found.append("it computes something else when it runs again: it keeps state or draws numbers")
     elif not all(equal(torch.cat(cut, dim), result, rounded=True) for result, *cut in zip(whole, *parts, strict=True)):
-        found.append("it mixes tokens: cut in two they give something else than whole")
+        found.append("it mixes tokens: it computes something else when they are cut in two")
     if found:
         raise ValueError(f"tiled: fn is not the same chunk by chunk: {'; '.join(found)}; leave it untiled, or fix that")

@@ -50,12 +50,12 @@ class Job:
     seed: int = _training(0, "Seed of torch's generators.")
     device: str | None = _training(None, "cpu or cuda (default: cuda if there is one).")
     compare: bool = _training(False, "Run the untiled model first, from the same seed.")
-    layer: bool = _memory(False, "Tile whole layers, everything but attention: longer sequences fit.")
+    layer: bool = _memory(False, "Tile whole layers, everything except attention: longer sequences fit.")
     head_groups: str | None = _memory(
         None, "With --layer: compute attention in this many groups of kv heads: a number, or auto."
     )
     offload: bool = _memory(False, "Keep the inputs of checkpointed layers in host memory, not on the GPU.")
-    fit: bool = _memory(False, "Choose these three: the cheapest with which a step fits in memory.")
+    fit: bool = _memory(False, "Choose the cheapest of these three with which a step fits in memory.")
     sequence_parallel: int = _gpus(
         1, "Under torchrun: GPUs that share a sequence; each such group trains on other sequences."
     )
@@ -109,7 +109,7 @@ class CheckOptions:
     model: str = argument("A config.json, a directory with one, a name on the hub, or a model type.")
     full: bool = option(False, "Use the model's own weights and sizes: needs memory for four float32 copies.")
     trust_remote_code: bool = option(False, "Run the code that comes with the model.")
-    variants: bool = option(True, "Also try other values of the config, and packed, padded and other batches: seconds.")
+    variants: bool = option(True, "Also try other config values, and packed, padded and other batches; takes seconds.")
     as_json: bool = option(False, "The same as JSON.", "--json")
 
 
@@ -123,7 +123,7 @@ class EvaluateOptions:
     context: int | None = option(None, "The most tokens that the model gets at once (default: a whole document).")
     stride: int | None = option(None, "Tokens from one window of --context to the next (default: half of it).")
     layer: bool = option(False, "Tile whole layers: longer documents fit.")
-    dtype: str = option("float32", "Of weights and computation: float32 or bfloat16.")
+    dtype: str = option("float32", "Dtype of weights and computation: float32 or bfloat16.")
     device: str | None = option(None, "cpu or cuda (default: cuda if there is one).")
     output: Path | None = option(None, "Directory for evaluation.json and evaluation.png.")
     as_json: bool = option(False, "Print JSON.", "--json")

@@ -83,7 +83,7 @@ class PlanResult:
 def forecast(asked: PlanOptions, each: Callable[[str], None] = lambda step: None) -> PlanResult:
     """Answers a question, and calls `each` with the name of every step of a simulation before it is run; with `layer`
     or `head_groups` the plan has them, even where less would do. Raises ValueError as `seqtile.memory` does, with the
-    names of options in the place of its own."""
+    names of options instead of its own."""
     try:
         return _forecast(asked, each)
     except ValueError as error:

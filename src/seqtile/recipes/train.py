@@ -102,7 +102,7 @@ def sequence_group(job: Job) -> Iterator[sp.SequenceParallel]:
     """Yields the ranks that share a sequence with this one, of those that torchrun started; without it this process
     alone.
 
-    Raises ValueError if they cannot be so many.
+    Raises ValueError if there cannot be that many.
     """
     backend = "nccl" if job.device == "cuda" else "gloo"
     if job.device == "cuda":

@@ -4,9 +4,9 @@
     q [B, H, S, K], k and v [B, KV, S, K] --> q [B, h, rows, K], k and v [B, kv, S * size, K]    one all-to-all
     out [B, S, H, K]                      <-- out [B, rows, h, K]                                another
 
-A rank is sent the kv heads that its query heads read and no others, and of the queries those that it computes; so
-splits are as uneven as the ranks' heads. The gradient of either goes the other way. Every element is copied once on
-either side of an all-to-all: by one copy a tensor where every rank has as many heads, else by one a tensor and rank.
+A rank receives only the kv heads that its query heads read, and only the queries that it computes; so splits are as
+uneven as the ranks' heads. Gradients go the other way. Every element is copied once on each side of an all-to-all: by
+one copy a tensor if all ranks have equal numbers of heads, else by one for each tensor and rank.
 
 Heads are dealt out in order, balanced to within one. With more ranks than heads, the ranks of a head share its queries:
 of 2 n pieces of the sequence, the i-th of n ranks takes the i-th and the i-th from the end, so that under a causal mask
@@ -217,7 +217,7 @@ def _viewed(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 class AllToAllFunction(torch.autograd.Function):
-    """An all-to-all, waited for; that of its gradients goes the other way."""
+    """An all-to-all that waits for its result; its gradients go the other way."""
 
     @staticmethod
     def forward(ctx, all_to_all: AllToAll, to_heads: bool, *tensors: Tensor):
@@ -230,5 +230,5 @@ class AllToAllFunction(torch.autograd.Function):
 
 
 def exchanged(all_to_all: AllToAll, to_heads: bool, *tensors: Tensor) -> Sequence[Tensor]:
-    """Returns what an all-to-all brings of these tensors, with gradients; in a process by itself these."""
+    """Returns these tensors after an all-to-all, with gradients; in a single process unchanged."""
     return tensors if all_to_all.sp_group is ALONE else AllToAllFunction.apply(all_to_all, to_heads, *tensors)

@@ -28,17 +28,17 @@ def apply_ulysses(model: PreTrainedModel, ctx: SequenceParallel, *, batches: str
     """Shards the sequences of this model, which may be in PEFT's wrapper, over the ranks of `ctx`. Applying twice
     changes nothing.
 
-    With batches="whole" every rank of a group is given the same whole batch, as it would be without `ctx`, and the text
-    model inside computes its part of it, see whole_batches.py. Losses, log-probabilities and logits are those of the
-    whole batch, and their gradients right under a reducer that averages over all ranks.
+    With batches="whole" every rank of a group gets the same whole batch, as without `ctx`. The text model inside
+    computes the rank's part of it, see whole_batches.py. Losses, log-probabilities and logits are those of the whole
+    batch. Their gradients are right under a reducer that averages over all ranks.
 
-    With "cut" every forward takes shards: `input_ids` [B, S / size], those of `position_ids` and, of padded rows,
-    of `attention_mask`, as `DataShardingCollator` cuts them. It raises ValueError, on every rank, where the ranks of a
-    group are given other samples each, or whole sequences. The loss that it returns is this rank's part, whose
-    backward raises RuntimeError unless it went through `reduce_loss`.
+    With "cut" every forward takes shards: `input_ids` [B, S / size], `position_ids` and, of padded rows,
+    `attention_mask`, as `DataShardingCollator` cuts them. It raises ValueError on every rank if the ranks of a group
+    get different samples or whole sequences. The loss that it returns is this rank's part; its backward raises
+    RuntimeError unless the loss went through `reduce_loss`.
 
-    Raises ValueError, and changes nothing, for a model whose tokens meet in anything but an attention of Hugging Face's
-    interface and the layers of recurrence.py, and TypeError for anything but a Hugging Face model.
+    Raises ValueError, and changes nothing, for a model that mixes tokens in anything but Hugging Face's attention
+    interface and the layers of recurrence.py; TypeError for anything but a Hugging Face model.
     """
     if batches not in (kinds := {"cut": ShardingHooks, "whole": WholeBatches}):
         raise ValueError(f"batches is {batches!r}, expected one of {', '.join(map(repr, kinds))}")
@@ -46,7 +46,7 @@ def apply_ulysses(model: PreTrainedModel, ctx: SequenceParallel, *, batches: str
     applied = getattr(model, SHARDED, None)
     if applied is not None and applied.sp_group is ALONE:
         if batches == "cut":
-            raise ValueError('this model shares beginnings of rows, which takes whole batches: batches="whole"')
+            raise ValueError('this model shares beginnings of rows, which needs whole batches: pass batches="whole"')
         min_tokens = applied.min_tokens
         applied.stop_sharing_prefixes()
     elif applied is not None:
@@ -61,15 +61,15 @@ def apply_ulysses(model: PreTrainedModel, ctx: SequenceParallel, *, batches: str
 
 
 def share_prefixes(model: PreTrainedModel, min_tokens: int = 256) -> None:
-    """Has this model, which may be in PEFT's wrapper, compute once what rows of a batch have in common at their
-    beginnings, as completions of one prompt do. Losses, logits and gradients are those of the batch as it is.
+    """Makes this model, which may be in PEFT's wrapper, compute a beginning that rows of a batch share only once, such
+    as the prompt of several completions. Losses, logits and gradients are those of the batch as it is.
 
-    Rows share a beginning of at least `min_tokens` tokens that are told alike: the same ids or embeddings, at the same
-    positions. Every forward of more than one row looks for them, with one wait for the device; one with a cache, with
-    masks of two dimensions of tokens, or with holes in its mask, is computed as it was. Random numbers, as dropout's,
-    are drawn once for tokens that are shared.
+    Rows share a beginning of at least `min_tokens` tokens if these have the same ids or embeddings, at the same
+    positions. Every forward of more than one row looks for them, with one wait for the device. A forward with a cache,
+    with a mask over two dimensions of tokens, or with holes in its mask runs row by row. Random numbers, such as
+    dropout's, are drawn once for shared tokens.
 
-    Undone by `seqtile.restore(model)`. Goes with `apply_seqtile` and with `sp.apply_ulysses(batches="whole")`, in any
+    `seqtile.restore(model)` undoes it. Works with `apply_seqtile` and with `sp.apply_ulysses(batches="whole")`, in any
     order. Raises ValueError, and changes nothing, for a model that `sp.apply_ulysses` refuses, or whose attention has
     no mask function, and TypeError for anything but a Hugging Face model.
     """
@@ -79,13 +79,13 @@ def share_prefixes(model: PreTrainedModel, min_tokens: int = 256) -> None:
     applied = getattr(model, SHARDED, None)
     if applied is not None and not applied.takes_whole:
         raise ValueError(
-            "this model is given batches that are cut, of which no rank has whole rows; "
+            "this model gets batches that are cut, so no rank has whole rows; "
             'expected sp.apply_ulysses(model, ctx, batches="whole")'
         )
     name = text_model_of(model).config._attn_implementation if applied is None else applied.implementation
     if not has_masks(name):
         raise ValueError(
-            f"{name!r} has no mask function, and cannot be asked for queries behind a beginning that others have, too; "
+            f"{name!r} has no mask function, which queries behind a shared beginning need; "
             'register one in AttentionMaskInterface, or model.set_attn_implementation("sdpa")'
         )
     if applied is None:
@@ -103,7 +103,7 @@ def _apply(model: PreTrainedModel, ctx: SequenceParallel, kind: type[ShardingHoo
 
 
 def restore(model: PreTrainedModel) -> None:
-    """Takes `apply_ulysses` back, of the model that it was given; any other model it leaves as it is. What
+    """Undoes `apply_ulysses` on the model that it was given, and leaves any other model as it is. What
     `apply_seqtile` and `share_prefixes` did stays, see `seqtile.restore`. Raises TypeError for anything but a Hugging
     Face model."""
     model = _without_adapter(model)
@@ -128,7 +128,7 @@ def _without_adapter(model: nn.Module) -> nn.Module:
 
 
 def is_recurrent(model: PreTrainedModel) -> bool:
-    """Says if tokens meet in more than attention."""
+    """Says if something besides attention mixes tokens."""
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
     stateful = bool(kinds & _RECURRENCES) or getattr(model, "_is_stateful", False)
     return stateful or any(map(is_recurrence, model.modules()))

@@ -1,4 +1,4 @@
-"""The attentions that Hugging Face registers, each asked in its own form for some queries of a sequence.
+"""Calls the attentions that Hugging Face registers, each in its own form, for some queries of a sequence.
 
 An attention's form is that of the masks Hugging Face makes for it: booleans or addends (sdpa, eager), cumulative
 lengths of documents (flash attention), a BlockMask (flex attention). One that is registered without masks is asked for
@@ -32,7 +32,7 @@ SIDE = 128  # tokens a side of a BlockMask's blocks, torch's default
 
 
 class LocalAttention(NamedTuple):
-    """The attention that a model had, asked for this rank's heads and queries."""
+    """The model's original attention, called for this rank's heads and queries."""
 
     module: nn.Module
     layout: Layout
@@ -125,8 +125,7 @@ def _zeros(q: Tensor, v: Tensor) -> Tensor:
 
 
 def by_masks(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor, additive: bool = False) -> Tensor:
-    """Asks for block after block, with booleans or addends; rows of the batch together if they have the same
-    documents."""
+    """Computes block after block, with booleans or addends; rows with the same documents together."""
     found, rows, reach = [], attention.heads.rows, attention.reach
     parted = segments(attention.layout, rows, reach, attention.spans)
 
@@ -321,7 +320,7 @@ def _form_of(implementation: str) -> Callable[..., Tensor] | None:
 
 
 def has_masks(implementation: str) -> bool:
-    """Says if an attention can be asked for more than causal squares."""
+    """Says if an attention can compute more than causal squares."""
     return _form_of(implementation) is not None
 
 
@@ -338,12 +337,12 @@ def check(attention: LocalAttention, ranks: int, q_heads: int) -> None:
         )
     if attention.spans and _form_of(name) in (None, by_lengths):
         raise ValueError(
-            f"{name!r} cannot be asked for spans whose tokens see each other both ways, as of images; "
+            f"{name!r} does not support spans of tokens that see each other both ways, such as images; "
             'model.set_attn_implementation("sdpa")'
         )
     if _form_of(name) is None and (ranks > q_heads or (window is not None and window < longest)):
         what = "a sliding window" if ranks <= q_heads else f"{q_heads} heads over {ranks} ranks"
         raise ValueError(
-            f"{name!r} has no mask function and can be asked for whole causal documents only, not for {what}; register "
+            f"{name!r} has no mask function, so it computes only whole causal documents, not {what}; register "
             'one in AttentionMaskInterface, or model.set_attn_implementation("sdpa")'
         )

@@ -36,7 +36,7 @@ class Balance(NamedTuple):
         return None if factor is None or top_k is None else cls(factor, top_k)
 
     def over_ranks(self, output: Any, counted: Tensor, sp_group: SequenceParallel) -> None:
-        """Puts the loss of all ranks' tokens in the place of this rank's, in a model's output: `aux_loss` whole, and in
+        """Replaces this rank's balancing loss in a model's output by that of all ranks' tokens: `aux_loss` whole, in
         `loss` this rank's part of it. `counted` [B S] is False where a token is padding. One all-reduce."""
         own, whole = output["aux_loss"], self._whole(output["router_logits"], counted, sp_group)
         if output.get("loss") is not None:

@@ -1,4 +1,4 @@
-"""Keys and values of latent attention (MLA), sent compressed where that is fewer bytes than sending them by heads.
+"""Keys and values of latent attention (MLA), sent compressed if that takes fewer bytes than sending them by heads.
 
 Such an attention makes keys and values of all heads from one latent a token [B, 1, S, R] and one rotary part
 [B, 1, S, P], in its method `expand_kv`. Over ranks, latents and rotary parts of the whole sequence go to every rank,
@@ -28,7 +28,7 @@ def is_latent(module: nn.Module) -> bool:
 
 
 class CompressedKeys:
-    """In the place of an attention's `expand_kv`."""
+    """Replaces an attention's `expand_kv`."""
 
     def __init__(self, module: nn.Module, sp_group: SequenceParallel):
         self.module, self.sp_group = module, sp_group

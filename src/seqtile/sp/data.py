@@ -30,12 +30,12 @@ _NO_LENGTH = -1  # in place of a loader's length
 
 
 class DataShardingCollator:
-    """Wraps a collator of Hugging Face's: its batch, of which this rank's part of every sequence is kept.
+    """Wraps a Hugging Face collator, and keeps this rank's part of every sequence of its batch.
 
-    Sequences are padded to a multiple of the group's size. Added are `shift_labels`, global `position_ids` if there are
-    none, `num_items_in_batch`, the group's labelled tokens, so that a model's loss is exactly this rank's part of the
-    group's, and `batch_hash`, by which the model notices ranks that hold shards of different batches; `whole_length`
-    where sequences were padded. `labels` stay, beside `shift_labels`. What has no sequence dimension is kept whole.
+    It pads sequences to a multiple of the group's size, and adds to the batch: `shift_labels`; global `position_ids` if
+    there are none; `num_items_in_batch`, the group's labelled tokens, so that a model's loss is exactly this rank's
+    part of the group's; `batch_hash`, by which the model notices ranks that hold shards of different batches;
+    `whole_length` if sequences were padded. `labels` stay. Values without a sequence dimension are kept whole.
     """
 
     def __init__(self, collator: Callable[[list[Any]], dict[str, Any]], ctx: SequenceParallel):
@@ -53,8 +53,8 @@ def shard(batch: dict[str, Any], ctx: SequenceParallel) -> dict[str, Any]:
 
 
 def count_items(batches: list[dict[str, Tensor]], ctx: SequenceParallel) -> Tensor:
-    """Returns the labelled tokens of an accumulation window, over all ranks, for each data-parallel group on average:
-    what `num_items_in_batch` must be for losses that are summed over the window and averaged over the groups.
+    """Returns the labelled tokens of an accumulation window, an average over the data-parallel groups: the
+    `num_items_in_batch` for losses that are summed over the window and averaged over the groups.
 
     `batches` are this rank's shards, with `shift_labels`. One all-reduce.
     """
@@ -111,8 +111,8 @@ def sequence_dim(name: str, value: Any, batch: int, length: int) -> int | None:
 
 
 def _padded(name: str, value: Tensor, padding: range) -> Tensor:
-    """Returns `value` with more tokens: of a document of their own in `position_ids`, which ends none of the
-    batch's, and so seen by no token of it. `padding`: their places in all of the batch's padding."""
+    """Returns `value` [..., tokens, ...] with the padding tokens `padding` (their indices in all of the batch's
+    padding) behind it. In `position_ids` they are a document of their own, so no other token attends to them."""
     if name == "position_ids":
         tail = torch.arange(padding.start, padding.stop, device=value.device, dtype=value.dtype)
         return torch.cat([value, tail.expand(*value.shape[:-1], -1)], -1)
@@ -128,12 +128,12 @@ class ShardedDataLoader:
         ctx: the group.
         device: where its shards are put; by default where the group's collectives run.
 
-    An epoch has as many steps as the group's loaders have batches together, which data-parallel groups must have alike,
-    as a DistributedSampler with drop_last gives them where their number divides the batches. `state_dict` tells how far
-    it is; a run that loads it goes on with the step that would have come next, if the loader's order follows from
-    torch's random state at the start of the epoch, its generator's, or its sampler's epoch.
+    An epoch has as many steps as the group's loaders have batches together. All data-parallel groups must have the same
+    number; a DistributedSampler with drop_last ensures this if the number of groups divides the batches. `state_dict`
+    holds the progress. A run that loads it continues with the next step, if the loader's order depends only on torch's
+    random state at the start of the epoch, on its generator's, or on its sampler's epoch.
 
-    Raises ValueError on every rank, and none waits, if one of them fails to load a batch or to cut it.
+    Raises ValueError on every rank, without a deadlock, if one of them fails to load a batch or to cut it.
     """
 
     def __init__(

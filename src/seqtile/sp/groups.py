@@ -1,4 +1,4 @@
-"""Groups of ranks that hold the shards of the same sequences, and what their ranks tell one another."""
+"""Groups of ranks that hold the shards of the same sequences, and their collectives."""
 
 from dataclasses import dataclass
 
@@ -37,14 +37,14 @@ def initialize(
     group: dist.ProcessGroup | None = None,
     mesh: DeviceMesh | None = None,
 ) -> SequenceParallel:
-    """Makes or takes the groups of sequence parallelism over an initialised torch.distributed. Every rank calls it.
+    """Makes or takes the groups for sequence parallelism over an initialised torch.distributed. Every rank calls it.
 
     Args:
-        sequence_parallel_size: makes groups of so many neighbouring ranks each.
+        sequence_parallel_size: makes groups of this many neighbouring ranks each.
         group: or the group of this rank, made by someone else.
         mesh: or a one-dimensional DeviceMesh, such as `mesh["sp"]`, whose group it is.
 
-    Two collectives, here and never again. Raises ValueError if torch.distributed is not initialised, if not exactly one
+    Runs two collectives. Raises ValueError if torch.distributed is not initialised, if not exactly one
     of the three is given, or if the size does not divide the number of ranks.
     """
     if not dist.is_available() or not dist.is_initialized():
@@ -85,6 +85,6 @@ def add_up(tensor: Tensor, sp_group: SequenceParallel) -> Tensor:
 
 
 def device_of(sp_group: SequenceParallel) -> torch.device:
-    """Returns where tensors must be for the group's collectives: the CPU if its backend takes them there."""
+    """Returns the device that the group's collectives need: the CPU if its backend takes CPU tensors."""
     on_cpu = "cpu" in dist.get_backend_config(sp_group.group)
     return torch.device("cpu") if on_cpu else torch.device("cuda", torch.cuda.current_device())

@@ -95,7 +95,7 @@ def layout_in(kwargs: dict[str, Any], module: nn.Module) -> Layout:
     if (layout := kwargs.pop(LAYOUT, None)) is None:
         raise ValueError(
             f"no layout came with the tokens of {type(module).__name__}: call the model that sp.apply_ulysses was "
-            "given, as a whole; leave one whole that does not pass keyword arguments on, or has an encoder of images"
+            "given, as a whole; models that do not pass keyword arguments on or have an image encoder are not supported"
         )
     layout.attended.add(id(module))
     return layout

@@ -54,13 +54,13 @@ def allow_backward(loss: Tensor, sp_group: SequenceParallel) -> Tensor:
 def reduce_loss(loss: Tensor, ctx: SequenceParallel) -> Tensor:
     """Returns the group's loss, on every rank, from the ranks' partial losses. One all-reduce.
 
-    A partial loss is what a rank's tokens add to it: their sum divided by the group's number of labelled tokens, as a
-    model computes it that is given `num_items_in_batch` by `DataShardingCollator`. Its gradient is multiplied by the
-    size of the group, so that a reducer that averages over all ranks (DDP, FSDP2, ZeRO) ends with the gradient that
-    one process would have: the average over data-parallel groups of their groups' gradients. A DeepSpeed engine is told
-    `backward(loss, scale_wrt_gas=False)`. Hugging Face's Trainer scales by itself: with its mixin, this is not called.
-    The backward of a partial loss that a model returned and that did not come here raises RuntimeError; of one that is
-    computed from logits by hand nobody can tell.
+    A partial loss is the sum over a rank's tokens divided by the group's number of labelled tokens. A model computes it
+    when it gets `num_items_in_batch` from `DataShardingCollator`. Its gradient is multiplied by the size of the group,
+    so that a reducer that averages over all ranks (DDP, FSDP2, ZeRO) ends with the gradient of one process: the average
+    of the data-parallel groups' gradients. With DeepSpeed call `engine.backward(loss, scale_wrt_gas=False)`. Do not
+    call it with Hugging Face's Trainer and the mixin, which scale by themselves. The backward of a partial loss that a
+    model returned raises RuntimeError if this was not called; for one that you compute from logits nothing can check
+    it.
     """
     if loss is None:
         raise ValueError("the model returned no loss: the batch has no labels")

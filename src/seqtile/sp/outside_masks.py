@@ -41,7 +41,7 @@ def register_recipes() -> None:
 
 
 def _recipe(*, mask_function: Callable, attention_mask: Tensor | None = None, **_: Any) -> MaskRecipe:
-    """In the place of Hugging Face's functions that make masks. Raises ValueError for what is not known."""
+    """Replaces Hugging Face's functions that make masks. Raises ValueError for an unknown mask."""
     spans, functions = None, list(_functions_in(mask_function))
     if causal_mask_function not in functions:
         raise ValueError("a mask that is not causal is made outside of the text model; leave this model whole")
@@ -50,8 +50,8 @@ def _recipe(*, mask_function: Callable, attention_mask: Tensor | None = None, **
         known = function.__module__ == "transformers.masking_utils" and (name in _CAUSAL or name == _TWO_WAYS)
         if not known:
             raise ValueError(
-                f"a mask of {function.__module__}.{function.__qualname__} is not known over ranks; expected causality, "
-                "windows, documents and spans that see each other both ways; leave this model whole"
+                f"a mask of {function.__module__}.{function.__qualname__} is not supported over ranks; expected "
+                "causality, windows, documents and spans that see each other both ways; leave this model whole"
             )
         if name == _TWO_WAYS:
             spans = next(cell.cell_contents for cell in function.__closure__)
@@ -84,7 +84,7 @@ def spans_of(recipe: MaskRecipe, window: int | None) -> tuple[Rows, ...]:
     rows = documents_of(positions, inside)
     for row, (spans, of_row) in enumerate(zip(rows, numbers.cpu(), strict=True)):
         if len({int(of_row[start]) for start, _ in spans}) < len(spans):
-            raise ValueError("tokens that see each other both ways have others between them; leave this model whole")
+            raise ValueError("tokens that see each other both ways are not contiguous; leave this model whole")
         for start, stop in spans:
             if window is not None and stop - start > window and _sees(recipe, row, stop - 1, start):
                 raise ValueError(

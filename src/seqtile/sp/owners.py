@@ -1,4 +1,4 @@
-"""Which rank of a group holds which tokens, and what travels between ranks so that each has those of all."""
+"""Which rank of a group holds which tokens, and the collectives that give each rank the values of all."""
 
 from collections.abc import Callable
 

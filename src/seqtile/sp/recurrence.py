@@ -1,9 +1,9 @@
-"""Layers whose tokens meet in a recurrence or a convolution, spread over ranks by heads, as attention is.
+"""Layers that mix tokens by a recurrence or a convolution, spread over ranks by heads, as attention is.
 
 Hugging Face's linear attentions and state-space layers call two functions of their modeling file: a causal convolution
 of channels, then a rule (gated delta rule, Kimi's delta attention, Mamba-2's scan) whose operands, head by head, are
-these channels. All else in such a layer is token by token. So its own forward runs on this rank's tokens, with others
-in these functions' place:
+these channels. Everything else in such a layer is token by token. So its own forward runs on this rank's tokens, with
+these functions replaced:
 
     convolution   nothing yet: it returns its input
     rule          all-to-all: of the whole sequence what this rank's heads read
@@ -144,7 +144,7 @@ class Recurrence:
     def _convolution(
         self, hidden_states: Tensor, weight: Tensor, bias: Tensor | None = None, activation: Any = None, **kwargs: Any
     ) -> Tensor:
-        """In the place of the convolution of [B, C, S]."""
+        """Replaces the convolution of [B, C, S]."""
         layout = layout_in(kwargs, self.module)
         layout.convolution = Convolution(self.convolve, hidden_states, weight, bias, activation)
         if self.name is not None:
@@ -153,7 +153,7 @@ class Recurrence:
         return self._spread(layout, _ALONE, operands, _as_it_is, False)[..., 0].transpose(1, 2)
 
     def _rule(self, *args: Any, **kwargs: Any) -> Any:
-        """In the place of the rule. What came by place goes on by place: kernels name their parameters otherwise."""
+        """Replaces the rule. Positional arguments stay positional, since kernels use other parameter names."""
         layout, rule, signature = layout_in(kwargs, self.module), RULES[self.name], inspect.signature(self.rule)
         options = signature.bind(*args, **kwargs).arguments
         options |= options.pop("kwargs", {})
@@ -200,8 +200,8 @@ class Recurrence:
         channels = convolution.channels_of([(operands[name], here[name]) for name in rule.convolved])
         if channels is None:
             raise ValueError(
-                f"{type(self.module).__name__} changes what it convolves before its recurrence, which is not spread "
-                "over ranks; leave this model whole"
+                f"{type(self.module).__name__} changes its convolution's output before its recurrence, which is not "
+                "spread over ranks; leave this model whole"
             )
 
         def convolved(*parts: Tensor) -> Operands:

@@ -35,8 +35,8 @@ class ShardingHooks:
     """See `seqtile.protocols.ShardedSequences`."""
     expected = (
         f"each rank's shard of the same batch, cut by {CUTTERS}. The ranks of a group draw the same samples (by "
-        "ctx.data_parallel_rank of ctx.data_parallel_size), but for sp.ShardedDataLoader; for whole sequences on every "
-        "rank sp.restore(model) first"
+        "ctx.data_parallel_rank of ctx.data_parallel_size), except with sp.ShardedDataLoader; for whole sequences on "
+        "every rank call sp.restore(model) first"
     )
     """What a batch that is refused should have been."""
 
@@ -78,7 +78,7 @@ class ShardingHooks:
         self.model.set_attn_implementation(NAME)
 
     def remove(self) -> None:
-        """Takes all of it back."""
+        """Removes the hooks."""
         for handle in self.handles:
             handle.remove()
         for module in self.model.modules():

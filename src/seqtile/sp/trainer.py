@@ -1,8 +1,7 @@
 """Trainers over ranks that share sequences: Hugging Face's Trainer, TRL's, and their subclasses.
 
-All ranks of a group are given the same batches, and compute the same loss of them, as if they were one process. So
-where a trainer deals samples out to processes, counts these, or puts together what they have, it has to see groups in
-the place of ranks; all else is as it was.
+All ranks of a group get the same batches and compute the same loss, as if they were one process. So a trainer must see
+groups instead of ranks where it distributes samples, counts processes or gathers their values; nothing else changes.
 """
 
 import sys
@@ -31,12 +30,12 @@ class SequenceParallelTrainerMixin:
     """Lets Hugging Face's Trainer, one of TRL's, or a subclass train on sequences that ranks share. Put it before the
     trainer, `class MyTrainer(SequenceParallelTrainerMixin, Trainer)`; then `MyTrainer(..., sequence_parallel=ctx)`.
 
-    The trainer's models, its reference model and teacher too, are sharded by `apply_ulysses(batches="whole")`. Samples
-    a step, epochs, the trainer's loss, metrics and what is logged are those of `size` times fewer ranks; so are
-    updates. Completions that a trainer samples are those of the group's first rank.
+    It shards the trainer's models, also its reference model and teacher, by `apply_ulysses(batches="whole")`. Samples
+    a step, epochs, losses, metrics, logs and updates are those of `size` times fewer ranks. All ranks of a group use
+    the completions that its first rank samples.
 
-    Raises ValueError for what would not be the same: NEFTune's noise, whose size follows from a shard's length, a
-    loader that dispatches batches, and a batch of generations that groups cannot share.
+    Raises ValueError for what would give another result: NEFTune's noise, whose size depends on a shard's length; a
+    loader that dispatches batches; and a batch of generations that groups cannot share.
     """
 
     def __init__(self, *args: Any, sequence_parallel: SequenceParallel, **kwargs: Any):
@@ -109,7 +108,7 @@ class SequenceParallelTrainerMixin:
 
 
 class _Groups:
-    """The groups of ranks that share sequences, for who counts processes."""
+    """The groups of ranks that share sequences, for code that counts processes."""
 
     def __init__(self, sp_group: SequenceParallel):
         self.sp_group = sp_group
@@ -127,13 +126,13 @@ class _Groups:
             _sharing.reset(token)
 
     def once_a_group(self, gathered: Any) -> Any:
-        """Returns of tensors [ranks * n, ...] that were gathered those of each group's first rank."""
+        """Returns, from gathered tensors [ranks * n, ...], the part of each group's first rank."""
         ranks = dist.get_world_size()
         return tree_map_only(Tensor, lambda x: x.unflatten(0, (ranks, -1))[self.first_ranks].flatten(0, 1), gathered)
 
     def take(self, accelerator: Any) -> None:
-        """Lets an Accelerator count groups in the place of processes. ValueError if it does not see all of them, and
-        nobody averages gradients."""
+        """Makes an Accelerator count groups instead of processes. ValueError if it does not see all processes, since
+        then nothing averages gradients."""
         seen, ranks = accelerator.num_processes, dist.get_world_size()
         if seen != ranks:
             raise ValueError(
@@ -181,8 +180,8 @@ class _Groups:
 
 
 def _gather_by_groups(module: Any) -> None:
-    """Lets what a module gathers by Accelerate's functions come once from each group, in a step of a trainer whose
-    ranks share sequences; else they are what they were."""
+    """Makes Accelerate's gathering functions take values once from each group, in a step of a trainer whose ranks share
+    sequences; outside of one they are unchanged."""
     from accelerate import utils
 
     for name, by_groups in (("gather", _gather), ("gather_object", _gather_object)):

@@ -1,4 +1,4 @@
-"""Whole batches in, cut at the text model: what stands before it and behind it need not know of ranks.
+"""Whole batches, cut at the text model: code before and behind it need not know of ranks.
 
     any trainer ── model(whole batch) ── embeddings, images merged ── WholeBatches ── head, any loss, on every rank
                                                                       │        ▲
@@ -192,8 +192,8 @@ class WholeBatches(ShardingHooks):
         return found
 
     def _use_attention(self) -> None:
-        """Has the model attend by `NAME`; in a process by itself by a name that does, for what comes with a layout, and
-        else by the attention that was there."""
+        """Sets the model's attention to `NAME`; in a single process to a name that uses it for calls with a layout, and
+        the original attention for others."""
         if not self.is_alone:
             super()._use_attention()
             return

@@ -72,7 +72,7 @@ def test_the_command(tmp_path: Path) -> None:
     lengths = list(found["simulated"].values())
     assert list(found["simulated"]) == list(TILES) and lengths == sorted(lengths) and lengths[0] > 0
     assert "simulated with its own code" in found["notes"][-1]
-    assert "it is simulated for one GPU alone" in said(tmp_path, "--gpus", "2")
+    assert "it is simulated only for one GPU" in said(tmp_path, "--gpus", "2")
 
 
 @pytest.mark.full("10 s; other models go through the same lines")

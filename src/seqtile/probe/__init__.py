@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -26,7 +26,8 @@ PROBES = {
     "memory": "growth of a step's peak memory with length, in bytes a token",
 }
 PEERS = ("torch", "transformers", "accelerate", "deepspeed", "trl", "liger-kernel")
-TREES = {"alone": 1, "seqtile": 2, "deepspeed": 2}  # process trees, and how many ranks each has
+TREES = {"alone": ("one process", 1), "seqtile": ("two ranks", 2), "deepspeed": ("two ranks of DeepSpeed", 2)}
+"""Process trees, and how many ranks each has."""
 TIME_LIMIT = 120  # seconds for a tree
 
 
@@ -39,7 +40,8 @@ class Row:
     """What was run, with its options."""
     package: str
     verdict: str
-    """`right`, `wrong`; `grows`, of memory; or why there is none: `not installed`, `needs a GPU`, `failed`."""
+    """`right` or `wrong`; `imprecise` of the head's gradient and `grows` of memory; or why there is no figure:
+    `not installed`, `needs a GPU`, `not tried`, `failed`."""
     figure: str = ""
     note: str = ""
 
@@ -56,14 +58,21 @@ def installed(package: str) -> str:
         return ""
 
 
-def probe(names: Sequence[str] = tuple(PROBES), time_limit: float = TIME_LIMIT) -> list[Row]:
-    """Returns what the probes of these names find, in their order, seqtile first.
+def probe(
+    names: Sequence[str] = tuple(PROBES),
+    time_limit: float = TIME_LIMIT,
+    progress: Callable[[str], None] = lambda text: None,
+) -> list[Row]:
+    """Returns what the probes of these names find, in the order of PROBES, seqtile first.
 
-    Raises ValueError for a name that is not in PROBES.
+    `time_limit`: seconds for each of the process trees. Raises ValueError for a name that is not in PROBES.
     """
     if unknown := set(names) - PROBES.keys():
         raise ValueError(f"expected probes of {', '.join(PROBES)}, got {', '.join(sorted(unknown))}")
-    rows = [row for tree in TREES for row in rows_of(tree, names, time_limit)]
+    rows = []
+    for tree, about in TREES.items():
+        progress(f"{about[0]} ...")
+        rows += rows_of(tree, names, time_limit)
     order = list(PROBES)
     return sorted(rows, key=lambda row: (order.index(row.probe), row.package != "seqtile", row.package))
 
@@ -87,8 +96,9 @@ def rows_of(tree: str, names: Sequence[str], time_limit: float) -> list[Row]:
 
 
 def command(tree: str, arguments: list[str]) -> list[str]:
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(TREES[tree])]
-    return [sys.executable, *(launcher if TREES[tree] > 1 else []), "-m", "seqtile.probe.tree", tree, *arguments]
+    ranks = TREES[tree][1]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return [sys.executable, *(launcher if ranks > 1 else []), "-m", "seqtile.probe.tree", tree, *arguments]
 
 
 def ended(command: list[str], directory: str, time_limit: float) -> str:
@@ -108,15 +118,15 @@ def ended(command: list[str], directory: str, time_limit: float) -> str:
     return (errors or ["ended early"])[0][:200]
 
 
-def figures(rows: list[Row]) -> list[dict[str, Any]]:
+def figures_of(rows: list[Row]) -> list[dict[str, Any]]:
     return [asdict(row) | {"version": row.version} for row in rows]
 
 
 def markdown(rows: list[Row]) -> str:
     """Returns the table of the rows, with the versions of what is installed."""
-    lines = ["| probe | | verdict | figure | |", "| --- | --- | --- | ---: | --- |"]
+    lines = ["| probe | of | verdict | figure | |", "| --- | --- | --- | ---: | --- |"]
     lines += [
-        f"| {row.probe} | {row.system} | {f'**{row.verdict}**' if row.verdict == 'wrong' else row.verdict} "
+        f"| {row.probe} | {row.package}: {row.system} | {f'**{row.verdict}**' if row.verdict == 'wrong' else row.verdict} "
         f"| {row.figure} | {row.note} |"
         for row in rows
     ]

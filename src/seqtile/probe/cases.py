@@ -103,9 +103,9 @@ def leak(logits: Callable[[dict[str, Tensor]], Tensor]) -> Finding:
     return changed(logits, batch_of(packed=True), BOUNDARY)
 
 
-def window(logits: Callable[[dict[str, Tensor]], Tensor]) -> Finding:
+def window(logits: Callable[[dict[str, Tensor]], Tensor], packed: bool = False) -> Finding:
     """Of a model of one layer with a window of WINDOW tokens."""
-    return changed(logits, batch_of(), 1 + WINDOW)
+    return changed(logits, batch_of(packed), 1 + WINDOW)
 
 
 def gradients(model: nn.Module) -> Tensor:
@@ -114,9 +114,13 @@ def gradients(model: nn.Module) -> Tensor:
     return torch.cat([gradient.detach().flatten() for gradient in found])
 
 
-def truth(batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
-    """Returns the loss of one process that has the whole batch, and its gradients as one vector."""
+def truth(batch: dict[str, Any], attention: str = "sdpa") -> tuple[Tensor, Tensor]:
+    """Returns the loss of one process that has the whole batch, and its gradients as one vector.
+
+    `attention` is not sdpa where a peer has replaced that for the whole process.
+    """
     model = small_model()
+    model.set_attn_implementation(attention)
     loss = model(**batch).loss
     loss.backward()
     return loss.detach(), gradients(model)

@@ -1,6 +1,5 @@
 """The probes that two ranks run, over gloo: one sequence cut in two."""
 
-import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -10,9 +9,23 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from seqtile import sp
-from seqtile.probe.cases import LABEL, WINDOW, Case, Finding, batch_of, gradients, leak, scale, small_model, truth, window
+from seqtile.probe.cases import (
+    LABEL,
+    VOCAB,
+    WINDOW,
+    Case,
+    Finding,
+    batch_of,
+    gradients,
+    leak,
+    scale,
+    small_model,
+    truth,
+    window,
+)
 
 RANKS = 2
+SHIFT = "by contract: a loss of shards takes shift_labels"
 ZERO3 = "what its tutorial uses"
 SDPA = "accepts sdpa, and asks for position_ids that restart with each document"
 
@@ -27,7 +40,7 @@ def one_label() -> dict[str, Tensor]:
 
 def of_label(loss: Callable[[dict[str, Tensor]], Tensor]) -> Finding:
     """`loss(batch)` is that of both ranks, given the whole batch."""
-    factor = float(loss(one_label()) / truth(one_label())[0])
+    factor = float(loss(one_label()) / truth(one_label(), "eager")[0])
     return Finding(abs(factor - 1) < 1e-5, f"x {factor:.2f}")
 
 
@@ -45,7 +58,8 @@ def spread(sliding_window: int | None = None) -> nn.Module:
 
 def whole_logits(model: nn.Module) -> Callable[[dict[str, Tensor]], Tensor]:
     def logits(batch: dict[str, Tensor]) -> Tensor:
-        return model(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits.whole()[0]
+        logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits
+        return torch.cat([logits])[0]  # all tokens, on every rank
 
     return logits
 
@@ -62,21 +76,19 @@ def seqtile_cases() -> list[Case]:
     return [
         Case("leak", "2 ranks", "seqtile", lambda: leak(whole_logits(spread()))),
         Case("window", "2 ranks", "seqtile", lambda: window(whole_logits(spread(WINDOW)))),
+        Case("window", "2 ranks, packed", "seqtile", lambda: window(whole_logits(spread(WINDOW)), packed=True)),
         Case("scale", "2 ranks, DDP", "seqtile", seqtile_scale),
         Case("label", "2 ranks", "seqtile", lambda: of_label(lambda batch: spread()(**batch).loss.detach())),
-        Case("label", "labels cut, then shifted", "transformers", lambda: of_label(cut_by_hand), "no shift_labels"),
+        Case("label", "labels cut before the shift", "transformers", lambda: of_label(cut_by_hand), SHIFT),
     ]
 
 
 def cut_by_hand(batch: dict[str, Tensor]) -> Tensor:
-    """The loss of ranks that cut labels and shift them afterwards, which is what `labels` alone makes a model do."""
-    import torch.nn.functional as F
-
+    """The loss of ranks that cut `labels` and leave it to the model's loss to shift them."""
     model = small_model()
     rows = slice(dist.get_rank() * LABEL, (dist.get_rank() + 1) * LABEL)
     logits = model(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits[:, rows]
-    labels = batch["labels"][:, rows]
-    loss = F.cross_entropy(logits[0, :-1], labels[0, 1:], ignore_index=-100, reduction="sum").detach()
+    loss = model.loss_function(logits, batch["labels"][:, rows], VOCAB, num_items_in_batch=1).detach()
     dist.all_reduce(loss)
     return loss
 
@@ -84,41 +96,36 @@ def cut_by_hand(batch: dict[str, Tensor]) -> Tensor:
 # DeepSpeed ------------------------------------------------------------------------------------------------------
 
 
-def registered(model: nn.Module) -> Any:
-    """Its Ulysses on this model; returns the object by which its engine knows the groups."""
+def register() -> None:
+    """Its Ulysses, once in a process: it replaces sdpa for all models with these heads."""
     import deepspeed
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPAttentionHF
 
     deepspeed.ops.__compatible_ops__ = {}  # on a CPU it would compile collectives for inference in C++
     deepspeed.init_distributed("gloo")
-    return UlyssesSPAttentionHF.register_with_transformers(
-        model, "sdpa", sequence_parallel_size=RANKS, micro_batch_size=1
-    )
+    given = {"sequence_parallel_size": RANKS, "micro_batch_size": 1}
+    UlyssesSPAttentionHF.register_with_transformers(small_model(), "sdpa", **given)
 
 
-_ONCE = itertools.count()
-
-
-def prepared(sliding_window: int | None = None) -> tuple[nn.Module, Any]:
-    """A model under its Ulysses, whose groups and attention are made once in a process and serve every model."""
+def groups() -> Any:
+    """The module by which its loader and its engine know who shares a sequence."""
     import deepspeed.runtime.sequence_parallel.parallel_state_sp as groups
 
-    model = small_model(sliding_window)
-    return (model, registered(model)) if next(_ONCE) == 0 else (model, groups)
+    return groups
 
 
-def deepspeed_shard(groups: Any, batch: dict[str, Tensor]) -> dict[str, Tensor]:
+def deepspeed_shard(batch: dict[str, Tensor]) -> dict[str, Tensor]:
     from deepspeed.runtime.sequence_parallel.ulysses_sp import UlyssesSPDataLoaderAdapter
 
-    rank, group = groups.get_sequence_parallel_rank(), groups.get_sequence_parallel_group()
+    rank, group = groups().get_sequence_parallel_rank(), groups().get_sequence_parallel_group()
     return next(UlyssesSPDataLoaderAdapter([dict(batch)], rank, group, RANKS, torch.device("cpu")))
 
 
 def deepspeed_logits(sliding_window: int | None = None) -> Callable[[dict[str, Tensor]], Tensor]:
-    model, groups = prepared(sliding_window)
+    model = small_model(sliding_window)
 
     def logits(batch: dict[str, Tensor]) -> Tensor:
-        shard = deepspeed_shard(groups, batch)
+        shard = deepspeed_shard(batch)
         own = model(input_ids=shard["input_ids"], position_ids=shard["position_ids"]).logits.contiguous()
         parts = [torch.empty_like(own) for _ in range(RANKS)]
         dist.all_gather(parts, own)
@@ -127,12 +134,12 @@ def deepspeed_logits(sliding_window: int | None = None) -> Callable[[dict[str, T
     return logits
 
 
-def deepspeed_loss(model: nn.Module, groups: Any, batch: dict[str, Tensor]) -> Tensor:
+def deepspeed_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     """The mean over all labels as its tutorial has it: each rank's mean, weighed by its labels."""
     from torch.distributed.nn.functional import all_gather
 
-    shard = deepspeed_shard(groups, batch)
-    labels, group = shard["shift_labels"], groups.get_sequence_parallel_group()
+    shard = deepspeed_shard(batch)
+    labels, group = shard["shift_labels"], groups().get_sequence_parallel_group()
     logits = model(input_ids=shard["input_ids"], position_ids=shard["position_ids"]).logits
     inner = getattr(model, "module", model)  # the engine's
     mean = inner.loss_function(logits=logits, labels=None, shift_labels=labels, vocab_size=inner.config.vocab_size)
@@ -144,32 +151,19 @@ def deepspeed_scale(stage: int) -> Finding:
     import deepspeed
     from deepspeed.utils import safe_get_full_grad
 
-    model, groups = prepared()
+    model = small_model()
     config = {"train_micro_batch_size_per_gpu": 1, "sequence_parallel_size": RANKS}
     config |= {"zero_optimization": {"stage": stage}, "zero_allow_untested_optimizer": True}
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=groups)
-    engine.backward(deepspeed_loss(engine, groups, batch_of()))
+    engine, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=config, mpu=groups())
+    engine.backward(deepspeed_loss(engine, batch_of()))
     found = torch.cat([safe_get_full_grad(parameter).flatten() for parameter in model.parameters()])
     engine.destroy()
-    return scale(found, truth_elsewhere())
-
-
-def truth_elsewhere() -> Tensor:
-    """The truth, with attention that its Ulysses, which has replaced sdpa in this process, is not asked for."""
-    model = small_model()
-    model.set_attn_implementation("eager")
-    model(**batch_of()).loss.backward()
-    return gradients(model)
+    return scale(found, truth(batch_of(), "eager")[1])
 
 
 def deepspeed_label() -> Finding:
-    model, groups = prepared()
-    loss = deepspeed_loss(model, groups, one_label()).detach()
-    alone = small_model()
-    alone.set_attn_implementation("eager")
-    factor = float(loss / alone(**one_label()).loss)
-    return Finding(abs(factor - 1) < 1e-5, f"x {factor:.2f}")
+    return of_label(lambda batch: deepspeed_loss(small_model(), batch).detach())
 
 
 def deepspeed_cases() -> list[Case]:

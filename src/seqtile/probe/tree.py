@@ -23,6 +23,8 @@ def main(tree: str, file: str, *names: str) -> None:
     torch.set_num_threads(2 if tree == "alone" else 1)
     if tree != "alone":
         dist.init_process_group("gloo")
+    if tree == "deepspeed":
+        ranks.register()
     for case in cases_of(tree):
         if case.probe in names and case.absent() is None:
             row = case.run()

@@ -41,9 +41,13 @@ class Row:
     package: str
     verdict: str
     """`right` or `wrong`; `imprecise` of the head's gradient and `grows` of memory; or why there is no figure:
-    `not installed`, `needs a GPU`, `not tried`, `failed`."""
+    `not installed`, `needs a GPU`, `not tried`, `refused`, which an error says, `failed`, after any other error."""
     figure: str = ""
     note: str = ""
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        return self.probe, self.package, self.system
 
     @property
     def version(self) -> str:
@@ -82,17 +86,15 @@ def rows_of(tree: str, names: Sequence[str], time_limit: float) -> list[Row]:
     from seqtile.probe.tree import cases_of
 
     cases = [case for case in cases_of(tree) if case.probe in names]
-    rows = {(row.probe, row.system): row for case in cases if (row := case.absent()) is not None}
+    rows = {row.key: row for case in cases if (row := case.absent()) is not None}
     if len(rows) < len(cases):
         with tempfile.TemporaryDirectory() as directory:
             file = Path(directory) / "rows.jsonl"
             file.touch()
             why = ended(command(tree, [str(file), *names]), directory, time_limit)
             found = [Row(**json.loads(line)) for line in file.read_text().splitlines()]
-        rows |= {(row.probe, row.system): row for row in found}
-        for case in cases:
-            rows.setdefault((case.probe, case.system), case.row("failed", note=why))
-    return [rows[case.probe, case.system] for case in cases]
+        rows |= {row.key: row for row in found}
+    return [rows.get(case.row("").key) or case.row("failed", note=why) for case in cases]
 
 
 def command(tree: str, arguments: list[str]) -> list[str]:
@@ -125,11 +127,9 @@ def figures_of(rows: list[Row]) -> list[dict[str, Any]]:
 def markdown(rows: list[Row]) -> str:
     """Returns the table of the rows, with the versions of what is installed."""
     lines = ["| probe | of | verdict | figure | |", "| --- | --- | --- | ---: | --- |"]
-    lines += [
-        f"| {row.probe} | {row.package}: {row.system} | {f'**{row.verdict}**' if row.verdict == 'wrong' else row.verdict} "
-        f"| {row.figure} | {row.note} |"
-        for row in rows
-    ]
+    for row in rows:
+        verdict = f"**{row.verdict}**" if row.verdict == "wrong" else row.verdict
+        lines.append(f"| {row.probe} | {row.package}: {row.system} | {verdict} | {row.figure} | {row.note} |")
     return "\n".join([*lines, "", f"With {versions()}."])
 
 

@@ -22,9 +22,9 @@ CHUNKS = 256
 LENGTHS = (8192, 16384)  # of the probe of memory, with chunks of 256 tokens; TRL's tiles have 4,096
 WIDTH, WORDS = 16, 1024
 UNEQUAL = (60, 4)  # labels of two batches
-GUIDE = "by contract: backward divides by the steps; its guide on accumulation says how to weigh"
+GUIDE = "by contract; its guide on accumulation says how to weigh the losses"
 RING = "torch's ring attention, over several GPUs: not tried here"
-UPSTREAM = "the loss, a sum, is divided after it"
+UPSTREAM = "a sum, divided afterwards as its docstring recommends"
 
 
 def logits_of(model: nn.Module) -> Callable[[dict[str, Tensor]], Tensor]:

@@ -26,8 +26,8 @@ from seqtile.probe.cases import (
 
 RANKS = 2
 SHIFT = "by contract: a loss of shards takes shift_labels"
-ZERO3 = "what its tutorial uses"
-SDPA = "accepts sdpa, and asks for position_ids that restart with each document"
+ZERO3 = "the stage of its tutorial"
+REFUSED = "the tutorial of later versions says that it is refused"
 
 
 def one_label() -> dict[str, Tensor]:
@@ -170,8 +170,8 @@ def deepspeed_cases() -> list[Case]:
     """The Ulysses that Accelerate, Trainer and TRL use by `sp_size`."""
     system = "Ulysses, 2 ranks, sdpa"
     found = [
-        Case("leak", system, "deepspeed", lambda: leak(deepspeed_logits()), SDPA),
-        Case("window", system, "deepspeed", lambda: window(deepspeed_logits(WINDOW))),
+        Case("leak", system, "deepspeed", lambda: leak(deepspeed_logits()), REFUSED),
+        Case("window", system, "deepspeed", lambda: window(deepspeed_logits(WINDOW)), REFUSED),
         Case("label", system, "deepspeed", deepspeed_label),
     ]
     for stage in (0, 2, 3):

@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from seqtile import cli, probe
 from seqtile.probe import PEERS, PROBES, Row, alone, cases, ranks
-from seqtile.probe.cases import Case, Finding, batch_of, gradients, leak, scale, small_model, truth, window
+from seqtile.probe.cases import Case, Finding, batch_of, leak, scale, small_model, truth, window
 from seqtile.probe.tree import cases_of
 
 PAGE = Path(__file__).parents[2] / "docs" / "probe.md"
@@ -54,13 +54,6 @@ def times_two() -> Finding:
     return scale(2 * truth(batch_of())[1], truth(batch_of())[1])
 
 
-def of_another_model() -> Finding:
-    """A gradient that is wrong by no factor."""
-    model = small_model(sliding_window=8)
-    model(**batch_of()).loss.backward()
-    return scale(gradients(model), truth(batch_of())[1])
-
-
 def shifted_after_the_cut(batch: dict[str, Tensor]) -> Tensor:
     """Both shards in one process; each loses the label at its end."""
     logits, labels = small_model()(input_ids=batch["input_ids"]).logits[0], batch["labels"][0]
@@ -68,11 +61,18 @@ def shifted_after_the_cut(batch: dict[str, Tensor]) -> Tensor:
     return sum(F.cross_entropy(x[:-1], y[1:], reduction="sum") for x, y in halves).detach()
 
 
+def in_another_direction() -> Finding:
+    """Of the right length along the true gradient."""
+    true = truth(batch_of())[1]
+    across = true.flip(0) - true * (true.flip(0) @ true) / (true @ true)
+    return scale(true + across, true)
+
+
 PLANTED = {
     "leak": (lambda: leak(without_positions(small_model())), "wrong", "40 of 40"),
     "window": (lambda: window(without_positions(small_model())), "wrong", "55 of 55"),
     "scale": (times_two, "wrong", "x 2.00"),
-    "another gradient": (of_another_model, "wrong", r"x [\d.]+, error \de-0\d"),
+    "another direction": (in_another_direction, "wrong", r"x 1.00, error \de[+-]\d\d"),
     "label": (lambda: ranks.of_label(shifted_after_the_cut), "wrong", "x 0.00"),
     "accumulation": (lambda: alone.accumulation(small_model(), mean_of_means), "wrong", r"2\.\de\+00"),
     "head": (lambda: alone.head(alone.checkpointed), "imprecise", r"1\.\de-02"),

@@ -2,7 +2,6 @@
 
 import tempfile
 from collections.abc import Callable
-from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -152,8 +151,8 @@ def checkpointed(hidden: Tensor, weight: Tensor, target: Tensor, chunk: int) -> 
     return sum(checkpoint(loss, x, y, use_reentrant=False) for x, y in parts) / len(target)
 
 
-def of_torch(hidden: Tensor, weight: Tensor, target: Tensor, chunk: int, acc_policy: str = "auto") -> Tensor:
-    options = nn.LinearCrossEntropyOptions(batch_chunk_size=chunk, chunking_method=None, acc_policy=acc_policy)
+def of_torch(hidden: Tensor, weight: Tensor, target: Tensor, chunk: int, **given: Any) -> Tensor:
+    options = nn.LinearCrossEntropyOptions(batch_chunk_size=chunk, chunking_method=None, **given)
     return F.linear_cross_entropy(hidden, weight, target, options=options)
 
 
@@ -174,10 +173,10 @@ def of_trl(hidden: Tensor, weight: Tensor, target: Tensor, chunk: int) -> Tensor
     return -log_probs.mean()
 
 
-def of_liger(hidden: Tensor, weight: Tensor, target: Tensor, chunk: int) -> Tensor:
+def of_liger(hidden: Tensor, weight: Tensor, target: Tensor, chunk: int, **given: Any) -> Tensor:
     from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
 
-    return LigerFusedLinearCrossEntropyLoss()(weight, hidden, target)
+    return LigerFusedLinearCrossEntropyLoss(**given)(weight, hidden, target)
 
 
 def problem(tokens: int, width: int, words: int, dtype: torch.dtype, device: str) -> list[Tensor]:
@@ -212,21 +211,19 @@ def memory(loss: Loss, device: str = "cpu") -> Finding:
     return Finding(growth < WORDS * 2 / 8, f"{growth:,.0f}", "grows")
 
 
-HEADS: tuple[tuple[str, str, Loss, str, bool], ...] = (
-    ("linear_cross_entropy", "seqtile", of_seqtile, "", False),
-    ("F.linear_cross_entropy, acc_policy auto", "torch", of_torch, "its default", False),
-    ("F.linear_cross_entropy, acc_policy accurate", "torch", partial(of_torch, acc_policy="accurate"), "", False),
-    ("checkpointed chunks", "torch", checkpointed, "a loop by hand", False),
-    ("untiled", "torch", untiled, "one piece, for comparison", False),
-    ("TiledFusedLogitsLoss", "deepspeed", of_deepspeed, "mean of shards", False),
-    ("ChunkedLogProbFunction", "trl", of_trl, "its own tiles of 4,096 tokens", False),
-    ("fused linear cross-entropy", "liger-kernel", of_liger, "its own number of chunks", True),
+FLOAT32 = {"acc_policy": "accurate", "acc_dtype": torch.float32}
+OWN = "its own number of chunks"
+HEADS: tuple[tuple[str, str, Loss, str], ...] = (
+    ("linear_cross_entropy", "seqtile", of_seqtile, ""),
+    ("F.linear_cross_entropy, default options", "torch", of_torch, ""),
+    ("F.linear_cross_entropy, accurate, float32", "torch", partial(of_torch, **FLOAT32), "acc_policy, acc_dtype"),
+    ("checkpointed chunks", "torch", checkpointed, "a loop by hand"),
+    ("untiled", "torch", untiled, "one piece, for comparison"),
+    ("TiledFusedLogitsLoss", "deepspeed", of_deepspeed, "mean of shards"),
+    ("ChunkedLogProbFunction", "trl", of_trl, "its own tiles of 4,096 tokens"),
+    ("fused linear cross-entropy", "liger-kernel", of_liger, OWN),
+    ("the same, accum_dtype float32", "liger-kernel", partial(of_liger, accum_dtype=torch.float32), OWN),
 )
-
-
-def on_device(probe: Callable[[Loss, str], Finding], loss: Loss, gpu: bool) -> Finding:
-    with torch.device("cuda") if gpu else nullcontext():
-        return probe(loss, "cuda" if gpu else "cpu")
 
 
 def cases() -> list[Case]:
@@ -246,6 +243,7 @@ def cases() -> list[Case]:
         Case("accumulation", "SFTTrainer", "trl", trl_accumulates),
     ]
     for name, probe in (("head", head), ("memory", memory)):
-        for system, package, loss, note, gpu in HEADS:
-            found.append(Case(name, system, package, partial(on_device, probe, loss, gpu), note, gpu))
+        for system, package, loss, note in HEADS:
+            gpu = package == "liger-kernel"
+            found.append(Case(name, system, package, partial(probe, loss, "cuda" if gpu else "cpu"), note, gpu))
     return found

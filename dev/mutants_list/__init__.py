@@ -7,6 +7,7 @@ from mutants_list import (
     offload,
     ops,
     ops_layer,
+    probe,
     recurrences,
     shared_prefixes,
     sp,
@@ -15,7 +16,20 @@ from mutants_list import (
 )
 from mutants_list.mutant import Mutant
 
-ROOMS = (kernels, ops, ops_layer, models, sp, offload, memory, trainers, recurrences, whole_batches, shared_prefixes)
+ROOMS = (
+    kernels,
+    ops,
+    ops_layer,
+    models,
+    sp,
+    offload,
+    memory,
+    trainers,
+    recurrences,
+    whole_batches,
+    shared_prefixes,
+    probe,
+)
 MUTANTS: tuple[Mutant, ...] = tuple(mutant for room in ROOMS for mutant in room.MUTANTS)
 
 __all__ = ["MUTANTS", "Mutant"]

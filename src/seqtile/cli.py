@@ -1,4 +1,4 @@
-"""The command line: seqtile finetune | evaluate | plan | check | env."""
+"""The command line: seqtile finetune | evaluate | plan | check | probe | env."""
 
 import inspect
 import json
@@ -19,8 +19,11 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
+from rich.table import Table
 
 from seqtile import __version__
+from seqtile.probe import PROBES, Row, figures_of, markdown, versions
+from seqtile.probe import probe as rows_of_probes
 from seqtile.recipes import CheckOptions, EvaluateOptions, Job
 from seqtile.recipes.plan import PlanOptions, figures, forecast, print_forecast
 
@@ -171,6 +174,42 @@ def check(asked: CheckOptions) -> None:
         print_report(report, console)
     if report.differs:
         raise typer.Exit(1)
+
+
+@app.command()
+def probe(
+    only: Annotated[list[str] | None, typer.Option(help=f"One of {', '.join(PROBES)}; repeat it for more.")] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print the rows as JSON.")] = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print the rows as a table in Markdown.")] = False,
+) -> None:
+    """Looks for defects of long-sequence training in seqtile and in its installed peers, on CPUs, in about a minute.
+
+    Exits with 1 if seqtile itself is wrong.
+    """
+    console = Console(soft_wrap=True, highlight=False)
+    with errors_printed(console), Console(stderr=True).status("") as status:
+        rows = rows_of_probes(only or tuple(PROBES), progress=status.update)
+    if as_json:
+        print(json.dumps(figures_of(rows), indent=2))
+    elif as_markdown:
+        print(markdown(rows))
+    else:
+        print_rows(rows, console)
+    if any(row.package == "seqtile" and row.verdict != "right" for row in rows):
+        raise typer.Exit(1)
+
+
+def print_rows(rows: list[Row], console: Console) -> None:
+    for name in dict.fromkeys(row.probe for row in rows):
+        table = Table(
+            "", "", "", "", title=f"{name}: {PROBES[name]}", title_justify="left", box=None, show_header=False
+        )
+        for row in rows:
+            if row.probe == name:
+                color = {"right": "green", "wrong": "red"}.get(row.verdict, "yellow")
+                table.add_row(f"{row.package}, {row.system}", f"[{color}]{row.verdict}[/{color}]", row.figure, row.note)
+        console.print(table)
+    console.print(f"With {versions()}.")
 
 
 @app.command()

@@ -76,6 +76,8 @@ def check_command(words: list[str]) -> None:
             parsed_job(options, EvaluateOptions)
         case ["seqtile", "check", model_type]:  # takes half a minute; test/recipes/test_check.py runs it
             assert model_type in CONFIG_MAPPING, f"no model type {model_type}"
+        case ["seqtile", "probe", *options]:  # a minute; test/probe runs it. Unknown options are found before --help
+            assert CliRunner().invoke(app, ["probe", *options, "--help"]).exit_code == 0
         case ["seqtile", *arguments]:
             result = CliRunner().invoke(app, arguments)
             assert result.exit_code == 0, result.output

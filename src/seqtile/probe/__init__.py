@@ -1,0 +1,137 @@
+"""seqtile probe: defects of long-sequence training, looked for in seqtile and in what else is installed.
+
+Each probe has an answer that is known: no output may change, or one process's gradient, or float64's. Peers run in
+processes of their own, by their public APIs; none is needed. Nothing slow is imported here.
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+PROBES = {
+    "leak": "outputs of document 2 that change with a token of document 1, in a packed row",
+    "window": "outputs beyond a sliding window that change with a token",
+    "scale": "gradient over 2 ranks, as a multiple of one process's",
+    "label": "loss of the one label at a shard's boundary, as a multiple of one process's",
+    "accumulation": "relative error of the gradient of two batches with unequal numbers of labels",
+    "head": "relative error of the head's gradient in bfloat16 over 256 chunks",
+    "memory": "growth of a step's peak memory with length, in bytes a token",
+}
+PEERS = ("torch", "transformers", "accelerate", "deepspeed", "trl", "liger-kernel")
+TREES = {"alone": ("one process", 1), "seqtile": ("two ranks", 2), "deepspeed": ("two ranks of DeepSpeed", 2)}
+"""Process trees, and how many ranks each has."""
+TIME_LIMIT = 120  # seconds for a tree
+
+
+@dataclass(frozen=True)
+class Row:
+    """What one probe found of one system."""
+
+    probe: str
+    system: str
+    """What was run, with its options."""
+    package: str
+    verdict: str
+    """`right` or `wrong`; `imprecise` of the head's gradient and `grows` of memory; or why there is no figure:
+    `not installed`, `needs a GPU`, `not tried`, `refused`, which an error says, `failed`, after any other error."""
+    figure: str = ""
+    note: str = ""
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        return self.probe, self.package, self.system
+
+    @property
+    def version(self) -> str:
+        return installed(self.package)
+
+
+def installed(package: str) -> str:
+    """Returns the version of a package, "" if it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return ""
+
+
+def probe(
+    names: Sequence[str] = tuple(PROBES),
+    time_limit: float = TIME_LIMIT,
+    progress: Callable[[str], None] = lambda text: None,
+) -> list[Row]:
+    """Returns what the probes of these names find, in the order of PROBES, seqtile first.
+
+    `time_limit`: seconds for each of the process trees. Raises ValueError for a name that is not in PROBES.
+    """
+    if unknown := set(names) - PROBES.keys():
+        raise ValueError(f"expected probes of {', '.join(PROBES)}, got {', '.join(sorted(unknown))}")
+    rows = []
+    for tree, about in TREES.items():
+        progress(f"{about[0]} ...")
+        rows += rows_of(tree, names, time_limit)
+    order = list(PROBES)
+    return sorted(rows, key=lambda row: (order.index(row.probe), row.package != "seqtile", row.package))
+
+
+def rows_of(tree: str, names: Sequence[str], time_limit: float) -> list[Row]:
+    """Returns what the processes of a tree write. A case that they do not reach has failed."""
+    from seqtile.probe.tree import cases_of
+
+    cases = [case for case in cases_of(tree) if case.probe in names]
+    rows = {row.key: row for case in cases if (row := case.absent()) is not None}
+    if len(rows) < len(cases):
+        with tempfile.TemporaryDirectory() as directory:
+            file = Path(directory) / "rows.jsonl"
+            file.touch()
+            why = ended(command(tree, [str(file), *names]), directory, time_limit)
+            found = [Row(**json.loads(line)) for line in file.read_text().splitlines()]
+        rows |= {row.key: row for row in found}
+    return [rows.get(case.row("").key) or case.row("failed", note=why) for case in cases]
+
+
+def command(tree: str, arguments: list[str]) -> list[str]:
+    ranks = TREES[tree][1]
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    return [sys.executable, *(launcher if ranks > 1 else []), "-m", "seqtile.probe.tree", tree, *arguments]
+
+
+def ended(command: list[str], directory: str, time_limit: float) -> str:
+    """Runs processes to their end, or ends them all at the time limit; returns their last line."""
+    with (Path(directory) / "output").open("w+") as output:
+        process = subprocess.Popen(command, stdout=output, stderr=output, cwd=directory, start_new_session=True)
+        try:
+            process.wait(time_limit)
+        except subprocess.TimeoutExpired:
+            return f"not done in {time_limit:g} s"
+        finally:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
+        output.seek(0)
+        errors = [line.strip() for line in output if "Error" in line]
+    return (errors or ["ended early"])[0][:200]
+
+
+def figures_of(rows: list[Row]) -> list[dict[str, Any]]:
+    return [asdict(row) | {"version": row.version} for row in rows]
+
+
+def markdown(rows: list[Row]) -> str:
+    """Returns the table of the rows, with the versions of what is installed."""
+    lines = ["| probe | of | verdict | figure | |", "| --- | --- | --- | ---: | --- |"]
+    for row in rows:
+        verdict = f"**{row.verdict}**" if row.verdict == "wrong" else row.verdict
+        lines.append(f"| {row.probe} | {row.package}: {row.system} | {verdict} | {row.figure} | {row.note} |")
+    return "\n".join([*lines, "", f"With {versions()}."])
+
+
+def versions() -> str:
+    return ", ".join(f"{name} {installed(name) or 'not installed'}" for name in PEERS)

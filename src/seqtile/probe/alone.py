@@ -1,0 +1,249 @@
+"""The probes that one process runs."""
+
+import tempfile
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import seqtile
+from seqtile.memory.measure import LiveBytes
+from seqtile.probe.cases import CLOSE, VOCAB, WINDOW, Case, Finding, error, gradients, leak, small_model, window
+
+Loss = Callable[[Tensor, Tensor, Tensor, int], Tensor]
+"""hidden [T, D], weight [V, D], target [T], tokens a chunk -> the mean loss."""
+
+HEAD = (2048, 64, 256)  # T, D, V of the probe of the head
+CHUNKS = 256
+LENGTHS = (8192, 16384)  # of the probe of memory, with chunks of 256 tokens; TRL's tiles have 4,096
+WIDTH, WORDS = 16, 1024
+UNEQUAL = (60, 4)  # labels of two batches
+GUIDE = "by contract; its guide on accumulation says how to weigh the losses"
+RING = "torch's ring attention, over several GPUs: not tried here"
+UPSTREAM = "a sum, divided afterwards as its docstring recommends"
+
+
+def logits_of(model: nn.Module) -> Callable[[dict[str, Tensor]], Tensor]:
+    return lambda batch: model(input_ids=batch["input_ids"], position_ids=batch["position_ids"]).logits[0] + 0
+
+
+def not_tried() -> Finding:
+    return Finding(False, "", "not tried")
+
+
+def tiled_model(sliding_window: int | None = None) -> nn.Module:
+    model = small_model(sliding_window)
+    seqtile.apply_seqtile(model, layer=True, chunk_tokens=16, check=False)
+    return model
+
+
+# (e) accumulation ---------------------------------------------------------------------------------------------
+
+
+def unequal_batches() -> list[dict[str, Tensor]]:
+    """Returns two batches of one row of 64 tokens, of which the last 60 and the last 4 are labels."""
+    found = []
+    for i, labelled in enumerate(UNEQUAL):
+        ids = torch.randint(3, VOCAB, (1, 64), generator=torch.Generator().manual_seed(i))
+        labels = ids.clone()
+        labels[:, :-labelled] = -100
+        found.append({"input_ids": ids, "labels": labels})
+    return found
+
+
+def both_at_once() -> Tensor:
+    """Returns the gradient of the mean over all labels of both, as one batch."""
+    model, batches = small_model(), unequal_batches()
+    model(**{name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}).loss.backward()
+    return gradients(model)
+
+
+def accumulation(model: nn.Module, backward: Callable[[nn.Module, dict[str, Tensor], int], None]) -> Finding:
+    """`backward(model, batch, items)` is called for each batch, with the number of labels of both."""
+    for batch in unequal_batches():
+        backward(model, batch, sum(UNEQUAL))
+    return small_error(error(gradients(model), both_at_once()))
+
+
+def small_error(found: float) -> Finding:
+    return Finding(found < CLOSE, f"{found:.1e}")
+
+
+def by_items(model: nn.Module, batch: dict[str, Tensor], items: int) -> None:
+    model(**batch, num_items_in_batch=items).loss.backward()
+
+
+def accelerate_accumulates() -> Finding:
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=True, gradient_accumulation_steps=len(UNEQUAL))
+    model = accelerator.prepare(small_model())
+
+    def backward(model: nn.Module, batch: dict[str, Tensor], items: int) -> None:
+        with accelerator.accumulate(model):
+            accelerator.backward(model(**batch).loss)
+
+    return accumulation(model, backward)
+
+
+def deepspeed_accumulates() -> Finding:
+    """The loss of all chunks is a sum, divided by the labels afterwards, as its docstring recommends."""
+
+    def backward(model: nn.Module, batch: dict[str, Tensor], items: int) -> None:
+        hidden = model.model(input_ids=batch["input_ids"]).last_hidden_state[0, :-1]
+        (of_deepspeed(hidden, model.lm_head.weight, batch["labels"][0, 1:], 16, "sum") / items).backward()
+
+    return accumulation(small_model(), backward)
+
+
+def trl_accumulates() -> Finding:
+    """SFTTrainer, one update of SGD at learning rate 1 over the two batches."""
+    from datasets import Dataset
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast
+    from trl import SFTConfig, SFTTrainer
+
+    words = {f"w{i}": i for i in range(VOCAB)}
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="w0")), pad_token="w0", eos_token="w1"
+    )
+    rows = [
+        {
+            "input_ids": batch["input_ids"][0].tolist(),
+            "completion_mask": (batch["labels"][0] != -100).int().tolist(),
+        }
+        for batch in unequal_batches()
+    ]
+    model = small_model()
+    before = torch.cat([parameter.detach().flatten().clone() for parameter in model.parameters()])
+    with tempfile.TemporaryDirectory() as directory:
+        options = {"output_dir": directory, "use_cpu": True, "report_to": "none", "bf16": False, "save_strategy": "no"}
+        options |= {"optim": "sgd", "learning_rate": 1.0, "lr_scheduler_type": "constant", "max_grad_norm": 0.0}
+        options |= {"max_steps": 1, "per_device_train_batch_size": 1, "gradient_accumulation_steps": len(UNEQUAL)}
+        arguments = SFTConfig(**options, completion_only_loss=True, disable_tqdm=True)
+        SFTTrainer(model, arguments, train_dataset=Dataset.from_list(rows), processing_class=tokenizer).train()
+    after = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
+    return small_error(error(before - after, both_at_once()))
+
+
+# (f) the head's gradient, (g) memory --------------------------------------------------------------------------
+
+
+def untiled(hidden: Tensor, weight: Tensor, target: Tensor, chunk: int) -> Tensor:
+    return F.cross_entropy(hidden @ weight.T, target)
+
+
+def of_seqtile(hidden: Tensor, weight: Tensor, target: Tensor, chunk: int) -> Tensor:
+    return seqtile.linear_cross_entropy(hidden, weight, target, chunk_tokens=chunk)
+
+
+def checkpointed(hidden: Tensor, weight: Tensor, target: Tensor, chunk: int) -> Tensor:
+    """The loop that one writes by hand; autograd adds up the weight's gradient in its dtype."""
+    from torch.utils.checkpoint import checkpoint
+
+    def loss(x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy((x @ weight.T).float(), y, reduction="sum")
+
+    parts = zip(hidden.split(chunk), target.split(chunk), strict=True)
+    return sum(checkpoint(loss, x, y, use_reentrant=False) for x, y in parts) / len(target)
+
+
+def of_torch(hidden: Tensor, weight: Tensor, target: Tensor, chunk: int, **given: Any) -> Tensor:
+    options = nn.LinearCrossEntropyOptions(batch_chunk_size=chunk, chunking_method=None, **given)
+    return F.linear_cross_entropy(hidden, weight, target, options=options)
+
+
+def of_deepspeed(hidden: Tensor, weight: Tensor, target: Tensor, chunk: int, reduction: str = "mean") -> Tensor:
+    from deepspeed.runtime.sequence_parallel.ulysses_sp import TiledFusedLogitsLoss
+
+    def loss(_: Any, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy((x @ weight.T).float(), y, reduction=reduction)
+
+    shards = -(-len(hidden) // chunk)
+    return TiledFusedLogitsLoss.apply(loss, None, hidden[None], target[None], None, shards, [weight], reduction)
+
+
+def of_trl(hidden: Tensor, weight: Tensor, target: Tensor, chunk: int) -> Tensor:
+    from trl.kernels import ChunkedLogProbFunction
+
+    log_probs, *_ = ChunkedLogProbFunction.apply(hidden, weight, None, target, 1.0, 256, None, 1.0, ())
+    return -log_probs.mean()
+
+
+def of_liger(hidden: Tensor, weight: Tensor, target: Tensor, chunk: int, **given: Any) -> Tensor:
+    from liger_kernel.transformers import LigerFusedLinearCrossEntropyLoss
+
+    return LigerFusedLinearCrossEntropyLoss(**given)(weight, hidden, target)
+
+
+def problem(tokens: int, width: int, words: int, dtype: torch.dtype, device: str) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(tokens, width, generator=generator).to(device, dtype).requires_grad_()
+    weight = (torch.randn(words, width, generator=generator) / width**0.5).to(device, dtype).requires_grad_()
+    return [hidden, weight, torch.randint(words, (tokens,), generator=generator).to(device)]
+
+
+def head(loss: Loss, device: str = "cpu") -> Finding:
+    """Right within twice what torch's untiled loss, in bfloat16 too, is from float64."""
+    hidden, weight, target = problem(*HEAD, torch.bfloat16, device)
+    exact = [tensor.detach().double().requires_grad_() for tensor in (hidden, weight)]
+    untiled(*exact, target, 0).backward()
+    found = []
+    for each in (untiled, loss):
+        weight.grad = hidden.grad = None
+        each(hidden, weight, target, HEAD[0] // CHUNKS).backward()
+        found.append(error(weight.grad, exact[1].grad))
+    return Finding(found[1] <= 2 * found[0], f"{found[1]:.1e}", "imprecise")
+
+
+def memory(loss: Loss, device: str = "cpu") -> Finding:
+    """Right where it grows by less than an eighth of a row of logits, in bfloat16."""
+    peaks = []
+    for tokens in LENGTHS:
+        inputs = problem(tokens, WIDTH, WORDS, torch.bfloat16, device)
+        with LiveBytes() as live:
+            loss(*inputs, 256).backward()
+        peaks.append(live.peak)
+    growth = (peaks[1] - peaks[0]) / (LENGTHS[1] - LENGTHS[0])
+    return Finding(growth < WORDS * 2 / 8, f"{growth:,.0f}", "grows")
+
+
+FLOAT32 = {"acc_policy": "accurate", "acc_dtype": torch.float32}
+OWN = "its own number of chunks"
+HEADS: tuple[tuple[str, str, Loss, str], ...] = (
+    ("linear_cross_entropy", "seqtile", of_seqtile, ""),
+    ("F.linear_cross_entropy, default options", "torch", of_torch, ""),
+    ("F.linear_cross_entropy, accurate, float32", "torch", partial(of_torch, **FLOAT32), "acc_policy, acc_dtype"),
+    ("checkpointed chunks", "torch", checkpointed, "a loop by hand"),
+    ("untiled", "torch", untiled, "one piece, for comparison"),
+    ("TiledFusedLogitsLoss", "deepspeed", of_deepspeed, "mean of shards"),
+    ("ChunkedLogProbFunction", "trl", of_trl, "its own tiles of 4,096 tokens"),
+    ("fused linear cross-entropy", "liger-kernel", of_liger, OWN),
+    ("the same, accum_dtype float32", "liger-kernel", partial(of_liger, accum_dtype=torch.float32), OWN),
+)
+
+
+def cases() -> list[Case]:
+    found = [
+        Case("leak", "layer=True", "seqtile", lambda: leak(logits_of(tiled_model()))),
+        Case("leak", "sdpa, position_ids", "transformers", lambda: leak(logits_of(small_model()))),
+        Case("window", "layer=True", "seqtile", lambda: window(logits_of(tiled_model(WINDOW)))),
+        Case("window", "sdpa", "transformers", lambda: window(logits_of(small_model(WINDOW)))),
+        Case("window", "layer=True, packed", "seqtile", lambda: window(logits_of(tiled_model(WINDOW)), packed=True)),
+        Case("window", "sdpa, packed", "transformers", lambda: window(logits_of(small_model(WINDOW)), packed=True)),
+        Case("leak", "context parallel", "accelerate", not_tried, RING, gpu=True),
+        Case("window", "context parallel", "accelerate", not_tried, RING, gpu=True),
+        Case("accumulation", "num_items_in_batch", "seqtile", lambda: accumulation(tiled_model(), by_items)),
+        Case("accumulation", "num_items_in_batch", "transformers", lambda: accumulation(small_model(), by_items)),
+        Case("accumulation", "accelerator.accumulate, mean loss", "accelerate", accelerate_accumulates, GUIDE),
+        Case("accumulation", "TiledFusedLogitsLoss / labels", "deepspeed", deepspeed_accumulates, UPSTREAM),
+        Case("accumulation", "SFTTrainer", "trl", trl_accumulates),
+    ]
+    for name, probe in (("head", head), ("memory", memory)):
+        for system, package, loss, note in HEADS:
+            gpu = package == "liger-kernel"
+            found.append(Case(name, system, package, partial(probe, loss, "cuda" if gpu else "cpu"), note, gpu))
+    return found

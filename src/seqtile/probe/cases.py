@@ -1,0 +1,144 @@
+"""What a case is, and what the probes compute with: small models, and a count of outputs that change."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from seqtile.probe import Row, installed
+
+VOCAB, TOKENS = 97, 64
+BOUNDARY = 24  # where document 2 begins: not at the boundary of a shard
+WINDOW = 8
+LABEL = 32  # the first token of the second of two shards
+CLOSE = 1e-3  # of a float32 gradient, where rounding makes 1e-6
+
+
+@dataclass(frozen=True)
+class Finding:
+    right: bool
+    figure: str
+    wrong: str = "wrong"
+    """The verdict where it is not right."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """A probe of one system: what is run, and what it needs."""
+
+    probe: str
+    system: str
+    package: str
+    find: Callable[[], Finding]
+    note: str = ""
+    gpu: bool = False
+
+    def row(self, verdict: str, figure: str = "", note: str = "") -> Row:
+        return Row(self.probe, self.system, self.package, verdict, figure, note or self.note)
+
+    def absent(self) -> Row | None:
+        """Returns the row of a case that cannot run here."""
+        if not installed(self.package):
+            return self.row("not installed")
+        return self.row("needs a GPU") if self.gpu and not torch.cuda.is_available() else None
+
+    def run(self) -> Row:
+        torch.manual_seed(0)
+        try:
+            found = self.find()
+        except (NotImplementedError, ValueError) as error:
+            return self.row("refused", note=first_line(error))
+        except Exception as error:  # a peer's own: the row says so, and the other rows come
+            return self.row("failed", note=first_line(error))
+        return self.row("right" if found.right else found.wrong, found.figure)
+
+
+def first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0][:200]
+
+
+def small_model(sliding_window: int | None = None) -> nn.Module:
+    """Returns a Llama in float32, or with a window a Mistral, of one layer; weights large enough for a sharp softmax.
+
+    The same in every process.
+    """
+    from transformers import LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM
+
+    sizes = {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1}
+    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16, "attn_implementation": "sdpa"}
+    sizes |= {"use_cache": False}  # as Trainer sets it for training
+    torch.manual_seed(0)
+    if sliding_window is None:
+        model = LlamaForCausalLM(LlamaConfig(**sizes))
+    else:
+        model = MistralForCausalLM(MistralConfig(**sizes, sliding_window=sliding_window))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.mul_(4)
+    return model.train()
+
+
+def batch_of(packed: bool = False) -> dict[str, Tensor]:
+    """Returns input_ids, labels and position_ids, int64 [1, TOKENS]; the labels of a quarter are masked."""
+    ids = torch.randint(VOCAB, (1, TOKENS), generator=torch.Generator().manual_seed(1))
+    labels, positions = ids.clone(), torch.arange(TOKENS)[None]
+    labels[:, : TOKENS // 4] = -100
+    if packed:
+        positions = torch.cat([torch.arange(BOUNDARY), torch.arange(TOKENS - BOUNDARY)])[None]
+        labels[:, BOUNDARY] = -100
+    return {"input_ids": ids, "labels": labels, "position_ids": positions}
+
+
+def changed(logits: Callable[[dict[str, Tensor]], Tensor], batch: dict[str, Tensor], beyond: int) -> Finding:
+    """Counts the tokens from `beyond` on whose logits change when token 1 is another. `logits` returns [S, V]."""
+    with torch.no_grad():
+        before = logits(dict(batch))
+        ids = batch["input_ids"].clone()
+        ids[:, 1] = (ids[:, 1] + 1) % VOCAB
+        after = logits(batch | {"input_ids": ids})
+    differs = (before - after).abs().amax(-1) > 1e-6 * before.abs().max()
+    assert differs[1], "the changed token changes nothing at all"
+    count = int(differs[beyond:].sum())
+    return Finding(count == 0, f"{count} of {TOKENS - beyond}")
+
+
+def leak(logits: Callable[[dict[str, Tensor]], Tensor]) -> Finding:
+    return changed(logits, batch_of(packed=True), BOUNDARY)
+
+
+def window(logits: Callable[[dict[str, Tensor]], Tensor], packed: bool = False) -> Finding:
+    """Of a model of one layer with a window of WINDOW tokens."""
+    return changed(logits, batch_of(packed), 1 + WINDOW)
+
+
+def gradients(model: nn.Module) -> Tensor:
+    """Returns all gradients as one vector; zeros where there is none."""
+    found = [parameter.grad if parameter.grad is not None else 0 * parameter for parameter in model.parameters()]
+    return torch.cat([gradient.detach().flatten() for gradient in found])
+
+
+def truth(batch: dict[str, Any], attention: str = "sdpa") -> tuple[Tensor, Tensor]:
+    """Returns the loss of one process that has the whole batch, and its gradients as one vector.
+
+    `attention` is not sdpa where a peer has replaced that for the whole process.
+    """
+    model = small_model()
+    model.set_attn_implementation(attention)
+    loss = model(**batch).loss
+    loss.backward()
+    return loss.detach(), gradients(model)
+
+
+def scale(ours: Tensor, theirs: Tensor) -> Finding:
+    """Returns by how much a gradient is larger than the true one, as a factor, and what no factor explains."""
+    factor = float(ours @ theirs / (theirs @ theirs))
+    left = error(ours / factor, theirs)
+    return Finding(max(abs(factor - 1), left) < CLOSE, f"x {factor:.2f}" + f", error {left:.0e}" * (left >= CLOSE))
+
+
+def error(ours: Tensor, theirs: Tensor) -> float:
+    """Returns |ours - theirs| / |theirs|, in float64."""
+    return float((ours.double() - theirs.double()).norm() / theirs.double().norm())

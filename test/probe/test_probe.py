@@ -1,0 +1,176 @@
+"""seqtile probe: seqtile is right, a planted defect is found, and a peer that cannot run is shown as such."""
+
+import json
+import re
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from typer.testing import CliRunner
+
+from seqtile import cli, probe
+from seqtile.probe import PEERS, PROBES, Row, alone, cases, ranks
+from seqtile.probe.cases import Case, Finding, batch_of, leak, scale, small_model, truth, window
+from seqtile.probe.tree import cases_of
+
+PAGE = Path(__file__).parents[2] / "docs" / "probe.md"
+OURS = [case for case in alone.cases() if case.package == "seqtile"]
+EXACT = {"leak": "0 of 40", "window": "0 of 55", "scale": "x 1.00", "label": "x 1.00"}
+
+
+def figure_is_right(row: Row) -> bool:
+    if row.probe in EXACT:
+        return row.figure == EXACT[row.probe]
+    return float(row.figure.replace(",", "")) < {"accumulation": 1e-6, "head": 3e-3, "memory": 50}[row.probe]
+
+
+@pytest.mark.parametrize("case", OURS, ids=lambda case: f"{case.probe}-{case.system}")
+def test_seqtile_is_right(case: Case) -> None:
+    row = case.run()
+    assert row.verdict == "right" and figure_is_right(row), row
+
+
+@pytest.mark.dist
+def test_seqtile_is_right_over_two_ranks() -> None:
+    rows = [row for row in probe.rows_of("seqtile", tuple(PROBES), 600) if row.package == "seqtile"]
+    assert [row.probe for row in rows] == ["leak", "window", "window", "scale", "label"]
+    assert all(row.verdict == "right" and figure_is_right(row) for row in rows), rows
+
+
+def without_positions(model: nn.Module) -> Callable[[dict[str, Tensor]], Tensor]:
+    """A function that leaks: the documents of a row are one."""
+    return lambda batch: model(input_ids=batch["input_ids"]).logits[0]
+
+
+def mean_of_means(model: nn.Module, batch: dict[str, Tensor], items: int) -> None:
+    (model(**batch).loss / 2).backward()
+
+
+def times_two() -> Finding:
+    return scale(2 * truth(batch_of())[1], truth(batch_of())[1])
+
+
+def shifted_after_the_cut(batch: dict[str, Tensor]) -> Tensor:
+    """Both shards in one process; each loses the label at its end."""
+    logits, labels = small_model()(input_ids=batch["input_ids"]).logits[0], batch["labels"][0]
+    halves = zip(logits.split(32), labels.split(32), strict=True)
+    return sum(F.cross_entropy(x[:-1], y[1:], reduction="sum") for x, y in halves).detach()
+
+
+def in_another_direction() -> Finding:
+    """Of the right length along the true gradient."""
+    true = truth(batch_of())[1]
+    across = true.flip(0) - true * (true.flip(0) @ true) / (true @ true)
+    return scale(true + across, true)
+
+
+PLANTED = {
+    "leak": (lambda: leak(without_positions(small_model())), "wrong", "40 of 40"),
+    "window": (lambda: window(without_positions(small_model())), "wrong", "55 of 55"),
+    "scale": (times_two, "wrong", "x 2.00"),
+    "another direction": (in_another_direction, "wrong", r"x 1.00, error \de[+-]\d\d"),
+    "label": (lambda: ranks.of_label(shifted_after_the_cut), "wrong", "x 0.00"),
+    "accumulation": (lambda: alone.accumulation(small_model(), mean_of_means), "wrong", r"2\.\de\+00"),
+    "head": (lambda: alone.head(alone.checkpointed), "imprecise", r"1\.\de-02"),
+    "memory": (lambda: alone.memory(alone.untiled), "grows", r"\d,\d+"),
+}
+
+
+@pytest.mark.parametrize("name", PLANTED)
+def test_a_planted_defect_is_found(name: str) -> None:
+    find, verdict, figure = PLANTED[name]
+    row = Case(name, "planted", "torch", find).run()
+    assert row.verdict == verdict and re.fullmatch(figure, row.figure), row
+
+
+def test_half_of_it_is_counted() -> None:
+    """Of the outputs those that change, not whether any does: a leak into the last ten tokens alone."""
+    model = small_model()
+
+    def logits(batch: dict[str, Tensor]) -> Tensor:
+        whole, apart = (model(input_ids=batch["input_ids"], **given).logits[0] for given in ({}, positions))
+        return torch.cat([apart[:-10], whole[-10:]])
+
+    positions = {"position_ids": batch_of(packed=True)["position_ids"]}
+    assert leak(logits) == Finding(False, "10 of 40")
+
+
+def test_what_cannot_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    def absent(package: str) -> str:
+        return "" if package in ("trl", "deepspeed") else "1.0"
+
+    monkeypatch.setattr(cases, "installed", absent)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    found = {(case.package, case.gpu): case.absent() for tree in probe.TREES for case in cases_of(tree)}
+    verdicts = {key: row and row.verdict for key, row in found.items()}
+    assert verdicts.pop(("liger-kernel", True)) == verdicts.pop(("accelerate", True)) == "needs a GPU"
+    assert verdicts.pop(("trl", False)) == verdicts.pop(("deepspeed", False)) == "not installed"
+    assert set(verdicts.values()) == {None}
+    monkeypatch.setattr(probe, "ended", lambda *_: pytest.fail("nothing of this tree is installed"))
+    assert {row.verdict for row in probe.rows_of("deepspeed", tuple(PROBES), 1)} == {"not installed"}
+
+
+def test_errors_are_rows() -> None:
+    def fail(error: Exception) -> Finding:
+        raise error
+
+    for error, verdict in ((ValueError("no\nmore"), "refused"), (RuntimeError("no\nmore"), "failed")):
+        row = Case("leak", "it", "torch", partial(fail, error)).run()
+        assert (row.verdict, row.note) == (verdict, f"{type(error).__name__}: no")
+
+
+def test_a_tree_that_hangs_is_ended() -> None:
+    rows = probe.rows_of("alone", ["leak"], time_limit=0.01)
+    assert {row.verdict for row in rows if row.package == "seqtile"} == {"failed"}
+    assert all(row.note == "not done in 0.01 s" for row in rows if row.verdict == "failed")
+
+
+def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    right, wrong = Row("leak", "it", "seqtile", "right", "0 of 40"), Row("leak", "it", "torch", "wrong", "40 of 40")
+    for ours, code in ((right, 0), (Row("leak", "it", "seqtile", "wrong", "1 of 40"), 1)):
+        monkeypatch.setattr(cli, "rows_of_probes", lambda names, progress, ours=ours: [ours, wrong])
+        result = CliRunner().invoke(cli.app, ["probe", "--json"])
+        assert result.exit_code == code
+        assert [row["verdict"] for row in json.loads(result.output)] == [ours.verdict, "wrong"]
+    assert "40 of 40" in CliRunner().invoke(cli.app, ["probe"]).output
+    monkeypatch.undo()
+    result = CliRunner().invoke(cli.app, ["probe", "--only", "leaks"])
+    assert result.exit_code == 1 and "expected probes of leak, window" in result.output and "got leaks" in result.output
+
+
+def rows_of_page() -> dict[tuple[str, str], str]:
+    rows = [line.strip("| \n").split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    return {(row[0], row[1]): row[2].strip("*") for row in rows if row[0] in PROBES and ": " in row[1]}
+
+
+def test_the_page_has_every_row() -> None:
+    every = [case for tree in probe.TREES for case in cases_of(tree)]
+    assert set(rows_of_page()) == {(case.probe, f"{case.package}: {case.system}") for case in every}
+    assert all(verdict == "right" for (_, system), verdict in rows_of_page().items() if system.startswith("seqtile:"))
+    assert len({(case.probe, case.package, case.system) for case in every}) == len(every)
+
+
+@cache
+def produced() -> list[Row]:
+    return probe.probe(time_limit=900)
+
+
+@pytest.mark.dist
+@pytest.mark.full("a minute of every installed peer")
+def test_the_page_has_what_the_command_says() -> None:
+    if probe.versions() not in PAGE.read_text():
+        pytest.skip(f"the page is of other versions than {probe.versions()}")
+    assert {(row.probe, f"{row.package}: {row.system}"): row.verdict for row in produced()} == rows_of_page()
+
+
+@pytest.mark.dist
+@pytest.mark.full("a minute of every installed peer")
+@pytest.mark.parametrize("package", PEERS)
+def test_a_peer_runs_where_it_is_installed(package: str) -> None:
+    rows = [row for row in produced() if row.package == package]
+    assert rows and all(row.verdict != "failed" for row in rows), rows
+    assert probe.installed(package) or {row.verdict for row in rows} == {"not installed"}

@@ -118,8 +118,8 @@ def test_what_stood_behind_a_row_of_logits(op: Callable, monkeypatch: pytest.Mon
     empty, buffers = torch.Tensor.new_empty, []
 
     def poisoned(self: torch.Tensor, *shape: int, **options: object) -> torch.Tensor:
-        buffers.append(empty(self, *shape, **options).fill_(float("nan")))
-        return buffers[-1]
+        buffers.append(empty(self, *shape, **options))
+        return buffers[-1].fill_(float("nan")) if buffers[-1].is_floating_point() else buffers[-1]
 
     hidden, weight, target = (tensor.bfloat16() if tensor.is_floating_point() else tensor for tensor in make(63))
     hidden = hidden.detach().requires_grad_()

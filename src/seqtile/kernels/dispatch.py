@@ -40,8 +40,8 @@ def triton_serves(tensor: torch.Tensor) -> bool:
 
 
 def run(name: str, tensor: torch.Tensor, *args: Any) -> None:
-    """Runs the kernel of this name, or its eager twin, where `tensor` is; in a simulation, which stands for a GPU and
-    has no values, nothing."""
+    """Runs the kernel of this name, or its eager twin, on the tensor's device. In a simulation (FakeTensor) it does
+    nothing."""
     if not isinstance(tensor, FakeTensor):
         function = getattr(PROGRAMS[name] if triton_serves(tensor) else eager, name)
         if tensor.is_cuda and tensor.get_device() != torch._C._cuda_getDevice():

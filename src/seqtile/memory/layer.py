@@ -189,8 +189,8 @@ class Layer:
         """Yields the moments of a layer that is tiled as a whole: only attention has the length of the sequence.
 
         With groups of heads, queries, keys, values, their gradients and workspace exist for one group at a time;
-        attention's output is kept of all, and let go of group by group. The gradient of what the MLP's part begins with
-        is alive throughout, from the first group on also that of what is projected.
+        attention's output is kept of all, and let go of group by group. The gradient of the input of the MLP's part is
+        alive throughout. From the first group on, the gradient of the projections' input is alive too.
         """
         shape, size, hidden = self.shape, self.setup.bytes, self.hidden
         count = self.groups or 1
@@ -224,8 +224,8 @@ class Layer:
         yield Alive("norm before attention", after, sums + self._rounded(sums) + decoded, norms=hidden + self.cast)
 
     def evaluated(self) -> Iterator[Alive]:
-        """Yields the moments of a forward that records nothing. Alive throughout are what the first layer was given,
-        which the model holds on to, and what this one was."""
+        """Yields the moments of a forward that records nothing. Two tensors are alive throughout: the first layer's
+        input, which the model holds, and this layer's input."""
         shape, setup, given = self.shape, self.setup, 2 * self.hidden
         if self.tiled:
             # Beside an untiled loss there is a cache, with which heads are not computed in groups.

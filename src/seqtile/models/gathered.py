@@ -7,9 +7,9 @@ and ranks with different numbers of chunks would deadlock. So around the loop
              that is inside of it
     FSDP2    the hooks of the modules inside that are sharded by themselves run once
 
-and in the loop, which runs again in the backward, the hooks of both do no more than cast, as a policy of mixed
-precision asks. DeepSpeed marks the mixtures' blocks of some types as leaves by itself, and reduces the gradients of
-such a leaf by a hook on its backward: inside of a larger part that hook, too, runs around the loop.
+and inside the loop, in the forward and the backward, the hooks of ZeRO-3 and FSDP2 only cast to the dtype of the
+mixed-precision policy. DeepSpeed marks the mixtures' blocks of some types as leaves by itself, and reduces the
+gradients of such a leaf by a hook on its backward: inside of a larger part that hook, too, runs around the loop.
 """
 
 from collections.abc import Callable, Iterator

@@ -272,7 +272,8 @@ def _verdict(layer: nn.Module, dtype: torch.dtype | None) -> Verdict:
 def _chunked(layer: nn.Module, reason: str, form: LayerForm | None) -> Verdict:
     config = next((module.config for module in layer.modules() if hasattr(module, "config")), None)
     sparsity = max((sparsity_of(module, config) for module in layer.modules() if are_experts(module)), default=1)
-    # Where every call matters, that of the attention does, too, which no chunk can make.
+    # If a hook must see every module call, it must see attention's call too, and attention cannot be called in chunks:
+    # the layer runs untiled.
     how = "untiled" if form is not None and module_call_reason() else "chunked"
     in_chunks = (InChunks(layer=layer),) if form is None else _called_parts(layer)
     return Verdict(how, reason, form=form, sparsity=sparsity, in_chunks=in_chunks)

@@ -3,8 +3,8 @@
     forward    hidden ─── Edge ── LazyLogits ── what reducers and wrappers do with outputs ── LazyLogits ── Read
     backward   gradients ─ Edge ─────────────── LazyGradient, which keeps what was read ──────────────────── Read
 
-The hooks that reducers put on outputs, by which FSDP2 and ZeRO gather weights before the backward, so run before Edge,
-where the gradients of hidden states and head are computed: chunk by chunk, from the logits once more.
+Reducers put hooks on outputs; FSDP2 and ZeRO gather weights in them before the backward. These hooks therefore run
+before Edge, where the gradients of hidden states and head are computed: chunk by chunk, from the logits once more.
 """
 
 import copy

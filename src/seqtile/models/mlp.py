@@ -98,8 +98,8 @@ def tiled_mlp_forward(options: Options, original: Callable) -> Callable:
     """Returns a tiled forward in place of `original`, an MLP's forward (a plain function) of a token's hidden states,
     or of several tensors that are as long.
 
-    A sequence that fits in a chunk is `original`'s, unless weights take their gradients to `main_grad`, or are gathered
-    by collectives, which come in the same order on ranks whose sequences are of different lengths.
+    A sequence that fits in a chunk is `original`'s, unless weights have a `main_grad`, or are sharded: then short
+    sequences run tiled too, so that all ranks call the collectives in the same order whatever their lengths.
     """
     form = gated_form(original)
     of_mlp, said = Verdicts(partial(_verdict, form or original)).of, []

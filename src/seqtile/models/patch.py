@@ -33,8 +33,8 @@ class ClassPatch:
 
     parts: set[str] = field(default_factory=set)
     classes: dict[type, tuple[str, str] | None] = field(default_factory=dict)
-    """Those that have a tiled forward, and where those stand that replace another, a module and a name: more than one
-    in a place if another library replaced the first."""
+    """The classes with a tiled forward. For a class that replaced another: the module and name where it stands. One
+    place may have several, if another library replaced the first."""
 
 
 _CLASSES: dict[str, ClassPatch] = {}  # the one registry: model_type -> what was applied to its classes

@@ -1,7 +1,7 @@
 """Puts a tiled forward on a class, and takes it off.
 
-A tiled forward always stands on a class, of which it is the forward. A module that is tiled alone is given a class of
-its own for it, derived from the one that it had, in which all modules of that class share:
+A tiled forward always stands on a class, of which it is the forward. A single module is tiled by changing its class to
+a new subclass of the old one. All such modules of one class share the subclass:
 
     a class    Llama.forward = tiled                               tiled.seqtile_placement: what it stands in for
     a module   mlp.__class__ = a class derived from type(mlp), whose forward is tiled
@@ -192,8 +192,8 @@ def own_forward(owner: Owner) -> Any:
 
 
 def current_forward(owner: Owner) -> Any:
-    """Returns the function that runs as the owner's forward. A tiled one is found in what Hugging Face puts around the
-    forward of a class that is derived from a decoder layer's, such as FSDP2's, to checkpoint it."""
+    """Returns the function that runs as the owner's forward. Hugging Face wraps the forward of every subclass of a
+    decoder layer, such as FSDP2's, to checkpoint it. A tiled forward is found inside that wrapper too."""
     forward = own_forward(owner) or _type_of(owner).forward
     tiled = decorated(forward)
     return tiled if placement_of(tiled) is not None else forward
@@ -229,7 +229,8 @@ def place(
     """Gives `owner` the tiled forward that `wrap` makes of its forward (a plain function), unless the same one is there
     already. `part` is what it tiles. Modules of one class share one derived class in `classes`, which is extended.
 
-    A tiled forward of its class does not count: restoring the classes leaves a model's own tiling in place.
+    A tiled forward on the module's class does not count as one on the module, so restoring the class leaves the module
+    tiled.
     """
     there, before, mine = placement_at(owner), own_forward(owner), _placed_at(owner)
     if there is not None and there.is_of(options) and there.part == part and (there is mine or before is not None):

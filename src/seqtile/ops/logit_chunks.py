@@ -11,8 +11,9 @@ logits alive:
 
 Where all tokens that count fit in one chunk there is no sum, and d_W is one product in its own dtype.
 
-Of one total the gradients are ready when its forward ends, up to the upstream gradient. Of one value a token the
-chunks are recomputed in the backward, because only there is each token's upstream gradient known.
+If the loss is one total, the forward already computes the gradients, except for the factor of the upstream gradient. If
+there is one value per token, the backward recomputes the chunks, because each token's upstream gradient is known only
+then.
 Source: Arctic Long Sequence Training, 3.1; Mini-Sequence Transformer, algorithms 2 and 4. Exact, not approximate.
 """
 
@@ -117,7 +118,7 @@ class HeadGradients:
     weight: WeightGrad | None
     bias: WeightGrad | None
     one_product: bool
-    """Whether that of the weight is one product, with no sum over chunks: of `d_logits` [n, V], the only chunk."""
+    """True if there is only one chunk: the weight's gradient is then one product with `d_logits` [n, V], not a sum."""
     d_logits: torch.Tensor | None = None
 
     def add(self, d_logits: torch.Tensor, x: torch.Tensor, matrix: torch.Tensor, places: slice | torch.Tensor) -> None:
@@ -200,8 +201,8 @@ class ChunkedHeads(NamedTuple):
 
         Of each head 2 n D V FLOP for the logits, as many for d_hidden and for d_weight. Allocates one chunk of logits
         [C, V], d_hidden and d_weight; where some tokens are ignored, or autocast changes the dtype, one chunk [C, D]
-        besides. Of a single chunk d_weight is left to `_scaled`, and the gradients keep the chunk, unless it goes to
-        one of `main_grads`.
+        besides. If there is one chunk and no `main_grad`, `_scaled` computes d_weight later, so the chunk of d_logits
+        is kept until then.
         """
         spec, heads, inputs, rows, class_weight = self
         per_head = list(zip(heads, spec.dtypes, strict=True))
@@ -253,8 +254,8 @@ class ChunkedHeadsFunction(torch.autograd.Function):
 
     With `grads_in_forward` 3 matrix products a head in all: the upstream gradient is applied in the backward, once, in
     float32, in place, and what it is applied to is given away: a second backward (`retain_graph=True`) recomputes the
-    chunks. So does a backward whose gradients are not those of one factor for all tokens, which is known only there:
-    because other values have one, or the tokens' losses have different ones. 3 products more.
+    chunks. A backward also recomputes the chunks if the tokens' losses have different upstream gradients, or if a value
+    other than the losses has one. Only the backward can tell. 3 products more.
 
     Without it one product in the forward, three in the backward; nothing but the operands is kept.
     """

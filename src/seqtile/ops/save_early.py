@@ -9,8 +9,8 @@ is always run again. `save_early` places an identity before it that saves them i
     backward                       x ── GatedMLP           reads node.saved_tensors, and computes gate and up once more
 
 Where nothing behind the Function saves a tensor either, as in a Llama layer, its forward is never run a second time: a
-tiled MLP under checkpointing then costs what an untiled one costs. Nothing is detected and nothing is skipped by a
-flag: where the recomputation does go on, everything is still right.
+tiled MLP under checkpointing then costs what an untiled one costs. This needs no flag and no detection of
+checkpointing. If the recomputation does continue, the result is still right.
 """
 
 from collections.abc import Sequence

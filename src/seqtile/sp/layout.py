@@ -107,8 +107,8 @@ def layout_of(
     """Returns the layout of what the ranks of a group hold together. `position_ids` [B or 1, S], or of several axes
     [3 or 4, B, S], and the attention mask [B, S] are local, and of the same shape on every rank.
 
-    As for Hugging Face, documents are told by positions that restart, where there is no mask; of several axes by the
-    first of four, that of the text.
+    As in Hugging Face, without a mask a document begins where positions restart. If position_ids have four axes, the
+    first one, the text's, decides.
 
     One or two small collectives and one wait for the device, once per forward. Raises ValueError on every rank for a
     mask with a hole or over documents.

@@ -2,17 +2,19 @@
 
 Only attention mixes tokens. So norms, projections, rotary embedding, residuals and MLP run in chunks, and what is kept
 of a layer is its input, and what attention saves. With groups, queries, keys and values, and their gradients, exist for
-one group of kv heads at a time: what attention saves is kept but for these, which its backward computes again.
+one group of kv heads at a time: the layer keeps what attention saves, except queries, keys and values: its backward
+computes these again.
 
     x ─┬─ AttentionFunction ───── x, attn_output by groups ─ SaveEarlyFunction ─ PostAttentionFunction ─ y
        owns norm, q, k, v and o                           saves both          owns norm, gate, up and down
 
-None of the three reads a parameter whose gradient another has returned before, so that an optimizer may step inside the
-backward.
+Once one node has returned a parameter's gradient, no other node reads that parameter. An optimizer may therefore step
+during the backward.
 
 FLOPs: under non-reentrant checkpointing those of the untiled layer, since the recomputation ends at the second node:
-neither the output projection nor the MLP runs again before the backward does it. Queries and keys that are normed by
-head cost their product once more; groups cost the three projections once more, norms or not.
+neither the output projection nor the MLP runs again before the backward does it. If queries and keys have norms per
+head, the backward projects them once more. With groups, it projects queries, keys and values once more, with or without
+such norms.
 Source: Arctic Long Sequence Training, 3.1; Mini-Sequence Transformer, 3; the groups are in neither.
 """
 

@@ -18,10 +18,13 @@ OWN = {"of booleans": sdpa_mask, "of addends": eager_mask, "of squares": None}
 INSTALLED = ("sdpa", "eager", "flash_attention_3", "flex_attention")
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float | None, sinks: Tensor | None = None) -> Tensor:
-    """q [..., H, n, K], k and v [..., KV, m, K]; seen [n, m] bools or addends; sinks [H]."""
+def dense(
+    q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float | None, sinks: Tensor | None = None, cap: float = 0.0
+) -> Tensor:
+    """q [..., H, n, K], k and v [..., KV, m, K]; seen [n, m] bools or addends; sinks [H]; `cap` of scores, or 0."""
     k, v = (x.repeat_interleave(q.shape[-3] // x.shape[-3], -3) for x in (k, v))
     scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
+    scores = cap * torch.tanh(scores / cap) if cap else scores
     scores = scores.masked_fill(~seen, -torch.inf) if seen.dtype == torch.bool else scores + seen
     if sinks is not None:
         assert sinks.shape == (q.shape[-3],), "the sinks are not those of the heads"
@@ -32,7 +35,7 @@ def dense(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, scale: float | None, si
 def flash_attn_varlen_func(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
     softmax_scale: float | None = None, causal: bool = False, window_size: tuple[int, int] = (-1, -1),
-    s_aux: Tensor | None = None,
+    s_aux: Tensor | None = None, softcap: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """Sequences one behind the other, [tokens, heads, K]; a causal mask and a window end at the lower right corner."""
     assert causal and cu_seqlens_q.dtype == cu_seqlens_k.dtype == torch.int32 and len(cu_seqlens_q) == len(cu_seqlens_k)
@@ -46,7 +49,7 @@ def flash_attn_varlen_func(
         distance = torch.arange(seen - queries, seen)[:, None] - torch.arange(seen)
         mask = (distance >= 0) & (distance <= window_size[0] if window_size[0] >= 0 else distance >= 0)
         parts = (x.transpose(0, 1) for x in (q[here], k[keys], v[keys]))
-        found.append(dense(*parts, mask, softmax_scale, s_aux).transpose(0, 1))
+        found.append(dense(*parts, mask, softmax_scale, s_aux, softcap).transpose(0, 1))
     return torch.cat(found)
 
 

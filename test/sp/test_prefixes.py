@@ -284,7 +284,7 @@ def test_attentions_of_a_model(implementation: str, shape: dict) -> None:
 
 FORMS = {  # model, and which of the attentions have what it wants
     "window": (lambda: build("mistral", sliding_window=20), INSTALLED),
-    "soft cap": (lambda: build("gemma2", sliding_window=20), ("eager", "flex_attention")),
+    "soft cap": (lambda: build("gemma2", sliding_window=20), ("eager", "flash_attention_3", "flex_attention")),
     "sinks": (lambda: recurrences.build("gpt_oss"), ("eager", "flash_attention_3", "flex_attention")),
 }
 
@@ -301,8 +301,6 @@ def test_forms(form: str, implementation: str, monkeypatch: pytest.MonkeyPatch) 
     ours = sharing(plain)
     if form == "sinks" and implementation == "flex_attention":
         monkeypatch.setitem(backends.ALL_ATTENTION_FUNCTIONS._global_mapping, "flex_attention", flex_with_sinks)
-    if implementation == "flash_attention_3" and form == "soft cap":
-        pytest.skip("what stands in for it has none")
     if implementation not in having:
         with pytest.raises(ValueError, match=r"sdpa has no (soft cap of scores|sinks), which this model has"):
             step(ours, batch)

@@ -210,8 +210,8 @@ def ten_steps(strategy: str, layer: bool, reentrant: bool | None) -> None:
         found.append((losses, gathered[4:], max(whole)))  # until then ZeRO-3 records the order of modules
     (theirs, their_bytes, their_most), (ours, our_bytes, our_most) = found
     whole, of_a_layer = (sum(p.numel() for p in each.parameters()) for each in (mixture(), layers_of(mixture())[0]))
-    one_layer = whole - of_a_layer  # of two; FSDP2 keeps embeddings and head besides
-    assert 0 < our_most <= (max(their_most, one_layer) if layer else their_most), (our_most, their_most)
+    but_a_layer = whole - of_a_layer  # one of its two layers, and what FSDP2 keeps: embeddings, head
+    assert 0 < our_most <= (max(their_most, but_a_layer) if layer else their_most), (our_most, their_most)
     torch.testing.assert_close(torch.tensor(ours), torch.tensor(theirs), rtol=1e-5, atol=0)
     assert min(their_bytes) > 0 and all(map(int.__le__, our_bytes, their_bytes)), (our_bytes, their_bytes)
 

@@ -163,10 +163,10 @@ def _tried_out(function: Callable, sizes: Iterable[int]) -> str | None:
     """Says how tokens depend on others in a copy of a module or a function; None if they do not. Raises
     NothingShown."""
     try:
-        copied = copy.deepcopy(function)
+        copied, weights = copy.deepcopy(function), []
         if isinstance(copied, nn.Module):
             remove_hooks_that_gather(copied)
-        weights = [*copied.parameters(), *copied.buffers()] if isinstance(copied, nn.Module) else []
+            weights = [*copied.parameters(), *copied.buffers()]
         like = next((weight for weight in weights if weight.is_floating_point()), torch.empty(0))
         own = [size for weight in weights if weight.dim() <= 2 for size in reversed(weight.shape)]
         widths = dict.fromkeys([getattr(copied, "in_features", 1), *own, *sorted(sizes)])

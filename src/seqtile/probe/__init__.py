@@ -104,7 +104,7 @@ def command(tree: str, arguments: list[str]) -> list[str]:
 
 
 def ended(command: list[str], directory: str, time_limit: float) -> str:
-    """Runs processes to their end, or ends them all at the time limit; returns their last line."""
+    """Runs processes to their end, or kills them at the time limit. Returns the first error, or that it was late."""
     with (Path(directory) / "output").open("w+") as output:
         process = subprocess.Popen(command, stdout=output, stderr=output, cwd=directory, start_new_session=True)
         try:

@@ -40,7 +40,7 @@ def tiled_model(sliding_window: int | None = None) -> nn.Module:
     return model
 
 
-# (e) accumulation ---------------------------------------------------------------------------------------------
+# accumulation -------------------------------------------------------------------------------------------------
 
 
 def unequal_batches() -> list[dict[str, Tensor]]:
@@ -129,7 +129,7 @@ def trl_accumulates() -> Finding:
     return small_error(error(before - after, both_at_once()))
 
 
-# (f) the head's gradient, (g) memory --------------------------------------------------------------------------
+# the head's gradient, memory ----------------------------------------------------------------------------------
 
 
 def untiled(hidden: Tensor, weight: Tensor, target: Tensor, chunk: int) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+import seqtile
 from seqtile import sp
 from seqtile.probe.cases import (
     LABEL,
@@ -48,8 +49,6 @@ def of_label(loss: Callable[[dict[str, Tensor]], Tensor]) -> Finding:
 
 
 def spread(sliding_window: int | None = None) -> nn.Module:
-    import seqtile
-
     model = small_model(sliding_window)
     sp.apply_ulysses(model, sp.initialize(RANKS), batches="whole")
     seqtile.apply_seqtile(model, layer=True, chunk_tokens=16, check=False)

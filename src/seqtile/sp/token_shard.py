@@ -142,8 +142,9 @@ class TokenShard(Tensor):
     def _of_all(cls, function: Callable, args: tuple, kwargs: dict) -> Any:
         """Calls a function with the values of all tokens."""
         name = getattr(function, "__name__", "a function")
-        shard = next(each for each in tree_flatten((args, kwargs))[0] if isinstance(each, cls))
-        how = "gathered on every rank" if shard.owners.sp_group.size > 1 else "written out, once for each row"
+        shards = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, cls)]
+        over_ranks = any(each.owners.sp_group.size > 1 for each in shards)
+        how = "gathered on every rank" if over_ranks else "written out, once for each row"
         logger.warning_once(f"{name} reads the values of all tokens, so they are {how}")
         args, kwargs = tree_map_only(cls, TokenShard.whole, (args, kwargs))
         return function(*args, **kwargs)

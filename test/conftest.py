@@ -26,6 +26,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     for name in ("torchao", "torch.utils._pytree"):  # transformers imports torchao, which tells what it could not load
         logging.getLogger(name).setLevel(logging.ERROR)
+    draw_examples(100 if config.getoption("--full") else 20)
     if config.getoption("--device") == "cuda":
         from support.on_gpu import Failures, share_memory
 
@@ -37,6 +38,15 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_num_threads(1)
     if os.environ.get("PYTEST_XDIST_WORKER", "gw0") != "gw0":
         os.nice(10)  # the first begins with the ranks, which wait for each other whenever one has no core
+
+
+def draw_examples(number: int) -> None:
+    """Of a test that hypothesis draws inputs for: how many, new ones in every run."""
+    from hypothesis import HealthCheck, settings
+
+    ignored = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]
+    settings.register_profile("seqtile", max_examples=number, deadline=None, suppress_health_check=ignored)
+    settings.load_profile("seqtile")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

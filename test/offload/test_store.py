@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from seqtile.offload.store import KEPT_FREE, Copies, HostMemoryFull, Pool, Store, available
@@ -60,7 +60,6 @@ def made(limit: int | None = None) -> tuple[Store, Counted]:
 
 
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=12), st.randoms())
-@settings(deadline=None)
 def test_what_is_put_is_taken(sizes: list[int], order) -> None:
     """In any order, twice, views and half precision among them; the sources are overwritten meanwhile."""
     store, _ = made()

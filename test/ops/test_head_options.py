@@ -3,11 +3,10 @@
 import math
 
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from seqtile import linear_cross_entropy, linear_log_probs
-from seqtile.kernels.dispatch import triton
 from support.assertions import floor_of, relative_error
 from support.head_reference import (
     IGNORE,
@@ -16,15 +15,6 @@ from support.head_reference import (
     logits_of,
     losses_of,
     values_and_gradients,
-)
-
-INTERPRETED = triton is not None and triton.knobs.runtime.interpret
-drawn = settings(
-    max_examples=12 if INTERPRETED else 60,
-    deadline=None,
-    database=None,
-    print_blob=True,
-    suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
 
 
@@ -101,7 +91,6 @@ def loss_options(data: st.DataObject, vocab: int, reduction: str) -> dict:
     }
 
 
-@drawn
 @given(head=heads(), data=st.data())
 def test_linear_cross_entropy(device: str, head: dict, data: st.DataObject) -> None:
     vocab, tokens = head["operands"][1].shape[0], head["operands"][0].shape[0]
@@ -128,7 +117,6 @@ def metrics_reference(hidden, weight, target, *, bias, softcap, logit_scale, ign
     return torch.cat([loss.sum()[None], entropies.mean()[None], logits.logsumexp(1) * labelled])
 
 
-@drawn
 @given(head=heads(), data=st.data())
 def test_metrics(device: str, head: dict, data: st.DataObject) -> None:
     """Their values and, beside the loss's or alone, their gradients."""
@@ -152,7 +140,6 @@ def log_probs_reference(hidden, weight, target, *, bias, ignore_index, softcap, 
     return torch.stack([log_probs, entropies_of(logits) * labelled]) if outputs else log_probs
 
 
-@drawn
 @given(head=heads(), data=st.data())
 def test_linear_log_probs(device: str, head: dict, data: st.DataObject) -> None:
     outputs = data.draw(st.sampled_from([(), ("entropy",)]))

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -74,7 +74,6 @@ ALL = (False, True, True)
 @example((4, 8, 2, 61), ALL, 2, (None, torch.float32), 0)
 @example((5, 7, 1, 61), ALL, 1, (None, torch.bfloat16), 0)  # by unequally many
 @example((9, 2, 1, 90), ALL, 2, (None, torch.bfloat16), 2)  # ranks share the queries of a head
-@settings(deadline=None, max_examples=60)
 @given(
     shapes(),
     st.sampled_from([ALL, (False,), (True, False, False), (False, False, True)]),

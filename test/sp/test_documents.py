@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -48,7 +48,6 @@ def dense(length: int, documents: Rows, window: int | None) -> Tensor:
 
 
 @given(sequences(), st.one_of(st.none(), st.integers(1, 50)), st.integers(1, 3), st.sampled_from([4, 60, 2**24]))
-@settings(deadline=None)
 def test_blocks_are_the_dense_mask(sequence: tuple, window: int | None, size: int, mask_elements: int) -> None:
     length, found = sequence
     reach = length if window is None else window
@@ -79,7 +78,6 @@ def test_blocks_are_the_dense_mask(sequence: tuple, window: int | None, size: in
     st.sampled_from([*INSTALLED, "of booleans", "of addends"]),
     st.sampled_from([60, 2**24]),
 )
-@settings(deadline=None, max_examples=150)
 def test_attention(
     sequence: tuple, window: int | None, size: int, heads: tuple[int, int], implementation: str, mask_elements: int
 ) -> None:

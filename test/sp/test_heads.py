@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from seqtile.sp.all_to_all import count, rank_heads, within
@@ -18,7 +18,6 @@ def shapes(draw: st.DrawFn) -> tuple[int, int, int, int]:
     return draw(st.integers(1, 9)), kv_heads * draw(st.integers(1, 8)), kv_heads, draw(st.integers(1, 90))
 
 
-@settings(deadline=None)
 @given(shapes())
 def test_each_query_once(shape: tuple[int, int, int, int]) -> None:
     size, q_heads, kv_heads, length = shape
@@ -39,7 +38,6 @@ def test_each_query_once(shape: tuple[int, int, int, int]) -> None:
     assert sorted(done) == [(head, row) for head in range(q_heads) for row in range(length)]
 
 
-@settings(deadline=None)
 @given(shapes())
 def test_balanced(shape: tuple[int, int, int, int]) -> None:
     """Heads to within one; where ranks share a head, causal work (a query's keys) to within what rounding leaves."""
@@ -52,7 +50,6 @@ def test_balanced(shape: tuple[int, int, int, int]) -> None:
         assert max(work) - min(work) <= 4 * length
 
 
-@settings(deadline=None)
 @given(shapes(), st.integers(0, 300), st.integers(0, 300))
 def test_within(shape: tuple[int, int, int, int], start: int, stop: int) -> None:
     rows = rank_heads(shape[0] - 1, *shape).rows

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn.attention.bias import CausalBias
@@ -69,7 +69,6 @@ def batches(draw: st.DrawFn) -> dict[str, Tensor]:
 
 
 @given(batches())
-@settings(deadline=None, max_examples=200)
 def test_a_tree(batch: dict[str, Tensor]) -> None:
     """Of beginnings of any length it has each node of a trie once, and every row is a path in it."""
     ids, mask = batch["input_ids"], batch["attention_mask"]
@@ -88,7 +87,6 @@ def test_a_tree(batch: dict[str, Tensor]) -> None:
 
 
 @given(batches(), st.integers(2, 6))
-@settings(deadline=None, max_examples=100)
 def test_beginnings_that_are_too_short(batch: dict[str, Tensor], min_tokens: int) -> None:
     tree = prefix_tree(batch, *batch["input_ids"].shape, min_tokens)
     if tree is not None:
@@ -155,7 +153,6 @@ WINDOWS = st.one_of(st.none(), st.integers(1, 50))
 
 
 @given(trees(), WINDOWS, st.integers(1, 3), st.sampled_from([4, 60, 2**24]))
-@settings(deadline=None)
 def test_blocks_are_the_dense_mask(tree: tuple, window: int | None, size: int, mask_elements: int) -> None:
     length, documents, parents = tree
     reach = length if window is None else window
@@ -185,7 +182,6 @@ def test_blocks_are_the_dense_mask(tree: tuple, window: int | None, size: int, m
     st.booleans(),
     st.sampled_from([60, 2**24]),
 )
-@settings(deadline=None, max_examples=200)
 def test_attention(
     tree: tuple,
     window: int | None,

@@ -33,7 +33,7 @@ demo: $(STAMP)  ## fine-tune a real model on real long documents, untiled and ti
 	$(BIN)/seqtile evaluate runs/demo/model docs/quickstart.md --output runs/demo
 
 INTERPRETED := test/kernels test/ops test/models/test_gradients.py test/models/test_layer_gradients.py \
-	test/models/test_liger_orders.py test/distributed
+	test/models/test_liger_orders.py
 # Axolotl's tests come first: one worker runs what they share, 20 s, while the other runs the rest.
 ON_OLDEST := test/integrations/test_axolotl.py test/models/test_drift.py test/models/test_patch.py test/models/test_layer.py \
 	test/models/test_layer_holes.py test/sp/test_documents.py
@@ -45,7 +45,6 @@ test: $(STAMP)  ## the tests of every day, without a GPU: as they are, in Triton
 
 test-dist: $(STAMP)  ## of them, those that start several processes
 	$(PYTEST) -m dist
-	TRITON_INTERPRET=1 $(PYTEST) -m dist test/distributed
 
 test-all: $(STAMP)  ## every case of every test, see test/support/choice.py, and of every benchmark at tiny size: an hour and more
 	$(PYTEST) --full -m "not gpu"

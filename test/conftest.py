@@ -50,14 +50,16 @@ def draw_examples(number: int) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    from support.choice import left_out
+    from support.choice import left_out, without_kernels
     from support.on_gpu import runs_on_gpu
     from support.tiny import broken_interpreter, interpreted
 
     on_gpu = config.getoption("--device") == "cuda"
     if not config.getoption("--full"):
-        not_every_day = left_out(items, on_gpu, interpreted())
-        leave_out(config, items, [item for item in not_every_day if not asked_for(config, item)])
+        not_chosen = left_out(items, on_gpu, interpreted())
+    else:
+        not_chosen = without_kernels(items) if interpreted() else []
+    leave_out(config, items, [item for item in not_chosen if not asked_for(config, item)])
     if on_gpu:
         leave_out(config, items, [item for item in items if not runs_on_gpu(item)])
     else:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from distributed import chunked
-from support.choice import every_pair, every_value
+from support.choice import every_value
 from support.pool import Pool
 
 CELLS = [
@@ -55,7 +55,7 @@ STEPS = [((2, kind), strategy) for kind, strategy in STEPS]
 
 
 @pytest.mark.dist
-@pytest.mark.full("4 s each", but=every_pair)
+@pytest.mark.full("4 s each", but=every_value)
 @pytest.mark.parametrize("reentrant", [None, False, True])
 @pytest.mark.parametrize("layer", [False, True])
 @pytest.mark.parametrize(("pool", "strategy"), STEPS, indirect=["pool"])

@@ -6,7 +6,8 @@
 
 `on_gpu(reason, only)` says it, instead of `full`, for `make test-gpu`: which of a test's cases run, all of them without
 `only`. `in_interpreter(reason, only)` says it for Triton's interpreter, where a row of a kernel takes a millisecond:
-there the tests in test/kernels run, and of the others those that have this mark.
+there the tests in test/kernels run, and of the others those that have this mark; with `--full` all of their cases,
+unless `only` is `()`.
 """
 
 from collections import defaultdict
@@ -52,6 +53,11 @@ def left_out(items: Sequence[pytest.Item], on_gpu: bool = False, interpreted: bo
         if mark := chosen_by(item, on_gpu, interpreted):
             governed.setdefault(id(mark), (mark, []))[1].append(item)
     return [item for mark, cases in governed.values() for item in left_out_by(mark, cases)]
+
+
+def without_kernels(items: Sequence[pytest.Item]) -> list[pytest.Item]:
+    """The items that do not run in Triton's interpreter, not even with `--full`."""
+    return [item for item in items if (mark := chosen_by(item, False, True)) and mark.kwargs["only"] == ()]
 
 
 def left_out_by(mark: pytest.Mark, items: list[pytest.Item]) -> list[pytest.Item]:

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from support.choice import every_pair, every_value, left_out
+from support.choice import every_pair, every_value, left_out, without_kernels
 
 full, on_gpu, in_interpreter = pytest.mark.full, pytest.mark.on_gpu, pytest.mark.in_interpreter
 
@@ -72,5 +72,8 @@ def test_elsewhere(where: dict, expected: list[str]) -> None:
 def test_in_the_interpreter_kernels_alone() -> None:
     items = [Item("test/kernels/x.py::test", full("slow")), Item("test/ops/x.py::test")]
     assert ids(left_out(items, interpreted=True)) == ["test/ops/x.py::test"]
+    items += cases("ops/x.py::marked", [{"x": 0}, {"x": 1}], in_interpreter("one", only=("1",)))
+    items += [Item("test/kernels/x.py::compiled", in_interpreter("none", only=()))]
+    assert ids(without_kernels(items)) == ["test/ops/x.py::test", "test/kernels/x.py::compiled"]
     everything = Item("test/ops/x.py::test", full("slow"), on_gpu("a kernel"))
     assert left_out([everything], on_gpu=True) == [] and left_out([everything]) == [everything]

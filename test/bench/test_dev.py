@@ -231,7 +231,7 @@ def test_functions_that_stand_in() -> None:
     torch.testing.assert_close(apple["log_sum_exp"](e, c), (e @ c.T).logsumexp(1))
 
 
-@pytest.mark.full("10 s each of a process that imports another package", but=("Liger: SwiGLU",))
+@pytest.mark.full("10 s each of a process that imports another package")
 @pytest.mark.parametrize("suite", SUITES)
 def test_peers(suite: str, tmp_path: Path) -> None:
     """Made-up tests run on what stands in, also where the real ones' packages are not installed."""

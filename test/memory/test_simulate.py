@@ -72,6 +72,11 @@ def test_the_command(tmp_path: Path) -> None:
     lengths = list(found["simulated"].values())
     assert list(found["simulated"]) == list(TILES) and lengths == sorted(lengths) and lengths[0] > 0
     assert "simulated with its own code" in found["notes"][-1]
+
+
+@pytest.mark.full("10 s; it is the same command")
+def test_what_is_said_of_more_gpus(tmp_path: Path) -> None:
+    CONFIG_MAPPING["olmo3"](**SIZES | {"layer_types": None}).save_pretrained(tmp_path)
     assert "it is simulated only for one GPU" in said(tmp_path, "--gpus", "2")
 
 

@@ -85,6 +85,7 @@ def peak_of_prefill(arch: str, layer: bool | None, tokens: int) -> float:
     return memory.peak / (tokens * 1024 * 4)
 
 
+@pytest.mark.full("6 s", but=("llama",))
 @pytest.mark.parametrize("arch", ["llama", "gpt2"])
 def test_memory_of_a_prompt(arch: str) -> None:
     """The MLP's states, of which there are 16 times as many as hidden states and more, are those of a chunk."""

@@ -31,14 +31,17 @@ def counted(*operands: torch.Tensor, **options: object) -> tuple[int, int, int]:
     return flops.total, forward, memory.peak
 
 
-@pytest.mark.full("sizes and reductions by themselves: 3 s each", but=("llama3_8b-mean--100", "qwen3_32b-none-None"))
+@pytest.mark.full("3 s each, a million tokens 6", but=("256-llama3_8b-mean--100", "256-qwen3_32b-none-None"))
 @pytest.mark.parametrize(("reduction", "ignore_index"), [("mean", IGNORE), ("mean", None), ("none", None)])
 @pytest.mark.parametrize(("size", "vocab"), [(4096, 128256), (5120, 151936)], ids=["llama3_8b", "qwen3_32b"])
-def test_memory_does_not_grow_with_length(size: int, vocab: int, reduction: str, ignore_index: int | None) -> None:
+@pytest.mark.parametrize("thousands", [256, 1024])
+def test_memory_does_not_grow_with_length(
+    thousands: int, size: int, vocab: int, reduction: str, ignore_index: int | None
+) -> None:
     """Simulated at full size on fake tensors: beyond inputs, d_hidden, d_weight in float32 and its rounding, one chunk
     of logits and 5 %, the same at 8 thousand tokens and at a million."""
     chunk = resolve_chunk_tokens(None, size) * vocab * 2
-    for tokens in (8 * K, 1024 * K):
+    for tokens in (8 * K, thousands * K):
         with FakeTensorMode():
             hidden = torch.empty(tokens, size, dtype=torch.bfloat16, requires_grad=True)
             weight = torch.empty(vocab, size, dtype=torch.bfloat16, requires_grad=True)

@@ -14,14 +14,15 @@ pytestmark = eager_memory
 K = 1024
 
 
-@pytest.mark.full("5 s each; the buffers of a size do not depend on the activation", but=("qwen3_32b-gelu_tanh",))
+@pytest.mark.full("5 s each; the buffers of a size do not depend on the activation", but=("256-qwen3_32b-gelu_tanh",))
 @pytest.mark.parametrize("activation", ["silu", "gelu_tanh"])
 @pytest.mark.parametrize(("size", "width"), [(4096, 14336), (5120, 25600)], ids=["llama3_8b", "qwen3_32b"])
-def test_memory_does_not_grow_with_length(size: int, width: int, activation: str) -> None:
+@pytest.mark.parametrize("thousands", [256, 1024])
+def test_memory_does_not_grow_with_length(thousands: int, size: int, width: int, activation: str) -> None:
     """Simulated in a checkpointed region at 8 thousand and a million tokens: beyond what is T * D and the gradients,
     three chunks of the inner width and 10 %; and 11 u of products."""
     chunk = size * width * 2
-    for tokens in (8 * K, 1024 * K):
+    for tokens in (8 * K, thousands * K):
         with FakeTensorMode():
             x = torch.empty(tokens, size, dtype=torch.bfloat16, requires_grad=True)
             gate, up = (torch.empty(width, size, dtype=torch.bfloat16, requires_grad=True) for _ in range(2))

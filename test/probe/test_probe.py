@@ -35,6 +35,7 @@ def test_seqtile_is_right(case: Case) -> None:
 
 
 @pytest.mark.dist
+@pytest.mark.full("20 s: its processes import everything, and sp's own tests hold it")
 def test_seqtile_is_right_over_two_ranks() -> None:
     rows = [row for row in probe.rows_of("seqtile", tuple(PROBES), 600) if row.package == "seqtile"]
     assert [row.probe for row in rows] == ["leak", "window", "window", "scale", "label"]

@@ -93,6 +93,7 @@ def test_a_model_that_differs() -> None:
     assert "loss" in result.stdout and "mlp" in result.stdout
 
 
+@pytest.mark.full("6 s", but=("True",))
 @pytest.mark.usefixtures("few_tokens")
 @pytest.mark.parametrize("scale_is_forgotten", [False, True])
 def test_variants(scale_is_forgotten: bool, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,9 +13,10 @@ from support.choice import every_value
 from support.pool import Pool
 
 pytestmark = pytest.mark.dist
+OF_FOUR_RANKS = [f"4-{name}*-packed, window" for name in ("eager", "few", "flex", "gqa", "odd")]
 
 
-@pytest.mark.full("below the cut all is as in test_attention", but=("2-gqa 4/2-*", "4-*-packed, window", "1-*-plain"))
+@pytest.mark.full("below the cut all is as in test_attention", but=("2-gqa 4/2-*", *OF_FOUR_RANKS, "1-gqa*-plain"))
 @each_on_ranks(attention_cases())
 def test_steps(pool: Pool, i: int, case: tuple) -> None:
     """Loss and gradients, of every kind of heads and of sequence; how many collectives there are."""

@@ -188,6 +188,9 @@ def test_a_rank_that_dies(pool: Pool) -> None:
     assert dead.startswith("it ended with exit code 7") and all("RuntimeError" in said for said in (first, last))
 
 
+WITH_ADAPTER = pytest.mark.full("20 s; with an adapter all is done that is done without one")
+
+
 @pytest.fixture(scope="module")
 def one_process() -> Callable[[str], trainer.Run]:
     """What Trainer does in one process."""
@@ -200,7 +203,7 @@ def one_process() -> Callable[[str], trainer.Run]:
     indirect=["pool"],
 )
 @pytest.mark.parametrize(
-    "name", [pytest.param("llama", marks=pytest.mark.full("the others do all that it does")), *trainer.MODELS[1:]]
+    "name", [pytest.param(name, marks=WITH_ADAPTER if name != "llama, adapter" else ()) for name in trainer.MODELS]
 )
 @pytest.mark.usefixtures("one_thread")
 def test_trainer(pool: Pool, size: int, name: str, one_process: Callable) -> None:

@@ -1,11 +1,12 @@
 """Loss curves of a small model: untiled, tiled whole, and untiled with another order of summation.
 
-    python -m benchmark.loss_curves --out benchmark/results
+    python -m benchmark.loss_curves
 
 A Llama of two layers predicts the bytes of Python's standard library: 300 steps of 3,584 tokens, 1.08 million in all,
 each step in 8 chunks where tiled. The third run permutes the channels of hidden states and MLPs, which changes nothing
 but the order in which products are summed: how far two curves of the same training are apart without seqtile. In
-float32, and in bfloat16 under autocast; with activation checkpointing. About an hour on two cores.
+float32, and in bfloat16 under autocast; with activation checkpointing. An hour on one core. Writes loss_curves.json
+beside this file, and the picture of docs/benchmarks.md.
 """
 
 import argparse
@@ -16,6 +17,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import torch
+from benchmark.markdown import table
 from benchmark.pictures import pyplot
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -24,7 +26,8 @@ import seqtile
 STEPS, TOKENS, CHUNKS = 300, 3584, 8
 RUNS = ("untiled", "tiled", "permuted")
 DTYPES = ("float32", "bfloat16")
-NAME = "loss-curves"
+FILE = Path(__file__).with_suffix(".json")
+PICTURE = FILE.parents[1] / "docs" / "images" / "loss-curves.png"
 CONFIG = {
     "vocab_size": 256,
     "hidden_size": 64,
@@ -99,6 +102,17 @@ def apart(curves: dict[str, list[float]], run: str) -> tuple[float, float]:
     return sum(distances) / len(distances), max(distances)
 
 
+def block() -> str:
+    """What docs/benchmarks.md shows."""
+    found = json.loads(FILE.read_text())
+    rows = [["dtype", "run", "loss, step 1", f"step {STEPS}", "mean distance", "largest"]]
+    for dtype, curves in found["curves"].items():
+        for run, losses in curves.items():
+            distances = ["", ""] if run == "untiled" else [f"{distance:.1e}" for distance in apart(curves, run)]
+            rows.append([dtype, run, f"{losses[0]:.5f}", f"{losses[-1]:.5f}", *distances])
+    return f"torch {found['torch']}, Python {found['python']}, on a CPU:\n\n{table(rows, 2)}"
+
+
 def draw(results: dict[str, dict[str, list[float]]], file: Path) -> None:
     """Above the losses, below their distances from the untiled run's."""
     figure, axes = pyplot.subplots(2, len(results), figsize=(11, 6), sharex=True, layout="constrained", squeeze=False)
@@ -119,16 +133,16 @@ def draw(results: dict[str, dict[str, list[float]]], file: Path) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--out", type=Path, required=True, help="the directory of the JSON and the picture")
+    parser.add_argument("--out", type=Path, default=FILE, help="the JSON")
+    parser.add_argument("--picture", type=Path, default=PICTURE)
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=DTYPES)
     options = parser.parse_args()
-    file = options.out / f"{NAME}.json"
-    found = json.loads(file.read_text()) if file.exists() else {"curves": {}}
+    found = json.loads(options.out.read_text()) if options.out.exists() else {"curves": {}}
     found["torch"], found["python"] = torch.__version__, platform.python_version()
     for dtype in options.dtypes:
         found["curves"][dtype] = measured(dtype)
-        file.write_text(json.dumps(found) + "\n")
-    draw(found["curves"], file.with_suffix(".png"))
+        options.out.write_text(json.dumps(found) + "\n")
+    draw(found["curves"], options.picture)
 
 
 if __name__ == "__main__":

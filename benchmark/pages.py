@@ -4,13 +4,13 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from benchmark import plans, prediction
+from benchmark import loss_curves, plans, prediction
 from benchmark.markdown import rewritten, table
 from benchmark.results import RESULTS, Results, Row, load, newest
 from benchmark.terminal import figure, in_host_memory, longest, print_tables, sent
 
 ROOT = Path(__file__).parent.parent
-PAGES = {"gpu": "docs/benchmarks.md", "ulysses": "docs/ulysses.md"}  # the block of each page
+PAGES = {"gpu": "docs/benchmarks.md", "loss curves": "docs/benchmarks.md", "ulysses": "docs/ulysses.md"}  # of each block
 UNMEASURED = "Not yet measured on a GPU."
 TITLES = {
     "linear_cross_entropy": "The loss",
@@ -28,6 +28,7 @@ def blocks(directory: Path = RESULTS) -> dict[str, str]:
     """Returns what the pages show of results."""
     on_gpu, spread = newest(directory, gpu=True), newest(directory, subject="ulysses")
     found = {"gpu": UNMEASURED if on_gpu is None else "\n\n".join(measured_on_gpu(load(on_gpu), on_gpu))}
+    found["loss curves"] = loss_curves.block()
     return found | ({} if spread is None else {"ulysses": ulysses(load(spread))})
 
 

@@ -3,7 +3,6 @@ import json
 import pytest
 import torch
 from benchmark import loss_curves
-from benchmark.results import RESULTS
 
 
 @pytest.mark.parametrize("run", ["tiled", "permuted"])
@@ -24,7 +23,7 @@ def test_channels_are_permuted() -> None:
 @pytest.mark.parametrize("dtype", loss_curves.DTYPES)
 def test_tiled_is_as_near_as_another_order_of_summation(dtype: str) -> None:
     """In the run that is committed, of 1.08 million tokens."""
-    curves = json.loads((RESULTS / f"{loss_curves.NAME}.json").read_text())["curves"][dtype]
+    curves = json.loads(loss_curves.FILE.read_text())["curves"][dtype]
     assert all(len(losses) == loss_curves.STEPS and losses[-1] < losses[0] / 2 for losses in curves.values())
     tiled, permuted = (loss_curves.apart(curves, run) for run in ("tiled", "permuted"))
     assert all(ours <= 2 * theirs for ours, theirs in zip(tiled, permuted, strict=True))

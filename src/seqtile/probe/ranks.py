@@ -26,7 +26,7 @@ from seqtile.probe.cases import (
 )
 
 RANKS = 2
-SHIFT = "a shard's labels are shifted within it; labels are to be shifted before the cut: shift_labels"
+SHIFT = "a shard shifts its own labels: shift before the cut, pass shift_labels"
 SCALE = "0.19.8: x 2.00 with ZeRO-0 and -2, x 1.00 with -3; its issue 5248"
 ZERO3 = "the stage of its tutorial"
 REFUSED = "the tutorial of later versions says that it is refused"

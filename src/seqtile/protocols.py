@@ -39,9 +39,9 @@ class ShardedSequences(Protocol):
         ...
 
     @property
-    def shared_prefixes(self) -> tuple[int, int, int] | None:
-        """From how many tokens on beginnings of rows are shared, the tokens of the last batch of several rows, and how
-        many of them were not computed again; None if rows are computed each by itself."""
+    def shared_prefixes(self) -> tuple[int, int, int, str | None] | None:
+        """From how many tokens on beginnings of rows are shared, the tokens of the last batch, how many of them were
+        not computed again, and if none, why; None if rows are computed each by itself."""
         ...
 
     def stop_sharing_prefixes(self) -> None:

@@ -2,6 +2,7 @@
 explains are those of the code."""
 
 import ast
+import builtins
 import multiprocessing
 import re
 import shlex
@@ -15,7 +16,7 @@ import typer
 from transformers import CONFIG_MAPPING
 from typer.testing import CliRunner
 
-from book.page import ROOT, Block, blocks_of, run_python
+from book.page import HIDDEN, ROOT, Block, blocks_of, run_python
 from seqtile.cli import app, signature_of
 from seqtile.recipes import EvaluateOptions, Job
 
@@ -23,6 +24,20 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")), ROOT / "CONT
 COMMANDS = [(page, block) for page in PAGES for block in blocks_of(page.read_text()) if block.language == "bash"]
 QUICK = [page.name for page in PAGES if page.name not in ("trainer.md", "trl.md", "your-case.md")]
 SCRIPTS = (".py", ".sh")
+FRAGMENTS = (
+    *(
+        "README.md",
+        "cut-batches.md",
+        "evaluation.md",
+        "layers.md",
+        "losses.md",
+        "models.md",
+        "offload.md",
+        "planning.md",
+    ),
+    *("quickstart.md", "sequence-parallelism.md", "trainer.md", "troubleshooting.md", "your-case.md"),
+)
+"""Pages with blocks that go into a script of the reader's."""
 SILENT = {"text", "{toctree}", "{eval-rst}", "{include}", "toml", "yaml", ""}  # the languages of what cannot be run
 
 
@@ -49,6 +64,26 @@ def test_python(page: Path, processes: ProcessPoolExecutor) -> None:
     if any(block.language == "python" for block in blocks):
         error = processes.submit(run_python, page).result()
         assert error is None, error
+
+
+def undefined(page: Path) -> set[str]:
+    """Names that a page's Python blocks read and that no block up to there defines, hidden ones aside."""
+    text, known, missing = page.read_text(), set(dir(builtins)), set()
+    for block in blocks_of(text):
+        if block.language == "python" and text.splitlines()[block.line - 1] != HIDDEN:
+            nodes = list(ast.walk(ast.parse(block.text)))
+            names = [node for node in nodes if isinstance(node, ast.Name)]
+            known |= {node.id for node in names if isinstance(node.ctx, ast.Store)}
+            known |= {node.arg for node in nodes if isinstance(node, ast.arg)}
+            known |= {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+            known |= {(node.asname or node.name).split(".")[0] for node in nodes if isinstance(node, ast.alias)}
+            missing |= {node.id for node in names} - known
+    return missing
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_names_are_defined(page: Path) -> None:
+    assert undefined(page) == set() or page.name in FRAGMENTS
 
 
 @pytest.mark.parametrize(("page", "block"), COMMANDS, ids=name_of)

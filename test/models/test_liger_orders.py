@@ -17,6 +17,7 @@ from transformers import Trainer, TrainingArguments
 
 import seqtile
 from models.layered import assert_equal
+from models.liger_orders import HF, LIGER, ORDERS, SEQTILE, TOOK
 from seqtile.kernels.dispatch import triton
 from seqtile.models import loss, mlp
 from seqtile.models.placement import original_forward, package_of
@@ -56,8 +57,6 @@ pytestmark = [
     pytest.mark.in_interpreter(ALL, only=DAILY),
 ]
 
-SEQTILE, LIGER, HF = "seqtile", "liger_kernel", "transformers"
-TOOK = "liger_kernel took it back"
 CHUNK = 10  # tokens a chunk: the interpreter is slow
 LENGTHS = LONG, SHORT = 11, 7  # more tokens than a chunk, and fewer
 LCE_FORWARDS = {"llama": llama.lce_forward, "mistral": mistral.lce_forward, "qwen3": qwen3.lce_forward}
@@ -192,21 +191,6 @@ class Truth:
         assert self.mlp_class.forward is self.mlp_forward
 
 
-# "build" a model; "liger" or "seqtile" on the classes; "liger model" or "seqtile model" on that model, where Liger also
-# exchanges the MLP and norm classes. Then: who computes loss, MLPs and norms of that model, who those of one that is
-# built after all, and what status says of a part that seqtile was applied to and does not run.
-ORDERS = {
-    "liger, seqtile, build": [(SEQTILE, SEQTILE, LIGER), (SEQTILE, SEQTILE, LIGER), None],
-    "seqtile, liger, seqtile, build": [(SEQTILE, SEQTILE, LIGER), (SEQTILE, SEQTILE, LIGER), None],
-    "liger, build, seqtile": [(SEQTILE, LIGER, LIGER), (SEQTILE, SEQTILE, LIGER), LIGER],
-    "liger, build, seqtile model": [(SEQTILE, SEQTILE, LIGER), (LIGER, LIGER, LIGER), None],
-    "build, liger model, seqtile": [(LIGER, LIGER, LIGER), (SEQTILE, SEQTILE, LIGER), LIGER],
-    "build, liger model, seqtile model": [(SEQTILE, SEQTILE, LIGER), (HF, LIGER, LIGER), None],
-    "seqtile, build, liger": [(LIGER, SEQTILE, HF), (LIGER, LIGER, LIGER), TOOK],
-    "seqtile, build, liger model": [(LIGER, LIGER, LIGER), (SEQTILE, LIGER, LIGER), TOOK],
-    "build, seqtile model, liger": [(SEQTILE, SEQTILE, HF), (LIGER, LIGER, LIGER), None],
-    "build, seqtile model, liger model": [(LIGER, LIGER, LIGER), (HF, LIGER, LIGER), TOOK],
-}
 OTHERS = [("mistral", "seqtile, build, liger"), ("qwen3", "seqtile, build, liger model")]
 
 

@@ -143,15 +143,34 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     assert result.exit_code == 1 and "expected probes of leak, window" in result.output and "got leaks" in result.output
 
 
-def rows_of_page() -> dict[tuple[str, str], str]:
+def test_by_contract(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a guide says comes out is no defect; anything else still is."""
+    monkeypatch.setattr(ranks, "cut_by_hand", shifted_after_the_cut)
+    assert Case("label", "it", "torch", ranks.cut_before_the_shift).run().verdict == "by contract"
+    monkeypatch.setattr(ranks, "cut_by_hand", lambda batch: truth(batch, "eager")[0])
+    assert Case("label", "it", "torch", ranks.cut_before_the_shift).run().verdict == "right"
+    monkeypatch.setattr(ranks, "cut_by_hand", lambda batch: truth(batch, "eager")[0] / 2)
+    assert Case("label", "it", "torch", ranks.cut_before_the_shift).run().verdict == "wrong"
+    accelerate = pytest.importorskip("accelerate")
+    assert Case("accumulation", "it", "accelerate", alone.accelerate_accumulates).run().verdict == "by contract"
+    backward = accelerate.Accelerator.backward
+    monkeypatch.setattr(accelerate.Accelerator, "backward", lambda self, loss: backward(self, 2 * loss))
+    assert Case("accumulation", "it", "accelerate", alone.accelerate_accumulates).run().verdict == "wrong"
+
+
+def rows_of_page() -> dict[tuple[str, str], tuple[str, str]]:
+    """Verdict and remark by probe and system."""
     rows = [line.strip("| \n").split(" | ") for line in PAGE.read_text().splitlines() if line.startswith("| ")]
-    return {(row[0], row[1]): row[2].strip("*") for row in rows if row[0] in PROBES and ": " in row[1]}
+    rows = [[*row, "", ""] for row in rows if row[0] in PROBES and ": " in row[1]]
+    return {(row[0], row[1]): (row[2].strip("*"), row[4]) for row in rows}
 
 
 def test_the_page_has_every_row() -> None:
-    every = [case for tree in probe.TREES for case in cases_of(tree)]
-    assert set(rows_of_page()) == {(case.probe, f"{case.package}: {case.system}") for case in every}
-    assert all(verdict == "right" for (_, system), verdict in rows_of_page().items() if system.startswith("seqtile:"))
+    every, page = [case for tree in probe.TREES for case in cases_of(tree)], rows_of_page()
+    notes = {key: note for key, (verdict, note) in page.items() if verdict not in ("refused", "failed")}
+    expected = {(case.probe, f"{case.package}: {case.system}"): case.note for case in every}
+    assert page.keys() == expected.keys() and notes.items() <= expected.items()
+    assert all(verdict == "right" for (_, system), (verdict, _) in page.items() if system.startswith("seqtile:"))
     assert len({(case.probe, case.package, case.system) for case in every}) == len(every)
 
 
@@ -165,7 +184,8 @@ def produced() -> list[Row]:
 def test_the_page_has_what_the_command_says() -> None:
     if probe.versions() not in PAGE.read_text():
         pytest.skip(f"the page is of other versions than {probe.versions()}")
-    assert {(row.probe, f"{row.package}: {row.system}"): row.verdict for row in produced()} == rows_of_page()
+    found = {(row.probe, f"{row.package}: {row.system}"): (row.verdict, row.note) for row in produced()}
+    assert found == rows_of_page()
 
 
 @pytest.mark.dist

@@ -68,13 +68,20 @@ def batches(draw: st.DrawFn) -> dict[str, Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
+def no_tree(given: dict[str, Tensor], min_tokens: int = 4) -> str:
+    """Why a batch has no tree."""
+    why = prefix_tree(given, *given["input_ids"].shape, min_tokens)
+    assert isinstance(why, str), f"{why.saved} tokens are shared"
+    return why
+
+
 @given(batches())
 def test_a_tree(batch: dict[str, Tensor]) -> None:
     """Of beginnings of any length it has each node of a trie once, and every row is a path in it."""
     ids, mask = batch["input_ids"], batch["attention_mask"]
     tree, nodes = prefix_tree(batch, *ids.shape, 1), tokens_of(batch)
-    if tree is None:
-        assert mask.sum() == len(nodes)
+    if isinstance(tree, str):
+        assert mask.sum() == len(nodes) and tree.startswith("no two rows begin alike")
         return
     assert len(tree.taken) == len(nodes) == mask.sum() - tree.saved
     assert rows_again(tree, ids).where(mask > 0, 0).equal(ids * mask)
@@ -89,7 +96,7 @@ def test_a_tree(batch: dict[str, Tensor]) -> None:
 @given(batches(), st.integers(2, 6))
 def test_beginnings_that_are_too_short(batch: dict[str, Tensor], min_tokens: int) -> None:
     tree = prefix_tree(batch, *batch["input_ids"].shape, min_tokens)
-    if tree is not None:
+    if not isinstance(tree, str):
         parents = {parent for parent in tree.parents if parent is not None}
         lengths = [tree.documents[parent][1] - tree.documents[parent][0] for parent in parents]
         assert all(length >= min_tokens for length in lengths)
@@ -108,7 +115,7 @@ def test_what_is_told_of_tokens() -> None:
 
     def computed(**given: Tensor) -> int:
         tree = prefix_tree({"input_ids": ids} | given, 3, 30, 4)
-        return 90 if tree is None else len(tree.taken)
+        return 90 if isinstance(tree, str) else len(tree.taken)
 
     assert computed() == 30
     assert computed(position_ids=positions) == 30
@@ -128,6 +135,73 @@ def test_what_is_told_of_tokens() -> None:
     assert computed(attention_mask=hole) == 90
     assert computed(attention_mask=torch.ones(3, 1, 30, 30)) == 90
     assert computed(unknown=torch.zeros(7)) == 90
+
+
+def test_why_there_is_no_tree() -> None:
+    """What is said is so: what it names is changed, and there is one."""
+    ids, apart = torch.arange(1, 31).expand(3, -1).clone(), torch.arange(90).view(3, 30)
+    mask, positions = torch.ones_like(ids), torch.arange(30).expand(3, -1)
+    assert prefix_tree({"input_ids": ids}, 3, 30, 30).saved == 60
+    assert no_tree({"input_ids": ids[:1]}) == "it has one row"
+    assert no_tree({"input_ids": ids}, 31) == "its rows are shorter than that"
+    assert no_tree({"input_ids": apart}) == "no two rows begin alike"
+    apart[1, :3] = apart[2, :3]
+    assert no_tree({"input_ids": apart}) == "the longest common beginning has 3"
+    assert prefix_tree({"input_ids": apart}, 3, 30, 3).saved == 3
+    padded, moved = torch.stack([ids[0].roll(shift) for shift in (0, 4, 9)]), "rows begin at different positions"
+    mask = mask.where(torch.arange(30) >= torch.tensor([0, 4, 9])[:, None], 0)
+    assert moved in no_tree({"input_ids": padded, "attention_mask": mask})
+    told = mask.cumsum(1) - 1
+    assert prefix_tree({"input_ids": padded, "attention_mask": mask, "position_ids": told}, 3, 30, 4).saved > 0
+    hole = torch.ones_like(ids)
+    hole[1, 7] = 0
+    assert no_tree({"input_ids": ids, "attention_mask": hole}) == "a row's mask has a hole"
+    assert no_tree({"input_ids": ids, "position_ids": positions % 10}).startswith("positions begin anew in a row")
+    for name, value in (("attention_mask", torch.ones(3, 1, 30, 30)), ("unknown", torch.zeros(7))):
+        assert (
+            no_tree({"input_ids": ids, name: value}) == f"the text model was given {name} other than one value a token"
+        )
+
+
+def test_status_says_why_nothing_was_saved() -> None:
+    """Of the last batch, whatever came before it."""
+    model, batch = sharing(build("llama")).eval(), groups()
+    given = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    one, last = {name: value[:1] for name, value in given.items()}, "in the last batch 0 of 324 tokens were saved: "
+    assert "last batch" not in str(seqtile.status(model))
+    cache = model(**given, use_cache=True).past_key_values
+    assert last + "use_cache=True" in str(seqtile.status(model))
+    model(**given)
+    assert saved(model)[0] > 0 and seqtile.status(model).prefixes.reason is None
+    model(**given, output_attentions=True)
+    assert last + "output_attentions=True" in str(seqtile.status(model))
+    model(**one)
+    assert "in the last batch 0 of 54 tokens were saved: it has one row" in str(seqtile.status(model))
+    model(input_ids=batch["input_ids"][:, :1], past_key_values=cache)
+    assert "0 of 6 tokens were saved: a cache was given as past_key_values" in str(seqtile.status(model))
+    model(inputs_embeds=torch.zeros(6, 54, model.config.hidden_size, requires_grad=True))
+    assert last + "inputs require a gradient, each row its own" in str(seqtile.status(model))
+    seqtile.share_prefixes(model, 50)
+    model(**given)
+    assert last + "the longest common beginning has 46" in str(seqtile.status(model))
+
+
+def test_the_gradient_of_hidden_states() -> None:
+    """Known as a sum alone; without sharing, as the error says, it can be read."""
+    model, batch = sharing(build("llama"), options={}), groups()
+    given = {name: batch[name] for name in ("input_ids", "attention_mask")}
+
+    def gradient() -> Tensor:
+        hidden = model.model(**given, use_cache=False).last_hidden_state
+        hidden.retain_grad()
+        hidden.pow(2).sum().backward()
+        return hidden.grad + 0
+
+    with pytest.raises(RuntimeError, match=r"seqtile\.restore\(model\), then seqtile\.apply_seqtile\(model\) again"):
+        gradient()
+    seqtile.restore(model)
+    seqtile.apply_seqtile(model, check=False)
+    assert gradient().shape == (6, 54, model.config.hidden_size)
 
 
 @st.composite
@@ -362,8 +436,10 @@ def test_images(model_type: str, other: bool) -> None:
         assert (mine is None) == (theirs is None)
         if mine is not None:
             torch.testing.assert_close(mine, theirs, rtol=1e-3, atol=1e-5 * float(theirs.abs().max()) + 1e-6)
-    tokens, saved_tokens = seqtile.status(ours).prefixes.batch_tokens, saved(ours)[0]
-    assert tokens == 90 and (saved_tokens == 0 if model_type == "qwen3_vl" else saved_tokens == (20 if other else 36))
+    why = "the text model was given deepstack_visual_embeds other than one value a token"
+    found, by_rows = seqtile.status(ours).prefixes, model_type == "qwen3_vl"
+    assert found.batch_tokens == 90 and found.reason == (why if by_rows else None)
+    assert found.saved_tokens == (0 if by_rows else 20 if other else 36)
 
 
 def test_values_of_tokens() -> None:

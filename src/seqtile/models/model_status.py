@@ -85,14 +85,17 @@ class PrefixStatus:
     min_tokens: int
     """The fewest tokens of a beginning that is computed once."""
     batch_tokens: int
-    """The tokens of the last batch of several rows, with padding; 0 before the first."""
+    """The tokens of the last batch, with padding; 0 before the first."""
     saved_tokens: int
     """How many of them were not computed again."""
+    reason: str | None = None
+    """Why none, if none."""
 
     def __str__(self) -> str:
         text = f"common beginnings of at least {self.min_tokens} tokens are computed once"
         if self.batch_tokens:
             text += f"; in the last batch {self.saved_tokens:,} of {self.batch_tokens:,} tokens were saved"
+            text += f": {self.reason}" if self.reason else ""
         return text
 
 

@@ -40,8 +40,9 @@ class Row:
     """What was run, with its options."""
     package: str
     verdict: str
-    """`right` or `wrong`; `imprecise` of the head's gradient and `grows` of memory; or why there is no figure:
-    `not installed`, `needs a GPU`, `not tried`, `refused`, which an error says, `failed`, after any other error."""
+    """`right` or `wrong`; `by contract`, where a guide says that this comes out and what to do; `imprecise` of the
+    head's gradient and `grows` of memory; or why there is no figure: `not installed`, `needs a GPU`, `not tried`,
+    `refused`, which an error says, `failed`, after any other error."""
     figure: str = ""
     note: str = ""
 

@@ -56,28 +56,34 @@ class PrefixTree(NamedTuple):
         return found
 
 
-def prefix_tree(given: Mapping[str, Any], rows: int, length: int, min_tokens: int) -> PrefixTree | None:
-    """Returns the tree of a batch of [rows, length] tokens, of the arguments of its text model. None if no rows begin
-    with `min_tokens` tokens alike, if a mask has a hole, or if an argument is not known to be of tokens.
+def prefix_tree(given: Mapping[str, Any], rows: int, length: int, min_tokens: int) -> PrefixTree | str:
+    """Returns the tree of a batch of [rows, length] tokens, of the arguments of its text model. If there is none, why:
+    no rows begin with `min_tokens` tokens alike, a mask has a hole, or an argument is not known to be of tokens.
 
     One wait for the device. Allocates up to 2^24 comparisons at a time, and 8 bytes a token for each argument.
     """
-    if rows < 2 or length < min_tokens or not all(_is_known(*each, rows, length) for each in given.items()):
-        return None
+    if rows < 2:
+        return "it has one row"
+    if length < min_tokens:
+        return "its rows are shorter than that"
+    if unknown := [name for name, value in given.items() if not _is_known(name, value, rows, length)]:
+        return f"the text model was given {unknown[0]} other than one value a token"
     of_tokens = {name: value for name, value in given.items() if sequence_dim(name, value, rows, length) is not None}
     mask = of_tokens.pop("attention_mask", None)
     keys = [key for name, value in of_tokens.items() for key in _keys(name, value, rows)]
     if (positions := of_tokens.get("position_ids")) is None:
         positions = torch.arange(length, device=keys[0].device).expand(rows, -1)
         keys.append(positions)
-    last_position, is_unknown, *of_rows = _compared(keys, mask, positions).tolist()
-    if is_unknown:
-        return None
+    last_position, has_hole, begins_anew, is_moved, *of_rows = _compared(keys, mask, positions).tolist()
+    if has_hole or begins_anew:
+        return "a row's mask has a hole" if has_hole else "positions begin anew in a row, as in packed documents"
     first, tokens, common = of_rows[:rows], of_rows[rows : 2 * rows], of_rows[2 * rows :]
     found = _Growing(first, tokens, [common[i * rows : (i + 1) * rows] for i in range(rows)], length, min_tokens)
     found.grow([row for row in range(rows) if tokens[row]], 0, None)
     if (saved := sum(tokens) - found.length) == 0:
-        return None
+        longest = max(common[i * rows + j] for i in range(rows) for j in range(i))
+        why = f"the longest common beginning has {longest}" if longest else "no two rows begin alike"
+        return why + "; rows begin at different positions, as behind unequal padding on the left" * is_moved
     documents, parents = tuple(found.documents), tuple(found.parents)
     return PrefixTree(documents, parents, torch.cat(found.taken), found.places, saved, last_position)
 
@@ -100,15 +106,17 @@ def _keys(name: str, value: Tensor, rows: int) -> list[Tensor]:
 
 
 def _compared(keys: list[Tensor], mask: Tensor | None, positions: Tensor) -> Tensor:
-    """Returns the largest position; whether a mask has a hole, or positions begin anew in a row; for each row where it
-    begins and how many tokens it has; and of each two rows how many tokens they have in common."""
+    """Returns the largest position; whether a mask has a hole, whether positions begin anew in a row, and whether rows
+    begin at different ones; for each row where it begins and how many tokens it has; and of each two rows how many
+    tokens they have in common."""
     rows, length = keys[0].shape
     valid = torch.ones_like(keys[0], dtype=torch.bool) if mask is None else mask.bool()
     first, tokens = valid.int().argmax(1), valid.sum(1)
-    is_unknown = ((tokens > 0) & (length - valid.flip(1).int().argmax(1) - first != tokens)).any()
-    if positions.dim() == 2 or len(positions) == 4:  # of four axes the first is that of the text
-        of_text = positions if positions.dim() == 2 else positions[0]
-        is_unknown |= ((of_text[:, 1:] != of_text[:, :-1] + 1) & valid[:, 1:] & valid[:, :-1]).any()
+    has_hole = ((tokens > 0) & (length - valid.flip(1).int().argmax(1) - first != tokens)).any()
+    of_text = (positions if positions.dim() == 2 else positions[0]).expand(rows, -1)
+    begins_anew = ((of_text[:, 1:] != of_text[:, :-1] + 1) & valid[:, 1:] & valid[:, :-1]).any()
+    begins_anew &= positions.dim() == 2 or len(positions) == 4  # of four axes the first is that of the text
+    starts = of_text.gather(1, first[:, None])
     place = torch.arange(length, device=first.device)
     from_first = (first[:, None] + place).clamp(max=length - 1)
     aligned = [key.gather(1, from_first) for key in keys]
@@ -119,8 +127,8 @@ def _compared(keys: list[Tensor], mask: Tensor | None, positions: Tensor) -> Ten
         for key in aligned:
             differs |= key[some, None] != key
         common.append(F.pad(differs, (0, 1), value=True).int().argmax(2).flatten())
-    facts = positions.max()[None], is_unknown[None], first, tokens, *common
-    return torch.cat([each.to(torch.int64) for each in facts])
+    facts = positions.max(), has_hole, begins_anew, (starts != starts[0]).any(), first, tokens, *common
+    return torch.cat([each.flatten().to(torch.int64) for each in facts])
 
 
 class _Growing:

@@ -92,7 +92,7 @@ class ShardingHooks:
         self.model.set_attn_implementation(self.implementation)
 
     @property
-    def shared_prefixes(self) -> tuple[int, int, int] | None:
+    def shared_prefixes(self) -> tuple[int, int, int, str | None] | None:
         """See `seqtile.protocols.ShardedSequences`."""
         return None
 

@@ -83,7 +83,7 @@ class TokenShard(Tensor):
         if self.owners.rows is not None:
             raise RuntimeError(
                 "the gradient of hidden states that rows of a batch share is known as the sum over these rows alone; "
-                "seqtile.restore(model) to read that of each"
+                "to read that of each, seqtile.restore(model), then seqtile.apply_seqtile(model) again to tile it alone"
             )
         return self.owners.whole(self.rows) / self.owners.sp_group.size
 

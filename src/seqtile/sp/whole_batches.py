@@ -30,6 +30,7 @@ from seqtile.sp.sharding_hooks import ShardingHooks
 from seqtile.sp.token_shard import shared
 
 _OF_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch")  # which some models hand on to their text model
+_TOKENS = ("input_ids", "inputs_embeds")
 _KINDS = ("full_attention", "sliding_attention")
 """Hugging Face's names of layers without a window and with one."""
 
@@ -67,8 +68,8 @@ class WholeBatches(ShardingHooks):
         """How long beginnings of rows have to be to be computed once; None if each row is computed by itself."""
         self.tree: PrefixTree | None = None
         """Of the batch in the text model."""
-        self.last_batch = 0, 0
-        """Of the last batch of several rows its tokens, and how many of them were not computed again."""
+        self.last_batch: tuple[int, int, str | None] = 0, 0, None
+        """Of the last batch its tokens, how many of them were not computed again, and why none."""
         self.has_gradient = False
         """The given model's forward was called with tensors that want a gradient, each row one of its own."""
         self.batch_hash: Tensor | None = None
@@ -87,7 +88,7 @@ class WholeBatches(ShardingHooks):
             self.handles.append(given.register_forward_hook(self.end, always_call=True))
 
     @property
-    def shared_prefixes(self) -> tuple[int, int, int] | None:
+    def shared_prefixes(self) -> tuple[int, int, int, str | None] | None:
         return None if self.min_tokens is None else (self.min_tokens, *self.last_batch)
 
     def stop_sharing_prefixes(self) -> None:
@@ -134,7 +135,9 @@ class WholeBatches(ShardingHooks):
 
     def check_batch(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Cuts the batch."""
-        if kwargs.get("past_key_values") is not None or (self.is_alone and _is_asked_for_more(kwargs)):
+        if (why := _row_by_row(kwargs, self.is_alone)) is not None:
+            tokens = next((each for each in (*args, *map(kwargs.get, _TOKENS)) if each is not None), None)
+            self.last_batch = 0 if tokens is None else tokens.shape[:2].numel(), 0, why
             self._run_whole(True)
             return args, kwargs
         if self.calls and self.batch_hash is not None:
@@ -143,9 +146,7 @@ class WholeBatches(ShardingHooks):
         recipes = self._take_recipes(kwargs)
         given = self._given(args, kwargs)
         tokens = given.get("input_ids", given.get("inputs_embeds"))
-        self.tree = (
-            None if any(recipe and recipe.spans is not None for recipe in recipes) else self._tree(given, tokens)
-        )
+        self.tree = self._tree(given, tokens, recipes)
         if self.is_alone and self.tree is None:
             self._run_whole(True)
             return args, kwargs
@@ -158,15 +159,19 @@ class WholeBatches(ShardingHooks):
             layout.documents *= rows if len(layout.documents) == 1 else 1
         return args, kwargs
 
-    def _tree(self, given: dict[str, Any], tokens: Tensor) -> PrefixTree | None:
+    def _tree(self, given: dict[str, Any], tokens: Tensor, recipes: list[MaskRecipe | None]) -> PrefixTree | None:
         """Returns the tree of a batch of which beginnings of rows are to be computed once."""
-        if self.min_tokens is None or len(tokens) < 2:
+        if self.min_tokens is None:
             return None
-        tree = None
-        if not self.has_gradient and (tokens.grad_fn is not None or not tokens.requires_grad):
+        if any(recipe and recipe.spans is not None for recipe in recipes):
+            tree = "the model makes masks before its text model"
+        elif self.has_gradient or (tokens.grad_fn is None and tokens.requires_grad):
+            tree = "inputs require a gradient, each row its own"
+        else:
             tree = prefix_tree(given, *tokens.shape[:2], self.min_tokens)
-        self.last_batch = tokens.shape[:2].numel(), 0 if tree is None else tree.saved
-        return tree
+        saved, why = (0, tree) if isinstance(tree, str) else (tree.saved, None)
+        self.last_batch = tokens.shape[:2].numel(), saved, why
+        return None if isinstance(tree, str) else tree
 
     def _layout(self, args: tuple, kwargs: dict[str, Any]) -> Layout:
         if self.tree is None:
@@ -323,9 +328,12 @@ class WholeBatches(ShardingHooks):
         self.model.config._attn_implementation = self.at_rest
 
 
-def _is_asked_for_more(kwargs: dict[str, Any]) -> bool:
-    """Says if a text model is to return what it has of each row by itself alone."""
-    return bool(kwargs.get("use_cache") or kwargs.get("output_attentions"))
+def _row_by_row(kwargs: dict[str, Any], is_alone: bool) -> str | None:
+    """Returns by which argument a text model is to run as it is; in a single process also one that asks for what it
+    has of each row by itself alone. None if by none."""
+    if kwargs.get("past_key_values") is not None:
+        return "a cache was given as past_key_values"
+    return next((f"{name}=True" for name in ("use_cache", "output_attentions") if is_alone and kwargs.get(name)), None)
 
 
 def _bits(tensor: Tensor) -> Tensor:

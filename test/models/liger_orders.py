@@ -1,0 +1,45 @@
+"""Orders in which Liger and seqtile are applied, and who computes the parts of a model then.
+
+python -m models.liger_orders, in test/, prints the table of them in docs/compatibility.md.
+"""
+
+SEQTILE, LIGER, HF = "seqtile", "liger_kernel", "transformers"
+TOOK = "liger_kernel took it back"
+# "build" a model; "liger" or "seqtile" on the classes; "liger model" or "seqtile model" on that model, where Liger also
+# exchanges the MLP and norm classes. Then: who computes loss, MLPs and norms of that model, who those of one that is
+# built after all, and what status says of a part that seqtile was applied to and does not run.
+ORDERS = {
+    "liger, seqtile, build": [(SEQTILE, SEQTILE, LIGER), (SEQTILE, SEQTILE, LIGER), None],
+    "seqtile, liger, seqtile, build": [(SEQTILE, SEQTILE, LIGER), (SEQTILE, SEQTILE, LIGER), None],
+    "liger, build, seqtile": [(SEQTILE, LIGER, LIGER), (SEQTILE, SEQTILE, LIGER), LIGER],
+    "liger, build, seqtile model": [(SEQTILE, SEQTILE, LIGER), (LIGER, LIGER, LIGER), None],
+    "build, liger model, seqtile": [(LIGER, LIGER, LIGER), (SEQTILE, SEQTILE, LIGER), LIGER],
+    "build, liger model, seqtile model": [(SEQTILE, SEQTILE, LIGER), (HF, LIGER, LIGER), None],
+    "seqtile, build, liger": [(LIGER, SEQTILE, HF), (LIGER, LIGER, LIGER), TOOK],
+    "seqtile, build, liger model": [(LIGER, LIGER, LIGER), (SEQTILE, LIGER, LIGER), TOOK],
+    "build, seqtile model, liger": [(SEQTILE, SEQTILE, HF), (LIGER, LIGER, LIGER), None],
+    "build, seqtile model, liger model": [(LIGER, LIGER, LIGER), (HF, LIGER, LIGER), TOOK],
+}
+
+_WORDS = {
+    "liger": "Liger on the classes",
+    "seqtile": "seqtile on the classes",
+    "liger model": "Liger on the model",
+    "seqtile model": "`apply_seqtile(model)`",
+}
+_NAMES = {SEQTILE: "seqtile", LIGER: "Liger", HF: "Hugging Face"}
+
+
+def table() -> str:
+    """Returns the orders as docs/compatibility.md has them, those first in which loss and MLPs are tiled."""
+    rows = ["| order | loss | MLP | norms |", "| --- | --- | --- | --- |"]
+    for order, (ran, _, _) in sorted(ORDERS.items(), key=lambda item: item[1][0][:2] != (SEQTILE, SEQTILE)):
+        *parts, norms = (_NAMES[package] for package in ran)
+        cells = [part if part == "seqtile" else f"**{part}**" for part in parts]
+        words = ", ".join(_WORDS.get(operation, operation) for operation in order.split(", "))
+        rows.append(f"| {' | '.join([words, *cells, norms])} |")
+    return "\n".join(rows)
+
+
+if __name__ == "__main__":
+    print(table())

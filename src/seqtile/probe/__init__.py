@@ -28,7 +28,7 @@ PROBES = {
 PEERS = ("torch", "transformers", "accelerate", "deepspeed", "trl", "liger-kernel")
 TREES = {"alone": ("one process", 1), "seqtile": ("two ranks", 2), "deepspeed": ("two ranks of DeepSpeed", 2)}
 """Process trees, and how many ranks each has."""
-TIME_LIMIT = 120  # seconds for a tree
+TIME_LIMIT = 300  # seconds for a tree
 
 
 @dataclass(frozen=True)

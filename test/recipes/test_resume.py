@@ -84,7 +84,7 @@ def test_ranks(pool: Pool, shard: str, tmp_path: Path) -> None:
     assert rest["seqtile"]["losses"] == whole["seqtile"]["losses"] and rest["steps"] == STEPS
     assert_same_weights(tmp_path / "run", tmp_path / "whole")
     job = replace(JOB, model=str(tmp_path / "start"), shard=shard, output=tmp_path / "run")
-    with pytest.raises(ValueError, match=r"--resume: expected ranks 2, as .*checkpoint has it, got 1; repeat the comm"):
+    with pytest.raises(ValueError, match=r"--resume: expected ranks 2, as in .*checkpoint, got 1; repeat the comm"):
         check_same(Run(job, None, torch.zeros(STEPS, 2, 50, dtype=torch.int64), tiled=True))
 
 

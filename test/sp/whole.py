@@ -306,7 +306,7 @@ def read() -> None:
         assert best.equal(whole.argmax(-1).where(counts, best))
         assert torch.allclose(logits[counts], whole[counts], atol=1e-5)
         for change in (lambda: hidden.mul_(2), lambda: torch.exp(hidden, out=hidden), hidden.data_ptr):
-            with pytest.raises(RuntimeError, match="are not changed in place; use a copy"):
+            with pytest.raises(RuntimeError, match="cannot be changed in place; use a copy"):
                 change()
         with pytest.raises(ValueError, match=r"expected values of the tokens \[2, 37\], got \[37, 2\]"):
             seqtile.linear_cross_entropy(hidden, model.lm_head.weight, batch["labels"].T)
@@ -378,7 +378,7 @@ def refused() -> None:
         sp.apply_ulysses(prompted, ctx, batches="whole")
     assert model(**batch).loss.equal(loss)
     compiled = torch.compile(lambda hidden: hidden.square().mean(), backend="eager")
-    with pytest.raises(RuntimeError, match=r"are not compiled; give compiled code their \.whole\(\)"):
+    with pytest.raises(RuntimeError, match=r"cannot be compiled; pass their \.whole\(\)"):
         compiled(hidden_of(model, batch))
     with pytest.raises(ValueError, match="has the same config object"):
         sp.apply_ulysses(type(model)(model.config), ctx, batches="whole")

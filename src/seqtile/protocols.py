@@ -40,8 +40,8 @@ class ShardedSequences(Protocol):
 
     @property
     def shared_prefixes(self) -> tuple[int, int, int] | None:
-        """From how many tokens on beginnings of rows are shared, the tokens of the last batch of several rows, and how
-        many of them were not computed again; None if rows are computed each by itself."""
+        """The fewest tokens of a prefix that rows share, the tokens of the last batch of several rows, and how many of
+        them were saved; None if each row is computed by itself."""
         ...
 
     def stop_sharing_prefixes(self) -> None:

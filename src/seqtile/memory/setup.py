@@ -45,7 +45,7 @@ class Setup:
     batches: str = "cut"
     """What these are given: "cut", their parts of a batch, or "whole" ones, as by `sp.apply_ulysses`."""
     shared_tokens: int = 0
-    """Tokens with which all sequences of a batch begin alike, computed once by `seqtile.share_prefixes`, unlabelled."""
+    """Tokens of a prefix that all sequences of a batch share, computed once by `seqtile.share_prefixes`; no labels."""
     accumulate: bool = False
     """True: a step takes several batches, and the gradients of those before wait while one is computed."""
     zero_stage: int = 3

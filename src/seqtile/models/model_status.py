@@ -80,17 +80,17 @@ class PartStatus:
 
 @dataclass(frozen=True)
 class PrefixStatus:
-    """The beginnings that rows of a batch share, see `seqtile.share_prefixes`."""
+    """The prefixes that rows of a batch share, see `seqtile.share_prefixes`."""
 
     min_tokens: int
-    """The fewest tokens of a beginning that is computed once."""
+    """The fewest tokens of a prefix that is computed once."""
     batch_tokens: int
     """The tokens of the last batch of several rows, with padding; 0 before the first."""
     saved_tokens: int
-    """How many of them were not computed again."""
+    """How many of them were saved."""
 
     def __str__(self) -> str:
-        text = f"common beginnings of at least {self.min_tokens} tokens are computed once"
+        text = f"shared prefixes of at least {self.min_tokens} tokens are computed once"
         if self.batch_tokens:
             text += f"; in the last batch {self.saved_tokens:,} of {self.batch_tokens:,} tokens were saved"
         return text
@@ -109,7 +109,7 @@ class ModelStatus:
     layer: PartStatus | None = None
     """Everything in a layer except attention; None if not requested. Its chunks include the MLP."""
     prefixes: PrefixStatus | None = None
-    """The beginnings that rows share; None if not requested."""
+    """The prefixes that rows share; None if not requested."""
     notes: tuple[str, ...] = ()
     """Where tiling has no effect, or an unexpected one."""
 

@@ -70,8 +70,8 @@ class Ranks:
 
     @contextmanager
     def gathering(self) -> Iterator[None]:
-        """Gathers the parameters that a forward and a backward inside need, and later frees them. The model's hooks must
-        be copies without ZeRO-3's."""
+        """Gathers the parameters that a forward and a backward inside need, then frees them. The model's hooks must be
+        copies without ZeRO-3's."""
         blocks = self.fsdp or list(_blocks(self.model))
         outside = _gather(_outside(self.model, blocks)) if self.together and not self.fsdp else []
         for module in self.model.modules():

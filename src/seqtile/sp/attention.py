@@ -101,8 +101,8 @@ def _as_computed(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
 class UlyssesFunction(SequenceParallelFunction):
     """The attention that is registered with Hugging Face.
 
-    `otherwise` is the name of the attention that computes what comes without a layout: batches of a model that shares
-    beginnings of rows, where there are none, in a checkpoint's recomputation. Without it that is an error.
+    `otherwise` is the name of the attention that computes calls without a layout: in a model that shares prefixes, a
+    checkpoint's recomputation for a batch without any. Without `otherwise` such a call is an error.
     """
 
     def __init__(self, otherwise: str | None = None):

@@ -39,8 +39,8 @@ class Layout:
         """For each row of the batch the [start, stop) of its documents; padding is in none. One entry if all are
         alike."""
         self.parents: tuple[int | None, ...] = ()
-        """Of a batch whose rows share beginnings, for each document of its one row the one that it goes on from, which
-        comes before it; see prefixes.py."""
+        """If rows of the batch share prefixes: for each document of its one row the one that it continues, which comes
+        before it; see prefixes.py."""
         self.spans: tuple[tuple[Rows, ...], tuple[Rows, ...]] = ((), ())
         """Of layers without a window and with one, for each entry of documents the [start, stop) of spans whose
         tokens see each other both ways, if any are."""

@@ -46,7 +46,9 @@ class SequenceParallelTrainerMixin:
             "dispatch_batches=True": self.accelerator.dispatch_batches,
         }
         if found := [name for name, is_given in refused.items() if is_given]:
-            raise ValueError(f"{', '.join(found)}: gives other results over ranks that share sequences; leave it out")
+            raise ValueError(
+                f"{', '.join(found)}: expected none over ranks that share sequences, where it would change the result"
+            )
         for model in (getattr(self, name, None) for name in MODELS):
             if isinstance(model, nn.Module):
                 apply_ulysses(self.accelerator.unwrap_model(model), sequence_parallel, batches="whole")

@@ -223,7 +223,7 @@ class WholeBatches(ShardingHooks):
             kwargs["position_ids"] = self.position_ids
         given = {name: value for name, value in kwargs.items() if value is not None and name not in _OF_THE_LOSS}
         if "input_ids" not in given and "inputs_embeds" not in given:
-            raise ValueError(f"{type(self.model).__name__} got neither input_ids nor inputs_embeds")
+            raise ValueError(f"{type(self.model).__name__}: expected input_ids or inputs_embeds, got neither")
         return given
 
     def _cut(self, given: dict[str, Any], tokens: Tensor) -> dict[str, Any]:

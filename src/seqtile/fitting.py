@@ -28,7 +28,7 @@ class Fit:
     """The features with which a step fits. Print it to see each with its reason."""
 
     setup: Setup
-    """What is on: `tiles`, `head_groups` and `offload`; and what it was planned for."""
+    """The chosen `tiles`, `head_groups` and `offload`, with the setup that was planned for."""
     gpu_gib: float
     """The predicted peak of a step on a GPU."""
     lines: tuple[str, ...]

@@ -29,13 +29,13 @@ PendingTensors = Callable[[], Sequence[Tensor]]
 
 
 class ShardedSequences(Protocol):
-    """What a model is told whose sequences are sharded over ranks."""
+    """The interface to a model's sequences that are sharded over ranks."""
 
     takes_whole: bool
-    """Whether it is given the same whole batch on every rank; else each rank's part of it."""
+    """True if the model gets the same whole batch on every rank, False if it gets each rank's part."""
 
     def other_batch(self) -> AbstractContextManager[None]:
-        """Returns a context in which forwards take another batch than that of the model's forward that runs."""
+        """Returns a context in which forwards may take another batch than the running forward."""
         ...
 
     @property

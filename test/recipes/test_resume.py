@@ -118,7 +118,7 @@ def test_another_job_is_refused(run: Run, tmp_path: Path, monkeypatch: pytest.Mo
 def test_what_cannot_be_gone_on_from(run: Run) -> None:
     for options, said in (
         ({"resume": True}, "--resume: expected a checkpoint in .*run, got none; pass the --output of the run"),
-        ({"resume": True, "compare": True}, "--compare is of two whole runs, and --resume goes on with one"),
+        ({"resume": True, "compare": True}, "--compare does two whole runs, and --resume continues one"),
         ({"save_every": 0}, "--save-every is 0, expected at least 1"),
     ):
         with pytest.raises(ValueError, match=said):

@@ -11,7 +11,7 @@ class Feature(NamedTuple):
     changes: dict[str, Any]
     """Fields of a `Setup`."""
     words: str = ""
-    """What `fit` calls it, which leaves those without out."""
+    """Its name in the output of `fit`, which leaves out features without one."""
     cost: str = ""
 
 

@@ -152,7 +152,7 @@ def _inside_hooks(module: nn.Module, function: Callable) -> Callable:
 
 @contextmanager
 def _without_casts(module: nn.Module) -> Iterator[None]:
-    """Has FSDP2's hooks on a module leave dtypes alone: those of the module around it are not the module's own."""
+    """Stops FSDP2's hooks on a module from casting: the dtypes around it are not the module's own."""
     if not isinstance(module, FSDPModule):
         yield
         return

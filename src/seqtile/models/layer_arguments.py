@@ -30,10 +30,10 @@ class LayerArguments:
         axes = (_axis_of(leaf, rows, length) for leaf in leaves)
         self._axes = {i: axis for i, axis in enumerate(axes) if axis is not None}
         self.tensors = [self._moved(leaves[i], axis) for i, axis in self._axes.items()]
-        """Those to be cut, each with its tokens along dimension 1, and one dimension behind that at least."""
+        """The tensors to cut, each with its tokens along dimension 1, and at least one more dimension after it."""
 
     def of_chunk(self, pieces: tuple[torch.Tensor, ...]) -> "ChunkArguments":
-        """Returns what the layer is given for a chunk, `pieces` of `tensors`."""
+        """Returns the layer's arguments for a chunk, given its `pieces` of `tensors`."""
         leaves = [copy.copy(leaf) if isinstance(leaf, MutableMapping) else leaf for leaf in self._leaves]
         for (i, axis), piece in zip(self._axes.items(), pieces, strict=True):
             leaves[i] = piece.squeeze(-1) if self._leaves[i].dim() == 2 else piece.movedim(1, axis)

@@ -16,10 +16,10 @@ from seqtile.models.weights import defining_path, named
 
 
 class AttentionForm(NamedTuple):
-    """What an attention of Llama's shape does besides: projections, rotary embedding, attention, projection."""
+    """What an attention of Llama's shape does besides projections, rotary embedding and attention."""
 
     windows: bool = False
-    """It tells the attention function of a sliding window."""
+    """It passes a sliding window to the attention function."""
     head_norms: bool = False
     """It has norms of queries and keys, shared by all heads."""
     rotary_switch: str | None = None
@@ -27,13 +27,13 @@ class AttentionForm(NamedTuple):
 
 
 class LayerForm(NamedTuple):
-    """A layer of Llama's shape, and what tells it from Llama's."""
+    """A layer of Llama's shape, and its differences from Llama's."""
 
     attention: AttentionForm
     residual_scale: str | None
-    """The layer's attribute by which what attention and MLP return is multiplied before it is added."""
+    """The layer's attribute that multiplies the outputs of attention and MLP before they are added."""
     mlp: Any = None
-    """What its MLP's forward calls its parts, where the layer is fused."""
+    """The names of its MLP's parts, if the layer is fused."""
 
 
 _ATTENTIONS = {

@@ -24,11 +24,11 @@ _ENTRY_A_LAYER = re.compile(r".*layer.*|block_types|attention_types|.*indexer_ty
 _LIST_OF_LAYERS = re.compile(r".*layers?(_ids|_idxs?|_indices)?|.*_idxs?")
 _MANY = 8  # layers: a list that is as long is no accident
 Sizes = Callable[[str, Any], Any]
-"""What becomes of a size, given its name."""
+"""Returns the new value of a field, given its name and value."""
 
 
 class LayerKinds:
-    """What a config says of each layer, as it is when this is made."""
+    """The fields of a config that concern single layers, as they are when this is made."""
 
     def __init__(self, config: PreTrainedConfig):
         self._config = config
@@ -60,7 +60,7 @@ class LayerKinds:
         return sorted(found + others[: max(0, 2 - len(found))])
 
     def keep(self, layers: list[int], sizes: Sizes = lambda name, value: value) -> None:
-        """Has the config tell of these layers alone, what some of them have for themselves cut by `sizes`."""
+        """Reduces the config to these layers. `sizes` reduces the values that single layers have."""
         if self.count is None:
             return
         for name, value in self._lists.items():

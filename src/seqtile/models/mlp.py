@@ -45,16 +45,16 @@ logger = logging.get_logger(__name__)
 
 
 class Gated(NamedTuple):
-    """What the forward of a gated MLP, down(activation(gate(x)) * up(x)), calls its parts."""
+    """The names of the parts in the forward of a gated MLP, down(activation(gate(x)) * up(x))."""
 
     gate: str
     up: str | None
-    """None where the projection called `gate` makes both, gate before up."""
+    """None if the projection `gate` computes both, gate before up."""
     down: str
     module: str | None
     """The activation, a module that the MLP holds; None where the forward names a function."""
     activation: str | None = None
-    """That function, as `gated_mlp` calls it."""
+    """The name of that function in `gated_mlp`."""
     ligers: bool = False
     """It is one of Liger's kernels."""
 

@@ -160,7 +160,7 @@ def notes_on(model: nn.Module, loss: PartStatus | None, mlp: PartStatus, layer: 
 
 
 def part_status(model: nn.Module, *parts: Part) -> PartStatus:
-    """Tells who computes the modules of parts that are asked for together."""
+    """Returns who computes the modules of parts that share an option."""
     config = model.config.get_text_config()
     hidden_size = getattr(config, "hidden_size", None) or getattr(config, "d_model", 0)
     name, part_of = parts[0].option, {module: part for part in parts for module in part.modules(model)}

@@ -25,14 +25,14 @@ from torch import nn
 from seqtile.ops.chunks import resolve_chunk_tokens
 
 Owner = type | nn.Module
-KNOWN_PACKAGES = ("transformers", "liger_kernel")  # whose forwards a tiled forward may stand in for
+KNOWN_PACKAGES = ("transformers", "liger_kernel")  # a tiled forward may replace forwards of these
 _DECIDING = {"mlp": ("chunk_tokens",), "layer": ("chunk_tokens", "head_groups")}  # the options, by part
 _OWN = "_seqtile_placement"  # of a class made for modules that are tiled alone: its Placement, None if it undoes one
 
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a call: what is to be tiled and how, as `apply_seqtile_to_llama` is asked for it."""
+    """The options of a call such as `apply_seqtile_to_llama`: what to tile, and how."""
 
     mlp: bool = True
     loss: bool = True
@@ -48,7 +48,7 @@ class Options:
         return frozenset(name for name in ("mlp", "loss", "layer") if getattr(self, name))
 
     def validate(self) -> None:
-        """Raises TypeError or ValueError for what no architecture can have."""
+        """Raises TypeError or ValueError for options that no architecture can have."""
         groups = self.head_groups
         resolve_chunk_tokens(self.chunk_tokens, 1)
         if not isinstance(self.check, bool) and self.check != "full":
@@ -69,19 +69,19 @@ class Options:
 
 @dataclass
 class Placement:
-    """A tiled forward, and the place where it stands."""
+    """A tiled forward, and the one that it replaces."""
 
     forward: Callable
     original: Callable
-    """Called for everything that the tiled forward does not tile."""
+    """The forward that runs if the tiled forward does not tile a call."""
     previous: Callable | None
-    """The forward that stood in the owner's own namespace; None if none did."""
+    """The forward in the owner's own namespace before; None if there was none."""
     options: Options
     part: str = ""
-    """What it tiles, as `apply_seqtile` names it; "" for what stands there for its check alone."""
+    """The part that it tiles, as `apply_seqtile` names it; "" if it only runs the first step's check."""
 
     def is_of(self, options: Options) -> bool:
-        """Says if the same options would make the same forward."""
+        """Returns whether these options would make the same forward."""
         names = _DECIDING.get(self.part, ("chunk_tokens", "check"))
         return all(getattr(self.options, name) == getattr(options, name) for name in names)
 
@@ -91,7 +91,7 @@ def _type_of(owner: Owner) -> type:
 
 
 def is_own_class(cls: type) -> bool:
-    """Says if a class was made here for modules that are tiled alone."""
+    """Returns whether a class was made here for modules that are tiled by themselves."""
     return _OWN in vars(cls)
 
 

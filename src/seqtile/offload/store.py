@@ -123,7 +123,7 @@ class Pool:
         self.unregister(block.data_ptr())
 
     def register(self, address: int, size: int) -> None:
-        """Has the driver pin a new block. RuntimeError if it refuses."""
+        """Pins a new block. Raises RuntimeError if the driver refuses."""
         if self.device is None:
             return
         try:
@@ -135,7 +135,7 @@ class Pool:
             raise
 
     def unregister(self, address: int) -> None:
-        """Has the driver forget a block, once nothing copies from or to it."""
+        """Unpins a block, once nothing copies from or to it."""
         if self.device is not None:
             with torch.cuda.device(self.device):
                 torch.cuda.synchronize()
@@ -197,11 +197,11 @@ class Copies:
             return self.stream.record_event()
 
     def wait(self, copied: Any) -> None:
-        """Puts what is computed from now on after the copy. The host does not wait."""
+        """Makes later work on the device wait for the copy. The host does not wait."""
         self.streams.current_stream(self.device).wait_event(copied)
 
     def abandon(self, tensor: torch.Tensor) -> None:
-        """Lets go of a tensor that may still be copied: others get its memory after the copy."""
+        """Releases a tensor that may still be copied: its memory is reused only after the copy."""
         if tensor.is_cuda:
             tensor.record_stream(self.stream)
 
@@ -214,11 +214,11 @@ class Saved:
     """
 
     storage: weakref.ref[torch.UntypedStorage]
-    """That of the tensor that was put."""
+    """The storage of the original tensor."""
     memory: torch.Tensor | None = None
     """Its block of the pool, uint8."""
     block: torch.Tensor
-    """The same in the tensor's shape and dtype."""
+    """The block in the tensor's shape and dtype."""
     out: Any
     """The copy into it, as `Copies.wait` takes it."""
     arriving: tuple[torch.Tensor, Any] | None = None

@@ -146,5 +146,5 @@ def check_number(op: str, name: str, value: float, low: float, high: float = mat
 
 
 def values_known(tensor: torch.Tensor) -> bool:
-    """Tells if a tensor holds numbers: not in a simulation, nor while torch.compile traces."""
+    """Returns whether a tensor holds numbers, which it does not in a simulation or while torch.compile traces."""
     return not torch.compiler.is_compiling() and not isinstance(tensor, FakeTensor)

@@ -93,19 +93,19 @@ class LogitChunk(NamedTuple):
 
 
 class RowLossSpec(NamedTuple):
-    """What is computed of a row of logits of each head, and of how many rows at once."""
+    """What to compute from each row of the heads' logits, and for how many rows at a time."""
 
     op: str
     row_function: Callable[[Sequence[LossOptions], LogitChunk], None]
     options: tuple[LossOptions, ...]
-    """Of each head; of one temperature."""
+    """One for each head, with the same temperature."""
     dtypes: tuple[torch.dtype, ...]
-    """Of each head, see `Head.dtype`."""
+    """One for each head, see `Head.dtype`."""
     chunk_tokens: int
     values: tuple[torch.dtype | None, ...] = ()
     """The dtypes of the values besides the losses; None where one is not wanted."""
     differentiable: int = 1
-    """How many of the values have a gradient; the first are the losses."""
+    """The number of values that have a gradient, the losses first."""
     accumulate_dtype: torch.dtype = torch.float32
     """The dtype of the sums of the gradients of weight and bias."""
 

@@ -132,8 +132,8 @@ class WatchedTensor:
 
 
 def equal(now: Any, before: torch.Tensor, rounded: bool = False) -> bool:
-    """Tells whether `now` is a tensor of the same shape, dtype and values; NaN is NaN. Values that are `rounded` may
-    differ by rounding, which depends on how many tokens a product has."""
+    """Returns whether `now` is a tensor of the same shape, dtype and values; NaN equals NaN. `rounded` values may
+    differ by rounding, which depends on the number of tokens in a product."""
     if not isinstance(now, torch.Tensor) or now.shape != before.shape or now.dtype != before.dtype:
         return False
     tolerance = torch.finfo(now.dtype).eps ** 0.5 if rounded and now.is_floating_point() else 0.0
@@ -209,7 +209,7 @@ def found_in(roots: Sequence[Found]) -> Iterator[Found]:
 
 
 def _is_kept(thing: Any) -> bool:
-    """Tells whether it is a tensor or a generator of torch, Python or numpy."""
+    """Returns whether it is a tensor or a generator of torch, Python or numpy."""
     kind = type(thing)  # isinstance is slow with torch.Generator
     return not _KEPT.isdisjoint(kind.__mro__) or hasattr(kind, "_bit_generator")
 

@@ -104,11 +104,12 @@ def tiled_part(
     always: bool = False,
     used_alone: bool = False,
 ) -> Outputs:
-    """As `tiled`, for a caller who sees to it that sharded parameters are whole in the forward and in the backward.
+    """Does the same as `tiled`, for a caller that gathers sharded parameters in the forward and in the backward.
 
     Args:
-        always: one chunk is computed as several are, so that gradients come in the same order on ranks of all lengths.
-        used_alone: of `params` those that the first chunk uses; others then do not wait for this backward.
+        always: compute a single chunk like several, so that gradients come in the same order on ranks of all lengths.
+        used_alone: leave out those of `params` that the first chunk does not use, which then do not wait for this
+            backward.
     """
     params, shared = _listed("params", params), _listed("shared", shared)
     _check_inputs(inputs, shared, params, dim)
@@ -160,7 +161,7 @@ class Call(NamedTuple):
     inputs: int
     params: Tensors
     versions: tuple[int, ...]
-    """Those of parameters that no node saves, since which of them are used is known only behind the first chunk."""
+    """Versions of the parameters. No node saves these, since only the first chunk shows which are used."""
     step: int
     """The positions of a chunk."""
     dim: int

@@ -23,11 +23,11 @@ from seqtile.models.small import WORDS, small_model
 from seqtile.models.sweep import DIFFERS, FAILS, Row, sweep
 from seqtile.recipes import CheckOptions
 
-TOKENS, CHUNK = (2048, 192, 96), 64  # of the step whose work and memory are measured: the most that the model takes
+TOKENS, CHUNK = (2048, 192, 96), 64  # of the measured step: the most that the model takes
 
 
 class Line(NamedTuple):
-    """What came of the modules of one class."""
+    """The result for the modules of one class."""
 
     part: str
     """loss, mlp, experts or layer."""
@@ -43,9 +43,9 @@ class Line(NamedTuple):
     """The largest error of the loss or a gradient against float64, relative."""
     untiled_error: float
     flops: float | None
-    """Work of a training step, over that of the untiled model; None of what is refused."""
+    """FLOP of a training step over the untiled model's; None if refused."""
     peak: float | None
-    """The same for the bytes alive at most."""
+    """Peak of live bytes over the untiled model's; None if refused."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,11 @@ class Report:
     model: str
     lines: list[Line]
     untiled: list[str]
-    """Layers that are left untiled by their kind, and why."""
+    """Layers that stay untiled because of their kind, and why."""
     tokens: int
-    """Of the training step whose work and memory were measured."""
+    """The tokens of the training step whose work and memory were measured."""
     variants: list[Row]
-    """What came of other values of the config and of other batches, all parts tiled together."""
+    """The results for other config values and batches, with all parts tiled together."""
 
     @property
     def differs(self) -> bool:

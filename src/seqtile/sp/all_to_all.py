@@ -44,7 +44,7 @@ class RankHeads(NamedTuple):
     kv: slice
     """The kv heads that these query heads read."""
     kv_of_q: tuple[int, ...]
-    """For each of these query heads its place among these kv heads."""
+    """For each of these query heads the index of its kv head among these."""
     rows: Rows
     """The queries: all of them unless ranks share a head."""
 
@@ -105,7 +105,7 @@ class AllToAll:
         self.sp_group, self._totals = sp_group, [kv_heads if is_kv else q_heads for is_kv in by_kv]
         self._is_even = q_heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
         self.heads = mine = ranks[rank]
-        """Those of this rank."""
+        """This rank's heads."""
 
         def pieces(holder: int, heads: RankHeads, by_heads: bool) -> list[Piece]:
             """Returns what goes from the rank that holds the tokens to that with the heads, as it lies with either."""

@@ -21,7 +21,7 @@ class Call(NamedTuple):
     function: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
     """From q [B, h, n, K], k and v [B, kv, m, K], and sinks [h] if there are, to [B, n, h, K]."""
     keys: Rows
-    """Which of the sequence's keys and values it is given: parts [start, stop)."""
+    """The parts [start, stop) of the sequence's keys and values that it gets."""
 
 
 def gathered(x: Tensor, keys: Rows | Tensor | None) -> Tensor:

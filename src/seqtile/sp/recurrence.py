@@ -40,17 +40,17 @@ class Rule(NamedTuple):
     """The operands of a rule, by the names of its parameters."""
 
     convolved: tuple[str, ...]
-    """Those that are channels of the convolution, in their order there."""
+    """Operands that are channels of the convolution, in its order."""
     own: tuple[str, ...]
-    """Of every head: [B, S, H, K] or [B, S, H]. What is returned is like the first."""
+    """Operands with every head: [B, S, H, K] or [B, S, H]. The result has the first one's shape."""
     shared: tuple[str, ...]
-    """Read by a group of heads: [B, S, G, K], G a divisor of H."""
+    """Operands that groups of heads share: [B, S, G, K], G a divisor of H."""
     of_heads: tuple[str, ...] = ()
     """Parameters [H]."""
     state: str | None = None
-    """The state that it begins with."""
+    """The initial state."""
     wants_state: str | None = None
-    """Whether it is to return the state that it ends with, too."""
+    """The parameter that asks for the final state as well."""
 
 
 _DELTA = Rule(

@@ -1,5 +1,5 @@
-"""Losses and log-probabilities of tokens that are over ranks: each rank computes its own rows, with the head's weights
-that it has, and one all-reduce makes the loss, or one all-gather of a number a token makes the values."""
+"""Losses and log-probabilities of tokens that are spread over ranks. Each rank computes its own rows with its head's
+weights. Then one all-reduce makes the loss, or one all-gather of a number a token makes the values."""
 
 from collections.abc import Callable
 from typing import Any
@@ -169,4 +169,4 @@ LOSSES: dict[Callable, Callable] = {
     linear_topk_divergence: _topk_divergence,
     F.cross_entropy: _cross_entropy_of_logits,
 }
-"""What each of these is for hidden states, or logits, that are over ranks."""
+"""The versions of these functions for hidden states or logits that are spread over ranks."""

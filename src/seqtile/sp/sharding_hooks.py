@@ -38,21 +38,21 @@ class ShardingHooks:
         "ctx.data_parallel_rank of ctx.data_parallel_size), except with sp.ShardedDataLoader; for whole sequences on "
         "every rank call sp.restore(model) first"
     )
-    """What a batch that is refused should have been."""
+    """The expected batch, for errors."""
 
     def __init__(self, given: PreTrainedModel, model: PreTrainedModel, sp_group: SequenceParallel, layers: int):
         self.model, self.sp_group = model, sp_group
         """The model whose forward is computed over ranks: the given one, or a part of it."""
         self.layers = layers
-        """How many modules tokens meet in."""
+        """The number of modules that mix tokens."""
         self.implementation = model.config._attn_implementation
-        """The attention that was there."""
+        """The model's original attention."""
         self.layout: Layout | None = None
-        """Of the model's forward that runs; None between two, also after one that failed."""
+        """The layout of the running forward; None between forwards, also after one that failed."""
         self.last_position = 0
-        """Of whole sequences, in the base model's forward that runs."""
+        """The last position of whole sequences, in the running forward of the base model."""
         self.replaced: list[Recurrence | CompressedKeys] = []
-        """What stands in for functions of layers."""
+        """The replacements of functions of layers."""
         base = model.base_model
         self.handles = [
             model.register_forward_pre_hook(self.check_batch, with_kwargs=True),
@@ -202,7 +202,7 @@ class ShardingHooks:
         return output
 
     def forget_layout(self, module: nn.Module, args: tuple, output: Any) -> None:
-        """Lets go of the layout that was found for the model's forward."""
+        """Forgets the layout of the forward that ends."""
         self.layout = None
 
 

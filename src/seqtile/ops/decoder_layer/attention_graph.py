@@ -99,7 +99,7 @@ class SavedTensors:
         return self.saved[place]
 
     def finish(self) -> list[torch.Tensor]:
-        """Lets go of all tensors, and notes which were changed since; returns those that are to be saved elsewhere."""
+        """Releases all tensors, and notes which were changed in place. Returns those that must be saved elsewhere."""
         self._qkv_changed = any(base._version != version for base, version in self._bases)
         self._changed = {i for i, (tensor, version) in enumerate(self._saved) if tensor._version != version}
         saved, self._saved, self._bases = self._saved, [], ()
@@ -146,7 +146,7 @@ class RecordedAttention(NamedTuple):
     """An attention that has run."""
 
     local_output: torch.Tensor
-    """What finish made of what attention returned: that of this rank's tokens."""
+    """Attention's output for this rank's tokens, made by `finish` from `raw_output`."""
     raw_output: torch.Tensor
     """The tensor that attention itself returned."""
     graph: AttentionGraph

@@ -90,5 +90,5 @@ _IN_PLACE.add("__setitem__")
 
 
 def is_in_place(name: str, kwargs: Mapping[str, Any] = MappingProxyType({})) -> bool:
-    """Says if a function of this name changes its first argument."""
+    """Returns whether a function of this name changes its first argument."""
     return name in _IN_PLACE or bool(kwargs.get("inplace")) or (name.endswith("_") and not name.endswith("__"))

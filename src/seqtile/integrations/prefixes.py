@@ -61,7 +61,7 @@ def trainer_of() -> Any:
 
 def _kept_together(trainer: Any) -> dict[str, Callable]:
     """Returns by name a method for this trainer, with which it puts completions of one prompt together again after it
-    shuffled them. ValueError if it is not known where it shuffles them."""
+    shuffled them. Raises ValueError if it is not known where it shuffles them."""
     prepare = trainer._prepare_inputs
     function = inspect.unwrap(getattr(prepare, "__func__", prepare))
     known = function.__globals__

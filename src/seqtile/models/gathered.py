@@ -40,8 +40,8 @@ _in_loop: ContextVar[list[_Hook] | None] = ContextVar("in_loop", default=None)
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Says if what is inside of a module is gathered by collectives, which ranks of different lengths must do alike: by
-    ZeRO-3, or because FSDP2 shards a module inside by itself."""
+    """Returns whether collectives gather weights inside a module, which all ranks must call alike: under ZeRO-3, or if
+    FSDP2 shards a submodule by itself."""
     return any(hasattr(parameter, "ds_id") for parameter in module.parameters()) or bool(_sharded_inside(module))
 
 

@@ -139,7 +139,7 @@ def rows_of_chunk(hidden: torch.Tensor, chunk_tokens: int | None = None) -> int:
 
 
 def gathers(head: nn.Module) -> bool:
-    """Says if a head's own call gathers its weights: under ZeRO-3, and if FSDP2 shards it by itself."""
+    """Returns whether a head's own call gathers its weights: under ZeRO-3, and if FSDP2 shards it by itself."""
     return isinstance(head, FSDPModule) or any(hasattr(weight, "ds_id") for weight in head.parameters())
 
 

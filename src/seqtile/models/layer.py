@@ -287,7 +287,7 @@ def _called_parts(layer: nn.Module) -> tuple[InChunks, InChunks]:
 
 
 def _is_untouched(layer: nn.Module) -> bool:
-    """Says if a layer is unchanged: it may share its class with tiled layers and be of another kind."""
+    """Returns whether a layer is unchanged: it may share its class with tiled layers and be of another kind."""
     parts = [layer, *layer.children()]
     return all(package_of(computed_forward(part)) in (*KNOWN_PACKAGES, "torch") for part in parts)
 

@@ -70,7 +70,7 @@ class ChunkArguments:
         return found
 
     def written(self) -> dict[str, dict[Any, Any]]:
-        """Returns what the layer has put into dicts that it was given. ValueError if it changed anything else."""
+        """Returns what the layer has put into dicts that it got. Raises ValueError if it changed anything else."""
         found: dict[str, dict[Any, Any]] = {}
         for name, before in self._before.items():
             value, after = self.given[name], dict(_parts_of(self.given[name]))

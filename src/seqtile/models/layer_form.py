@@ -66,7 +66,7 @@ def layer_form_of(layer: nn.Module) -> LayerForm | str:
 
 
 def is_llamas_rotary(function: Any) -> bool:
-    """Says if a rotary embedding is Llama's, or Liger's kernel of it."""
+    """Returns whether a rotary embedding is Llama's, or Liger's kernel of it."""
     if defining_path(function) == "liger_kernel.transformers.rope.liger_rotary_pos_emb":
         return True
     if source_of(function) != _in_llama("apply_rotary_pos_emb"):
@@ -75,7 +75,7 @@ def is_llamas_rotary(function: Any) -> bool:
 
 
 def is_llamas_norm(forward: Any) -> bool:
-    """Says if a norm's forward is that of Llama's RMSNorm."""
+    """Returns whether a norm's forward is that of Llama's RMSNorm."""
     return source_of(forward) == _in_llama("LlamaRMSNorm.forward")
 
 

@@ -119,7 +119,7 @@ class LazyHead:
 
 
 def place_of_head(model: nn.Module) -> tuple[nn.Module, str]:
-    """Returns the module that holds a model's head, and the head's name there. ValueError if it has none."""
+    """Returns the module that holds a model's head, and the head's name there. Raises ValueError if it has none."""
     head = head_of(model)
     for owner in () if head is None else model.modules():
         for name, child in owner._modules.items():

@@ -304,8 +304,8 @@ class Store:
                     saved.arriving = self.copies.back(saved.block)
 
     def take(self, saved: Saved) -> torch.Tensor:
-        """Returns the tensor, and begins to copy back the region put before. RuntimeError if it was changed in place
-        while it was still on the device."""
+        """Returns the tensor, and begins to copy back the region put before. Raises RuntimeError if it was changed in
+        place while it was still on the device."""
         saved.taken = True
         if saved.changed or (saved.source is not None and saved.source._version != saved.version):
             raise RuntimeError(  # as autograd has it

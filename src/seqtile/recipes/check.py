@@ -72,9 +72,9 @@ class Report:
 
 
 def check(asked: CheckOptions) -> Report:
-    """Builds the model small, tiles it part by part, and compares. ValueError for what cannot be tried: no config, no
-    head over a vocabulary, an encoder, remote code without consent, a model that is not built or does not run on text
-    alone."""
+    """Builds the model small, tiles it part by part, and compares. Raises ValueError if it cannot: no
+    config, no head over a vocabulary, an encoder, remote code without consent, a model that cannot be built or does not
+    run on text alone."""
     config = config_of(asked.model, asked.trust_remote_code)
     model_class = class_of(asked.model, config, asked.trust_remote_code)
     what = "cannot be built small"
@@ -98,7 +98,7 @@ def check(asked: CheckOptions) -> Report:
 
 
 def config_of(model: str, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """Returns the config that is meant. ValueError if there is none."""
+    """Returns the config of a path, hub name or model type. Raises ValueError if there is none."""
     try:
         if not Path(model).exists() and model in model_types():
             return AutoConfig.for_model(model)
@@ -113,7 +113,7 @@ def config_of(model: str, trust_remote_code: bool = False) -> PreTrainedConfig:
 
 
 def class_of(model: str, config: PreTrainedConfig, trust_remote_code: bool = False) -> type[PreTrainedModel]:
-    """Returns the class with a head that the config's model is of. ValueError if it has none, or is an encoder."""
+    """Returns the config's model class with a head. Raises ValueError if there is none, or it is an encoder."""
     remote = getattr(config, "auto_map", {}).get("AutoModelForCausalLM")
     if remote and config.model_type not in model_types():
         if not trust_remote_code:

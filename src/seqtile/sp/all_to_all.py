@@ -200,7 +200,7 @@ class AllToAll:
 
 
 def _wire_dtype(dtypes: Sequence[torch.dtype], summed: Sequence[int]) -> torch.dtype:
-    """Returns the dtype that all travel as. ValueError for what has to be added in another, here or on the way back."""
+    """Returns the dtype in which all are sent. Raises ValueError if a sum, here or in the backward, needs another."""
     wire = min(dtypes, key=lambda dtype: dtype.itemsize)
     if any(dtypes[i] != wire for i in summed):
         found = ", ".join(map(str, dtypes))

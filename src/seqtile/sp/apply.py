@@ -128,7 +128,7 @@ def _without_adapter(model: nn.Module) -> nn.Module:
 
 
 def is_recurrent(model: PreTrainedModel) -> bool:
-    """Says if something besides attention mixes tokens."""
+    """Returns whether something besides attention mixes tokens."""
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
     stateful = bool(kinds & _RECURRENCES) or getattr(model, "_is_stateful", False)
     return stateful or any(map(is_recurrence, model.modules()))

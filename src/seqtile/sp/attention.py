@@ -140,8 +140,8 @@ class UlyssesFunction(SequenceParallelFunction):
     def _steps(
         self, module: nn.Module, attention_mask: Any, heads: tuple[int, int], **options: Any
     ) -> UlyssesAttention:
-        """Returns the steps of what Hugging Face's code asks of attention. ValueError for what is not causal attention
-        within documents."""
+        """Returns the steps of a call of attention by Hugging Face's code. Raises ValueError unless it is causal
+        attention within documents."""
         layout, window, causal = layout_in(options, module), options.get("sliding_window"), options.get("is_causal")
         wrong = []
         if attention_mask is not None:

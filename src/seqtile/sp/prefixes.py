@@ -83,14 +83,14 @@ def prefix_tree(given: Mapping[str, Any], rows: int, length: int, min_tokens: in
 
 
 def _is_known(name: str, value: Any, rows: int, length: int) -> bool:
-    """Says if an argument tells of tokens one by one, or of none."""
+    """Returns whether an argument has values of tokens in a known dimension, or holds no tensor."""
     if sequence_dim(name, value, rows, length) is not None:
         return name != "attention_mask" or value.shape == (rows, length)
     return not any(isinstance(each, Tensor) for each in tree_leaves(value))
 
 
 def _keys(name: str, value: Tensor, rows: int) -> list[Tensor]:
-    """Returns integers [B, S] that are alike where what an argument tells of tokens is."""
+    """Returns integers [B, S] that are equal for tokens for which an argument has equal values."""
     if name == "position_ids" and value.dim() == 3:
         return [axis.expand(rows, -1) for axis in value]
     if value.is_floating_point():

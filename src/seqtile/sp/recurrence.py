@@ -84,7 +84,7 @@ def names_in_forward(module: nn.Module) -> tuple[str, ...]:
 
 
 def is_recurrence(module: nn.Module) -> bool:
-    """Says if a module is a layer of Hugging Face's that is spread as above."""
+    """Returns whether a module is a layer of Hugging Face's that is spread as above."""
     names, kind = names_in_forward(module), type(module)
     if not kind.__module__.startswith("transformers.models.") or _CONVOLUTION not in names:
         return False
@@ -110,7 +110,7 @@ def mixers(model: nn.Module) -> list[nn.Module]:
 
 
 def is_known(mixer: nn.Module) -> bool:
-    """Says if a module in which tokens meet is spread over ranks: by `Recurrence`, or by its attention's interface."""
+    """Returns whether a module that mixes tokens is spread over ranks: by `Recurrence` or attention's interface."""
     return is_recurrence(mixer) or "ALL_ATTENTION_FUNCTIONS" in names_in_forward(mixer)
 
 
@@ -226,8 +226,8 @@ def _as_it_is(own: RankHeads, operands: Operands, *states: Any, **options: Any) 
 
 
 def _takes_cu_seqlens(rule: Callable[..., Any]) -> bool:
-    """Says if a kernel of flash-linear-attention's stands in the place of Hugging Face's code, which can be told where
-    documents begin."""
+    """Returns whether a kernel of flash-linear-attention's replaces Hugging Face's code; it takes the starts of
+    documents."""
     known = inspect.getclosurevars(rule).nonlocals
     return bool(known.get("is_new_implementation")) and "cu_seqlens" in known.get("applicable_params", ())
 

@@ -159,7 +159,7 @@ class ShardingHooks:
         return args, kwargs | {"attention_mask": None, "use_cache": False, LAYOUT: layout}
 
     def balance(self) -> Balance | None:
-        """Returns the loss that balances experts, if it is made of what ranks have. ValueError if it is not known."""
+        """Returns the loss that balances experts, if ranks can compute it. Raises ValueError if it is unknown."""
         if (found := Balance.of(self.model)) is None:
             raise ValueError(
                 "the router's balancing loss of this model is not known; expected output_router_logits=False over ranks"

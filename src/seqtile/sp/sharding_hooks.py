@@ -1,14 +1,14 @@
-"""The hooks that tell a model's layers of a batch whose tokens are over ranks, in the order of a forward:
+"""The hooks that inform a model's layers about a batch whose tokens are spread over ranks, in the order of a forward:
 
     model      check_batch        finds the batch's `Layout`, from what the ranks hold
      base      add_layout         the `Layout` joins the keyword arguments, which Hugging Face passes to every
                                   attention, also in a checkpoint's recomputation
       rotary   add, drop_last_position    tell embeddings that depend on the length what it is
-     base      check_layers       every layer has attended
-    model      finish             the loss is to be reduced over the ranks before its backward
-               forget_layout      the hooks let go of the `Layout`, also where the forward failed
+     base      check_layers       checks that every layer has attended
+    model      finish             marks the loss, which must be reduced over the ranks before its backward
+               forget_layout      drops the `Layout`, also if the forward failed
 
-A base model that is called by itself finds the layout in add_layout.
+If the base model is called by itself, add_layout finds the layout.
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ from seqtile.sp.recurrence import Recurrence, is_recurrence
 
 
 class ShardingHooks:
-    """The hooks that are put on a model, its base model and their rotary embeddings, for batches that were cut."""
+    """The hooks on a model, its base model and their rotary embeddings, for batches that were cut."""
 
     takes_whole = False
     """See `seqtile.protocols.ShardedSequences`."""
@@ -113,7 +113,7 @@ class ShardingHooks:
         return add_up(gradient, self.sp_group) / self.sp_group.size
 
     def check_batch(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """Finds the layout, and refuses labels of which a shard's loss cannot be computed."""
+        """Finds the layout. Raises ValueError for labels without what a shard's loss needs."""
         missing = [name for name in ("shift_labels", "num_items_in_batch") if kwargs.get(name) is None]
         if missing and self.sp_group.size > 1 and _labelled(kwargs):
             names = " and ".join(missing)
@@ -122,8 +122,8 @@ class ShardingHooks:
         return args, kwargs
 
     def _layout(self, args: tuple, kwargs: dict[str, Any]) -> Layout:
-        """Returns the layout of the batch that a forward is called with, and takes what it tells of the shards out of
-        the keyword arguments. Raises ValueError, on every rank, for what is no shard, or of another batch."""
+        """Returns the layout of a forward's batch, and removes facts about shards from the keyword arguments. Raises
+        ValueError, on every rank, if the batch is no shard, or a shard of another batch."""
         batch_hash, whole_length = (kwargs.pop(name, None) for name in (BATCH_HASH, WHOLE_LENGTH))
         ids = kwargs.get("input_ids", args[0] if args else None)
         tokens = ids if ids is not None else kwargs.get("inputs_embeds")

@@ -88,7 +88,7 @@ def remove_hooks_that_gather(copied: nn.Module) -> None:
 
 
 def hooks_in_loop() -> list[_Hook] | None:
-    """Returns what `silent` needs, None where nothing is sharded."""
+    """Returns what `silent` needs; None if nothing is sharded."""
     return None if torch.compiler.is_compiling() else _in_loop.get()
 
 

@@ -60,7 +60,7 @@ class InChunks:
         return [leaf for leaf in self._leaves if leaf.requires_grad]
 
     def environment(self) -> "_Environment":
-        """Returns everything but tensors that decides what calling the modules computes."""
+        """Returns everything except tensors that decides what calling the modules computes."""
         parts = [*(module() for module in self._modules), *self._inside]
         types = [*map(type, parts)]
         own = (map(dict.get, map(vars, parts), repeat(name)) for name in ("forward", "training"))

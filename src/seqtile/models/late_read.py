@@ -25,7 +25,7 @@ from seqtile.ops.state import ForwardState
 from seqtile.protocols import ShardedTokens
 
 ARRIVAL_LIMIT = timedelta(minutes=5)
-"""How long a rank waits for the others where they gather a head's weights together."""
+"""How long a rank waits for the others when they gather a head's weights."""
 Weights = dict[str, torch.Tensor]
 
 
@@ -157,7 +157,7 @@ def _weights_of(head: nn.Module) -> Weights:
 
 
 def _adapters_of(head: nn.Module) -> list[Any]:
-    """Returns what of PEFT's layers decides which adapters they compute."""
+    """Returns the state of PEFT's layers that decides which adapters they compute."""
     names = ("_active_adapter", "_disable_adapters", "merged_adapters")
     return [repr([vars(module).get(name) for name in names]) for module in head.modules()]
 

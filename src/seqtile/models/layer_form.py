@@ -50,7 +50,7 @@ _LAYERS = {
 
 
 def layer_form_of(layer: nn.Module) -> LayerForm | str:
-    """Returns the form of a layer of Llama's shape; of any other layer what is not Llama's."""
+    """Returns the form of a layer of Llama's shape; for any other layer says what differs."""
     layers, attentions = _known()
     source = source_of(_unwrapped(original_forward(layer)))
     if source not in layers:
@@ -80,7 +80,7 @@ def is_llamas_norm(forward: Any) -> bool:
 
 
 def _unwrapped(forward: Any) -> Any:
-    """Returns a layer's forward within what Hugging Face puts around it, to checkpoint it."""
+    """Returns a layer's forward inside Hugging Face's wrapper for checkpointing."""
     wrapper = defining_path(forward).startswith("transformers.modeling_layers.")
     return forward.__wrapped__ if wrapper and hasattr(forward, "__wrapped__") else forward
 

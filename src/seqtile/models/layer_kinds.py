@@ -86,7 +86,7 @@ class LayerKinds:
             self._config.per_layer_config = others
 
     def _kind(self, i: int) -> list[Any]:
-        """Returns what the config says of a layer, sizes left out."""
+        """Returns the config's values for a layer, without sizes."""
         others = {name: meaning_of(value) for name, value in sorted(self._others.get(i, {}).items())}
         of_lists = [meaning_of(value[i]) for value in self._lists.values()]
         inside = [i in value for value in (*self._sets.values(), *self._ends.values())]
@@ -118,7 +118,7 @@ def set_field(config: PreTrainedConfig, name: str, value: Any) -> None:
 
 
 def _another(everywhere: Any, here: Any) -> Any:
-    """Returns a size of some layers that is another than that of the others also where both were cut to the same."""
+    """Returns a size of some layers so that it differs from the others' even if both were reduced to the same."""
     return 2 * here if _is_count(here) and here == everywhere else here
 
 

@@ -255,7 +255,7 @@ class _Read(torch.autograd.Function):
 
 
 class _Derived(torch.autograd.Function):
-    """Connects logits to those that they are made of, and computes neither."""
+    """Connects logits to those from which they are made, without computing either."""
 
     @staticmethod
     def forward(ctx: Any, logits: LazyLogits, derived: list[LazyLogits]) -> LazyLogits:

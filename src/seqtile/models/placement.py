@@ -123,7 +123,7 @@ def _like(original: Callable, forward: Callable) -> Callable:
 
 
 def _own_class(base: type, forward: Callable, placement: Placement | None) -> type:
-    """Returns a subclass of `base`, to be found where that was, with another forward."""
+    """Returns a subclass of `base` with another forward and the same name and module."""
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__, _OWN: placement}
     cls = _pickled_as_its_base(type(base))(base.__name__, (base,), names)
     cls.forward = forward  # now, since a decoder layer's class wraps the forward that it finds when it is made
@@ -143,8 +143,7 @@ def placement_of(function: Callable | None) -> Placement | None:
 
 
 def original_forward(owner: Owner) -> Callable:
-    """Returns what the tiled forward at `owner` stands in for, also behind other libraries' wrappers; else what
-    runs."""
+    """Returns the original of the tiled forward at `owner`, also behind other libraries' wrappers; else its forward."""
     placement = placement_at(owner)
     return placement.original if placement else current_forward(owner)
 
@@ -253,7 +252,7 @@ def place(
 
 
 def check_unplace(owner: Owner) -> None:
-    """Raises ValueError if another library's wrapper stands around a tiled forward at `owner`."""
+    """Raises ValueError if another library wraps a tiled forward at `owner`."""
     placement, around = _placed_at(owner), own_forward(owner)
     if placement is None or around is None or around is placement.forward:
         return
@@ -265,7 +264,7 @@ def check_unplace(owner: Owner) -> None:
 
 
 def unplace(owner: Owner) -> None:
-    """Puts back what `place` found. What another library has put there since stays."""
+    """Restores what `place` replaced. What another library has put there since stays."""
     placement = _placed_at(owner)
     if placement is None:
         return
@@ -285,7 +284,7 @@ def unplace(owner: Owner) -> None:
 
 
 def _placed_at(owner: Owner) -> Placement | None:
-    """Returns the Placement at the owner itself, not that of a module's class."""
+    """Returns the Placement at the owner itself, not at a module's class."""
     if isinstance(owner, type):
         return placement_at(owner, vars(owner)["forward"]) if "forward" in vars(owner) else None
     return next((vars(cls)[_OWN] for cls in type(owner).__mro__ if is_own_class(cls)), None)

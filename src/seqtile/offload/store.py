@@ -35,7 +35,7 @@ _CONTROL_GROUPS = {  # by controller, version 2 names none: folder, limit, usage
 
 
 class HostMemoryFull(RuntimeError):
-    """Raised where host memory is full, the machine's, its control group's or up to the limit given."""
+    """Raised if host memory is full: the machine's, its control group's, or the given limit."""
 
 
 class Pool:
@@ -85,7 +85,7 @@ class Pool:
                 self._free.append(self._new(size))
 
     def close(self) -> None:
-        """Returns what is free, and what is handed out as soon as it is given back."""
+        """Releases the free blocks now, and the others as soon as they are given back."""
         with self._lock, ExitStack() as returned:  # all of them, also where the driver refuses one
             self.closed = True
             for block in self._free:
@@ -182,11 +182,11 @@ class Copies:
         self.stream = self.streams.Stream(device)
 
     def out(self, tensor: torch.Tensor, block: torch.Tensor) -> Any:
-        """Begins to copy `tensor` into `block`, which has its shape and dtype. Returns what `wait` takes."""
+        """Begins to copy `tensor` into `block`, which has its shape and dtype. Returns the argument for `wait`."""
         return self._copy(tensor, block)
 
     def back(self, block: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Begins to copy `block` into a new tensor. Returns that, and what `wait` takes."""
+        """Begins to copy `block` into a new tensor. Returns that, and the argument for `wait`."""
         tensor = torch.empty(block.shape, dtype=block.dtype, device=self.device)  # of the computing stream's memory
         return tensor, self._copy(block, tensor)
 
@@ -288,7 +288,7 @@ class Store:
         return Saved(tensor, self, self.count if prefetches else 0)
 
     def settle(self) -> None:
-        """Makes the computing stream wait for the last copy out, and lets go of the tensor that was copied."""
+        """Makes the computing stream wait for the last copy out, and releases the copied tensor."""
         last = self._saved.get(self.count)
         if last is not None and last.source is not None:
             last.changed = last.source._version != last.version

@@ -43,7 +43,7 @@ class Head(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of its matrix products: that of the operands, or autocast's."""
+        """The dtype of its matrix products: the operands', or autocast's."""
         return autocast_dtype(self.hidden) or self.hidden.dtype
 
     def check(self, op: str, name: str = "") -> None:
@@ -86,7 +86,7 @@ class LogitChunk(NamedTuple):
     """`ChunkedHeads.inputs` of these tokens."""
     class_weight: torch.Tensor | None
     values: list[torch.Tensor | None]
-    """[C] each, **written**: the losses, and what `RowLossSpec.values` says besides."""
+    """[C] each, **written**: the losses, and the values of `RowLossSpec.values`."""
     scales: list[torch.Tensor | None]
     """[C] float32 of each differentiable value; None for ones of the losses, for zeros of others."""
     write_grads: tuple[bool, ...]
@@ -150,7 +150,7 @@ def _over_words(d_logits: torch.Tensor, matrix: torch.Tensor, out: torch.Tensor)
 
 
 class ChunkedHeads(NamedTuple):
-    """Heads over the same T tokens, what is computed of their logits, and what that needs besides."""
+    """Heads over the same T tokens, with the spec and the further inputs of their losses."""
 
     spec: RowLossSpec
     heads: tuple[Head, ...]
@@ -167,7 +167,7 @@ class ChunkedHeads(NamedTuple):
 
     @classmethod
     def of(cls, spec: RowLossSpec, tensors: Sequence[torch.Tensor | None]) -> "ChunkedHeads":
-        """Returns what has these `tensors`."""
+        """Returns a copy with these `tensors`."""
         end = 3 * len(spec.dtypes)
         rows, class_weight, *inputs = tensors[end:]
         return cls(spec, tuple(Head(*tensors[i : i + 3]) for i in range(0, end, 3)), tuple(inputs), rows, class_weight)
@@ -235,7 +235,7 @@ class ChunkedHeads(NamedTuple):
         return gradients
 
     def _no_gradients(self, i: int, needs: Sequence[bool], main_grad: torch.Tensor | None) -> HeadGradients:
-        """Returns what the gradients of a head are added to."""
+        """Returns the sums of a head's gradients, still empty."""
         (hidden, weight, bias), spec = self.heads[i], self.spec
         make, dtype = to_be_filled if self.rows is None else torch.zeros_like, spec.accumulate_dtype
         one_product = needs[1] and main_grad is None and 0 < self.labelled <= spec.chunk_tokens

@@ -64,7 +64,8 @@ def labelled_rows(labels: torch.Tensor, ignored: int) -> torch.Tensor | None:
 def scatter_to_tokens(
     values: torch.Tensor, rows: torch.Tensor | None, shape: torch.Size, fill: float = 0
 ) -> torch.Tensor:
-    """Returns `values` [n] of the tokens that count as `shape`, that of all; `fill` for the others. Differentiable."""
+    """Returns `values` [n] of the tokens that count in the `shape` of all tokens, with `fill` for the others.
+    Differentiable."""
     if rows is not None:
         values = values.new_full((shape.numel(),), fill).index_copy(0, rows, values)
     return values.view(shape)

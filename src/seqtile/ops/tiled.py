@@ -191,7 +191,7 @@ class Call(NamedTuple):
         return [result.detach() for result in results], _leaves_behind(results)
 
     def run(self, held: WatchedState, given: Tensors, chunk: slice, guarded: bool = False) -> tuple[Tensors, Tensors]:
-        """Returns leaves that stand for the chunk's inputs and the shared tensors, and what fn makes of them."""
+        """Returns leaves for the chunk's inputs and the shared tensors, and the outputs of fn for them."""
         pieces = (*(self.cut(tensor, chunk) for tensor in given[: self.inputs]), *given[self.inputs :])
         leaves = [piece.detach().requires_grad_(piece.requires_grad) for piece in pieces]
         guarded_pieces = held.guarded(leaves[: self.inputs]) if guarded else []
@@ -279,7 +279,7 @@ class TiledFunction(torch.autograd.Function):
 
 
 def _listed(name: str, tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Returns the tensors of an iterable; raises TypeError for what is none, or one tensor by itself."""
+    """Returns the tensors of an iterable. Raises TypeError for other elements, and for a single tensor."""
     if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Iterable):
         raise TypeError(f"tiled: {name} is a {type(tensors).__name__}, expected a list of tensors")
     return tuple(tensors)
@@ -304,7 +304,7 @@ def _check_inputs(inputs: Tensors, shared: Tensors, params: Tensors, dim: int) -
 
 
 def _check_whole(params: Tensors) -> None:
-    """Raises ValueError for a parameter of which ranks hold parts."""
+    """Raises ValueError for a parameter that is sharded over ranks."""
     for i, param in enumerate(params):
         if hasattr(param, "ds_id") or is_traceable_wrapper_subclass(param):
             how = "by ZeRO-3" if hasattr(param, "ds_id") else f"as a {type(param).__name__}"

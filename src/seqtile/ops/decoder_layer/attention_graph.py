@@ -19,7 +19,7 @@ from seqtile.ops.leaf_gradients import gradients_of
 from seqtile.ops.state import nodes_behind
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Queries [B, h, S, K], keys and values [B, kv, S, K] to what attention makes of them."""
+"""From queries [B, h, S, K], keys and values [B, kv, S, K] to attention's output."""
 
 LARGE = 4
 """Tensors saved besides the output may have this fraction of its bytes: a log-sum-exp, the lengths of documents."""
@@ -107,12 +107,12 @@ class SavedTensors:
 
 
 class AttentionGraph(NamedTuple):
-    """The graph from queries, keys and values to what attention returned; holds no tensor of any size."""
+    """The graph from queries, keys and values to attention's output, without large tensors."""
 
     output_edge: GradientEdge | None
-    """None if what attention returned depends on nothing."""
+    """None if attention's output has no graph."""
     out: torch.Tensor
-    """One number that has the shape of what attention returned."""
+    """One element, expanded to the shape of attention's output."""
     input_edges: list[GradientEdge]
     """The edges of queries, keys and values."""
     shapes: list[tuple[torch.Size, torch.dtype]]

@@ -356,7 +356,7 @@ def refused() -> None:
     for changes, match in (
         ({"input_ids": ids + (ids == ids[0, 9]) * ctx.rank}, "expected the same whole batch on every rank of a group"),
         ({"input_ids": ids[:, : 30 + ctx.rank], "attention_mask": None, "labels": None}, "batches of different shapes"),
-        ({"attention_mask": torch.ones(2, 1, 37, 37)}, "attention_mask of LlamaModel has tokens in a way"),
+        ({"attention_mask": torch.ones(2, 1, 37, 37)}, "attention_mask of LlamaModel has its tokens in an unknown"),
         ({"batch_hash": torch.tensor(7)}, "this batch is a shard already"),
         ({"attention_mask": torch.arange(37).expand(2, -1) != 7}, "attention_mask has a hole"),
     ):

@@ -241,8 +241,8 @@ class WholeBatches(ShardingHooks):
             elif _has_tokens(name, value, rows, length):
                 shapes = [list(each.shape) for each in tree_flatten(value)[0] if isinstance(each, Tensor)]
                 raise ValueError(
-                    f"{name} of {type(self.model).__name__}, of shapes {shapes}, has tokens in an unknown place, for "
-                    f"{rows} x {length} tokens; leave the model whole: sp.restore(model)"
+                    f"{name} of {type(self.model).__name__} has its tokens in an unknown place: {shapes} for {rows} x "
+                    f"{length} tokens; leave the model whole: sp.restore(model)"
                 )
         if self.tree is not None:
             places = self.tree.places

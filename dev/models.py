@@ -43,10 +43,10 @@ def table(results: dict[str, list[Finding] | str], shared: dict[str, str]) -> st
     lines = [
         f"Of {len(results)} types in transformers {release}, {len(built)} can be built small and run on text. "
         f"Tiled equals untiled for the loss of {count(LOSS)}, the MLPs or experts of {both}, the whole layers of "
-        f"{count(LAYER)}, and of {groups} by groups of heads. Common beginnings of rows are computed once by "
+        f"{count(LAYER)}, and of {groups} by groups of heads. Prefixes that rows share are computed once by "
         f"{sum(one == 'yes' for one in shared.values())}.",
         "",
-        "| model type | loss | MLP | experts | whole layers | head groups | shared beginnings |",
+        "| model type | loss | MLP | experts | whole layers | head groups | shared prefixes |",
         "| --- | --- | --- | --- | --- | --- | --- |",
         *(row(model_type, found, shared[model_type]) for model_type, found in built.items()),
         "",

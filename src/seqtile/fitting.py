@@ -28,7 +28,7 @@ class Fit:
     """The features with which a step fits. Print it to see each with its reason."""
 
     setup: Setup
-    """What is on: `tiles`, `head_groups` and `offload`; and what it was planned for."""
+    """The chosen `tiles`, `head_groups` and `offload`, with the setup that was planned for."""
     gpu_gib: float
     """The predicted peak of a step on a GPU."""
     lines: tuple[str, ...]
@@ -104,8 +104,8 @@ def fit(
 
 
 def gpu_memory_at_hand() -> float:
-    """Returns the GiB of this GPU that are free, torch's or taken by CUDA: the least of all ranks. ValueError if there
-    is no GPU."""
+    """Returns the GiB of this GPU that are free, torch's or taken by CUDA: the least of all ranks. Raises ValueError if
+    there is no GPU."""
     if not torch.cuda.is_available():
         raise ValueError("gpu_memory_gib: torch sees no GPU; pass the GiB of the GPU that you plan for")
     free, total = torch.cuda.mem_get_info()

@@ -29,19 +29,19 @@ PendingTensors = Callable[[], Sequence[Tensor]]
 
 
 class ShardedSequences(Protocol):
-    """What a model is told whose sequences are sharded over ranks."""
+    """The interface to a model's sequences that are sharded over ranks."""
 
     takes_whole: bool
-    """Whether it is given the same whole batch on every rank; else each rank's part of it."""
+    """True if the model gets the same whole batch on every rank, False if it gets each rank's part."""
 
     def other_batch(self) -> AbstractContextManager[None]:
-        """Returns a context in which forwards take another batch than that of the model's forward that runs."""
+        """Returns a context in which forwards may take another batch than the running forward."""
         ...
 
     @property
     def shared_prefixes(self) -> tuple[int, int, int, str | None] | None:
-        """From how many tokens on beginnings of rows are shared, the tokens of the last batch, how many of them were
-        not computed again, and if none, why; None if rows are computed each by itself."""
+        """The fewest tokens of a prefix that rows share, the tokens of the last batch, how many of them were saved, and
+        if none, why; None if each row is computed by itself."""
         ...
 
     def stop_sharing_prefixes(self) -> None:

@@ -13,7 +13,7 @@ def number_of_groups(kv_heads: int, head_groups: int | str | None, ranks: int = 
     """Returns how many groups of heads attend one after the other, None for all heads at once.
 
     "auto" is as many as divide the kv heads, up to `MAX_AUTO_GROUPS`, and give each rank a kv head of its own in every
-    group; None if that is one. ValueError if the number asked for cannot be."""
+    group; None if that is one. Raises ValueError if the number asked for cannot be."""
     if head_groups == "auto":
         many = range(2, MAX_AUTO_GROUPS + 1)
         return max((n for n in many if kv_heads % n == 0 and kv_heads // n >= ranks), default=None)

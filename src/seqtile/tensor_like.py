@@ -1,7 +1,7 @@
-"""What subclasses of Tensor that hold no values of their own have to know of torch's functions.
+"""Facts about torch's functions for Tensor subclasses without values of their own.
 
-A `View` cuts or flattens tokens: made for one tensor [..., K], it does so with any other that has the same tokens,
-hidden states and their logits alike.
+A `View` cuts or flattens tokens. Made for one tensor [..., K], it applies to any other with the same tokens, such as
+hidden states and their logits.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,8 +14,8 @@ View = Callable[[torch.Tensor], torch.Tensor]
 
 
 def view_of(name: str, shape: torch.Size, /, *args: Any, **kwargs: Any) -> Any:
-    """Returns the View, or the Views in a tuple, that the function of this name makes of a tensor of this shape given
-    these further arguments; NotImplemented for what is no view of tokens."""
+    """Returns the View, or a tuple of Views, that the function `name` makes of a tensor of this shape, given further
+    arguments; NotImplemented if it does not make a view of tokens."""
     return _VIEWS[name](shape, *args, **kwargs)
 
 
@@ -90,5 +90,5 @@ _IN_PLACE.add("__setitem__")
 
 
 def is_in_place(name: str, kwargs: Mapping[str, Any] = MappingProxyType({})) -> bool:
-    """Says if a function of this name changes its first argument."""
+    """Returns whether a function of this name changes its first argument."""
     return name in _IN_PLACE or bool(kwargs.get("inplace")) or (name.endswith("_") and not name.endswith("__"))

@@ -78,7 +78,7 @@ def test_bad_input(pool: Pool, tmp_path: Path) -> None:
     for arguments, message in (
         (("--sequence-parallel", "3"), "--sequence-parallel: sequence_parallel_size is 3, expected a divisor of the 2"),
         (("--shard", "zero9"), "--shard is 'zero9', expected one of fsdp2, zero3"),
-        (("--compare",), "--compare is for one process"),
+        (("--compare",), "--compare needs a single process"),
         ((), "--model: the weights of"),
     ):
         if not arguments:

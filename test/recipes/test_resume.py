@@ -84,7 +84,7 @@ def test_ranks(pool: Pool, shard: str, tmp_path: Path) -> None:
     assert rest["seqtile"]["losses"] == whole["seqtile"]["losses"] and rest["steps"] == STEPS
     assert_same_weights(tmp_path / "run", tmp_path / "whole")
     job = replace(JOB, model=str(tmp_path / "start"), shard=shard, output=tmp_path / "run")
-    with pytest.raises(ValueError, match=r"--resume: expected ranks 2, as .*checkpoint has it, got 1; repeat the comm"):
+    with pytest.raises(ValueError, match=r"--resume: expected ranks 2, as in .*checkpoint, got 1; repeat the comm"):
         check_same(Run(job, None, torch.zeros(STEPS, 2, 50, dtype=torch.int64), tiled=True))
 
 
@@ -118,7 +118,7 @@ def test_another_job_is_refused(run: Run, tmp_path: Path, monkeypatch: pytest.Mo
 def test_what_cannot_be_gone_on_from(run: Run) -> None:
     for options, said in (
         ({"resume": True}, "--resume: expected a checkpoint in .*run, got none; pass the --output of the run"),
-        ({"resume": True, "compare": True}, "--compare is of two whole runs, and --resume goes on with one"),
+        ({"resume": True, "compare": True}, "--compare does two whole runs, and --resume continues one"),
         ({"save_every": 0}, "--save-every is 0, expected at least 1"),
     ):
         with pytest.raises(ValueError, match=said):

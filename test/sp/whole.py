@@ -306,7 +306,7 @@ def read() -> None:
         assert best.equal(whole.argmax(-1).where(counts, best))
         assert torch.allclose(logits[counts], whole[counts], atol=1e-5)
         for change in (lambda: hidden.mul_(2), lambda: torch.exp(hidden, out=hidden), hidden.data_ptr):
-            with pytest.raises(RuntimeError, match="are not changed in place; use a copy"):
+            with pytest.raises(RuntimeError, match="cannot be changed in place; use a copy"):
                 change()
         with pytest.raises(ValueError, match=r"expected values of the tokens \[2, 37\], got \[37, 2\]"):
             seqtile.linear_cross_entropy(hidden, model.lm_head.weight, batch["labels"].T)
@@ -356,7 +356,7 @@ def refused() -> None:
     for changes, match in (
         ({"input_ids": ids + (ids == ids[0, 9]) * ctx.rank}, "expected the same whole batch on every rank of a group"),
         ({"input_ids": ids[:, : 30 + ctx.rank], "attention_mask": None, "labels": None}, "batches of different shapes"),
-        ({"attention_mask": torch.ones(2, 1, 37, 37)}, "attention_mask of LlamaModel has tokens in a way"),
+        ({"attention_mask": torch.ones(2, 1, 37, 37)}, "attention_mask of LlamaModel has its tokens in an unknown"),
         ({"batch_hash": torch.tensor(7)}, "this batch is a shard already"),
         ({"attention_mask": torch.arange(37).expand(2, -1) != 7}, "attention_mask has a hole"),
     ):
@@ -378,7 +378,7 @@ def refused() -> None:
         sp.apply_ulysses(prompted, ctx, batches="whole")
     assert model(**batch).loss.equal(loss)
     compiled = torch.compile(lambda hidden: hidden.square().mean(), backend="eager")
-    with pytest.raises(RuntimeError, match=r"are not compiled; give compiled code their \.whole\(\)"):
+    with pytest.raises(RuntimeError, match=r"cannot be compiled; pass their \.whole\(\)"):
         compiled(hidden_of(model, batch))
     with pytest.raises(ValueError, match="has the same config object"):
         sp.apply_ulysses(type(model)(model.config), ctx, batches="whole")

@@ -1,7 +1,7 @@
-"""The one tolerance law: |ours - truth| <= 2 * |torch in the same dtype - truth| + floor, in relative norms.
+"""The tolerance of all tests: |ours - truth| <= 2 * |torch in the same dtype - truth| + floor, in relative norms.
 
-Triton's interpreter (3.7) truncates float32 to bfloat16 where a GPU rounds to nearest, which costs up to 2**-7 of a
-value: that is the floor for bfloat16 there, and there alone.
+Triton's interpreter (3.7) truncates float32 to bfloat16 where a GPU rounds to nearest. This costs up to 2**-7 of a
+value, so that is the floor for bfloat16 in the interpreter only.
 """
 
 from collections.abc import Iterable
@@ -31,7 +31,7 @@ def floor_of(dtype: torch.dtype) -> float:
 
 
 def assert_as_exact(ours: torch.Tensor, same_dtype: torch.Tensor, truth: torch.Tensor) -> None:
-    """`ours` is at most twice as far from the `truth` (float64) as what torch computes in the same dtype."""
+    """Asserts that `ours` is at most twice as far from `truth` (float64) as torch's result in the same dtype."""
     error, allowed = relative_error(ours, truth), 2 * relative_error(same_dtype, truth) + floor_of(ours.dtype)
     assert error <= allowed, f"relative error {error:.2e}, allowed {allowed:.2e}"
 
@@ -39,7 +39,7 @@ def assert_as_exact(ours: torch.Tensor, same_dtype: torch.Tensor, truth: torch.T
 def assert_all_as_exact(
     ours: Iterable[torch.Tensor], same_dtype: Iterable[torch.Tensor], truth: Iterable[torch.Tensor]
 ) -> None:
-    """The same for each of several."""
+    """Asserts the same for each tensor."""
     for tensors in zip(ours, same_dtype, truth, strict=True):
         assert_as_exact(*tensors)
 
@@ -47,10 +47,10 @@ def assert_all_as_exact(
 def assert_each_as_exact(
     ours: dict[str, torch.Tensor], same_dtype: dict[str, torch.Tensor], truth: dict[str, torch.Tensor]
 ) -> None:
-    """The same for what belongs to parameters, by name: for every matrix, and for all vectors together.
+    """Asserts the same for values of parameters, by name: for each matrix, and for all vectors together.
 
-    The rounding errors of a vector of a dozen numbers are too few for a bound of two: by luck alone one fresh draw in
-    some hundreds is beyond it. Of all vectors the root of the mean square of their relative errors is compared.
+    A vector of a dozen numbers has too few rounding errors for a factor of two: by chance one draw in some hundreds
+    exceeds it. So the root mean square of the relative errors of all vectors is compared.
     """
     assert ours.keys() == same_dtype.keys() == truth.keys()
     vectors = [name for name, true in truth.items() if true.ndim < 2]
@@ -64,10 +64,10 @@ def assert_each_as_exact(
 
 
 def poisoned(*shape: int, dtype: torch.dtype, device: str) -> torch.Tensor:
-    """A buffer full of NaN: what is read before it is written shows."""
+    """Returns a buffer full of NaN, so that reading before writing shows."""
     return torch.full(shape, torch.nan, dtype=dtype, device=device)
 
 
 def unread(logits: object) -> bool:
-    """Says if logits are a tensor that nobody has read yet."""
+    """Returns whether logits are a tensor that nothing has read yet."""
     return isinstance(logits, LazyLogits) and not logits.is_computed

@@ -1,13 +1,13 @@
-"""Which cases of a test run every day, and which wait for `make test-all` (`--full`). A mark beside the test says it:
+"""Chooses the cases of a test that `make test` runs; all others wait for `make test-all` (`--full`). A mark on the test
+says which:
 
-    @pytest.mark.full("20 s of simulation")                         none of its cases runs every day
-    @pytest.mark.full("5 s each", but=("llama-*", "*-bf16"))        but those with such an id; * is any text
-    @pytest.mark.full("of 165 cases", but=every_pair)               but a few, as `every_pair` or `every_value` choose
+    @pytest.mark.full("20 s of simulation")                         none
+    @pytest.mark.full("5 s each", but=("llama-*", "*-bf16"))        those with such an id; * is any text
+    @pytest.mark.full("of 165 cases", but=every_pair)               a few, chosen by `every_pair` or `every_value`
 
-`on_gpu(reason, only)` says it, instead of `full`, for `make test-gpu`: which of a test's cases run, all of them without
-`only`. `in_interpreter(reason, only)` says it for Triton's interpreter, where a row of a kernel takes a millisecond:
-there the tests in test/kernels run, and of the others those that have this mark; with `--full` all of their cases,
-unless `only` is `()`.
+For `make test-gpu` the mark `on_gpu(reason, only)` replaces `full`: it names the cases that run, all without `only`.
+For Triton's interpreter, where a row of a kernel takes a millisecond, `in_interpreter(reason, only)` does. There the
+tests in test/kernels run, and other tests only with this mark; with `--full` all of their cases, unless `only` is `()`.
 """
 
 from collections import defaultdict
@@ -22,23 +22,23 @@ Chosen = Collection[str] | Callable[[list[dict]], list[int]]
 
 
 def every_pair(cases: list[dict[str, Any]]) -> list[int]:
-    """As few of the cases as have every two values of two parameters together that are together in any case."""
+    """Returns the indices of a few cases that have every pair of values of two parameters that any case has."""
     return covering([together(case, 2) for case in cases])
 
 
 def every_value(cases: list[dict[str, Any]]) -> list[int]:
-    """As few of the cases as have every value of every parameter."""
+    """Returns the indices of a few cases that have every value of every parameter."""
     return covering([together(case, 1) for case in cases])
 
 
 def together(case: dict[str, Any], number: int) -> set[tuple]:
-    """Of a case, parameter -> value: every so many of them."""
+    """Returns all combinations of `number` parameters with their values in a case."""
     return set(combinations([(name, repr(case[name])) for name in sorted(case)], min(number, len(case))))
 
 
 def covering(cases: list[set]) -> list[int]:
-    """Which of the cases to take, so that everything that any of them has is in one that is taken: always the one that
-    has most that is new, the first of several."""
+    """Returns the indices of cases that together cover all elements, chosen greedily: the case with the most missing
+    elements, the first of equals."""
     missing, chosen = set().union(*cases), []
     while missing:
         chosen.append(max(range(len(cases)), key=lambda i: len(cases[i] & missing)))
@@ -47,7 +47,7 @@ def covering(cases: list[set]) -> list[int]:
 
 
 def left_out(items: Sequence[pytest.Item], on_gpu: bool = False, interpreted: bool = False) -> list[pytest.Item]:
-    """The items that do not run every day. Raises UsageError for a pattern that no case of its test matches."""
+    """Returns the items that do not run. Raises UsageError for a pattern that no case of its test matches."""
     governed: dict[int, tuple[pytest.Mark, list[pytest.Item]]] = {}
     for item in items:
         if mark := chosen_by(item, on_gpu, interpreted):
@@ -56,12 +56,12 @@ def left_out(items: Sequence[pytest.Item], on_gpu: bool = False, interpreted: bo
 
 
 def without_kernels(items: Sequence[pytest.Item]) -> list[pytest.Item]:
-    """The items that do not run in Triton's interpreter, not even with `--full`."""
+    """Returns the items that do not run in Triton's interpreter, not even with `--full`."""
     return [item for item in items if (mark := chosen_by(item, False, True)) and mark.kwargs["only"] == ()]
 
 
 def left_out_by(mark: pytest.Mark, items: list[pytest.Item]) -> list[pytest.Item]:
-    """Of all items that have a mark: those that it leaves out."""
+    """Returns the items that their common mark leaves out."""
     chosen: Chosen = mark.kwargs.get("only", mark.kwargs.get("but", ()))
     cases = [item for item in items if hasattr(item, "callspec")]
     if not chosen:
@@ -79,7 +79,7 @@ def left_out_by(mark: pytest.Mark, items: list[pytest.Item]) -> list[pytest.Item
 
 
 def chosen_by(item: pytest.Item, on_gpu: bool, interpreted: bool) -> pytest.Mark | None:
-    """The mark that says which cases of an item's test run; None where all do."""
+    """Returns the mark that says which cases of an item's test run; None if all run."""
     if interpreted:
         in_kernels = item.nodeid.startswith("test/kernels/")
         return item.get_closest_marker("in_interpreter") or (None if in_kernels else NOT_INTERPRETED)

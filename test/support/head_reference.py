@@ -1,4 +1,4 @@
-"""What torch computes from logits, which seqtile never has: the reference of the row kernel and of the ops over it."""
+"""References for the row kernel and the ops that use it: what torch computes from whole logits."""
 
 import torch
 import torch.nn.functional as F
@@ -10,7 +10,7 @@ D, V = 64, 1000
 def make(
     tokens: int, dtype: torch.dtype = torch.float32, device: str = "cpu", vocab: int = V
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """hidden [T, D], weight [V, D] and target [T], a third of which is ignored."""
+    """Returns hidden [T, D], weight [V, D], and target [T] of which a third is ignored."""
     hidden = torch.randn(tokens, D, device=device).to(dtype).requires_grad_()
     weight = (torch.randn(vocab, D, device=device) * 0.3).to(dtype).requires_grad_()
     target = torch.randint(0, vocab, (tokens,), device=device)
@@ -27,8 +27,8 @@ def logits_of(
     softcap: float | None = None,
     temperature: float = 1.0,
 ) -> torch.Tensor:
-    """From products hidden W' [T, V]: bias in their dtype, as nn.Linear adds it, the rest in float32 at least, as the
-    loss functions of models upcast."""
+    """Returns the logits of products hidden W' [T, V]. Adds the bias in their dtype, as nn.Linear does; the rest is
+    computed in float32 or wider, as in models' loss functions."""
     x = products if bias is None else products + bias.to(products.dtype) / logit_scale
     x = (x if x.dtype == torch.float64 else x.float()) * logit_scale
     if softcap:
@@ -45,7 +45,7 @@ def losses_of(
     class_weight: torch.Tensor | None = None,
     z_loss: float = 0.0,
 ) -> torch.Tensor:
-    """Of every token, 0 where ignored."""
+    """Returns the loss of each token, 0 for ignored ones."""
     weight = None if class_weight is None else class_weight.to(logits.dtype)
     index = -(2**62) if ignore_index is None else ignore_index
     losses = F.cross_entropy(
@@ -93,7 +93,7 @@ def cross_entropy_reference(
     class_weight: torch.Tensor | None = None,
     **_: object,
 ) -> torch.Tensor:
-    """linear_cross_entropy with the logits, in the dtype of its operands."""
+    """Computes linear_cross_entropy from whole logits, in the dtype of its operands."""
     both = {"ignore_index": ignore_index, "class_weight": class_weight}
     logits = logits_of(hidden @ weight.T, bias, logit_scale=logit_scale, softcap=softcap)
     losses = losses_of(logits, target, label_smoothing=label_smoothing, z_loss=z_loss, **both)
@@ -110,8 +110,8 @@ def values_and_gradients(
     upstream=1.0,
     **options,
 ) -> list[torch.Tensor]:
-    """The values of `function` of the operands cast to `dtype`, then the gradients of their sum times `upstream` with
-    respect to hidden, weight and, if there is one, bias."""
+    """Casts the operands to `dtype`. Returns the values of `function`, then the gradients of their sum times `upstream`
+    with respect to hidden, weight and, if given, bias."""
     bias = options.pop("bias", None)
     leaves = [x.detach().to(dtype).requires_grad_() for x in (hidden, weight, bias) if x is not None]
     values = function(leaves[0], leaves[1], target, bias=leaves[2] if bias is not None else None, **options)

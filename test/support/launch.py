@@ -1,4 +1,4 @@
-"""Processes that must be new: what torchrun starts, and what a terminal's Ctrl-C reaches."""
+"""Starts new processes: by torchrun, or so that Ctrl-C interrupts them."""
 
 import os
 import subprocess
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def interruptible(command: list[str]) -> list[str]:
-    """The same, for which Ctrl-C is what it is in a terminal, also where whoever started the tests ignores it."""
+    """Returns the command so that Ctrl-C interrupts it, even if the process that started the tests ignores Ctrl-C."""
     start = "import os, signal, sys; signal.signal(signal.SIGINT, signal.SIG_DFL); os.execv(sys.argv[1], sys.argv[1:])"
     return [sys.executable, "-c", start, *command]
 
@@ -18,7 +18,7 @@ def torchrun_command(ranks: int, *command: str | Path) -> list[str]:
 
 
 def torchrun(ranks: int, *command: str | Path) -> None:
-    """A failure of the ranks is this test's, their last words included."""
+    """Runs a command on ranks. If they fail, the test fails and shows the end of their output."""
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     command = torchrun_command(ranks, *command)
     result = subprocess.run(command, capture_output=True, text=True, timeout=1500, env=environment)

@@ -1,4 +1,4 @@
-"""Laws without a clock: FLOP counted and live bytes tracked, see seqtile/memory/measure.py."""
+"""Measures without a clock: counts FLOP and tracks live bytes, see seqtile/memory/measure.py."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ eager_memory = pytest.mark.skipif(
 
 
 class FlopCount(measure.FlopCount):
-    """How many products there were, too, and the names of those that are not counted."""
+    """Also counts the products, and notes the names of uncounted ones."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class FlopCount(measure.FlopCount):
 
 
 class LiveBytes(measure.LiveBytes):
-    """The bytes of the largest storage, too."""
+    """Also notes the bytes of the largest storage."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class LiveBytes(measure.LiveBytes):
 
 
 def flops_of_step(model: nn.Module, tokens: int) -> int:
-    """Of a forward and a backward of one sequence."""
+    """Returns the FLOP of a forward and a backward of one sequence."""
     with FlopCount() as flops:
         loss_and_gradients(model, **batch_of(1, tokens))
     assert not flops.unknown

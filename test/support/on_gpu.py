@@ -1,4 +1,4 @@
-"""What tests need where they run on a GPU, several processes beside each other (`--device cuda`, `make test-gpu`)."""
+"""What tests on a GPU need, in several parallel processes (`--device cuda`, `make test-gpu`)."""
 
 import os
 
@@ -10,19 +10,19 @@ SHARE = 0.8  # of a GPU's memory, for the tests of all processes; each also has 
 
 
 def runs_on_gpu(item: pytest.Item) -> bool:
-    """Whether it does there what it would not do on a CPU: it takes the device, or needs a GPU."""
+    """Returns whether a test does something else on a GPU than on a CPU: it takes the device, or needs a GPU."""
     return "device" in getattr(item, "fixturenames", ()) or "gpu" in item.keywords
 
 
 def share_memory() -> None:
-    """Of the processes of one run each has the same part of the GPU's memory."""
+    """Gives each process of a run an equal part of the GPU's memory."""
     if torch.cuda.is_available() and (processes := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", 1))) > 1:
         torch.cuda.set_per_process_memory_fraction(SHARE / processes)
 
 
 class Failures:
-    """Shows a failure when it happens, since a run may be stopped before its end; and ends a process of several whose
-    GPU a test has lost, so that this test alone is lost with it."""
+    """Shows a failure when it happens, since a run may be stopped early. Ends a parallel process after a test has lost
+    its GPU, so that only this test is lost."""
 
     def __init__(self, config: pytest.Config):
         self.config = config

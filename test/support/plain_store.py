@@ -1,4 +1,4 @@
-"""Checkpoints that wait in host memory, without a GPU."""
+"""Checkpoints in host memory, tested without a GPU."""
 
 import torch
 from torch import nn
@@ -11,7 +11,7 @@ CPU = torch.device("cpu")
 
 
 def offloaded(model: nn.Module, keep_last: int = 1, limit: int | None = None, **options: bool) -> Pool:
-    """`offload.enable` on a store that needs no GPU: what waits in host memory waits in plain memory."""
+    """Calls `offload.enable` with a store that needs no GPU: plain memory stands for pinned host memory."""
     checkpointing(model, False)
     pool = Pool(limit)
     install(Checkpoints(Store(pool, Copies(CPU)), small=0, **options), model, keep_last)

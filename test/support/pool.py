@@ -1,12 +1,12 @@
-"""Ranks that stay: processes that are started once, and run one case after the other.
+"""A pool of ranks: processes that are started once and run one case after the other.
 
-    pool.run(function, *arguments)  ->  what each rank returned, or a RankError with what each rank says
+    pool.run(function, *arguments)  ->  what each rank returned; or raises RankError with each rank's error
 
-A rank that waits for another for ever ends by itself after `CASE_LIMIT` and says where it waited. After a failure the
-next case gets new ranks, and so does one behind a case that changes its process (`leaves_traces`).
+A rank that hangs ends after `CASE_LIMIT` and says where it waited. After a failure, or a case that changes its process
+(`leaves_traces`), the next case gets new ranks.
 
-An idle rank holds about 55 MB of its own; of the 460 MB that are resident in it, 400 are those of the process that all
-ranks are forked from. One pool has ranks at a time, four of them at most: 0.7 GB for as long as tests use it.
+An idle rank takes about 55 MB; of its resident 460 MB it shares 400 with the process from which all ranks are forked.
+Only one pool has ranks at a time, at most four: 0.7 GB while tests use it.
 """
 
 import faulthandler
@@ -32,8 +32,8 @@ from filelock import FileLock
 from torch.distributed import TCPStore
 
 CASE_LIMIT = 300  # seconds, a hundred times what a case takes on an idle machine
-GRACE = 30  # seconds for the others to fail, or to end, once one has failed
-IMPORTED = (  # by the process that ranks are forked from: nothing that is patched, nor what knows Triton's interpreter
+GRACE = 30  # seconds for the other ranks to fail or end once one has failed
+IMPORTED = (  # before ranks are forked: nothing that is patched, nor that knows Triton's interpreter
     "accelerate", "deepspeed", "peft", "pytest", "torch._inductor.compile_fx", "torch.distributed.fsdp",
     "transformers.generation", "transformers.integrations.moe", "transformers.trainer",
 )  # fmt: skip
@@ -41,19 +41,19 @@ ENVIRONMENT = {"OMP_NUM_THREADS": "1", "DS_ACCELERATOR": "cpu"}
 
 
 class RankError(AssertionError):
-    """What went wrong in a case, rank by rank."""
+    """The errors of a case, rank by rank."""
 
 
 class Rank(NamedTuple):
     process: BaseProcess
     pipe: Connection
     errors: Path
-    """What it writes to stderr."""
+    """The file of its stderr."""
 
 
 class Pool:
-    """`count` ranks. Of what `kind` says, "own" leaves it to each case to start a process group; else they have one of
-    gloo's, which with "zero" DeepSpeed has started."""
+    """`count` ranks with a gloo process group. If `kind` contains "zero", DeepSpeed starts the group; if it contains
+    "own", each case starts its own."""
 
     def __init__(self, count: int, kind: str = "", case_limit: float = CASE_LIMIT):
         self.count, self._kind, self._case_limit = count, kind, case_limit
@@ -68,14 +68,14 @@ class Pool:
         self.close()
 
     def run(self, function: Callable[..., Any], *arguments: Any, leaves_traces: bool = False) -> list[Any]:
-        """Returns what function(*arguments) returns on each rank. The function is found by its name, and the arguments
-        and what it returns are pickled.
+        """Calls function(*arguments) on each rank and returns the results. The function is found by its name; arguments
+        and results are pickled.
 
-        Raises RankError if it raises on a rank, or if a rank ends; then, and where it `leaves_traces` in its process,
-        the next call starts new ranks.
+        Raises RankError if the function raises on a rank, or if a rank ends. After that, or with `leaves_traces`, the
+        next call starts new ranks.
         """
         run_id, well = os.environ.get("PYTEST_XDIST_TESTRUNUID", os.getpid()), False
-        with FileLock(Path(tempfile.gettempdir()) / f"ranks-{run_id}.lock"):  # those that wait take the time of all
+        with FileLock(Path(tempfile.gettempdir()) / f"ranks-{run_id}.lock"):  # even waiting ranks slow down all others
             if not self._ranks:
                 self._start()
             own = self._new_store() if "own" in self._kind else {}
@@ -104,7 +104,7 @@ class Pool:
             self._folder.cleanup()
 
     def _new_store(self) -> dict[str, str]:
-        """As torchrun has one: no port is guessed."""
+        """Starts a store, as torchrun does, so that no port is guessed."""
         self._stores.append(TCPStore("localhost", 0, is_master=True, wait_for_workers=False))
         return {"MASTER_PORT": str(self._stores[-1].port)}
 
@@ -126,7 +126,7 @@ class Pool:
             self._ranks.append(Rank(process, ours, Path(f"{file}.err")))
 
     def _collect(self) -> dict[int, tuple[bool, Any]]:
-        """Of each rank whether it went well, and its answer; once one has failed others have `GRACE` seconds more."""
+        """Returns whether each rank succeeded, and its answer. Once one has failed, the others have `GRACE` seconds."""
         answers: dict[int, tuple[bool, Any]] = {}
         last = None
         while waiting := [i for i in range(self.count) if i not in answers]:
@@ -134,7 +134,7 @@ class Pool:
             ready = connection.wait([self._ranks[i].pipe for i in waiting], timeout=left)
             if not ready:
                 for i in waiting:
-                    os.kill(self._ranks[i].process.pid, signal.SIGUSR1)  # writes its stack
+                    os.kill(self._ranks[i].process.pid, signal.SIGUSR1)  # makes it write its stack
                     answers[i] = False, "it still waits"
                 time.sleep(0.5)
             for i in waiting:
@@ -158,13 +158,13 @@ class Pool:
 
 
 def _serve(pipe: Connection, file: str, environment: dict[str, str], kind: str, case_limit: float) -> None:
-    """Runs what comes through the pipe, until that is closed. Output goes to `file`, with .out and .err behind it."""
+    """Runs the functions that come through the pipe until it is closed. Writes output to `file`.out and .err."""
     for end, descriptor in ((".out", 1), (".err", 2)):
         os.dup2(os.open(file + end, os.O_WRONLY | os.O_CREAT | os.O_APPEND), descriptor)
     os.environ |= environment
-    gc.freeze()  # what all ranks have in common is not searched for garbage again and again
-    set_start_method(None, force=True)  # of a DataLoader's workers: not the one that this process was started by
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # which whoever started the tests may ignore
+    gc.freeze()  # garbage collection skips what all ranks share
+    set_start_method(None, force=True)  # for a DataLoader's workers: not this process's own method
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the process that started the tests may ignore it
     faulthandler.register(signal.SIGUSR1, all_threads=False)
     import torch
     import torch.distributed as dist
@@ -184,7 +184,7 @@ def _serve(pipe: Connection, file: str, environment: dict[str, str], kind: str, 
         torch.manual_seed(0)
         try:
             answer = True, function(*arguments)
-        except BaseException:  # pytest's own Failed among them
+        except BaseException:  # pytest's Failed is no Exception
             answer = False, traceback.format_exc()
         if "own" in kind and dist.is_initialized():
             gc.collect()  # a DDP that outlives its group may wait for gloo's thread, which waits for Python's lock

@@ -1,6 +1,5 @@
-"""What the configs of well-known checkpoints say: `python -m dev.models` proves their models beside those of the
-default configs, so that nothing is run before they are tiled. Sizes matter where they are 0, 1 or the same, see
-small.py.
+"""Fields of the configs of well-known checkpoints. `python -m dev.models` proves their models as it does those of the
+default configs, so that no proof runs when users tile them. Sizes matter if they are 0, 1 or equal, see small.py.
 """
 
 from typing import Any
@@ -105,4 +104,4 @@ REAL_CONFIGS: tuple[tuple[str, str, Said], ...] = (
     ("Granite-3.3-8B", "granite", {"num_key_value_heads": 8, "attention_multiplier": 0.0078125} | _TIED),
     ("GLM-4-9B", "glm4", {"attention_bias": True, "num_key_value_heads": 2, "partial_rotary_factor": 0.5}),
 )
-"""Name, model type, and what is another than in the type's default config."""
+"""Name, model type, and the fields that differ from the type's default config."""

@@ -1,4 +1,4 @@
-"""An example at tiny size: its sequences of LENGTH tokens, and chunks of CHUNK. Also a script, for torchrun:
+"""Runs an example at tiny size: sequences of LENGTH tokens, chunks of CHUNK. Also a script for torchrun:
 
 small_example.py NAME MODEL tiled|untiled FILE"""
 
@@ -28,13 +28,13 @@ STEP = re.compile(r"step \d+: loss (\d+\.\d+), gradient norm (\d+\.\d+)")
 
 
 def run(name: str, *arguments: str, tiled: bool = True, **constants: int) -> dict[str, Any]:
-    """What the example leaves behind: its names, with what it printed as `printed` and the status of its model as
-    `status`. `constants` replace those at the beginning of a line; `tiled=False` leaves its model as it is."""
+    """Runs an example and returns its global names, with its output as `printed` and its model's status as `status`.
+    `constants` replace constants of the script; `tiled=False` leaves its model untiled."""
     source = (EXAMPLES / f"{name}.py").read_text().replace("inspect.getsource(", "document(")
     for constant, value in constants.items():
         source, count = re.subn(rf"^{constant} = \d+", f"{constant} = {value}", source, flags=re.M)
         assert count == 1, f"{name} has no {constant}"
-    different = 1 if name.startswith("tr") else 2  # sequences that come in turn: trainers shuffle them
+    different = 1 if name.startswith("tr") else 2  # different sequences: one if a trainer shuffles them
     text = inspect.getsource(inspect)[: different * LENGTH] * (SEQUENCES // different)
     names, printed, status = {"__name__": "__main__", "document": lambda _: text}, StringIO(), None
     with ExitStack() as stack:
@@ -52,21 +52,21 @@ def run(name: str, *arguments: str, tiled: bool = True, **constants: int) -> dic
 
 
 def figures(names: dict[str, Any]) -> list[tuple[float, float]]:
-    """Loss and gradient norm of every step."""
+    """Returns loss and gradient norm of each step."""
     if "trainer" in names:
         return [(float(e["loss"]), float(e["grad_norm"])) for e in names["trainer"].state.log_history if "loss" in e]
     return [(float(loss), float(norm)) for loss, norm in STEP.findall(names["printed"])]
 
 
 def on_rank(name: str, directory: str, how: str) -> dict[str, Any]:
-    """One rank of an example, `how` is tiled or untiled: its figures, with the number of its tiled MLPs and of the
-    ranks that share a sequence."""
+    """Runs an example on one rank; `how` is tiled or untiled. Returns its figures, its number of tiled MLPs, and the
+    number of ranks that share a sequence."""
     names = run(name, directory, tiled=how == "tiled", LENGTH=LENGTH)
     return {"figures": figures(names), "mlps": names["status"].mlp.tiled, "ranks": names["ctx"].size}
 
 
 def trained_by_grpo(directory: str) -> tuple[float, list[float]]:
-    """A number that tells the weights, and the rewards of every step."""
+    """Returns a number that depends on the weights, and the rewards of each step."""
     trainer = run("grpo_sp", directory, LENGTH=LENGTH)["trainer"]
     weights = torch.cat([parameter.detach().flatten() for parameter in trainer.model.parameters()])
     history = trainer.state.log_history

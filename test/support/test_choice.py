@@ -1,4 +1,4 @@
-"""Which cases run every day, as the marks beside their tests say it."""
+"""Which cases run in `make test`, by the marks of their tests."""
 
 from collections.abc import Iterable
 from itertools import product
@@ -12,7 +12,7 @@ full, on_gpu, in_interpreter = pytest.mark.full, pytest.mark.on_gpu, pytest.mark
 
 
 class Item:
-    """A case of a test, as far as a choice among cases looks at it."""
+    """A case of a test, with what the choice of cases reads."""
 
     def __init__(self, nodeid: str, *marks: pytest.MarkDecorator, **params: object):
         self.nodeid = nodeid

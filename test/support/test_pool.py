@@ -1,4 +1,4 @@
-"""A pool of ranks: what its cases return, and how one that fails, ends or hangs is told."""
+"""A pool of ranks: what its cases return, and how it reports a rank that fails, ends or hangs."""
 
 import os
 import re
@@ -13,7 +13,7 @@ pytestmark = pytest.mark.dist
 
 
 def total(value: int) -> tuple[int, int]:
-    """The process of each, and what all have added up."""
+    """Returns the process id, and the sum over ranks."""
     x = torch.tensor(value + dist.get_rank())
     dist.all_reduce(x)
     return os.getpid(), int(x)
@@ -26,7 +26,7 @@ def goes_wrong_on_one_rank(how: str) -> None:
 
 
 def waits_for_ever() -> None:
-    """Each rank for what the other does not send."""
+    """Waits on each rank for what the other does not send."""
     dist.recv(torch.zeros(1), 1 - dist.get_rank())
 
 

@@ -1,4 +1,4 @@
-"""Tiny models of every supported architecture, batches for them, and Liger applied to them and taken off again."""
+"""Tiny models of every supported architecture, batches for them, and Liger applied and removed."""
 
 import copy
 import sys
@@ -47,7 +47,7 @@ def modeling_of(arch: str) -> ModuleType:
 
 
 def name_of_class(arch: str, kind: str) -> str:
-    """The name of an architecture's class of a kind, such as "DecoderLayer"."""
+    """Returns the name of an architecture's class of a kind, such as "DecoderLayer"."""
     return _CAUSAL_LMS[arch].__name__.removesuffix("ForCausalLM") + kind
 
 
@@ -61,7 +61,7 @@ def config_of(arch: str, **changes: object):
 
 
 def build(arch: str, device: str = "cpu", **changes: object) -> nn.Module:
-    """A randomly initialised model in training mode, larger than its usual initialisation so that nothing is tiny."""
+    """Returns a model in training mode with larger random weights than usual, so that no value is tiny."""
     model = CLASSES[arch][1](config_of(arch, **changes))
     with torch.no_grad():
         for parameter in model.parameters():
@@ -70,7 +70,7 @@ def build(arch: str, device: str = "cpu", **changes: object) -> nn.Module:
 
 
 def gentle(arch: str, device: str = "cpu", **changes: object) -> nn.Module:
-    """As `build`, with weights so small that training with a learning rate of 1 does not diverge."""
+    """Like `build`, with weights so small that training with a learning rate of 1 does not diverge."""
     model = build(arch, device, **changes)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -85,7 +85,7 @@ def tiled_copy(model: nn.Module, **options: object) -> nn.Module:
 
 
 def batch_of(batch_size: int, length: int, device: str = "cpu") -> dict[str, torch.Tensor]:
-    """input_ids, attention_mask and labels: rows of different lengths, and a masked prompt in each."""
+    """Returns input_ids, attention_mask and labels: rows of different lengths, each with an unlabelled prompt."""
     ids = torch.randint(3, VOCAB, (batch_size, length), device=device)
     mask = torch.ones_like(ids)
     labels = ids.clone()
@@ -98,7 +98,7 @@ def batch_of(batch_size: int, length: int, device: str = "cpu") -> dict[str, tor
 
 
 def checkpointing(model: nn.Module, reentrant: bool | None) -> None:
-    """Turns activation checkpointing on, of the kind given; None leaves it off."""
+    """Turns on activation checkpointing of the given kind; None leaves it off."""
     if reentrant is not None:
         enable = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
         enable({"use_reentrant": reentrant})
@@ -112,7 +112,7 @@ def loss_and_gradients(model: nn.Module, **inputs: object) -> tuple[torch.Tensor
 
 
 def counting(calls: list, function: Callable) -> Callable:
-    """Returns the function, whose calls are counted, but not those of the first step's comparison."""
+    """Returns the function with its calls counted, except those of the first step's comparison."""
 
     def counted(*args: object, **options: object) -> object:
         if not is_trial():
@@ -127,7 +127,7 @@ def interpreted() -> bool:
 
 
 def broken_interpreter() -> str | None:
-    """Why Triton's interpreter does not run here; None if it does."""
+    """Says why Triton's interpreter does not run here; None if it does."""
     old, new = Version("3.7"), Version("2.5")
     if triton is not None and Version(triton.__version__) < old and Version(numpy.__version__) >= new:
         return f"the interpreter of triton {triton.__version__} fails with numpy {numpy.__version__}"
@@ -143,16 +143,16 @@ def liger_or_skip(arch: str, device: str) -> None:
 
 
 class InterpretedFloat(float):
-    """A float that can be cast, as the scalars that Triton's compiler hands to a kernel can."""
+    """A float with `to`, as scalars in compiled Triton kernels have."""
 
     def to(self, dtype: object) -> "InterpretedFloat":
         return self
 
 
 def apply_liger(arch: str, model: nn.Module | None = None, mlp: bool = True, **options: object) -> None:
-    """Liger's own patch, of the classes or of `model`, its kernels made fit for Triton's interpreter if that runs.
+    """Applies Liger's patch to the classes or to `model`, and adapts its kernels to Triton's interpreter if that runs.
 
-    `mlp=False` leaves the MLPs out, as must be where there are experts: Liger's kernel for these needs a GPU.
+    `mlp=False` leaves the MLPs out. Experts are always left out: Liger's kernel for them needs a GPU.
     """
     liger = pytest.importorskip("liger_kernel.transformers")
     if not mlp or ARCHS[arch].routed:
@@ -167,7 +167,7 @@ def apply_liger(arch: str, model: nn.Module | None = None, mlp: bool = True, **o
 
 
 def make_interpretable(model: nn.Module) -> None:
-    """Lets Triton's interpreter run Liger's norms in `model`: it hands kernels plain floats, and has no libdevice."""
+    """Lets Triton's interpreter, which passes plain floats to kernels, run Liger's norms in `model`."""
     for module in model.modules():
         for name in ("variance_epsilon", "offset"):
             if hasattr(module, name):
@@ -176,7 +176,7 @@ def make_interpretable(model: nn.Module) -> None:
 
 @contextmanager
 def modeling_restored() -> Iterator[None]:
-    """Puts every modeling module, causal-LM class and torch's cross-entropy back: Liger cannot be taken off."""
+    """Restores all modeling modules, causal-LM classes and torch's cross-entropy, since Liger has no way to."""
     modules = {arch: dict(vars(modeling_of(arch))) for arch in CLASSES}
     forwards = {cls: cls.forward for _, cls, _ in CLASSES.values()}
     cross_entropy = torch.nn.functional.cross_entropy

@@ -1,4 +1,4 @@
-"""What a short training by Hugging Face's Trainer, or one of TRL's, does to a model."""
+"""Runs a short training with Hugging Face's Trainer or one of TRL's, and compares two of them."""
 
 from typing import NamedTuple
 
@@ -13,9 +13,9 @@ OPTIONS |= {"logging_steps": 1, "use_cpu": True, "save_strategy": "no", "disable
 
 class Run(NamedTuple):
     losses: torch.Tensor
-    """Of every step, then in evaluation."""
+    """Of each step, then of the evaluation."""
     moved: dict[str, torch.Tensor]
-    """How far the weights were moved, in every step together."""
+    """The changes of the weights in all steps together."""
 
 
 def run(trainer: Trainer) -> Run:
@@ -28,8 +28,8 @@ def run(trainer: Trainer) -> Run:
 
 
 def assert_same_training(ours: Run, theirs: Run, each: float = 1e-3) -> None:
-    """The losses, all moves together, and those of each weight: a gradient through attention's softmax cancels, so that
-    of a small adapter of queries 1 draw in 100 is beyond 1e-4."""
+    """Compares the losses, all changes together, and those of each weight. Gradients through attention's softmax
+    cancel, so 1 draw in 100 of a small adapter of queries differs by more than 1e-4."""
     assert len(theirs.losses) > 2 and ours.moved.keys() == theirs.moved.keys()
     torch.testing.assert_close(ours.losses, theirs.losses, rtol=1e-5, atol=1e-4)
     for name, moved in theirs.moved.items():

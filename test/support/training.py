@@ -1,12 +1,11 @@
-"""What a training step on ranks has in common: a model made small or given an adapter, and an update by whatever holds
-the weights."""
+"""Parts of training steps on ranks: smaller weights, adapters, and an update by optimizer or DeepSpeed's engine."""
 
 import torch
 from torch import Tensor, nn
 
 
 def halved(model: nn.Module) -> nn.Module:
-    """With weights small enough for a learning rate of 1."""
+    """Halves the weights, so that they are small enough for a learning rate of 1."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(0.5)
@@ -14,7 +13,7 @@ def halved(model: nn.Module) -> nn.Module:
 
 
 def with_lora(model: nn.Module, *targets: str, **options: object) -> nn.Module:
-    """The model in PEFT's adapters, which compute something."""
+    """Returns the model with LoRA adapters that are not zero."""
     import peft
 
     wrapped = peft.get_peft_model(model, peft.LoraConfig(r=4, target_modules=list(targets), **options))
@@ -26,7 +25,7 @@ def with_lora(model: nn.Module, *targets: str, **options: object) -> nn.Module:
 
 
 def update(wrapped: nn.Module, optimizer: object, loss: Tensor) -> None:
-    """Backward and step, of DeepSpeed's engine or of an optimizer."""
+    """Runs backward and step, of DeepSpeed's engine or of an optimizer."""
     if wrapped is optimizer:
         wrapped.backward(loss)
         wrapped.step()

@@ -37,7 +37,7 @@ def words(count: int) -> str:
 
 
 def token_documents() -> Any:
-    """Documents of random tokens, each with a prompt before its completion."""
+    """Returns documents of random tokens, each a prompt and its completion."""
     masks = [[0] * (length // 3) + [1] * (length - length // 3) for length in LENGTHS]
     rows = [{"input_ids": torch.randint(3, VOCAB, (len(m),)).tolist(), "completion_mask": m} for m in masks]
     return datasets.Dataset.from_list(rows)

@@ -1,4 +1,4 @@
-"""What is found of a model type built small, and its line in the table of docs/models.md (`make models`)."""
+"""Tries a model type as a small model, and writes its line of the table in docs/models.md (`make models`)."""
 
 import copy
 from typing import Any
@@ -15,12 +15,12 @@ from support.tiny import loss_and_gradients
 
 
 def config_of(model_type: str, said: dict[str, Any] | None = None) -> PreTrainedConfig:
-    """Returns the config of a model type that is the default but for what is said."""
+    """Returns the default config of a model type, with the fields in `said` changed."""
     return CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(said or {}))
 
 
 def found_in(model_type: str, said: dict[str, Any] | None = None) -> list[Finding] | str:
-    """Returns what was found of a model type; why it cannot be tried out if it cannot."""
+    """Returns the findings for a model type; if it cannot be tried, says why."""
     try:
         return list(proof.findings(small_model(model_classes(model_type)[0], config_of(model_type, said))))
     except Exception as error:  # of Hugging Face's code, which may raise anything
@@ -28,8 +28,8 @@ def found_in(model_type: str, said: dict[str, Any] | None = None) -> list[Findin
 
 
 def sharing_of(model_type: str) -> str:
-    """Returns whether beginnings of rows are shared by a model type: "yes", "refused", "no" where rows are computed
-    each by itself, or "differs"; nothing if it does not run on rows of text, padded."""
+    """Returns whether rows of a model type share prefixes: "yes", "refused", "no" (each row is computed by itself) or
+    "differs"; "" if the model does not run on padded rows of text."""
     model = small_model(model_classes(model_type)[0], config_of(model_type)).eval()  # without dropout
     shared = copy.deepcopy(model)
     ids = torch.randint(5, WORDS - 9, (4, 30), generator=torch.Generator().manual_seed(0))

@@ -20,7 +20,7 @@ from seqtile.sp import SequenceParallelTrainerMixin, initialize
 
 _COLLIDING = ("tiled_mlp", "liger_glu_activation", "liger_fused_linear_cross_entropy", "cut_cross_entropy")
 _OWN_LORA = ("lora_mlp_kernel", "lora_qkv_kernel", "lora_o_kernel")
-"""What replaces the forwards of MLPs, and of attention, and is on by default under LoRA."""
+"""Options of Axolotl's that replace the forwards of MLPs and of attention; on by default under LoRA."""
 _SHARING = (
     "context_parallel_size",
     "sequence_parallel_degree",
@@ -29,39 +29,38 @@ _SHARING = (
     "process_reward_model",
     "trainer_cls",
 )
-"""What shares sequences, too, or trains by another trainer."""
+"""Options that also spread sequences over GPUs, or that choose another trainer."""
 _NOT_CHOSEN = ("seqtile", "seqtile_fit", "seqtile_share_prefixes", "seqtile_sequence_parallel")
-"""What seqtile_fit does not choose."""
+"""Options that seqtile_fit does not choose."""
 _OPTIMIZERS = {"adamw_8bit": "adamw_8bit", "adamw_bnb_8bit": "adamw_8bit", "sgd": "sgd"}
-"""Axolotl's names, and those of `memory.Setup`; any other is planned as adamw."""
+"""Axolotl's names to those of `memory.Setup`; any other optimizer is planned as adamw."""
 
 
 class SeqtileArgs(BaseModel):
-    """The options that a YAML may have for seqtile."""
+    """seqtile's options in a YAML of Axolotl's."""
 
     seqtile: bool | None = Field(default=None, description="Compute the loss and the MLPs in chunks of the sequence.")
-    seqtile_layer: bool | None = Field(default=None, description="The rest of each layer but attention, too.")
+    seqtile_layer: bool | None = Field(default=None, description="Also the rest of each layer except attention.")
     seqtile_head_groups: int | str | None = Field(
-        default=None, description="With seqtile_layer: attention by so many groups of kv heads, or auto."
+        default=None, description="With seqtile_layer: the number of groups of kv heads in attention, or auto."
     )
     seqtile_offload: bool | None = Field(
-        default=None, description="Keep the layers' inputs in host memory; with gradient_checkpointing: false."
+        default=None, description="Keep the layers' inputs in host memory; needs gradient_checkpointing: false."
     )
     seqtile_fit: bool | None = Field(
-        default=None, description="Choose these: the cheapest with which sequence_len fits; on one GPU."
+        default=None, description="Choose the cheapest of these with which sequence_len fits on one GPU."
     )
 
     seqtile_share_prefixes: bool | int | None = Field(
-        default=None,
-        description="Compute what rows begin with alike once; a number: from so many tokens on.",
+        default=None, description="Compute prefixes that rows share once; a number: the shortest one, in tokens."
     )
     seqtile_sequence_parallel: int | None = Field(
-        default=None, description="Share each sequence among so many GPUs; in the place of context_parallel_size."
+        default=None, description="Spread each sequence over this many GPUs; instead of context_parallel_size."
     )
 
     @model_validator(mode="after")
     def check_seqtile(self) -> "SeqtileArgs":
-        """Raises ValueError for options that collide."""
+        """Raises ValueError for options that conflict."""
         asked = [name for name in SeqtileArgs.model_fields if getattr(self, name)]
         others = [name for name in (*_COLLIDING, *_taken(vars(self))) if getattr(self, name, None)]
         chosen = [name for name in asked if name not in _NOT_CHOSEN]
@@ -91,18 +90,18 @@ class SeqtilePlugin(BasePlugin):
     """Tiles the model once Axolotl has loaded it, with its adapters."""
 
     def register(self, cfg: dict[str, Any]) -> None:
-        """Leaves off those of Axolotl's LoRA kernels that replace what is tiled, unless the YAML asks for them."""
+        """Turns off those LoRA kernels of Axolotl's that replace tiled modules, unless the YAML asks for them."""
         for name in _taken(cfg) if cfg.get("seqtile") else ():
             if cfg.get(name) is None:
                 cfg[name] = False
 
     def get_input_args(self) -> str:
-        """Returns where the options are declared."""
+        """Returns the path of the class that declares the options."""
         return "seqtile.integrations.axolotl.SeqtileArgs"
 
     def get_trainer_cls(self, cfg: Any) -> type | None:
-        """Returns Axolotl's trainer over ranks that share sequences, if the YAML asks for it. Raises what
-        `sp.initialize` raises."""
+        """Returns Axolotl's trainer over ranks that share sequences, if the YAML asks for it. Raises the
+        errors of `sp.initialize`."""
         if not cfg.get("seqtile_sequence_parallel"):
             return None
         from axolotl.core.trainers import AxolotlTrainer
@@ -114,7 +113,7 @@ class SeqtilePlugin(BasePlugin):
         return OverRanks
 
     def post_model_load(self, cfg: Any, model: nn.Module) -> None:
-        """Applies what the YAML asks for; raises what `apply_seqtile`, `fit` and `offload.enable` raise."""
+        """Applies what the YAML asks for. Raises the errors of `apply_seqtile`, `fit` and `offload.enable`."""
         if not cfg.seqtile:
             return
         if cfg.seqtile_fit:
@@ -130,6 +129,6 @@ class SeqtilePlugin(BasePlugin):
         print(status(model))
 
     def post_trainer_create(self, cfg: Any, trainer: Any) -> None:
-        """Calls `share_prefixes_of` if the YAML asks for it; raises what that raises."""
+        """Calls `share_prefixes_of` if the YAML asks for it, and raises its errors."""
         if cfg.seqtile_share_prefixes:
             share_prefixes_of(trainer, cfg.seqtile_share_prefixes)

@@ -1,7 +1,8 @@
-"""Rows that begin alike, in trainers: a trainer's models compute these beginnings once.
+"""Shared prefixes in trainers: a trainer's models compute the prefixes that rows share once.
 
-TRL's GRPO and RLOO shuffle the completions that they sampled, and then cut them into micro-batches. With those of a
-prompt in many of them, each computes the prompt anew, so they are put together again behind the shuffle:
+TRL's GRPO and RLOO shuffle the completions that they sampled, and then cut them into micro-batches. This spreads the
+completions of a prompt over many micro-batches, each of which computes the prompt. So they are put together again after
+the shuffle:
 
     shuffled    B A A B | A B B A     two prompts in two micro-batches
     together    B B B B | A A A A
@@ -26,12 +27,12 @@ _SHUFFLE = "shuffle_sequence_dict"  # TRL's
 
 
 def share_prefixes_of(trainer: Any, min_tokens: int | bool = True) -> None:
-    """Has a trainer's model, and its reference model and teacher if it has these, compute once what rows of a
-    micro-batch have in common, see `seqtile.share_prefixes`. Where the trainer shuffles completions, those of one
-    prompt stay together; a warning says if micro-batches are cut through them.
+    """Makes a trainer's model, reference model and teacher compute prefixes that rows of a micro-batch share once, see
+    `seqtile.share_prefixes`. If the trainer shuffles completions, those of one prompt stay together. A warning says if
+    micro-batches split them.
 
-    `min_tokens` is that of `share_prefixes`, or True for its own. Raises what `share_prefixes` raises, and ValueError
-    for a trainer that samples groups and cuts them into micro-batches in a way that is not known.
+    `min_tokens` is that of `share_prefixes`, or True for its default. Raises the errors of `share_prefixes`, and
+    ValueError for a trainer that samples groups and cuts them into micro-batches in an unknown way.
     """
     group = getattr(trainer, "num_generations", None) or 1
     together = _kept_together(trainer) if group > 1 else {}
@@ -49,7 +50,7 @@ def share_prefixes_of(trainer: Any, min_tokens: int | bool = True) -> None:
 
 
 def trainer_of() -> Any:
-    """Returns the trainer that calls a callback at this moment, of which callbacks are not told. ValueError if none."""
+    """Returns the trainer that is calling a callback; it is no argument of theirs. Raises ValueError if none is."""
     frame = sys._getframe(1)
     while frame is not None:
         if hasattr(found := frame.f_locals.get("self"), "callback_handler"):
@@ -60,7 +61,7 @@ def trainer_of() -> Any:
 
 def _kept_together(trainer: Any) -> dict[str, Callable]:
     """Returns by name a method for this trainer, with which it puts completions of one prompt together again after it
-    shuffled them. ValueError if it is not known where it shuffles them."""
+    shuffled them. Raises ValueError if it is not known where it shuffles them."""
     prepare = trainer._prepare_inputs
     function = inspect.unwrap(getattr(prepare, "__func__", prepare))
     known = function.__globals__

@@ -29,7 +29,7 @@ class SeqtileCallback(TrainerCallback):
     tiled (at level INFO), and what is not and why (at level WARNING).
 
     Args:
-        share_prefixes: compute a beginning that rows of a batch share only once, such as the prompt of several
+        share_prefixes: compute a prefix that rows of a batch share only once, such as the prompt of several
             completions, in the model and in the trainer's reference model, see `seqtile.share_prefixes`. A number is
             its `min_tokens`. TRL's shuffle then keeps the completions of one prompt together.
         options: those of `apply_seqtile`, such as layer=True. `loss` is False by default if the trainer computes the

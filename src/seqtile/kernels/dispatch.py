@@ -1,8 +1,8 @@
-"""The one choice between Triton and PyTorch.
+"""Chooses between Triton and PyTorch.
 
-A tensor on a GPU is served by the Triton kernels, any other by their eager twins. Two exceptions: where Triton is not
-installed the eager twins serve every device, and under Triton's interpreter (`TRITON_INTERPRET=1`) the kernels serve
-CPU tensors too, which is how they are tested without a GPU.
+The Triton kernels run on a GPU's tensors, their eager twins on all others. There are two exceptions: without Triton the
+eager twins run on every device, and in Triton's interpreter (`TRITON_INTERPRET=1`) the kernels run on CPU tensors too,
+so that tests need no GPU.
 """
 
 from typing import Any
@@ -35,7 +35,7 @@ ACTIVATIONS = ("silu", "gelu_tanh")  # gelu_tanh: Hugging Face's gelu_pytorch_ta
 
 
 def triton_serves(tensor: torch.Tensor) -> bool:
-    """Tells if the Triton kernels, rather than their eager twins, run on `tensor`."""
+    """Returns whether the Triton kernels, rather than their eager twins, run on `tensor`."""
     return triton is not None and (tensor.is_cuda or (triton.knobs.runtime.interpret and not tensor.is_meta))
 
 

@@ -1,4 +1,4 @@
-"""The sequences of a step, and what is computed of them where they begin alike, see `seqtile.share_prefixes`."""
+"""The sequences of a step, and the tokens that it computes if they share a prefix, see `seqtile.share_prefixes`."""
 
 from typing import NamedTuple
 

@@ -11,7 +11,7 @@ class Feature(NamedTuple):
     changes: dict[str, Any]
     """Fields of a `Setup`."""
     words: str = ""
-    """What `fit` calls it, which leaves those without out."""
+    """Its name in the output of `fit`, which leaves out features without one."""
     cost: str = ""
 
 
@@ -80,7 +80,7 @@ class Predictor(Protocol):
         """Says why a feature cannot be had besides this setup."""
 
     def predict(self, setup: Setup, seq_len: int, batch_size: int) -> Plan | Predicted:
-        """Predicts a step. ValueError for what cannot be."""
+        """Predicts a step. Raises ValueError for an impossible one."""
 
     def longest(self, setup: Setup, batch_size: int) -> Longest:
         """Returns the longest sequence that fits, a multiple of the GPUs that share it; longer than what a batch

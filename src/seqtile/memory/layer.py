@@ -53,8 +53,8 @@ def chunk_tokens(shape: Shape, setup: Setup, mlp: bool = False) -> int:
 
 
 def planned_groups(shape: Shape, setup: Setup) -> int | None:
-    """Returns the number of groups of kv heads; None if all attend at once. ValueError if it does not divide them, or
-    leaves a GPU without a kv head of its own in a group, which can be run and has no formula here."""
+    """Returns the number of groups of kv heads; None if all attend at once. Raises ValueError if it does not divide
+    them; or if it leaves a GPU without a kv head of its own in a group, which can run but has no formula here."""
     heads, ranks = shape.kv_heads, setup.sequence_parallel
     groups = number_of_groups(heads, setup.head_groups, ranks)
     if groups is not None:

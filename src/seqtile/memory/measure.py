@@ -9,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 PRODUCTS = {"mm": 0, "bmm": 0, "_grouped_mm": 0, "addmm": 1, "addmm_": 1, "baddbmm": 1, "baddbmm_": 1}
-"""Of matrices, and which argument is the first of the two."""
+"""Matrix products, and the index of the first matrix among their arguments."""
 
 
 class FlopCount(TorchDispatchMode):

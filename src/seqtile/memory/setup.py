@@ -30,7 +30,7 @@ def expect(name: str, right: object, expected: str, got: object) -> None:
 
 
 def is_count(value: object, least: int = 1) -> bool:
-    """Tells whether this is an int, of at least so much."""
+    """Returns whether `value` is an int of at least `least`."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
@@ -39,18 +39,18 @@ class Setup:
     """A training setup, with activation checkpointing of every layer. Raises ValueError for impossible values."""
 
     gpus: int = 1
-    """GPUs in all."""
+    """GPUs in total."""
     sequence_parallel: int = 1
     """GPUs that share a sequence."""
     batches: str = "cut"
-    """What these are given: "cut", their parts of a batch, or "whole" ones, as by `sp.apply_ulysses`."""
+    """What these GPUs get: "cut", each its part of a batch, or "whole" batches, as in `sp.apply_ulysses`."""
     shared_tokens: int = 0
-    """Tokens with which all sequences of a batch begin alike, computed once by `seqtile.share_prefixes`, unlabelled."""
+    """Tokens of a prefix that all sequences of a batch share, computed once by `seqtile.share_prefixes`; no labels."""
     accumulate: bool = False
-    """True: a step takes several batches, and the gradients of those before wait while one is computed."""
+    """True: a step takes several batches, and the gradients of earlier ones stay in memory."""
     zero_stage: int = 3
-    """The stage of ZeRO, which shards over all GPUs from stage 1 on the optimizer's state, from 2 on gradients, in 3
-    weights (FSDP2); in 0 nothing."""
+    """The stage of ZeRO, which shards over all GPUs: 0 nothing, 1 the optimizer's state, 2 also gradients, 3 (as FSDP2)
+    also weights."""
     optimizer: str = "adamw"
     """One of adamw, adamw_8bit and sgd. In half precision adamw keeps a float32 copy of the weights: 16 bytes a
     parameter with weights and gradients, as for float32 weights under FSDP2's mixed precision. The others keep none;
@@ -69,7 +69,7 @@ class Setup:
     liger: bool = False
     """True: Liger's norms and RoPE, which keep less, and its product of gate and up if the MLP is not tiled."""
     offload: Collection[str] | str = ()
-    """What is in host memory: some of activations (`seqtile.offload`), optimizer (with the gradients) and weights."""
+    """Kept in host memory: some of activations (`seqtile.offload`), optimizer (with the gradients) and weights."""
     keep_last: int = 1
     """Last layers whose inputs stay on the GPU despite offloading."""
     lora_rank: int | None = None

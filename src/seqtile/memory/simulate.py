@@ -31,10 +31,10 @@ CHUNKS = 24
 
 
 class Simulation(Predictor):
-    """The memory of a model by running its own code, once for what is tiled, when first asked for.
+    """Predicts a model's memory by running its own code, once for each choice of tiled parts, when first asked.
 
-    Calls `each` with what is run, before it is. ValueError for a setup that cannot be simulated, for layers without
-    Hugging Face's attention; and whatever the model's own code raises on tensors without data.
+    Calls `each` with the name of a run before it starts. Raises ValueError for a setup that cannot be simulated and for
+    layers without Hugging Face's attention; and whatever the model's own code raises on tensors without data.
     """
 
     def __init__(

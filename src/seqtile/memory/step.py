@@ -20,7 +20,7 @@ class Moment:
     """A moment of a step, and everything that is on the GPU then."""
 
     name: str
-    """What is computed then, such as "loss" or "MLP, layer 3 of 32"."""
+    """What the step computes then, such as "loss" or "MLP, layer 3 of 32"."""
     parts: Parts
     """Bytes by what they are for, which is weights, gradients, optimizer, inputs (of the layers, kept for their
     backward), attention, mlp, norms (with residuals and positions), loss, communication (weights gathered, gradients

@@ -206,7 +206,7 @@ class _LayerCall:
 
 
 def _by_token(name: str, heads: torch.Tensor, hidden: torch.Tensor) -> torch.Tensor:
-    """Returns heads [B, H, C, K] as [B, C, H, K]. ValueError if they are not of a chunk's tokens, one each."""
+    """Returns heads [B, H, C, K] as [B, C, H, K]. Raises ValueError if they are not of a chunk's tokens, one each."""
     if heads.dim() != 4 or heads.shape[2] != hidden.shape[1]:
         raise ValueError(
             f"expected an attention that is given a {name} for each token, got {list(heads.shape)} for a chunk of "

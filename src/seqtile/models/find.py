@@ -52,7 +52,7 @@ def text_model_of(model: nn.Module) -> nn.Module:
 
 
 def are_experts(module: nn.Module) -> bool:
-    """Says if a module holds the weights of all experts of a mixture, and is told which of them each token goes to."""
+    """Returns whether a module holds the weights of all experts of a mixture and gets the experts of each token."""
     return len(_arguments(type(module))) == 3 and num_experts(module) > 0
 
 
@@ -96,7 +96,7 @@ def positional_of(forward: Callable) -> list[inspect.Parameter]:
 
 
 def takes_use_cache(forward: Callable) -> bool:
-    """Says if a model's forward can be told whether to make a cache."""
+    """Returns whether a model's forward can be told whether to make a cache."""
     parameters = inspect.signature(forward).parameters
     return "use_cache" in parameters or any(each.kind is each.VAR_KEYWORD for each in parameters.values())
 

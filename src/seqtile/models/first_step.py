@@ -99,7 +99,7 @@ class _MadeOf:
 
 
 def _outcome(model: nn.Module, options: Options, original: Callable, args: tuple, kwargs: dict) -> str:
-    """Returns what to say of the comparison. Raises ValueError for a difference."""
+    """Returns the result of the comparison as text. Raises ValueError for a difference."""
     tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
     if (reason := _not_comparable(model, tensors, kwargs)) is not None:
         return f"not compared with the untiled model: {reason}"

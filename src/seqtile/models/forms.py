@@ -146,7 +146,7 @@ class _Plain(ast.NodeTransformer):
 
 
 class _Inlined(ast.NodeTransformer):
-    """Puts the expression of a variable in its place."""
+    """Replaces variables by their expressions."""
 
     def __init__(self, values: dict[str, ast.expr]):
         self.values = values

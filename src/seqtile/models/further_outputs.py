@@ -20,14 +20,14 @@ from seqtile.ops.tiled import Outputs
 
 
 def records_attentions() -> bool:
-    """Says if Hugging Face is recording the weights of attention, which a tiled layer does not have."""
+    """Returns whether Hugging Face is recording attention weights, which a tiled layer does not have."""
     return any("attentions" in name for name in _active_collector.get() or ())
 
 
 @contextmanager
 def recording(collected: dict[str, list] | None) -> Iterator[None]:
-    """Has Hugging Face record into `collected`; None for nothing."""
-    if _active_collector.compiling:  # what holds the dict while a compiled model runs
+    """Makes Hugging Face record outputs into `collected`; None: nowhere."""
+    if _active_collector.compiling:  # it holds the dict while a compiled model runs
         before, _active_collector.global_var = _active_collector.global_var, collected
     else:
         token = _active_collector.set(collected)
@@ -80,7 +80,7 @@ def call_with_further_outputs(
 
 
 class _Form:
-    """How the tensors of a tree are laid out, which is the same for every chunk."""
+    """The layout of the tensors in a tree, which is the same for every chunk."""
 
     def __init__(self, owner: str):
         self._owner, self._spec = owner, None

@@ -40,8 +40,8 @@ _in_loop: ContextVar[list[_Hook] | None] = ContextVar("in_loop", default=None)
 
 
 def is_sharded(module: nn.Module) -> bool:
-    """Says if what is inside of a module is gathered by collectives, which ranks of different lengths must do alike: by
-    ZeRO-3, or because FSDP2 shards a module inside by itself."""
+    """Returns whether collectives gather weights inside a module, which all ranks must call alike: under ZeRO-3, or if
+    FSDP2 shards a submodule by itself."""
     return any(hasattr(parameter, "ds_id") for parameter in module.parameters()) or bool(_sharded_inside(module))
 
 
@@ -88,7 +88,7 @@ def remove_hooks_that_gather(copied: nn.Module) -> None:
 
 
 def hooks_in_loop() -> list[_Hook] | None:
-    """Returns what `silent` needs, None where nothing is sharded."""
+    """Returns what `silent` needs; None if nothing is sharded."""
     return None if torch.compiler.is_compiling() else _in_loop.get()
 
 
@@ -152,7 +152,7 @@ def _inside_hooks(module: nn.Module, function: Callable) -> Callable:
 
 @contextmanager
 def _without_casts(module: nn.Module) -> Iterator[None]:
-    """Has FSDP2's hooks on a module leave dtypes alone: those of the module around it are not the module's own."""
+    """Stops FSDP2's hooks on a module from casting: the dtypes around it are not the module's own."""
     if not isinstance(module, FSDPModule):
         yield
         return

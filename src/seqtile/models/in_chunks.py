@@ -26,7 +26,7 @@ _inside_chunk: ContextVar[bool] = ContextVar("inside_chunk", default=False)
 
 
 def inside_chunk() -> bool:
-    """Says if a module is running for a chunk at the moment."""
+    """Returns whether a module is running for a chunk at the moment."""
     return _inside_chunk.get()
 
 
@@ -60,7 +60,7 @@ class InChunks:
         return [leaf for leaf in self._leaves if leaf.requires_grad]
 
     def environment(self) -> "_Environment":
-        """Returns everything but tensors that decides what calling the modules computes."""
+        """Returns everything except tensors that decides what calling the modules computes."""
         parts = [*(module() for module in self._modules), *self._inside]
         types = [*map(type, parts)]
         own = (map(dict.get, map(vars, parts), repeat(name)) for name in ("forward", "training"))
@@ -75,7 +75,7 @@ class _Environment(NamedTuple):
     hooks: list[tuple[int, Callable]]
 
     def computes_as(self, other: "_Environment") -> bool:
-        """Says if both compute the same; hooks that change nothing may come and go."""
+        """Returns whether both compute the same; hooks that change nothing may come and go."""
         if self.hooks == other.hooks:
             return self.computed == other.computed
         mine, others = ([key for key, hook in each.hooks if not is_harmless(hook, False)] for each in (self, other))

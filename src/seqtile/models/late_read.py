@@ -25,7 +25,7 @@ from seqtile.ops.state import ForwardState
 from seqtile.protocols import ShardedTokens
 
 ARRIVAL_LIMIT = timedelta(minutes=5)
-"""How long a rank waits for the others where they gather a head's weights together."""
+"""How long a rank waits for the others when they gather a head's weights."""
 Weights = dict[str, torch.Tensor]
 
 
@@ -139,7 +139,7 @@ def rows_of_chunk(hidden: torch.Tensor, chunk_tokens: int | None = None) -> int:
 
 
 def gathers(head: nn.Module) -> bool:
-    """Says if a head's own call gathers its weights: under ZeRO-3, and if FSDP2 shards it by itself."""
+    """Returns whether a head's own call gathers its weights: under ZeRO-3, and if FSDP2 shards it by itself."""
     return isinstance(head, FSDPModule) or any(hasattr(weight, "ds_id") for weight in head.parameters())
 
 
@@ -157,7 +157,7 @@ def _weights_of(head: nn.Module) -> Weights:
 
 
 def _adapters_of(head: nn.Module) -> list[Any]:
-    """Returns what of PEFT's layers decides which adapters they compute."""
+    """Returns the state of PEFT's layers that decides which adapters they compute."""
     names = ("_active_adapter", "_disable_adapters", "merged_adapters")
     return [repr([vars(module).get(name) for name in names]) for module in head.modules()]
 

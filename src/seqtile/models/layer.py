@@ -248,7 +248,7 @@ def groups_of(attention: nn.Module, head_groups: int | str | None, ranks: int = 
 
 
 def layer_verdict(layer: nn.Module, dtype: torch.dtype | None = None) -> Verdict:
-    """Finds how a layer is computed; `dtype` is that of its products, where that is known."""
+    """Decides how a layer is computed; `dtype` is that of its products, if known."""
     weights = sum(getattr(weight, "ds_numel", weight.numel()) for weight in layer.parameters())
     return _verdict(layer, dtype)._replace(sharded=is_sharded(layer), weights=weights)
 
@@ -280,20 +280,20 @@ def _chunked(layer: nn.Module, reason: str, form: LayerForm | None) -> Verdict:
 
 
 def _called_parts(layer: nn.Module) -> tuple[InChunks, InChunks]:
-    """Returns the modules that a layer of Llama's shape calls before attention, and behind it."""
+    """Returns the modules that a layer of Llama's shape calls before attention and after it."""
     before = dict(layer.self_attn.named_children())
     behind = {"o_proj": before.pop("o_proj"), "norm": layer.post_attention_layernorm, "mlp": layer.mlp}
     return InChunks(input_layernorm=layer.input_layernorm, **before), InChunks(**behind)
 
 
 def _is_untouched(layer: nn.Module) -> bool:
-    """Says if a layer is unchanged: it may share its class with tiled layers and be of another kind."""
+    """Returns whether a layer is unchanged: it may share its class with tiled layers and be of another kind."""
     parts = [layer, *layer.children()]
     return all(package_of(computed_forward(part)) in (*KNOWN_PACKAGES, "torch") for part in parts)
 
 
 def check_head_groups(layer: nn.Module, verdict: Verdict, options: Options) -> None:
-    """Raises ValueError where attention cannot be computed by the groups of heads that are asked for."""
+    """Raises ValueError if attention cannot be computed by the requested groups of heads."""
     if verdict.how != "fused":
         reads = "attention by groups of heads reads its weights"
         raise ValueError(f"{reads}, and {verdict.reason}; apply head_groups=None")
@@ -301,7 +301,7 @@ def check_head_groups(layer: nn.Module, verdict: Verdict, options: Options) -> N
 
 
 def _reasons(form: LayerForm, layer: nn.Module, dtype: torch.dtype | None) -> Iterator[str | None]:
-    """Yields why a layer of Llama's shape is not fused, None where a part of it could be."""
+    """Yields why a layer of Llama's shape is not fused, None for a part that could be."""
     attention, mlp = layer.self_attn, layer.mlp
     yield process_unfused_reason()
     for name in ("input_layernorm", "post_attention_layernorm"):

@@ -30,10 +30,10 @@ class LayerArguments:
         axes = (_axis_of(leaf, rows, length) for leaf in leaves)
         self._axes = {i: axis for i, axis in enumerate(axes) if axis is not None}
         self.tensors = [self._moved(leaves[i], axis) for i, axis in self._axes.items()]
-        """Those to be cut, each with its tokens along dimension 1, and one dimension behind that at least."""
+        """The tensors to cut, each with its tokens along dimension 1, and at least one more dimension after it."""
 
     def of_chunk(self, pieces: tuple[torch.Tensor, ...]) -> "ChunkArguments":
-        """Returns what the layer is given for a chunk, `pieces` of `tensors`."""
+        """Returns the layer's arguments for a chunk, given its `pieces` of `tensors`."""
         leaves = [copy.copy(leaf) if isinstance(leaf, MutableMapping) else leaf for leaf in self._leaves]
         for (i, axis), piece in zip(self._axes.items(), pieces, strict=True):
             leaves[i] = piece.squeeze(-1) if self._leaves[i].dim() == 2 else piece.movedim(1, axis)
@@ -48,19 +48,19 @@ class LayerArguments:
 
 
 class ChunkArguments:
-    """What a layer is `given` for a chunk, by name."""
+    """A layer's arguments for a chunk, by name."""
 
     def __init__(self, given: dict[str, Any], wholes: dict[int, Any]):
         self.given, self._wholes = given, wholes
         self._before = {name: dict(_parts_of(value)) for name, value in given.items() if name not in _WHOLE}
 
     def whole_of(self, tensor: Any) -> torch.Tensor | None:
-        """Returns the tensor of the whole sequence of which the layer was given `tensor`; None of any other tensor."""
+        """Returns the whole sequence's tensor from which `tensor` was cut; None for any other tensor."""
         whole = self._wholes.get(id(tensor))
         return whole if isinstance(whole, torch.Tensor) else None
 
     def whole_options(self, options: dict[str, Any]) -> dict[str, Any]:
-        """Returns what an attention function was given for the chunk as it is given for the whole sequence."""
+        """Returns an attention function's arguments for the whole sequence, given those for the chunk."""
         found = {}
         for name, value in options.items():
             known = not isinstance(value, torch.Tensor) or isinstance(value, nn.Parameter)
@@ -70,7 +70,7 @@ class ChunkArguments:
         return found
 
     def written(self) -> dict[str, dict[Any, Any]]:
-        """Returns what the layer has put into dicts that it was given. ValueError if it changed anything else."""
+        """Returns what the layer has put into dicts that it got. Raises ValueError if it changed anything else."""
         found: dict[str, dict[Any, Any]] = {}
         for name, before in self._before.items():
             value, after = self.given[name], dict(_parts_of(self.given[name]))
@@ -87,7 +87,7 @@ class ChunkArguments:
 
 
 def _parts_of(thing: Any, depth: int = 3) -> Iterator[tuple[tuple, Any]]:
-    """Yields what a container or an object holds, and what is held by that, each with the way to it."""
+    """Yields the contents of a container or an object, recursively, each with its path."""
     if isinstance(thing, MutableMapping):
         parts = thing.items()
     elif isinstance(thing, list | tuple | set):

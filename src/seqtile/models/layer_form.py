@@ -16,10 +16,10 @@ from seqtile.models.weights import defining_path, named
 
 
 class AttentionForm(NamedTuple):
-    """What an attention of Llama's shape does besides: projections, rotary embedding, attention, projection."""
+    """What an attention of Llama's shape does besides projections, rotary embedding and attention."""
 
     windows: bool = False
-    """It tells the attention function of a sliding window."""
+    """It passes a sliding window to the attention function."""
     head_norms: bool = False
     """It has norms of queries and keys, shared by all heads."""
     rotary_switch: str | None = None
@@ -27,13 +27,13 @@ class AttentionForm(NamedTuple):
 
 
 class LayerForm(NamedTuple):
-    """A layer of Llama's shape, and what tells it from Llama's."""
+    """A layer of Llama's shape, and its differences from Llama's."""
 
     attention: AttentionForm
     residual_scale: str | None
-    """The layer's attribute by which what attention and MLP return is multiplied before it is added."""
+    """The layer's attribute that multiplies the outputs of attention and MLP before they are added."""
     mlp: Any = None
-    """What its MLP's forward calls its parts, where the layer is fused."""
+    """The names of its MLP's parts, if the layer is fused."""
 
 
 _ATTENTIONS = {
@@ -50,7 +50,7 @@ _LAYERS = {
 
 
 def layer_form_of(layer: nn.Module) -> LayerForm | str:
-    """Returns the form of a layer of Llama's shape; of any other layer what is not Llama's."""
+    """Returns the form of a layer of Llama's shape; for any other layer says what differs."""
     layers, attentions = _known()
     source = source_of(_unwrapped(original_forward(layer)))
     if source not in layers:
@@ -66,7 +66,7 @@ def layer_form_of(layer: nn.Module) -> LayerForm | str:
 
 
 def is_llamas_rotary(function: Any) -> bool:
-    """Says if a rotary embedding is Llama's, or Liger's kernel of it."""
+    """Returns whether a rotary embedding is Llama's, or Liger's kernel of it."""
     if defining_path(function) == "liger_kernel.transformers.rope.liger_rotary_pos_emb":
         return True
     if source_of(function) != _in_llama("apply_rotary_pos_emb"):
@@ -75,12 +75,12 @@ def is_llamas_rotary(function: Any) -> bool:
 
 
 def is_llamas_norm(forward: Any) -> bool:
-    """Says if a norm's forward is that of Llama's RMSNorm."""
+    """Returns whether a norm's forward is that of Llama's RMSNorm."""
     return source_of(forward) == _in_llama("LlamaRMSNorm.forward")
 
 
 def _unwrapped(forward: Any) -> Any:
-    """Returns a layer's forward within what Hugging Face puts around it, to checkpoint it."""
+    """Returns a layer's forward inside Hugging Face's wrapper for checkpointing."""
     wrapper = defining_path(forward).startswith("transformers.modeling_layers.")
     return forward.__wrapped__ if wrapper and hasattr(forward, "__wrapped__") else forward
 

@@ -24,11 +24,11 @@ _ENTRY_A_LAYER = re.compile(r".*layer.*|block_types|attention_types|.*indexer_ty
 _LIST_OF_LAYERS = re.compile(r".*layers?(_ids|_idxs?|_indices)?|.*_idxs?")
 _MANY = 8  # layers: a list that is as long is no accident
 Sizes = Callable[[str, Any], Any]
-"""What becomes of a size, given its name."""
+"""Returns the new value of a field, given its name and value."""
 
 
 class LayerKinds:
-    """What a config says of each layer, as it is when this is made."""
+    """The fields of a config that concern single layers, as they are when this is made."""
 
     def __init__(self, config: PreTrainedConfig):
         self._config = config
@@ -60,7 +60,7 @@ class LayerKinds:
         return sorted(found + others[: max(0, 2 - len(found))])
 
     def keep(self, layers: list[int], sizes: Sizes = lambda name, value: value) -> None:
-        """Has the config tell of these layers alone, what some of them have for themselves cut by `sizes`."""
+        """Reduces the config to these layers. `sizes` reduces the values that single layers have."""
         if self.count is None:
             return
         for name, value in self._lists.items():
@@ -86,7 +86,7 @@ class LayerKinds:
             self._config.per_layer_config = others
 
     def _kind(self, i: int) -> list[Any]:
-        """Returns what the config says of a layer, sizes left out."""
+        """Returns the config's values for a layer, without sizes."""
         others = {name: meaning_of(value) for name, value in sorted(self._others.get(i, {}).items())}
         of_lists = [meaning_of(value[i]) for value in self._lists.values()]
         inside = [i in value for value in (*self._sets.values(), *self._ends.values())]
@@ -118,7 +118,7 @@ def set_field(config: PreTrainedConfig, name: str, value: Any) -> None:
 
 
 def _another(everywhere: Any, here: Any) -> Any:
-    """Returns a size of some layers that is another than that of the others also where both were cut to the same."""
+    """Returns a size of some layers so that it differs from the others' even if both were reduced to the same."""
     return 2 * here if _is_count(here) and here == everywhere else here
 
 

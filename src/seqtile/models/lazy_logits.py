@@ -255,7 +255,7 @@ class _Read(torch.autograd.Function):
 
 
 class _Derived(torch.autograd.Function):
-    """Connects logits to those that they are made of, and computes neither."""
+    """Connects logits to those from which they are made, without computing either."""
 
     @staticmethod
     def forward(ctx: Any, logits: LazyLogits, derived: list[LazyLogits]) -> LazyLogits:
@@ -319,7 +319,7 @@ def _add_gradients(
 _EXCLUDED = torch._C._dispatch_tls_local_exclude_set()
 """Outside of `__torch_dispatch__`, in which autograd records nothing."""
 Reading = tuple[LogitsRecipe, Rowwise | None, tuple[torch.Tensor, ...], torch.Tensor]
-"""What was read, by which function, of which further tensors; and the gradient of what that made of it."""
+"""The logits that were read, the function and its further tensors, and the gradient of the function's result."""
 
 
 class LazyGradient(torch.Tensor):

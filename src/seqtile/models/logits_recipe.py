@@ -1,9 +1,9 @@
-"""How logits are computed: from which hidden states, by which head, and what is done to them after it.
+"""Records how logits are computed: the hidden states, the head, and the operations after it.
 
     hidden [..., D] ─ head ─ LogitsRecipe [..., V] ─ * 0.1 ─ / 30 ─ tanh ─ * 30 ─ LogitsRecipe, which knows all this
 
-A model's forward may scale, cap, cast, slice along tokens and flatten a recipe as it does logits: a loss that knows
-recipes reads off it what it is to compute. Anything else computes the logits, and goes on with these.
+A model's forward may scale, cap, cast, flatten, and slice along tokens a recipe as it does logits. A loss that knows
+recipes reads from it what to compute. Any other function computes the logits and continues with them.
 """
 
 from collections.abc import Callable
@@ -26,12 +26,12 @@ logger = logging.get_logger(__name__)
 
 
 class Step(NamedTuple):
-    """What is done to logits: a tensor's method, one of mul, div, add, tanh, to, softmax and log_softmax."""
+    """An operation on logits: a tensor's method, one of mul, div, add, tanh, to, softmax and log_softmax."""
 
     name: str
     arguments: tuple
     under: Callable[[], AbstractContextManager] = nullcontext
-    """Makes the autocast of the code that applies the step after the forward."""
+    """Makes the autocast context of the code that applies the step after the forward."""
 
     def __call__(self, logits: torch.Tensor) -> torch.Tensor:
         with self.under():
@@ -53,21 +53,21 @@ class Affine(NamedTuple):
 
 
 class LogitsRecipe:
-    """Stands for head(hidden) [..., V] after some steps. `cross_entropy` is called for torch's, where a forward calls
-    that itself, and returns NotImplemented for what it does not know."""
+    """Stands for head(hidden) [..., V] after some steps. `cross_entropy` replaces torch's if a forward calls that, and
+    returns NotImplemented for unknown arguments."""
 
     def __init__(self, hidden: torch.Tensor, head: nn.Module, cross_entropy: Callable | None = None):
         self.hidden, self.head, self.cross_entropy = hidden, head, cross_entropy
         self.views: tuple[View, ...] = ()
-        """What made `hidden` of the hidden states that the head was given."""
+        """The views that made `hidden` from the hidden states that the head got."""
         self.steps: tuple[Step, ...] = ()
         self.dtype = (hidden.dtype != torch.float64 and autocast_dtype(hidden)) or hidden.dtype
         self.root: LogitsRecipe | None = None
-        """What the head returned, of which this was made; None of that itself."""
+        """The recipe that the head returned and from which this one was made; None in that recipe itself."""
         self.at_forward: Any = None
         """The state of the forward, for later readers, see `AtForward`."""
         self.tensor: torch.Tensor | None = None
-        """What the head returned, as a tensor with its gradient, if that has been made."""
+        """The head's output as a tensor with its gradient, once it is made."""
         self._real: torch.Tensor | None = None
 
     @property
@@ -81,7 +81,7 @@ class LogitsRecipe:
 
     @property
     def affine(self) -> Affine | None:
-        """What the steps make of head(hidden); None if that is not affine with a soft cap, or without one."""
+        """The steps as one affine function with or without a soft cap; None if they are something else."""
         scale, softcap, added = 1.0, None, []
         steps = [(name, *arguments) for name, arguments, _ in self.steps if name != "to"]
         for i, (name, *arguments) in enumerate(steps):

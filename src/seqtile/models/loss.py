@@ -119,7 +119,7 @@ class LazyHead:
 
 
 def place_of_head(model: nn.Module) -> tuple[nn.Module, str]:
-    """Returns the module that holds a model's head, and the head's name there. ValueError if it has none."""
+    """Returns the module that holds a model's head, and the head's name there. Raises ValueError if it has none."""
     head = head_of(model)
     for owner in () if head is None else model.modules():
         for name, child in owner._modules.items():
@@ -157,7 +157,7 @@ def _lazy_head(model: nn.Module, options: Options, verdict: Verdict, with_logits
 
 
 def _with_tensors(output: Any, of_recipe: Callable[[LogitsRecipe], torch.Tensor] | None) -> Any:
-    """Returns a forward's output whose recipes are replaced by what `of_recipe` makes of them, without it by None."""
+    """Returns a forward's output with its recipes replaced by `of_recipe` of them; by None without it."""
     values = list(output) if isinstance(output, tuple) else list(output.values())
     found = [(of_recipe and of_recipe(value)) if isinstance(value, LogitsRecipe) else value for value in values]
     return tuple(found) if isinstance(output, tuple) else type(output)(**dict(zip(output, found, strict=True)))

@@ -45,16 +45,16 @@ logger = logging.get_logger(__name__)
 
 
 class Gated(NamedTuple):
-    """What the forward of a gated MLP, down(activation(gate(x)) * up(x)), calls its parts."""
+    """The names of the parts in the forward of a gated MLP, down(activation(gate(x)) * up(x))."""
 
     gate: str
     up: str | None
-    """None where the projection called `gate` makes both, gate before up."""
+    """None if the projection `gate` computes both, gate before up."""
     down: str
     module: str | None
-    """The activation, a module that the MLP holds; None where the forward names a function."""
+    """The activation, a submodule of the MLP; None if the forward names a function."""
     activation: str | None = None
-    """That function, as `gated_mlp` calls it."""
+    """The name of that function in `gated_mlp`."""
     ligers: bool = False
     """It is one of Liger's kernels."""
 
@@ -75,8 +75,8 @@ _LIGERS = {  # where one of Liger's forwards was written, which call its kernels
 
 
 def gated_form(forward: Callable) -> Gated | None:
-    """Returns what an MLP's forward that `gated_mlp` computes calls its parts; None of any other forward. Not for a
-    compiler, which cannot trace the reading of source."""
+    """Returns the names of the parts in an MLP's forward that `gated_mlp` computes; None for any other forward. Not to
+    be traced by a compiler, which cannot read source."""
     if (path := defining_path(forward)) in _LIGERS:
         return _LIGERS[path]
     ours = {"F": F, "nn": nn}  # what the patterns mean by these names
@@ -147,7 +147,7 @@ def _note_that_it_fits(mlp: nn.Module, chunk: int, said: list[int]) -> None:
 
 
 def read_mlp(mlp: nn.Module, form: Gated) -> tuple[Projection, Projection | None, Projection]:
-    """Returns gate, up and down; up is None where gate holds it."""
+    """Returns gate, up and down; up is None if gate contains it."""
     gate, *up, down = (read_projection(name, getattr(mlp, name)) for name in _projections(form))
     return gate, up[0] if up else None, down
 
@@ -172,8 +172,8 @@ def _verdict(form: Gated | Callable, mlp: nn.Module, dtype: torch.dtype | None) 
 
 
 def mlp_unfused_reason(mlp: nn.Module, form: Gated | Callable, dtype: torch.dtype | None = None) -> str | None:
-    """Says why an MLP is not fused; given the form of its forward, or a forward that has none, and the
-    dtype of its products where that is known."""
+    """Says why an MLP is not fused, given its form, or its forward if it has none, and the dtype of its products if
+    known."""
     if not isinstance(form, Gated):
         return f"its forward is {named(form)}"
     if (reason := process_unfused_reason()) is not None:
@@ -274,6 +274,6 @@ _EXPERTS_A_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", 
 
 
 def sparsity_of(module: nn.Module, config: Any) -> float:
-    """Returns experts / experts a token; 1 without experts, or where the config does not say."""
+    """Returns experts over experts per token; 1 without experts, or if the config does not say."""
     a_token = next((getattr(config, name) for name in _EXPERTS_A_TOKEN if getattr(config, name, None)), None)
     return (num_experts(module) / a_token if a_token else 1) or 1

@@ -80,19 +80,19 @@ class PartStatus:
 
 @dataclass(frozen=True)
 class PrefixStatus:
-    """The beginnings that rows of a batch share, see `seqtile.share_prefixes`."""
+    """The prefixes that rows of a batch share, see `seqtile.share_prefixes`."""
 
     min_tokens: int
-    """The fewest tokens of a beginning that is computed once."""
+    """The fewest tokens of a prefix that is computed once."""
     batch_tokens: int
     """The tokens of the last batch, with padding; 0 before the first."""
     saved_tokens: int
-    """How many of them were not computed again."""
+    """How many of them were saved."""
     reason: str | None = None
-    """Why none, if none."""
+    """Why none was saved, if none was."""
 
     def __str__(self) -> str:
-        text = f"common beginnings of at least {self.min_tokens} tokens are computed once"
+        text = f"shared prefixes of at least {self.min_tokens} tokens are computed once"
         if self.batch_tokens:
             text += f"; in the last batch {self.saved_tokens:,} of {self.batch_tokens:,} tokens were saved"
             text += f": {self.reason}" if self.reason else ""
@@ -112,7 +112,7 @@ class ModelStatus:
     layer: PartStatus | None = None
     """Everything in a layer except attention; None if not requested. Its chunks include the MLP."""
     prefixes: PrefixStatus | None = None
-    """The beginnings that rows share; None if not requested."""
+    """The prefixes that rows share; None if not requested."""
     notes: tuple[str, ...] = ()
     """Where tiling has no effect, or an unexpected one."""
 
@@ -163,7 +163,7 @@ def notes_on(model: nn.Module, loss: PartStatus | None, mlp: PartStatus, layer: 
 
 
 def part_status(model: nn.Module, *parts: Part) -> PartStatus:
-    """Tells who computes the modules of parts that are asked for together."""
+    """Returns who computes the modules of parts that share an option."""
     config = model.config.get_text_config()
     hidden_size = getattr(config, "hidden_size", None) or getattr(config, "d_model", 0)
     name, part_of = parts[0].option, {module: part for part in parts for module in part.modules(model)}

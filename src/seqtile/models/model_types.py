@@ -18,7 +18,7 @@ def model_types() -> tuple[str, ...]:
 
 
 def model_classes(model_type: str) -> list[type[PreTrainedModel]]:
-    """Returns the classes with a head of a model type. ValueError if there is none."""
+    """Returns the classes with a head of a model type. Raises ValueError if there is none."""
     if model_type not in model_types():
         raise ValueError(
             f"model type {model_type!r} has no head over a vocabulary in this transformers; expected a type of its "

@@ -1,4 +1,4 @@
-"""The tiled forward of the norm behind the last layer, and what may be read of a norm."""
+"""The tiled forward of the norm after the last layer, and how a norm is read."""
 
 from collections.abc import Callable
 
@@ -38,7 +38,7 @@ def read_norm(norm: nn.Module) -> Norm:
 
 
 def norms_of(model: nn.Module) -> list[nn.Module]:
-    """Returns the norms behind the last layer, which the tiled forward computes; none if it is another kind."""
+    """Returns the norms after the last layer that the tiled forward computes; none if it is of another kind."""
     return [child for child in text_model_of(model).children() if _is_norm(child)]
 
 

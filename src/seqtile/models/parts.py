@@ -1,4 +1,4 @@
-"""The table of what is tiled: for each kind of module how it is found, judged and computed."""
+"""The table of tiled parts: how each kind of module is found, judged and computed."""
 
 from collections.abc import Callable
 from typing import NamedTuple
@@ -25,7 +25,7 @@ class Part(NamedTuple):
     modules: Callable[[nn.Module], list[nn.Module]]
     """All such modules of a model."""
     tiled_forward: Callable[[Options, Callable], Callable]
-    """Returns the tiled forward that stands in for one (a plain function)."""
+    """Returns the tiled forward that replaces a forward (a plain function)."""
     verdict: Callable[[nn.Module], Verdict] = lambda _: Verdict("untiled")
     """Finds how a module is computed."""
     swapped: bool = False
@@ -37,7 +37,7 @@ class Part(NamedTuple):
         return None if verdict.tileable else verdict.reason
 
     def check(self, module: nn.Module, options: Options) -> None:
-        """Raises ValueError where the tiled forward would refuse a module."""
+        """Raises ValueError if the tiled forward would refuse a module."""
         check_untransformed()
         verdict = self.verdict(module)
         if verdict.error is not None:

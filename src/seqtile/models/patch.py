@@ -113,7 +113,7 @@ def _apply_to_classes(model_type: str, options: Options) -> None:
 
 
 def _names_of(cls: type, model_class: type) -> list[tuple[str, str]]:
-    """Returns where the code of a model finds a class: in its own module, else where the class is at home."""
+    """Returns the module where a model's code finds a class: its own, else the one that defines the class."""
     for module_name in (model_class.__module__, cls.__module__):
         names = [name for name, value in vars(sys.modules[module_name]).items() if value is cls]
         if names:

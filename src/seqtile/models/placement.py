@@ -25,14 +25,14 @@ from torch import nn
 from seqtile.ops.chunks import resolve_chunk_tokens
 
 Owner = type | nn.Module
-KNOWN_PACKAGES = ("transformers", "liger_kernel")  # whose forwards a tiled forward may stand in for
+KNOWN_PACKAGES = ("transformers", "liger_kernel")  # a tiled forward may replace forwards of these
 _DECIDING = {"mlp": ("chunk_tokens",), "layer": ("chunk_tokens", "head_groups")}  # the options, by part
 _OWN = "_seqtile_placement"  # of a class made for modules that are tiled alone: its Placement, None if it undoes one
 
 
 @dataclass(frozen=True)
 class Options:
-    """The options of a call: what is to be tiled and how, as `apply_seqtile_to_llama` is asked for it."""
+    """The options of a call such as `apply_seqtile_to_llama`: what to tile, and how."""
 
     mlp: bool = True
     loss: bool = True
@@ -48,7 +48,7 @@ class Options:
         return frozenset(name for name in ("mlp", "loss", "layer") if getattr(self, name))
 
     def validate(self) -> None:
-        """Raises TypeError or ValueError for what no architecture can have."""
+        """Raises TypeError or ValueError for options that no architecture can have."""
         groups = self.head_groups
         resolve_chunk_tokens(self.chunk_tokens, 1)
         if not isinstance(self.check, bool) and self.check != "full":
@@ -69,19 +69,19 @@ class Options:
 
 @dataclass
 class Placement:
-    """A tiled forward, and the place where it stands."""
+    """A tiled forward, and the one that it replaces."""
 
     forward: Callable
     original: Callable
-    """Called for everything that the tiled forward does not tile."""
+    """The forward that runs if the tiled forward does not tile a call."""
     previous: Callable | None
-    """The forward that stood in the owner's own namespace; None if none did."""
+    """The forward in the owner's own namespace before; None if there was none."""
     options: Options
     part: str = ""
-    """What it tiles, as `apply_seqtile` names it; "" for what stands there for its check alone."""
+    """The part that it tiles, as `apply_seqtile` names it; "" if it only runs the first step's check."""
 
     def is_of(self, options: Options) -> bool:
-        """Says if the same options would make the same forward."""
+        """Returns whether these options would make the same forward."""
         names = _DECIDING.get(self.part, ("chunk_tokens", "check"))
         return all(getattr(self.options, name) == getattr(options, name) for name in names)
 
@@ -91,7 +91,7 @@ def _type_of(owner: Owner) -> type:
 
 
 def is_own_class(cls: type) -> bool:
-    """Says if a class was made here for modules that are tiled alone."""
+    """Returns whether a class was made here for modules that are tiled by themselves."""
     return _OWN in vars(cls)
 
 
@@ -123,7 +123,7 @@ def _like(original: Callable, forward: Callable) -> Callable:
 
 
 def _own_class(base: type, forward: Callable, placement: Placement | None) -> type:
-    """Returns a subclass of `base`, to be found where that was, with another forward."""
+    """Returns a subclass of `base` with another forward and the same name and module."""
     names = {"__module__": base.__module__, "__qualname__": base.__qualname__, "__doc__": base.__doc__, _OWN: placement}
     cls = _pickled_as_its_base(type(base))(base.__name__, (base,), names)
     cls.forward = forward  # now, since a decoder layer's class wraps the forward that it finds when it is made
@@ -143,8 +143,7 @@ def placement_of(function: Callable | None) -> Placement | None:
 
 
 def original_forward(owner: Owner) -> Callable:
-    """Returns what the tiled forward at `owner` stands in for, also behind other libraries' wrappers; else what
-    runs."""
+    """Returns the original of the tiled forward at `owner`, also behind other libraries' wrappers; else its forward."""
     placement = placement_at(owner)
     return placement.original if placement else current_forward(owner)
 
@@ -253,7 +252,7 @@ def place(
 
 
 def check_unplace(owner: Owner) -> None:
-    """Raises ValueError if another library's wrapper stands around a tiled forward at `owner`."""
+    """Raises ValueError if another library wraps a tiled forward at `owner`."""
     placement, around = _placed_at(owner), own_forward(owner)
     if placement is None or around is None or around is placement.forward:
         return
@@ -265,7 +264,7 @@ def check_unplace(owner: Owner) -> None:
 
 
 def unplace(owner: Owner) -> None:
-    """Puts back what `place` found. What another library has put there since stays."""
+    """Restores what `place` replaced. What another library has put there since stays."""
     placement = _placed_at(owner)
     if placement is None:
         return
@@ -285,7 +284,7 @@ def unplace(owner: Owner) -> None:
 
 
 def _placed_at(owner: Owner) -> Placement | None:
-    """Returns the Placement at the owner itself, not that of a module's class."""
+    """Returns the Placement at the owner itself, not at a module's class."""
     if isinstance(owner, type):
         return placement_at(owner, vars(owner)["forward"]) if "forward" in vars(owner) else None
     return next((vars(cls)[_OWN] for cls in type(owner).__mro__ if is_own_class(cls)), None)

@@ -1,11 +1,11 @@
-"""The proof that a tiled part computes the same as untiled: on a small model of the same class, part by part.
+"""Proves on a small model of the same class, part by part, that a tiled part computes the same as untiled.
 
     small model, float32, untiled  ─> loss, gradients
-    the same, embeddings changed by one bit  ─> how far rounding goes
-    the same, one part tiled by 7 tokens  ─> no farther than difference.py allows, or that part is refused
+    the same, embeddings changed by one bit  ─> the size of rounding errors
+    the same, one part tiled by 7 tokens  ─> within what difference.py allows, or that part is refused
 
-What was proven before a release is remembered by the file that holds the classes and by what the config says besides
-sizes; where neither has changed, nothing is run. What somebody put into the model is in no small model, see
+proven.json records what was proven before a release: hashes of the file that holds the classes, and of the config
+without its sizes. If both are recorded, nothing is run. Modules that a user replaced are not in the small model, see
 replaced.py.
 """
 
@@ -50,13 +50,13 @@ _UNPROVABLE = "it could not be proven on a small model of its class"
 PROVEN = Path(__file__).with_name("proven.json")
 Inputs = dict[str, Any]
 Untiled = Callable[[float], Vectors]
-"""Returns the loss and gradients of an untiled model whose embeddings change by so much."""
+"""Returns the loss and gradients of an untiled model whose embeddings change by this relative amount."""
 PROVEN_ALONE = (LOSS, MLP, EXPERTS, LAYER)  # the other parts are tiled with layers
 
 
 def unproven(model: PreTrainedModel) -> Callable[[Part, nn.Module], str | None]:
-    """Returns a function that says why a module of `model` is not to be tiled as a part: it differs tiled, or nothing
-    shows that it does not."""
+    """Returns a function that says why a module of `model` must not be tiled as a part: it differs when tiled, or
+    nothing proves that it does not. It returns None if the module may be tiled."""
     origin = _origin_of(model)
     places = {module: place for place, module in modules_by_place(model)}
     sizes = sizes_of(model)
@@ -68,10 +68,10 @@ def unproven(model: PreTrainedModel) -> Callable[[Part, nn.Module], str | None]:
         if isinstance(origin, str):
             return f"{_UNPROVABLE}: {origin}"
         homes = set()
-        if part is LOSS:  # the model's own forward runs, as it is, and gives a chunk to its head
+        if part is LOSS:  # the model's own forward runs unchanged, and its head gets chunks
             homes, module = homes_of(model), model.get_output_embeddings()
         root = inside_wrappers(module)
-        older = (origin.model_class.__module__,) if origin.meaning is None else ()  # than Liger's classes in its file
+        older = (origin.model_class.__module__,) if origin.meaning is None else ()  # built before Liger's patch
         for at, function, is_replaced in origin.made.inside(places.get(root, "?"), root, older):
             if not is_replaced:
                 homes |= homes_of(function)
@@ -83,7 +83,7 @@ def unproven(model: PreTrainedModel) -> Callable[[Part, nn.Module], str | None]:
         if all(map(origin.is_known, homes)):
             return None
         proof = _proof_of(origin.model_class, _Key(model.config))
-        if isinstance(proof, str):  # this config's small model does not run; another's may have
+        if isinstance(proof, str):  # this config's small model does not run; another config's may have
             of_any = all(origin.is_known(home, of_any_config=True) for home in homes)
             return None if of_any else f"{_UNPROVABLE}: {proof}"
         cls = class_of(model if part is LOSS else module)
@@ -93,16 +93,16 @@ def unproven(model: PreTrainedModel) -> Callable[[Part, nn.Module], str | None]:
 
 
 class _Origin(NamedTuple):
-    """What a model's class makes of its config, but for the sizes."""
+    """What a model's class makes from its config, sizes aside."""
 
     model_class: type[PreTrainedModel]
     made: Made
     meaning: str | None
-    """Of the config; None where the class calls Liger's kernels, which run on no CPU: what is remembered of its file
-    holds for any."""
+    """The hash of the config without sizes. None if the class calls Liger's kernels, which no CPU runs: then any
+    record of its file counts."""
 
     def is_known(self, home: str, of_any_config: bool = False) -> bool:
-        """Says if what a Python module holds was proven, or is of a library of layers that treat every token alike."""
+        """Returns whether a Python module was proven, or is of a library whose layers treat each token by itself."""
         if home.split(".")[0] == "torch" or is_of_library(home):
             return True
         meanings = _proven().get(fingerprint(home), ())
@@ -110,8 +110,8 @@ class _Origin(NamedTuple):
 
 
 def _origin_of(model: PreTrainedModel) -> _Origin | str:
-    """Returns it of a model's class, or of the first that this is derived from and that can be made of a config alone;
-    why there is none if there is none."""
+    """Returns the origin of a model: of its class, or of the first base class that can be built from a config alone. If
+    there is none, returns why."""
     first, *bases = classes_of(model)
     found = "it is no model of Hugging Face's"
     for cls in (first, *(base for base in bases if "forward" in vars(base))):
@@ -122,29 +122,29 @@ def _origin_of(model: PreTrainedModel) -> _Origin | str:
                 small = _small_config_of(cls, _Key(model.config))
                 made = Made(unfilled(cls, small))
             return _Origin(cls, made, None if _calls_liger(cls) else digest(small))
-        except Exception as error:  # of a model's own code, which may raise anything
+        except Exception as error:  # the model's own code may raise anything
             found = brief(error)
     return found
 
 
 def _calls_liger(model_class: type) -> bool:
-    """Says if Liger has exchanged a class's forward, or what stands beside it."""
+    """Returns whether Liger has replaced a class's forward, or something else in its module."""
     things = [original_forward(model_class), *vars(sys.modules[model_class.__module__]).values()]
     things += [base for thing in things if isinstance(thing, type) for base in thing.__mro__]
     return any(str(getattr(thing, "__module__", None)).startswith("liger_kernel.") for thing in things)
 
 
 class Finding(NamedTuple):
-    """What was found of the modules of one class that are tiled as one part."""
+    """The result for the modules of one class, tiled as one part."""
 
     part: Part
     cls: type
     modules: int
-    """How many of them the model has."""
+    """Their number in the model."""
     chunked: str | None
-    """Why they run in chunks; None if they are fused, computed from their weights."""
+    """Why they run in chunks; None if they are fused."""
     groups: bool
-    """True if they are layers whose attention can be computed by groups of heads, and computes the same."""
+    """True if they are layers whose attention computes the same by groups of heads."""
     refusal: str | None
     """Why they must stay untiled: what differs when they are tiled; None if nothing does."""
     error: float
@@ -155,12 +155,11 @@ class Finding(NamedTuple):
 
 
 def findings(model: PreTrainedModel) -> Iterator[Finding]:
-    """Tiles each part of a small float32 model that can be tiled, one class after the other, and yields what comes of
-    it."""
-    # Of a copy: some code leaves tensors of a graph on its modules, which cannot be copied.
+    """Tiles each part of a small float32 model, one class after the other, and yields the results."""
+    # On a copy: some code leaves tensors of a graph on its modules, and these cannot be copied.
     untiled = cache(lambda nudge: gradients_of(copy.deepcopy(model), nudge=nudge))
     plain = truth = untiled(0.0)
-    with suppress(RuntimeError, ValueError, TypeError):  # some code computes in float32 whatever it is given
+    with suppress(RuntimeError, ValueError, TypeError):  # some code computes in float32 whatever its input
         truth = gradients_of(copy.deepcopy(model).double())
     for part in PROVEN_ALONE:
         for cls in dict.fromkeys(class_of(module) for module in _tileable(model, part)):
@@ -176,7 +175,7 @@ def findings(model: PreTrainedModel) -> Iterator[Finding]:
 
 
 def _tileable(model: nn.Module, part: Part, cls: type | None = None) -> list[nn.Module]:
-    """Returns the modules, of a class if it is given, that can be tiled as a part."""
+    """Returns the modules that can be tiled as a part, all or those of a class."""
     modules = [module for module in part.modules(model) if cls is None or class_of(module) is cls]
     return [module for module in modules if part.refusal(module) is None]
 
@@ -184,35 +183,35 @@ def _tileable(model: nn.Module, part: Part, cls: type | None = None) -> list[nn.
 def _compare_part(
     model: PreTrainedModel, part: Part, cls: type, options: Options, untiled: Untiled
 ) -> tuple[Vectors | None, str | None]:
-    """Returns what a model computes when the modules of a class are tiled as a part, None if it fails; and what of that
-    differs, None if nothing does."""
+    """Tiles the modules of a class as a part. Returns loss and gradients, None if the model fails; and what differs,
+    None if nothing does."""
     try:
         tiled = tiled_copy(model, part, cls, options)
         return compare(tiled, some_words(), _tileable(tiled, part, cls), CHUNK, untiled)
-    except Exception as error:  # whatever it is that this model's code does not bear
+    except Exception as error:  # the model's own code may raise anything
         return None, f"it fails when it is tiled: {brief(error)}"
 
 
 def compare(
     tiled: PreTrainedModel, inputs: Inputs, modules: Sequence[nn.Module], chunk_tokens: int, untiled: Untiled
 ) -> tuple[Vectors, str | None]:
-    """Returns the loss and gradients of a tiled model; and what of them differs from the untiled model's, or why
-    nothing follows, since its tiled `modules` went another way; None if all is the same."""
+    """Returns the loss and gradients of a tiled model; and what differs from the untiled model's, or why the comparison
+    proves nothing since the tiled `modules` did not run in chunks; None if all is the same."""
     with WayTaken(modules, chunk_tokens) as way:
         found = gradients_of(tiled, inputs)
     plain = untiled(0.0)
     if not all(bool(vector.isfinite().all()) for vector in plain.values() if vector is not None):
         return found, "the loss or a gradient of a small model of its class is not finite"
     differs = difference(plain, found, plain, EPS)
-    if differs is not None:  # more than without rounding
+    if differs is not None:  # compare with how far rounding goes
         differs = difference(plain, found, untiled(EPS), EPS)
     return found, f"{differs.said} when it is tiled" if differs else way.refusal
 
 
 class WayTaken:
-    """A context that tells which way modules go: computed chunk by chunk by an autograd Function of seqtile's, whose
-    node then stands between their inputs and outputs, or untiled. Watched are calls with more tokens than a chunk
-    holds; of a module that is given no hidden states, such as a whole model, every call."""
+    """A context that counts whether modules run chunked or untiled. A chunked call has a node of one of seqtile's
+    autograd Functions between its inputs and outputs. Calls with no more tokens than a chunk do not count, except of a
+    module that gets no hidden states, such as a whole model."""
 
     def __init__(self, modules: Sequence[nn.Module], chunk_tokens: int):
         self.chunked = self.untiled = 0
@@ -230,7 +229,7 @@ class WayTaken:
 
     @property
     def refusal(self) -> str | None:
-        """Says why nothing follows from the run for modules that are to be tiled; None if something does."""
+        """Says why the run proves nothing about the modules; None if it does."""
         if self.untiled:
             return "its forward ran untiled"
         if not self.chunked:
@@ -257,17 +256,17 @@ class WayTaken:
 
 
 def _is_ours(node: Node) -> bool:
-    function = getattr(type(node), "_forward_cls", None)  # of a Function that is written in Python
+    function = getattr(type(node), "_forward_cls", None)  # only Functions written in Python have it
     return function is not None and function.__module__.startswith("seqtile.")
 
 
 def _tensors_in(value: Any) -> list[torch.Tensor]:
-    """Returns the tensors in what a forward is given or returns."""
+    """Returns the tensors in a forward's arguments or output."""
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, torch.Tensor)]
 
 
 def _error(found: Vectors | None, truth: Vectors) -> float:
-    """Returns the largest relative error, of what is more than rounding of the whole."""
+    """Returns the largest relative error, leaving out vectors that are tiny beside the largest."""
     if found is None:
         return math.nan
     sizes = {name: float(true.norm()) for name, true in truth.items() if true is not None}
@@ -276,7 +275,7 @@ def _error(found: Vectors | None, truth: Vectors) -> float:
 
 
 def tiled_copy(model: PreTrainedModel, part: Part, cls: type, options: Options) -> PreTrainedModel:
-    """Returns a copy of a model, the modules of a class tiled as a part."""
+    """Returns a copy of a model in which the modules of a class are tiled as a part."""
     tiled, classes = copy.deepcopy(model), {}
     found = [(part, module) for module in _tileable(tiled, part, cls)]
     found += [(other, module) for other in (NORM, BASE) if part is LAYER for module in other.modules(tiled)]
@@ -287,7 +286,7 @@ def tiled_copy(model: PreTrainedModel, part: Part, cls: type, options: Options) 
 
 
 def some_words() -> Inputs:
-    """Returns what a model is called with: a few random words, some of them not to be predicted."""
+    """Returns arguments for a model: a few random tokens, some without a label."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         ids = torch.randint(5, WORDS - 5, (2, 3 * CHUNK + 2))
@@ -296,8 +295,8 @@ def some_words() -> Inputs:
 
 
 def gradients_of(model: PreTrainedModel, inputs: Inputs | None = None, nudge: float = 0.0) -> Vectors:
-    """Returns the loss of what a model is called with, and the gradients of its parameters and its embeddings' output,
-    which is changed by `nudge`."""
+    """Returns a model's loss on `inputs`, and the gradients of its parameters and of its embeddings' output, which is
+    changed by `nudge`."""
     leaves = {name: leaf for name, leaf in model.named_parameters() if leaf.requires_grad and leaf.numel()}
     inputs = some_words() if inputs is None else inputs
     with torch.random.fork_rng(devices=[]), torch.enable_grad():
@@ -306,7 +305,7 @@ def gradients_of(model: PreTrainedModel, inputs: Inputs | None = None, nudge: fl
 
 
 class _Key(str):
-    """A config as a key of a cache: its text, which holds it."""
+    """A config as a key of a cache: its text, with the config as an attribute."""
 
     config: PreTrainedConfig
 
@@ -323,15 +322,15 @@ def _small_config_of(model_class: type[PreTrainedModel], key: _Key) -> PreTraine
 
 @cache
 def _proof_of(model_class: type[PreTrainedModel], key: _Key) -> dict[tuple[str, type], str | None] | str:
-    """Returns why modules must stay untiled, by part and class; why nothing could be shown if the model cannot be made
-    small, or does not run."""
+    """Returns why modules must stay untiled, by part and class. If the small model cannot be built or does not run,
+    returns why."""
     threads = torch.get_num_threads()
-    torch.set_num_threads(1)  # what is small is slower on many
+    torch.set_num_threads(1)  # small models are slower on many threads
     try:
-        with _disable_current_modes(), torch.device("cpu"):  # a simulation's tensors have no values
+        with _disable_current_modes(), torch.device("cpu"):  # tensors of a simulation have no values
             model = small_model(model_class, key.config)
             return {(found.part.option, found.cls): found.refusal for found in findings(model)}
-    except Exception as error:  # of a model's own code, which may raise anything
+    except Exception as error:  # the model's own code may raise anything
         return brief(error)
     finally:
         torch.set_num_threads(threads)
@@ -351,7 +350,7 @@ def digest(small: PreTrainedConfig) -> str:
 
 @cache
 def _proven() -> dict[str, set[str]]:
-    """Returns the files that were proven, of all releases of transformers, and of which configs."""
+    """Returns the hashes of proven files, of all releases of transformers, each with the hashes of its configs."""
     known: dict[str, set[str]] = {}
     for files in (json.loads(PROVEN.read_text())).values():
         for file, digests in files.items():

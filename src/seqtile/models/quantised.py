@@ -49,7 +49,7 @@ def seen_weight(module: torch.nn.Module) -> Any:
 
 
 def is_quantised(module: Any) -> bool:
-    """Says if a module is a linear layer whose weight is stored as one of bitsandbytes' or torchao's kinds above."""
+    """Returns whether a module is a linear layer with a weight of one of bitsandbytes' or torchao's kinds above."""
     return _is_4_bits(module) or _layout_of(module) is not None
 
 
@@ -71,7 +71,7 @@ def decoding_reason(module: Any) -> str | None:
 
 
 def has_4_bits(model: torch.nn.Module) -> bool:
-    """Says if a model has bitsandbytes' layers of 4 bits."""
+    """Returns whether a model has bitsandbytes' layers of 4 bits."""
     return any(map(_is_4_bits, model.modules()))
 
 

@@ -1,7 +1,7 @@
-"""Finds modules that replace those that a model's class makes, and tries out if they compute token by token.
+"""Finds modules that replace those that a model's class makes, and tests whether they treat each token by itself.
 
-....layers.#.mlp.act_fn     a user's class      tried out: it runs on random tokens, all at once and a few at a time
-....layers.#.mlp.up_proj    Linear4bit          of a library whose layers treat every token alike
+....layers.#.mlp.act_fn     a user's class      tested: runs on random tokens, all at once and a few at a time
+....layers.#.mlp.up_proj    Linear4bit          of a library whose layers treat each token by itself
 ....layers.#.mlp.down_proj  nn.Linear           what the class makes
 """
 
@@ -24,7 +24,7 @@ from seqtile.models.gathered import remove_hooks_that_gather
 from seqtile.models.placement import computed_forward, decorated, home_of, is_own_class
 from seqtile.models.weights import is_users
 
-TOKENS, FEW = (2, 9), 4  # of a trial: rows of tokens, and how many at a time
+TOKENS, FEW = (2, 9), 4  # of a test: its batch, and tokens of a chunk
 Kind = tuple[type, CodeType | None]
 """The class of a module, and the code that runs as its forward."""
 _LIBRARIES = ("liger_kernel", "peft", "bitsandbytes", "torchao", "seqtile")
@@ -32,16 +32,16 @@ _WRAPPED = ("_fsdp_wrapped_module", "_checkpoint_wrapped_module", "_orig_mod")
 
 
 class Inside(NamedTuple):
-    """What stands at a place inside a module: a module, or a function in place of one."""
+    """A module, or a function in place of one, at some place inside a module."""
 
     place: str
     function: Callable
     is_replaced: bool
-    """It is neither what the model's class makes there nor of a library."""
+    """True if it is neither what the model's class makes there nor of a known library."""
 
 
 class Made:
-    """The kinds of modules that a model has, by their places: what its class makes."""
+    """The kinds of modules that a model's class makes, by their places."""
 
     def __init__(self, model: nn.Module):
         self._kinds: dict[str, set[Kind]] = {}
@@ -51,8 +51,8 @@ class Made:
             self._names.setdefault(place, set()).update(name for name, _ in _children(module))
 
     def inside(self, place: str, module: nn.Module, also: tuple[str, ...] = ()) -> Iterator[Inside]:
-        """Yields a module that stands at a place and what is in it, but not what is in what was replaced. `also`:
-        Python modules whose classes are no replacement."""
+        """Yields a module at a place and all inside it, except what is inside replaced modules. Classes of the Python
+        modules in `also` do not count as replacements."""
         for at, one in modules_by_place(module, place, self._has):
             if not self._has(at, one):
                 yield Inside(at, one, not all(home in also or is_of_library(home) for home in homes_of(one)))
@@ -69,7 +69,7 @@ class Made:
 def modules_by_place(
     module: nn.Module, place: str = "", entered: Callable[[str, nn.Module], bool] = lambda *_: True
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yields a module and all in it, of a wrapper what is in it; not what is in those that are not `entered`."""
+    """Yields a module and all inside it, without wrappers, and only inside modules that are `entered`."""
     waiting = [(place, module)]
     while waiting:
         place, module = waiting.pop()
@@ -89,7 +89,7 @@ def homes_of(module: nn.Module) -> set[str]:
 
 
 def class_of(module: nn.Module) -> type:
-    """Returns the class of a module as it was made: without what seqtile and torch derive from it."""
+    """Returns a module's original class, not one that seqtile or torch derived from it."""
     for cls, base in pairwise(classes_of(module)):
         stands_in = (cls.__module__, cls.__qualname__) == (base.__module__, base.__qualname__)
         if not stands_in and not cls.__module__.startswith(("torch.distributed.", "torch.nn.utils.")):
@@ -98,25 +98,25 @@ def class_of(module: nn.Module) -> type:
 
 
 def classes_of(module: nn.Module) -> list[type]:
-    """Returns a module's class and what it is derived from, beneath what a tiled module is given."""
+    """Returns a module's class and its bases, without the classes that seqtile puts before them."""
     classes = list(type(module).__mro__)
     tiled = [i for i, cls in enumerate(classes) if is_own_class(cls)]
     return classes[max(tiled, default=-1) + 1 :]
 
 
 def is_of_library(home: str) -> bool:
-    """Says if a Python module is of a library of layers that treat every token alike."""
+    """Returns whether a Python module is of a library whose layers treat each token by itself."""
     return home.split(".")[0] in _LIBRARIES or (home.startswith("transformers.") and ".models." not in home)
 
 
 def _children(module: nn.Module) -> list[tuple[str, nn.Module]]:
-    """Returns the names and modules of what a module calls: not those that make its weights."""
+    """Returns the names and submodules that a module calls, without those that compute its weights."""
     of_weights = "parametrizations" if is_parametrized(module) else None
     return [(name, child) for name, child in module._modules.items() if child is not None and name != of_weights]
 
 
 def inside_wrappers(module: nn.Module) -> nn.Module:
-    """Returns what runs within PEFT's and torch's wrappers around a module."""
+    """Returns the module inside PEFT's and torch's wrappers."""
     package, inner = type(module).__module__.split(".")[0], module
     if package == "peft":
         inner = inside_peft(module)
@@ -126,19 +126,18 @@ def inside_wrappers(module: nn.Module) -> nn.Module:
 
 
 def sizes_of(model: nn.Module) -> set[int]:
-    """Returns what the width of a module's input may be."""
+    """Returns the possible widths of a module's input."""
     values = vars(model.config.get_text_config()).values()
     return {size for size in values if type(size) is int and 1 < size < 2**20}
 
 
 class NothingShown(Exception):
-    """Raised where nothing shows whether a module treats every token by itself, with why."""
+    """Raised, with the reason, if a test cannot show whether a module treats each token by itself."""
 
 
 def hook_reason(root: nn.Module, sizes: Iterable[int], is_head: bool) -> str | None:
-    """Says with which of the modules in `root` a user's forward hook makes tokens depend on others; None if with none,
-    or where that cannot be tried out. A hook on `root` itself runs around its chunks, on the whole sequence, but that
-    of a head in each."""
+    """Says which module in `root` mixes tokens because of a user's forward hook; None if none does, or if it cannot be
+    tested. A hook on `root` itself runs once, on the whole sequence, except on a head, where it runs in each chunk."""
     for place, module in modules_by_place(root, "lm_head"):
         hooks = chain(module._forward_hooks.values(), module._forward_pre_hooks.values())
         if (module is not root or is_head) and any(map(is_users, hooks)):
@@ -149,8 +148,8 @@ def hook_reason(root: nn.Module, sizes: Iterable[int], is_head: bool) -> str | N
 
 
 def mixing_reason(function: Callable, sizes: Iterable[int]) -> str | None:
-    """Says why a module, or a function, is not to run in chunks: a token's output depends on other tokens,
-    or nothing shows that it does not. A copy of it is tried out; `sizes` are those that its input may have."""
+    """Says why a module, or a function, must not run in chunks: a token's output depends on other tokens, or nothing
+    shows that it does not. A copy of it is tested; `sizes` are the possible widths of its input."""
     name = f"a {type(function).__name__}" if isinstance(function, nn.Module) else "a function"
     try:
         mixing = _tried_out(function, sizes)
@@ -160,8 +159,8 @@ def mixing_reason(function: Callable, sizes: Iterable[int]) -> str | None:
 
 
 def _tried_out(function: Callable, sizes: Iterable[int]) -> str | None:
-    """Says how tokens depend on others in a copy of a module or a function; None if they do not. Raises
-    NothingShown."""
+    """Says how tokens depend on others in a copy of a module or a function; None if they do not. Raises NothingShown if
+    it cannot be tested."""
     try:
         copied, weights = copy.deepcopy(function), []
         if isinstance(copied, nn.Module):
@@ -170,7 +169,7 @@ def _tried_out(function: Callable, sizes: Iterable[int]) -> str | None:
         like = next((weight for weight in weights if weight.is_floating_point()), torch.empty(0))
         own = [size for weight in weights if weight.dim() <= 2 for size in reversed(weight.shape)]
         widths = dict.fromkeys([getattr(copied, "in_features", 1), *own, *sorted(sizes)])
-    except Exception as error:  # of anyone's code
+    except Exception as error:  # a user's code may raise anything
         raise NothingShown(f", which cannot be copied to be tried out: {brief(error)}") from error
     devices = [like.device] if like.is_cuda else []
     for width in widths:
@@ -179,14 +178,14 @@ def _tried_out(function: Callable, sizes: Iterable[int]) -> str | None:
                 return _mixing(copied, torch.randn(*TOKENS, width).to(like.device, like.dtype))
         except NothingShown:
             raise
-        except Exception:  # of anyone's code, which expects something else
+        except Exception:  # a user's code may expect another width
             continue
     raise NothingShown(", and nothing shows that it treats every token by itself: it does not run on some")
 
 
 def _mixing(function: Callable, x: torch.Tensor) -> str | None:
-    """Says how what comes of x [B, S, D] differs when it is given a few tokens at a time, in evaluation and in
-    training; where training changes from run to run, by noise or by what is kept, that tells nothing."""
+    """Says how the result for x [B, S, D] differs when it is computed a few tokens at a time, in evaluation and in
+    training. A difference in training does not count if noise or state already changes it from run to run."""
     allowed = max(1e-4, 4 * precision_of(x))
     for training in (False, True):
         if isinstance(function, nn.Module):
@@ -201,11 +200,11 @@ def _mixing(function: Callable, x: torch.Tensor) -> str | None:
 
 
 def _results(function: Callable, x: torch.Tensor, few: int | None) -> list[torch.Tensor]:
-    """Returns the outputs of a function, and the gradients of its input and its parameters; of all tokens at once or a
-    few at a time."""
+    """Returns the outputs of a function and the gradients of its input and parameters, with all tokens at once or a few
+    at a time."""
     x = x.detach().requires_grad_()
     pieces = [x] if few is None else x.reshape(1, -1, x.shape[-1]).split(few, 1)
-    made = [function(piece.clone()) for piece in pieces]  # which it may write over
+    made = [function(piece.clone()) for piece in pieces]  # it may write to its input
     if any(y.shape[:2] != piece.shape[:2] for y, piece in zip(made, pieces, strict=True)):
         raise ValueError(f"expected an output for each token, got {list(made[0].shape)}")
     y = torch.cat([piece.flatten(0, 1) for piece in made])
@@ -217,6 +216,6 @@ def _results(function: Callable, x: torch.Tensor, few: int | None) -> list[torch
 
 
 def _error(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> float:
-    """Returns the largest difference relative to its norm."""
+    """Returns the largest relative difference, in norm."""
     pairs = [(one.double(), other.double()) for one, other in zip(ours, theirs, strict=True)]
     return max(float((one - other).norm() / other.norm().clamp_min(1e-12)) for one, other in pairs)

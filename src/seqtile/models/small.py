@@ -1,4 +1,4 @@
-"""Small models of any class, to try things out on: a config with its sizes cut down, and of every kind of layer one."""
+"""Small models of any class, for tests on them: a config with reduced sizes and one layer of every kind."""
 
 import copy
 import json
@@ -17,7 +17,7 @@ from seqtile.models.layer_kinds import MOST_LAYERS, LayerKinds, count_of, meanin
 
 HIDDEN, HEADS, HEAD_DIM, WORDS, MLP = 64, 4, 16, 131, 72
 Structure = tuple[tuple[str, str, tuple[str, ...], str], ...]
-_CHANGING = ("training", "gradient_checkpointing")  # what is said of a module while it is used
+_CHANGING = ("training", "gradient_checkpointing")  # attributes that change while a module is used
 Rule = Callable[[int], int]
 
 
@@ -33,7 +33,7 @@ def _known_word(instead: int) -> Rule:
     return lambda word: word if word < WORDS else instead
 
 
-_SIZES: tuple[tuple[Rule, str], ...] = (  # what becomes of a config's sizes, by their names; the first that fits
+_SIZES: tuple[tuple[Rule, str], ...] = (  # the new value of a config's field, by its name; the first match counts
     (_always(WORDS), "vocab_size"),
     (_at_most(WORDS), "*vocab|*vocab_size|vocab_size_*|*_vocab_size_base|codebook_size|num_image_tokens"),
     (_known_word(0), "pad_token_id"),
@@ -62,18 +62,18 @@ _SIZES: tuple[tuple[Rule, str], ...] = (  # what becomes of a config's sizes, by
     (_at_most(16), "*window|*window_size|attention_chunk_size|local_attention|index_topk"),
     (_at_most(16), "*d_state|*state_size|chunk_size|mamba_chunk_size|index_block_size"),
 )
-_OF_NO_CODE = (  # what a config says besides what its model runs
+_OF_NO_CODE = (  # fields that do not affect which code a model runs
     *("*_token_id", "*_token_ids", "*_token_index", "vocab_offset", "architectures", "auto_map", "pretraining_tp"),
     *("*dtype", "quantization_config", "initializer_*", "_name_or_path", "*attn_implementation*"),
     *("transformers_version", "id2label", "label2id", "task_specific_params", "tokenizer_class"),
 )
-DROPOUT_FIELDS = re.compile(r".*(drop|jitter|noise).*")  # what makes two runs of one model differ
+DROPOUT_FIELDS = re.compile(r".*(drop|jitter|noise).*")  # fields that make two runs of a model differ
 _HEADS = ("num_attention_heads", "n_head", "n_heads", "num_heads", "decoder_attention_heads", "attention_heads")
 
 
 def small_config(config: PreTrainedConfig, layers: list[int] | None = None) -> PreTrainedConfig:
-    """Returns a copy of a config with its sizes cut down, without dropout, and one layer of every kind that the config
-    tells of, two at least; `layers`: these of the text model's instead."""
+    """Returns a copy of a config with reduced sizes, no dropout, and one layer of every kind that the config names, at
+    least two. With `layers` the text model keeps these layers instead."""
     small = copy.deepcopy(config)
     parts = configs_in(small).values()
     text = small.get_text_config()
@@ -87,8 +87,8 @@ def small_config(config: PreTrainedConfig, layers: list[int] | None = None) -> P
 
 
 def meaning_of_config(config: PreTrainedConfig) -> str:
-    """Returns what a small config says that decides which code its model runs: equal of those made of configs that
-    differ in sizes only."""
+    """Returns the fields of a small config that decide which code its model runs. They are the same for configs that
+    differ only in sizes."""
 
     def meaning(said: dict[str, Any]) -> dict[str, Any]:
         found = {}
@@ -98,7 +98,7 @@ def meaning_of_config(config: PreTrainedConfig) -> str:
             if isinstance(value, dict) and "model_type" in value:
                 found[name] = meaning(value)
             elif isinstance(value, int) and value < HEAD_DIM and _rule_of(name):
-                found[name] = value  # a count: that heads share keys, that one expert is chosen
+                found[name] = value  # a count, such as of shared kv heads or chosen experts
             else:
                 found[name] = meaning_of(value)
         return found
@@ -112,7 +112,7 @@ def _every_config() -> dict[str, Any]:
 
 
 def with_few_layers(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Returns a copy of a config with all its widths, and one layer of every kind, two at least."""
+    """Returns a copy of a config with its full widths and one layer of every kind, at least two."""
     few = copy.deepcopy(config)
     for part in configs_in(few).values():
         kinds = LayerKinds(part)
@@ -121,19 +121,19 @@ def with_few_layers(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def config_for(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedConfig:
-    """Returns the part of a config that a model class is built from: all of it, or that of its text."""
+    """Returns the part of a config from which a model class is built: the whole, or its text config."""
     return config if isinstance(config, model_class.config_class) else config.get_text_config()
 
 
 def small_model(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    """Returns a model of a class, float32 on a CPU, with its sizes cut down and a layer of every kind; its weights are
-    random, also those that begin as zeros or ones. Random numbers are drawn without a trace. ValueError if it is not
-    small, or cannot be built.
+    """Returns a small float32 model of a class, on the CPU, with a layer of every kind. All weights are random, also
+    those that are initialised to zeros or ones. torch's random state stays as it was. Raises ValueError if the model
+    is not small, or cannot be built.
     """
     small = config_of_all_kinds(model_class, config)
     size = sum(parameter.numel() for parameter in unfilled(model_class, small).parameters())
     if size > 15_000_000:
-        raise ValueError(f"{model_class.__name__}: its config does not say how to make it small: {size:,} parameters")
+        raise ValueError(f"{model_class.__name__}: cannot be made small from its config: {size:,} parameters")
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(0)
         model = model_class(small).float()
@@ -146,7 +146,7 @@ def small_model(model_class: type[PreTrainedModel], config: PreTrainedConfig) ->
 
 
 def unfilled(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedModel:
-    """Returns a model whose weights have shapes and no values."""
+    """Returns a model whose weights have shapes but no values."""
     with torch.device("meta"):
         return model_class(copy.deepcopy(config))
 
@@ -154,8 +154,8 @@ def unfilled(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> Pr
 def config_of_all_kinds(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> PreTrainedConfig:
     """Returns a small config whose model has a layer of every kind that the config's model has.
 
-    A config may say by a rule which layers are of which kind, such as every eighth: then as many of the first are kept
-    as it takes."""
+    If a config gives the kinds by a rule, such as every eighth layer, as many of the first layers are kept as it
+    takes."""
     config = config_for(model_class, config)
 
     def kinds_of(config: PreTrainedConfig) -> list[Structure]:
@@ -164,7 +164,7 @@ def config_of_all_kinds(model_class: type[PreTrainedModel], config: PreTrainedCo
     small = small_config(config)
     try:
         kinds = kinds_of(small_config(config, list(range(count_of(config.get_text_config()) or 0))))
-    except Exception:  # of the model's own code, which may not bear so many layers so small
+    except Exception:  # the model's own code may not run so many small layers
         return small
 
     def number_of_kinds(config: PreTrainedConfig) -> int:
@@ -178,8 +178,8 @@ def config_of_all_kinds(model_class: type[PreTrainedModel], config: PreTrainedCo
 
 
 def structure_of(module: nn.Module) -> Structure:
-    """Returns what a module is made of, sizes left out: of it and all below it the names, classes and parameters, and
-    of their attributes those that are no numbers."""
+    """Returns what a module consists of, without sizes: for it and each submodule the name, class, parameters, and
+    attributes that are not numbers."""
     found: dict[tuple, None] = {}
     for name, part in module.named_modules():
         plain = ((key, value) for key, value in vars(part).items() if not key.startswith("_") and key not in _CHANGING)
@@ -190,7 +190,7 @@ def structure_of(module: nn.Module) -> Structure:
 
 
 def configs_in(config: PreTrainedConfig, prefix: str = "") -> dict[str, PreTrainedConfig]:
-    """Returns a config and those inside it, each by the beginning of its fields' names, such as "attn_config."."""
+    """Returns a config and those inside it, by the prefix of their fields' names, such as "attn_config."."""
     found = {prefix: config}
     for name, value in vars(config).items():
         if isinstance(value, PreTrainedConfig):
@@ -199,11 +199,11 @@ def configs_in(config: PreTrainedConfig, prefix: str = "") -> dict[str, PreTrain
 
 
 def _shrink(config: PreTrainedConfig) -> None:
-    whole_head = vars(config).get("qk_head_dim", -1) == vars(config).get("head_dim")  # without and with rotation
+    whole_head = vars(config).get("qk_head_dim", -1) == vars(config).get("head_dim")  # both parts, rotated and not
     heads_before = _heads_of(config)
     for name, value in list(vars(config).items()):
         if isinstance(value, int) and not isinstance(value, bool):
-            same = value == heads_before and re.search("heads", name)  # as many keys and values as queries
+            same = value == heads_before and re.search("heads", name)  # as many kv heads as query heads
             set_field(config, name, _at_most(HEADS)(value) if same else _shrunk(name, value))
         elif isinstance(value, float) and DROPOUT_FIELDS.fullmatch(name):
             set_field(config, name, 0.0)
@@ -228,14 +228,13 @@ def _rule_of(name: str) -> Rule | None:
 
 
 def _shrunk(name: str, value: Any) -> Any:
-    """Returns what becomes of what a config says under a name."""
+    """Returns the reduced value of a config's field."""
     rule = _rule_of(name)
     return value if rule is None or isinstance(value, bool) or not isinstance(value, int) else rule(value)
 
 
 def _set_rotary(config: PreTrainedConfig, of_images: bool) -> None:
-    """Has the sections of a rotary embedding of three axes, and factors by frequency, be half of what it rotates of a
-    head."""
+    """Fits the sections of a three-axis rotary embedding, and factors by frequency, to half of the rotated width."""
     for name in ("rope_parameters", "rope_scaling"):
         rope = vars(config).get(name)
         if not isinstance(rope, dict):

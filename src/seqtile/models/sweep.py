@@ -1,8 +1,8 @@
-"""The sweep over a model's variants: values of its config, batches and settings that change the way of its code. Each
-is made small, all its parts tiled together, beside itself untiled.
+"""The sweep over a model's variants: config values, batches and settings that change which code runs. Each variant is
+built small, and compared with all parts tiled together and untiled.
 
 small model of the variant's config, untiled, its batch ───> loss, gradients
-the same, all parts tiled by 11 tokens as by apply_seqtile ─> as near as difference.py asks, or refused by name
+the same, all parts tiled by 11 tokens as by apply_seqtile ─> within what difference.py allows, or refused by name
 """
 
 import copy
@@ -25,12 +25,12 @@ from seqtile.models.proof import CHUNK, PROVEN_ALONE, Inputs, compare, gradients
 from seqtile.models.small import HEADS, configs_in, small_model
 
 RIGHT, REFUSED, DIFFERS, FAILS = "right", "refused", "different", "failing untiled too"
-CHUNK_TOKENS = 11  # less than a quarter of the batch, so that experts' chunks, of up to four times as many, are several
+CHUNK_TOKENS = 11  # so that there are several chunks of experts too, which are up to four times as long
 Batch = Callable[[PreTrainedModel, Inputs], Inputs]
-"""Changes how a model is called, and what it is set to."""
+"""Changes a model's settings, and returns changed inputs for it."""
 _UNSAID = ("output_hidden_states", "return_dict", "use_cache", "is_encoder_decoder", "add_cross_attention")
 _ACTIVATIONS = ("hidden_act", "hidden_activation", "activation_function", "mlp_hidden_act")
-_OTHER_VALUES: dict[str, tuple[Any, ...]] = {  # of a field that is no switch, what else it may be
+_OTHER_VALUES: dict[str, tuple[Any, ...]] = {  # other values of fields that are not booleans
     **dict.fromkeys(_ACTIVATIONS, ("gelu", "gelu_pytorch_tanh")),
     **dict.fromkeys(("sliding_window", "attention_window_size", "attention_chunk_size"), (None, 5)),
     **dict.fromkeys(("partial_rotary_factor", "logit_scale", "residual_multiplier", "embedding_multiplier"), (0.5,)),
@@ -49,18 +49,18 @@ _OTHER_VALUES: dict[str, tuple[Any, ...]] = {  # of a field that is no switch, w
     "position_embedding_type": ("absolute", "alibi", "rope", "nope", None),
 }
 _WITH_IT = {"enable_moe_block": {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 72}}
-"""What a switch, turned on, needs besides."""
+"""Further fields that a switch needs when it is on."""
 _KINDS = ("layer_types", "mlp_layer_types", "layers_block_type", "block_types", "no_rope_layers", "attention_layers")
 
 
 def _sdpa(batch: Batch, model: PreTrainedModel, inputs: Inputs) -> Inputs:
-    """A batch, the model with torch's attention instead of eager attention."""
+    """Another batch, with torch's attention instead of eager attention."""
     model.set_attn_implementation("sdpa")
     return batch(model, inputs)
 
 
 def _packed(model: PreTrainedModel, inputs: Inputs) -> Inputs:
-    """Documents of several lengths in a row, told apart by their positions; whether there is a cache is not said."""
+    """Documents of several lengths in a row, told apart by their positions; `use_cache` is left to the config."""
     length = inputs["labels"].shape[1]
     rows = [torch.cat([torch.arange(cut), torch.arange(length - cut)]) for cut in (CHUNK - 2, 2 * CHUNK)]
     for part in configs_in(model.config).values():
@@ -107,21 +107,21 @@ _BATCHES: dict[str, Batch] = {
 
 
 class Variant(NamedTuple):
-    """A model, or a batch, that is not as its type's are by default."""
+    """A change of a model's config, settings or batch."""
 
     name: str
     changes: dict[str, Any]
-    """Of the text model's config, by the names of its fields, those of a config inside it behind a dot."""
+    """Of the text model's config, by field name; a field of a nested config after its prefix and a dot."""
     batch: Batch = _as_it_is
     is_whole: bool = False
-    """The changes are of the config before it is made small, since they are of more layers than are left then."""
+    """True if the full config is changed before it is made small, since the changes need all layers."""
 
 
 def variants_of(
     model_class: type[PreTrainedModel], config: PreTrainedConfig, small: PreTrainedConfig
 ) -> Iterator[Variant]:
-    """Yields every switch of a config flipped, other values of its fields, and other batches and settings; `small` is
-    the config with its sizes cut down."""
+    """Yields variants: every switch of a config flipped, other values of its fields, other batches and settings.
+    `small` is the config with reduced sizes."""
     for name, batch in _BATCHES.items():
         yield Variant(name, {}, batch)
     for name in ("as it is", "packed documents", "padded on the left") if model_class._supports_sdpa else ():
@@ -134,7 +134,7 @@ def variants_of(
 
 
 def _of_config(config: PreTrainedConfig) -> Iterator[Variant]:
-    """Yields every switch of a config flipped, and every other value of what a config of a language model says."""
+    """Yields variants of a text config: every switch flipped, and other values of known fields."""
     text = config.get_text_config()
     for prefix, part in configs_in(text).items():
         said = {name: value for name, value in vars(part).items() if not name.startswith("_")}
@@ -160,8 +160,8 @@ def _of_config(config: PreTrainedConfig) -> Iterator[Variant]:
 
 
 def changed(config: PreTrainedConfig, changes: dict[str, Any]) -> PreTrainedConfig:
-    """Returns a copy of a config with other values in that of its text model. They are set rather than given to its
-    class, so that it does not compute others from them."""
+    """Returns a copy of a config with changed fields of its text config. They are set as attributes, so that the class
+    does not derive other fields from them."""
     changed = copy.deepcopy(config)
     inside = configs_in(changed.get_text_config())
     for path, value in changes.items():
@@ -171,17 +171,17 @@ def changed(config: PreTrainedConfig, changes: dict[str, Any]) -> PreTrainedConf
 
 
 class Row(NamedTuple):
-    """What came of a variant."""
+    """The result for a variant."""
 
     variant: str
     how: str
     """RIGHT, REFUSED, DIFFERS or FAILS."""
     reason: str | None
-    """What is refused and why, or what differs."""
+    """What is refused and why, or what differs or fails."""
 
 
 def sweep(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> Iterator[Row]:
-    """Yields a row for each variant of a config's model, made small; the first is the model as it is. ValueError if
+    """Yields a row for each variant of a config's small model, the model without changes first. Raises ValueError if
     that cannot be built."""
     small, known = small_model(model_class, config).config, None
     for variant in variants_of(model_class, config, small):
@@ -195,20 +195,20 @@ def sweep(model_class: type[PreTrainedModel], config: PreTrainedConfig) -> Itera
 def _tried(
     model_class: type[PreTrainedModel], config: PreTrainedConfig, variant: Variant, known: dict[str, str] | None
 ) -> tuple[Row, dict[str, str]]:
-    """Returns what came of a variant, and all that is refused in it, of which `known` is no news; None: nothing is."""
+    """Returns the result for a variant, and all its refusals. Those in `known` are not reported; None: report none."""
     refusals: dict[str, str] = {}
     try:
         model = small_model(model_class, changed(config, variant.changes))
         untiled = cache(partial(_untiled, model, variant))
         untiled(0.0)
-    except Exception as error:  # of the model's own code, which may raise anything
+    except Exception as error:  # the model's own code may raise anything
         return Row(variant.name, FAILS, brief(error)), refusals
     tried = partial(_difference, model, variant, untiled, refusals)
     for asked in ({"layer": True, "head_groups": 2}, {"layer": True}, {}):
         options = Options(**asked, loss=head_of(model) is not None, chunk_tokens=CHUNK_TOKENS, check=False)
         found = tried(options, _trusting)
         if found is not None and not (options.head_groups and _is_refusal(found)):
-            found = tried(options, unproven)  # which is slow, and not needed for what is right without
+            found = tried(options, unproven)  # slow, and not needed if nothing differs
         if found is None:
             break
         if not _is_refusal(found) or not asked:
@@ -221,7 +221,7 @@ def _tried(
 
 
 def _called(model: PreTrainedModel, variant: Variant) -> tuple[PreTrainedModel, Inputs]:
-    """Returns a copy of a model as a variant sets it, and what it is called with."""
+    """Returns a copy of a model with a variant's settings, and its inputs."""
     model = copy.deepcopy(model)
     return model, variant.batch(model, some_words())
 
@@ -239,8 +239,8 @@ def _difference(
     options: Options,
     proof: Proof,
 ) -> str | Exception | None:
-    """Returns what differs when the model is tiled, or the error that tiling it or running it raises; None if it is the
-    same. Adds to `refusals` what is left untiled."""
+    """Returns what differs when the model is tiled, or the error that tiling or running it raises; None if nothing
+    differs. Adds to `refusals` what is left untiled."""
     tiled, inputs = _called(model, variant)
     try:
         apply(model.config.model_type, tiled, options, proof)
@@ -248,20 +248,20 @@ def _difference(
         if not placed:  # not even a loss
             refusals["all"] = "it has no part that can be tiled"
             return None
-        if (options.layer or options.loss) and "use_cache" not in inputs:  # what is tiled makes no cache in training
+        if (options.layer or options.loss) and "use_cache" not in inputs:  # tiled parts make no cache in training
             untiled = partial(untiled, use_cache=False)
         differs = compare(tiled, inputs, placed, CHUNK_TOKENS, untiled)[1]
-    except Exception as error:  # of whatever tiled code does not bear
+    except Exception as error:  # the model's own code may raise anything
         return error
     refusals |= refused_of(tiled)
     return differs
 
 
 def _trusting(model: PreTrainedModel) -> Callable[[Part, nn.Module], str | None]:
-    """Stands in for a proof: everything that can be tiled may be tiled."""
+    """Replaces the proof: every part that can be tiled may be tiled."""
     return lambda part, module: None
 
 
 def _is_refusal(found: str | Exception) -> bool:
-    """Says if what was found is an error that seqtile raises by intent."""
+    """Returns whether a result is an error that seqtile raises on purpose."""
     return isinstance(found, ValueError) and "seqtile" in traceback.extract_tb(found.__traceback__)[-1].filename

@@ -1,4 +1,4 @@
-"""A few tokens of a batch, around the places where something changes: the ends of prompts, documents and padding."""
+"""Selects a few tokens of a batch, around the places where something changes: ends of prompts, documents, padding."""
 
 import inspect
 from collections.abc import Callable, Iterator
@@ -11,24 +11,25 @@ from seqtile.protocols import SHARDED
 
 TOKENS, ROWS, FEWEST = 28, 2, 6
 IGNORED = -100
-# Of the whole batch, or of a cache: a model finds them anew in a shorter one.
+# Arguments that belong to the whole batch or a cache: a model computes them anew for the shorter batch.
 _OF_THE_WHOLE = {"cache_position", "logits_to_keep", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k"}
 
 
 class TrialBatch(NamedTuple):
-    """What a forward is called with, cut to a few tokens."""
+    """A forward's arguments, cut to a few tokens."""
 
     inputs: dict[str, Any]
     shape: torch.Size
-    """Rows, and tokens of each."""
+    """Rows, and tokens per row."""
     left_out: list[str]
-    """The tensors that have no tokens, such as images."""
+    """The arguments without a token dimension, such as images."""
 
 
 def trial_batch(model: nn.Module, forward: Callable, args: tuple, kwargs: dict[str, Any]) -> TrialBatch:
-    """Returns at most `TOKENS` tokens of at most `ROWS` rows of what `forward` (a plain function) is called with.
+    """Returns the arguments of `forward`, a plain function, cut to at most `TOKENS` tokens of at most `ROWS` rows.
 
-    A batch without labels gets its own words as labels; one of less than `FEWEST` tokens a row is made up.
+    A batch without labels gets its own tokens as labels. A batch with fewer than `FEWEST` tokens a row is replaced by a
+    made-up one.
     """
     names = list(inspect.signature(forward).parameters)[1:]
     given = dict(zip(names, args, strict=False)) | kwargs
@@ -52,14 +53,14 @@ def trial_batch(model: nn.Module, forward: Callable, args: tuple, kwargs: dict[s
 
 
 def _as_one_sequence(inputs: dict[str, Any], tokens: int, rank: int) -> dict[str, Any]:
-    """Returns a rank's share of what ranks keep of a sequence, as a sequence of its own: without gaps, and no mask."""
+    """Returns a rank's tokens as a part of one sequence: consecutive positions, no mask."""
     positions = torch.arange(rank * tokens, (rank + 1) * tokens, device=inputs["position_ids"].device)
     inputs = {name: value for name, value in inputs.items() if name != "attention_mask"}
     return inputs | {"position_ids": positions.expand_as(inputs["position_ids"]).contiguous()}
 
 
 def _add_labels(inputs: dict[str, Any]) -> None:
-    """Sees to it that some tokens of each batch are to be predicted."""
+    """Adds labels unless some token has one."""
     if any(name in inputs and bool((inputs[name][..., 1:] != IGNORED).any()) for name in ("labels", "shift_labels")):
         return
     tokens = inputs.get("input_ids", inputs.get("inputs_embeds"))
@@ -70,7 +71,7 @@ def _add_labels(inputs: dict[str, Any]) -> None:
 
 
 def _columns(given: dict[str, Any], length: int) -> torch.Tensor:
-    """Returns which columns to keep, in their order: about the first end of a prompt, of a document and of padding."""
+    """Returns the columns to keep, sorted: around the first end of a prompt, of a document, and of padding."""
     places = list(_boundaries(given, length))
     width = TOKENS // max(1, len(places))
     starts = [max(0, min(place - width // 2, length - width)) for place in places]
@@ -84,7 +85,7 @@ def _boundaries(given: dict[str, Any], length: int) -> Iterator[int]:
     """Yields the first column at which labels begin or end, positions restart, and padding begins or ends."""
     tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor) and value.dim() >= 2}
     said = {name: value for name, value in tensors.items() if value.shape[-1] == length}
-    steady = []  # what is another one token later at a boundary alone
+    steady = []  # tensors whose neighbouring columns differ only at a boundary
     if (labels := said.get("labels", said.get("shift_labels"))) is not None:
         steady.append(labels != IGNORED)
     if (positions := said.get("position_ids")) is not None:
@@ -98,7 +99,7 @@ def _boundaries(given: dict[str, Any], length: int) -> Iterator[int]:
 
 
 def _cut(value: Any, rows: torch.Tensor, columns: torch.Tensor, shape: tuple[int, int]) -> Any:
-    """Returns a value of those rows and columns; None for a tensor that has no row a token."""
+    """Returns an argument cut to these rows and columns; None for a tensor without a token dimension."""
     batch, length = shape
     if isinstance(value, dict):
         return {name: _cut(inner, rows, columns, shape) for name, inner in value.items()}

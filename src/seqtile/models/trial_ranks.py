@@ -1,11 +1,11 @@
-"""The ranks of a comparison: parameters of which each rank holds a part, and ranks that stop together.
+"""The comparison over ranks: gathers sharded parameters, and stops all ranks if one fails.
 
-    FSDP2   gathers by its own hooks. What was gathered when the comparison began, such as the root, whose forward runs,
-            is gathered again at the end of each pass.
-    ZeRO-3  records the order of modules by its hooks, so they are left out. What is in a list of modules, such as a
-            layer, is gathered one module at a time, in the forward and in the backward; the rest for the whole pass.
+    FSDP2   gathers with its own hooks. Modules that were gathered when the comparison began, such as the root, whose
+            forward is running, are gathered again at the end of each pass.
+    ZeRO-3  records the order of modules with its hooks, so they are removed. Modules in a list, such as layers, are
+            gathered one at a time, in the forward and in the backward; all others for the whole pass.
 
-Before each of these gathers ranks tell each other if one has failed, since the others would wait for it for ever.
+Before each of these gathers the ranks tell each other if one has failed; otherwise the others would wait for ever.
 """
 
 from collections.abc import Iterable, Iterator
@@ -22,22 +22,22 @@ from seqtile.protocols import SHARDED
 
 _LISTS = (nn.ModuleList, nn.Sequential)
 _Partitioned = list[tuple[nn.Parameter, torch.Tensor, Any]]
-"""Parameters of ZeRO-3, what each held instead of its numbers, and its status."""
+"""Parameters of ZeRO-3, the data that each held while partitioned, and its status."""
 
 
 class OtherRankFailed(RuntimeError):
-    """Raised on a rank by the failure of another."""
+    """Raised on a rank when another has failed."""
 
 
 def run_together(model: nn.Module) -> bool:
-    """Says if ranks must run each forward of the model together: they share sequences, or hold parts of parameters."""
+    """Returns whether ranks must run each forward together, since they share sequences or shard parameters."""
     return SHARDED in vars(model) or any(
         isinstance(module, FSDPModule) or "ds_id" in vars(module) for module in model.modules()
     )
 
 
 class Ranks:
-    """The ranks that run a model's forward together, inside that forward; one that shares nothing is alone."""
+    """The ranks that run a model's forward together, seen from inside it. A rank that shares nothing is alone."""
 
     def __init__(self, model: nn.Module, tensors: Iterable[torch.Tensor]):
         self.model = model
@@ -46,11 +46,11 @@ class Ranks:
         self._running = [module for state in running for module in state._modules]
         self.together = run_together(model)
         devices = [tensor.device for tensor in (*tensors, *model.parameters())]
-        self._device = max(devices, key=lambda device: device.type != "cpu")  # the first that is none
+        self._device = max(devices, key=lambda device: device.type != "cpu")  # the first that is not a CPU, if any
         self._block: _Partitioned = []
 
     def any(self, is_so: bool) -> bool:
-        """Returns whether it is so on any rank. A collective, which every rank must do."""
+        """Returns whether `is_so` is True on any rank. A collective: every rank must call it."""
         if not self.together or not dist.is_initialized():
             return is_so
         flag = torch.tensor(float(is_so), device=self._device)
@@ -59,7 +59,7 @@ class Ranks:
 
     @contextmanager
     def stop_together(self) -> Iterator[None]:
-        """Raises OtherRankFailed where what is done inside fails on another rank."""
+        """Raises OtherRankFailed if the block inside fails on another rank."""
         try:
             yield
         except Exception as error:
@@ -70,12 +70,12 @@ class Ranks:
 
     @contextmanager
     def gathering(self) -> Iterator[None]:
-        """Gathers what a forward and a backward inside need, and gives back what it gathered. The model's hooks must be
-        copies, and ZeRO-3's not among them."""
+        """Gathers the parameters that a forward and a backward inside need, then frees them. The model's hooks must be
+        copies without ZeRO-3's."""
         blocks = self.fsdp or list(_blocks(self.model))
         outside = _gather(_outside(self.model, blocks)) if self.together and not self.fsdp else []
         for module in self.model.modules():
-            if "ds_id" in vars(module):  # a dict that gathers what is asked of it, and records that
+            if "ds_id" in vars(module):  # its dict gathers a parameter that is read, and records that
                 vars(module)["_parameters"] = dict(module._parameters.items())
         for block in blocks if self.together else ():
             block.register_forward_pre_hook(lambda module, args: self._before(module), prepend=True)
@@ -85,7 +85,7 @@ class Ranks:
                 yield
         except Exception:
             for state in self._states():
-                if state._is_root:  # as at the end of a backward
+                if state._is_root:  # cleans up as at the end of a backward
                     state._root_post_backward_final_callback()
             raise
         finally:
@@ -95,7 +95,7 @@ class Ranks:
             _partition(outside)
 
     def _states(self) -> list[Any]:
-        """Returns the state of each module of FSDP2's that runs with this model's, also around it."""
+        """Returns the states of the FSDP2 modules that run with this model's, also of those around it."""
         contexts = [module._get_fsdp_state()._state_ctx for module in self.fsdp]
         return list({id(state): state for context in contexts for state in context.all_states}.values())
 
@@ -116,7 +116,7 @@ class Ranks:
 
 
 def _blocks(module: nn.Module) -> Iterator[nn.Module]:
-    """Yields the modules in the outermost lists."""
+    """Yields the modules in the outermost module lists."""
     for child in module.children():
         if isinstance(module, _LISTS) and not isinstance(child, _LISTS):
             yield child
@@ -125,7 +125,7 @@ def _blocks(module: nn.Module) -> Iterator[nn.Module]:
 
 
 def _outside(model: nn.Module, blocks: list[nn.Module]) -> list[nn.Parameter]:
-    """Returns the parameters that modules hold that are in none of the blocks."""
+    """Returns the parameters of modules outside the blocks."""
     inside = {module for block in blocks for module in block.modules()}
     others = [module for module in model.modules() if module not in inside]
     return list(dict.fromkeys(each for module in others for each in module.parameters(recurse=False)))
@@ -137,10 +137,10 @@ def _is_partitioned(parameter: nn.Parameter) -> bool:
 
 @torch.no_grad()
 def _gather(parameters: Iterable[nn.Parameter]) -> _Partitioned:
-    """Gathers those that are partitioned, and returns them as they were."""
+    """Gathers the partitioned parameters, and returns their state before."""
     before = [(each, each.data, each.ds_status) for each in parameters if _is_partitioned(each)]
     for parameter, _, status in before:
-        parameter.ds_status = type(status).NOT_AVAILABLE  # also where ZeRO-3 has begun to gather it for later
+        parameter.ds_status = type(status).NOT_AVAILABLE  # even if ZeRO-3 has begun to prefetch it
     if before:
         before[0][0].all_gather(param_list=[parameter for parameter, *_ in before])
     return before
@@ -148,7 +148,7 @@ def _gather(parameters: Iterable[nn.Parameter]) -> _Partitioned:
 
 @torch.no_grad()
 def _partition(before: _Partitioned) -> None:
-    """Makes them what they were before `_gather`, and empties the list."""
+    """Restores the state before `_gather`, and empties the list."""
     if before:
         before[0][0].partition(param_list=[parameter for parameter, *_ in before])
     for parameter, held, status in before:

@@ -1,11 +1,11 @@
-"""How a module is computed, and why: found once, and kept while nothing that it was found from changes.
+"""Decides how a module is computed, and why. The verdict is kept until something that it depends on changes.
 
     verdicts.of(layer)       inspects the layer's modules, classes and functions        the first time
                              compares these with what they were, one by one, by identity   afterwards
 
-Compared are the attributes of the module and of those inside it, with what their dicts and lists hold (hooks, children,
-parameters, adapters), the classes and their forwards, all that the forwards name among the globals of their files,
-torch's functions, and the TorchFunctionModes that are active. That walks no tree and calls no function of Python.
+It compares the attributes of the module and its submodules, the contents of their dicts and lists (hooks, children,
+parameters, adapters), the classes and their forwards, all globals that the forwards name, torch's functions, and the
+active TorchFunctionModes. This walks no tree and calls no Python function.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -45,19 +45,19 @@ class Verdict(NamedTuple):
     error: str | None = None
     """Why the tiled forward raises instead; None if it runs."""
     form: Any = None
-    """What is known of its forward: a `LayerForm` or a `Gated`."""
+    """The form of its forward: a `LayerForm` or a `Gated`."""
     tileable: bool = True
-    """False of a kind of module that is left as it is."""
+    """False for a kind of module that stays untiled."""
     sharded: bool = False
     """ZeRO-3 holds its weights: reading one is a collective."""
     parameters: tuple[nn.Parameter, ...] = ()
-    """Those of an MLP."""
+    """The parameters of an MLP."""
     weights: int = 0
-    """The numbers in a layer's parameters."""
+    """The number of elements of a layer's parameters."""
     in_chunks: tuple[Any, ...] = ()
-    """What of it runs in chunks, see `InChunks`."""
+    """Its parts that run in chunks, see `InChunks`."""
     sparsity: float = 1
-    """Experts / experts a token of what is inside."""
+    """Experts over experts per token, of the experts inside."""
 
 
 class Verdicts:

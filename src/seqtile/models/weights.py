@@ -1,11 +1,11 @@
-"""Reading a module's tensors in place of calling it, where that computes the same.
+"""Reads a module's tensors instead of calling it, if that computes the same.
 
-A module is read if calling it does what its class says and nothing else: a plain nn.Linear, a plain LoRA of PEFT's over
-one, a plain activation. Everything is known by the object itself: a function by the module in which it was written, a
-class by identity, never by a name alone, which anything can take. Whatever is not known runs as it is, chunk by
-chunk, see `in_chunks.py`. The functions here that end in `_reason` say why, or return None; `seqtile.status` shows it.
+A module is read if calling it does exactly what its class defines: a plain nn.Linear, PEFT's plain LoRA over one, a
+plain activation. Objects are recognised by themselves: a function by the module that defines it, a class by identity,
+never only by a name. Any other module runs as it is, chunk by chunk, see `in_chunks.py`. The functions here that end in
+`_reason` say why a module is not read, or return None; `seqtile.status` shows the reason.
 
-A TorchDispatchMode is no reason to call: it sees what is computed here as well, operation by operation.
+An active TorchDispatchMode does not prevent reading: it sees each operation here too.
 """
 
 import sys
@@ -31,7 +31,7 @@ from seqtile.models.quantised import computing_dtype, decoding_reason, is_quanti
 from seqtile.ops.checks import DTYPES
 from seqtile.ops.linear import Projection
 
-_HARMLESS = (  # where hooks are written that only watch, or gather what a module is made of
+_HARMLESS = (  # where hooks are defined that only watch, or gather parameters
     "torch.utils.module_tracker.",
     "torch.distributed._tools.mod_tracker.",
     "torch.distributed.tensor.debug._comm_mode.",
@@ -48,9 +48,9 @@ _RECORDING = "transformers.utils.output_capturing."
 
 
 def defining_path(function: Any) -> str:
-    """Returns where a function was written, such as "torch.nn.modules.linear.Linear.forward"; "" for anything else.
+    """Returns where a function is defined, such as "torch.nn.modules.linear.Linear.forward"; "" for other objects.
 
-    A wrapper is its own author's, whatever name functools.wraps gave it, since it keeps the globals of its own module.
+    A wrapper keeps the globals of its own module, so it is found there whatever name functools.wraps gave it.
     """
     function = getattr(function, "__func__", function)
     if type(function) is not FunctionType:
@@ -59,22 +59,22 @@ def defining_path(function: Any) -> str:
     module = sys.modules.get(name)
     if module is None or vars(module) is not function.__globals__:
         return ""
-    # A compiler that traces this knows no __qualname__; a code's is there since Python 3.11.
+    # torch.compile knows no __qualname__ of functions; code objects have theirs since Python 3.11.
     return f"{name}.{getattr(function.__code__, 'co_qualname', None) or function.__qualname__}"
 
 
-_ACTIVATIONS = {  # class -> as `gated_mlp` calls it, and where its forward was written
+_ACTIVATIONS = {  # class -> its name in `gated_mlp`, and where its forward is defined
     nn.SiLU: ("silu", "torch.nn.modules.activation.SiLU.forward"),
     SiLUActivation: ("silu", "transformers.activations.SiLUActivation.forward"),
     GELUTanh: ("gelu_tanh", "transformers.activations.GELUTanh.forward"),
 }
 
 
-_SILU = F.silu if defining_path(F.silu) == "torch.nn.functional.silu" else None  # a compiler knows it by identity alone
+_SILU = F.silu if defining_path(F.silu) == "torch.nn.functional.silu" else None  # compilers know it by identity only
 
 
 def module_call_reason() -> str | None:
-    """Says why every call of a module does more than its forward says."""
+    """Says why calling any module does more than its forward; None if it does not."""
     for function, name in ((nn.Module.__call__, "_wrapped_call_impl"), (nn.Module._call_impl, "_call_impl")):
         if defining_path(function) != f"torch.nn.modules.module.Module.{name}":
             return f"the __call__ of torch.nn.Module was replaced by {named(function)}"
@@ -83,28 +83,28 @@ def module_call_reason() -> str | None:
 
 
 def process_unfused_reason() -> str | None:
-    """Says why no module at all may be read just now. Asked once, before any module is looked at."""
+    """Says why no module may be read at present. Called once, before any module is looked at."""
     if (reason := module_call_reason()) is not None:
         return reason
     for i in range(torch._C._len_torch_function_stack()):
         mode = torch._C._get_function_stack_at(i)
-        if type(mode) is not DeviceContext:  # which torch.set_default_device leaves active: it only places new tensors
+        if type(mode) is not DeviceContext:  # torch.set_default_device keeps one active, which only places new tensors
             return f"the TorchFunctionMode {named(type(mode))} is active"
     return None
 
 
 def module_unfused_reason(module: nn.Module, *, recording: bool = True) -> str | None:
-    """Says why calling `module` is not calling its class's forward. For `recording` see `call_unfused_reason`."""
+    """Says why calling `module` does not run just its class's forward. For `recording` see `call_unfused_reason`."""
     if "forward" in vars(module):
         return "has a forward of its own, such as Accelerate's device_map gives it"
     return call_unfused_reason(module, recording=recording)
 
 
 def call_unfused_reason(module: nn.Module, *, recording: bool = True) -> str | None:
-    """Says why calling `module` is not calling its forward, whosever that is.
+    """Says why calling `module` does more than call its forward, whoever wrote that.
 
-    Hooks by which FSDP2 and ZeRO gather weights do not count; nor, unless `recording`, those by which Hugging Face
-    records outputs, which do nothing until asked to.
+    The hooks with which FSDP2 and ZeRO gather weights do not count. Unless `recording`, neither do those with which
+    Hugging Face records outputs, which do nothing until recording is on.
     """
     cls = type(module)
     changed = cls.__call__ is not nn.Module.__call__ or cls._call_impl is not nn.Module._call_impl
@@ -114,7 +114,7 @@ def call_unfused_reason(module: nn.Module, *, recording: bool = True) -> str | N
 
 
 def _hook_that_matters(module: nn.Module | None, recording: bool) -> Callable | None:
-    """Returns a hook of a module's, or a global one, that is not harmless."""
+    """Returns a hook of a module, or without a module a global hook, that is not harmless."""
     for hooks in hooks_of(module):
         for hook in hooks.values():
             if not is_harmless(hook, recording):
@@ -123,7 +123,7 @@ def _hook_that_matters(module: nn.Module | None, recording: bool) -> Callable | 
 
 
 def hooks_of(module: nn.Module | None) -> tuple[dict[int, Callable], ...]:
-    """Returns a module's hooks, or the global ones, by the kinds that a call runs."""
+    """Returns the hooks of a module, or without a module the global hooks, by kind."""
     if module is not None:
         return module._forward_hooks, module._forward_pre_hooks, module._backward_hooks, module._backward_pre_hooks
     forward = module_module._global_forward_hooks, module_module._global_forward_pre_hooks
@@ -142,12 +142,12 @@ def linear_unfused_reason(module: Any) -> str | None:
 
 
 def activation_name(activation: Any) -> str | None:
-    """Returns the name of an activation of this class in `gated_mlp`; None if it has none."""
+    """Returns the name of an activation in `gated_mlp`; None if it has none."""
     return _ACTIVATIONS.get(type(activation), (None,))[0]
 
 
 def activation_unfused_reason(activation: Any) -> str | None:
-    """Says why calling `activation` is not what its class says, or that this class is not known."""
+    """Says why calling `activation` does not compute what its class defines, or that its class is unknown."""
     cls = type(activation)
     if cls not in _ACTIVATIONS:
         known = cls.__module__.split(".")[0] in ("torch", "transformers")
@@ -167,35 +167,35 @@ def activation_unfused_reason(activation: Any) -> str | None:
 
 
 def silu_unfused_reason() -> str | None:
-    """Says why calling torch.nn.functional.silu is not computing it."""
+    """Says by what torch.nn.functional.silu was replaced; None if it was not."""
     if F.silu is _SILU or defining_path(F.silu) == "torch.nn.functional.silu":
         return None
     return f"torch.nn.functional.silu was replaced by {named(F.silu)}"
 
 
 def _is_linear(function: Any) -> bool:
-    """Says if a function is torch's linear, or DeepSpeed's, which every run under ZeRO-3 puts in its place."""
+    """Returns whether a function is torch's linear, or DeepSpeed's, which replaces it under ZeRO-3."""
     of_deepspeed = "deepspeed.runtime.zero.linear.zero3_linear_wrap"
     return _is_builtin(function, "linear") or defining_path(function) == of_deepspeed
 
 
 def _is_builtin(function: Any, name: str) -> bool:
-    """Says if a function is the one that torch has compiled under this name."""
+    """Returns whether a function is torch's built-in one of this name."""
     return function is getattr(torch._C._nn, name) and isinstance(function, BuiltinFunctionType)
 
 
 def is_harmless(hook: Callable, recording: bool) -> bool:
-    """Says if a module hook changes nothing that is not done to a module whose tensors are read, too."""
+    """Returns whether a module hook does nothing that reading the module's tensors would leave out."""
     return defining_path(innermost(hook)).startswith(_HARMLESS if recording else (*_HARMLESS, _RECORDING))
 
 
 def is_users(hook: Callable) -> bool:
-    """Says if a module hook is none of a library's, and may change what a module computes."""
+    """Returns whether a module hook is a user's, and may change what the module computes."""
     return package_of(innermost(hook)) not in _LIBRARIES and not is_harmless(hook, recording=True)
 
 
 def innermost(function: Any) -> Any:
-    """Returns the function inside the wrappers that torch and DeepSpeed put around their own hooks."""
+    """Returns the function inside torch's and DeepSpeed's wrappers around their own hooks."""
     while True:
         function = getattr(function, "__func__", function)
         package = getattr(function, "__globals__", {}).get("__name__")
@@ -208,7 +208,7 @@ def innermost(function: Any) -> Any:
 
 
 def named(thing: Any) -> str:
-    """Returns the name of a function or a class, of anything else that of its class, as a reader would look for it."""
+    """Returns the full name of a function or class, or of another object's class."""
     while isinstance(thing, partial):
         thing = thing.func
     thing = innermost(thing)
@@ -217,7 +217,7 @@ def named(thing: Any) -> str:
     return f"{thing.__module__}.{thing.__qualname__}"
 
 
-_PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)  # the last: a simulation of the first two
+_PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)  # FakeTensor: a simulation of the other two
 
 
 class LoraLinear(NamedTuple):
@@ -230,9 +230,9 @@ class LoraLinear(NamedTuple):
 
 
 def read_projection(name: str, module: nn.Module) -> Projection:
-    """Returns the tensors of a readable projection, whole and on this rank.
+    """Returns the whole tensors of a readable projection.
 
-    Raises ValueError if they are sharded just now. Under ZeRO-3 each reading is a collective.
+    Raises ValueError if they are sharded at present. Under ZeRO-3 each call is a collective.
     """
     layers = split_lora(module)
     assert isinstance(layers, LoraLinear), f"{name} {layers}"
@@ -245,8 +245,8 @@ def read_projection(name: str, module: nn.Module) -> Projection:
 
 
 def projection_unfused_reason(name: str, module: nn.Module | None, dtype: torch.dtype | None = None) -> str | None:
-    """Says why a projection cannot be fused, given the dtype of its products where that is known; see
-    `process_unfused_reason`, too."""
+    """Says why a projection cannot be fused, given the dtype of its products if known. See also
+    `process_unfused_reason`."""
     layers = split_lora(module)
     if isinstance(layers, str):
         return f"{name} {layers}"
@@ -259,20 +259,20 @@ def projection_unfused_reason(name: str, module: nn.Module | None, dtype: torch.
             return f"{name}.weight is a {named(type(weight))}"
         if weight.dtype not in DTYPES:
             return f"{name}.weight is {weight.dtype}"
-        if 0 in getattr(weight, "ds_shape", weight.shape):  # such as that of no shared expert
+        if 0 in getattr(weight, "ds_shape", weight.shape):  # such as the weight of no shared expert
             return f"{name}.weight has no elements"
     return None
 
 
 def own_weights(module: nn.Module) -> list[torch.Tensor]:
-    """Returns the parameters that a module holds itself, also those that a parametrization makes its weights of."""
+    """Returns the parameters of a module without its children's, but with those of its parametrizations."""
     made_of = module.parametrizations.values() if is_parametrized(module) else ()
     return [*module.parameters(recurse=False), *(weight for one in made_of for weight in one.parameters(recurse=False))]
 
 
 def leaves_of(*modules: nn.Module) -> list[torch.Tensor]:
-    """Returns every leaf that calling the modules uses and that may be trained: parameters, and the scaling of LoRA
-    adapters where it is learned, which PEFT keeps in a plain dict."""
+    """Returns all tensors of the modules that may be trained: parameters, and learned scalings of LoRA adapters, which
+    PEFT keeps in a plain dict."""
     found = [parameter for module in modules for parameter in module.parameters()]
     for part in (part for module in modules for part in module.modules()):
         if _is_lora(part):
@@ -281,18 +281,18 @@ def leaves_of(*modules: nn.Module) -> list[torch.Tensor]:
 
 
 def split_lora(module: Any) -> LoraLinear | str:
-    """Returns the layers of a plain linear layer or of a plain LoRA over one; of anything else what it is instead."""
+    """Returns the layers of a plain linear layer, or of a plain LoRA over one. For another module says what it is."""
     if _is_lora(module):
         return _lora_layers(module)
     if not is_quantised(module):
         return linear_unfused_reason(module) or LoraLinear(module)
-    calls_linear = type(module).forward is nn.Linear.forward  # torchao's, whose weight does the rest
+    calls_linear = type(module).forward is nn.Linear.forward  # torchao's: the weight's class does the rest
     reason = decoding_reason(module) or (linear_unfused_reason if calls_linear else module_unfused_reason)(module)
     return reason or LoraLinear(module)
 
 
 def _is_lora(module: Any) -> bool:
-    """Says if a module is PEFT's LoRA of a linear layer, plain or quantised, and of no subclass."""
+    """Returns whether a module is PEFT's LoRA of a linear layer, plain or quantised, and not of a subclass."""
     kinds = (
         ("peft.tuners.lora.layer", "Linear"),
         ("peft.tuners.lora.bnb", "Linear4bit"),
@@ -302,7 +302,7 @@ def _is_lora(module: Any) -> bool:
 
 
 def _lora_layers(module: Any) -> LoraLinear | str:
-    """Returns the layers of PEFT's LoRA: without dropout, of the plain kind, at most one active adapter, not merged."""
+    """Returns the layers of a plain LoRA of PEFT's: no dropout, at most one active adapter, not merged and disabled."""
     if defining_path(type(module).forward) not in (
         "peft.tuners.lora.layer.Linear.forward",
         "peft.tuners.lora.bnb.Linear4bit.forward",
@@ -326,7 +326,7 @@ def _lora_layers(module: Any) -> LoraLinear | str:
 
 
 def _adapted(base: LoraLinear, module: Any, name: str) -> LoraLinear | str:
-    """Returns `base` with the adapter `name`."""
+    """Returns `base` with the adapter `name`, or says why it is not plain."""
     a, b, dropout, scale = (part[name] for part in (module.lora_A, module.lora_B, module.lora_dropout, module.scaling))
     if name in module.lora_variant:
         return f"has a LoRA adapter of another kind, {type(module.lora_variant[name]).__name__}"
@@ -356,13 +356,13 @@ def _whole(name: str, weight: torch.Tensor) -> torch.Tensor:
 
 
 def call_inside(module: nn.Module, function: Callable, *args: torch.Tensor) -> Any:
-    """Returns function(*args), called inside the module's own call if FSDP2 shards it by itself, or ZeRO-3 has hooks on
-    it, which record that call: these hooks then gather the weight for `function` and see to its gradient."""
+    """Returns function(*args). If FSDP2 shards the module by itself, or ZeRO-3 has hooks on it, the function is called
+    inside the module's own call, whose hooks gather the weight and handle its gradient."""
     if not isinstance(module, FSDPModule) and "ds_id" not in vars(module):
         return function(*args)
 
     def once(*args: torch.Tensor) -> Any:
-        del module.forward  # before anyone asks whether the module has a forward of its own
+        del module.forward  # before `module_unfused_reason` sees it
         return function(*args)
 
     module.forward = once
@@ -373,8 +373,8 @@ def call_inside(module: nn.Module, function: Callable, *args: torch.Tensor) -> A
 
 
 def is_transformed() -> bool:
-    """Says if a transform of torch.func is active."""
-    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()  # else a node in a graph
+    """Returns whether a transform of torch.func is active."""
+    return not torch.compiler.is_compiling() and torch._C._are_functorch_transforms_active()  # else a graph node
 
 
 def check_untransformed() -> None:

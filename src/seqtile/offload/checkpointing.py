@@ -32,7 +32,7 @@ class Checkpoints:
     strict: bool = False
     """True if host memory that is full is an error."""
     small: int = 2**20
-    """Bytes: what is smaller stays where it is."""
+    """Bytes; smaller tensors are not offloaded."""
     warned: bool = False
     watch: RemovableHandle | None = None
     """The hook that looks, at every forward of a model, whether its layers are still checkpointed so."""
@@ -161,7 +161,7 @@ def install(checkpoints: Checkpoints, model: PreTrainedModel, keep_last: int) ->
 
 
 def _warn_if_replaced(model: nn.Module, args: object) -> None:
-    """Warns where checkpointing was switched on once more, or off, since `enable`: Trainers do."""
+    """Warns if checkpointing was switched on again or off since `enable`, as trainers do."""
     layer = next(module for module in model.modules() if isinstance(module, GradientCheckpointingLayer))
     function = getattr(layer, "_gradient_checkpointing_func", None)
     if not isinstance(getattr(function, "func", None), Checkpoints):

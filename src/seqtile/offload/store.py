@@ -35,7 +35,7 @@ _CONTROL_GROUPS = {  # by controller, version 2 names none: folder, limit, usage
 
 
 class HostMemoryFull(RuntimeError):
-    """Raised where host memory is full, the machine's, its control group's or up to the limit given."""
+    """Raised if host memory is full: the machine's, its control group's, or the given limit."""
 
 
 class Pool:
@@ -85,7 +85,7 @@ class Pool:
                 self._free.append(self._new(size))
 
     def close(self) -> None:
-        """Returns what is free, and what is handed out as soon as it is given back."""
+        """Releases the free blocks now, and the others as soon as they are given back."""
         with self._lock, ExitStack() as returned:  # all of them, also where the driver refuses one
             self.closed = True
             for block in self._free:
@@ -123,7 +123,7 @@ class Pool:
         self.unregister(block.data_ptr())
 
     def register(self, address: int, size: int) -> None:
-        """Has the driver pin a new block. RuntimeError if it refuses."""
+        """Pins a new block. Raises RuntimeError if the driver refuses."""
         if self.device is None:
             return
         try:
@@ -135,7 +135,7 @@ class Pool:
             raise
 
     def unregister(self, address: int) -> None:
-        """Has the driver forget a block, once nothing copies from or to it."""
+        """Unpins a block, once nothing copies from or to it."""
         if self.device is not None:
             with torch.cuda.device(self.device):
                 torch.cuda.synchronize()
@@ -182,11 +182,11 @@ class Copies:
         self.stream = self.streams.Stream(device)
 
     def out(self, tensor: torch.Tensor, block: torch.Tensor) -> Any:
-        """Begins to copy `tensor` into `block`, which has its shape and dtype. Returns what `wait` takes."""
+        """Begins to copy `tensor` into `block`, which has its shape and dtype. Returns the argument for `wait`."""
         return self._copy(tensor, block)
 
     def back(self, block: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Begins to copy `block` into a new tensor. Returns that, and what `wait` takes."""
+        """Begins to copy `block` into a new tensor. Returns that, and the argument for `wait`."""
         tensor = torch.empty(block.shape, dtype=block.dtype, device=self.device)  # of the computing stream's memory
         return tensor, self._copy(block, tensor)
 
@@ -197,11 +197,11 @@ class Copies:
             return self.stream.record_event()
 
     def wait(self, copied: Any) -> None:
-        """Puts what is computed from now on after the copy. The host does not wait."""
+        """Makes later work on the device wait for the copy. The host does not wait."""
         self.streams.current_stream(self.device).wait_event(copied)
 
     def abandon(self, tensor: torch.Tensor) -> None:
-        """Lets go of a tensor that may still be copied: others get its memory after the copy."""
+        """Releases a tensor that may still be copied: its memory is reused only after the copy."""
         if tensor.is_cuda:
             tensor.record_stream(self.stream)
 
@@ -214,11 +214,11 @@ class Saved:
     """
 
     storage: weakref.ref[torch.UntypedStorage]
-    """That of the tensor that was put."""
+    """The storage of the original tensor."""
     memory: torch.Tensor | None = None
     """Its block of the pool, uint8."""
     block: torch.Tensor
-    """The same in the tensor's shape and dtype."""
+    """The block in the tensor's shape and dtype."""
     out: Any
     """The copy into it, as `Copies.wait` takes it."""
     arriving: tuple[torch.Tensor, Any] | None = None
@@ -288,7 +288,7 @@ class Store:
         return Saved(tensor, self, self.count if prefetches else 0)
 
     def settle(self) -> None:
-        """Makes the computing stream wait for the last copy out, and lets go of the tensor that was copied."""
+        """Makes the computing stream wait for the last copy out, and releases the copied tensor."""
         last = self._saved.get(self.count)
         if last is not None and last.source is not None:
             last.changed = last.source._version != last.version
@@ -304,8 +304,8 @@ class Store:
                     saved.arriving = self.copies.back(saved.block)
 
     def take(self, saved: Saved) -> torch.Tensor:
-        """Returns the tensor, and begins to copy back the region put before. RuntimeError if it was changed in place
-        while it was still on the device."""
+        """Returns the tensor, and begins to copy back the region put before. Raises RuntimeError if it was changed in
+        place while it was still on the device."""
         saved.taken = True
         if saved.changed or (saved.source is not None and saved.source._version != saved.version):
             raise RuntimeError(  # as autograd has it

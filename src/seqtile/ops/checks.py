@@ -1,4 +1,4 @@
-"""Checks of what every op requires of its tensors, made before anything is computed."""
+"""Checks of an op's tensors, made before anything is computed."""
 
 import math
 from numbers import Real
@@ -67,8 +67,7 @@ def check_device(op: str, name: str, tensor: torch.Tensor, reference: str, first
 
 
 def check_shape(op: str, name: str, tensor: Any, expected: tuple[int, ...], meaning: str) -> None:
-    """Raises ValueError unless what has a shape, such as a tensor, has that which is `expected`; `meaning` says it in
-    letters."""
+    """Raises ValueError unless an object with a shape has the `expected` one; `meaning` gives it in letters."""
     if tuple(tensor.shape) != expected:
         raise ValueError(f"{op}: {name} has shape {list(tensor.shape)}, expected {meaning} = {list(expected)}")
 
@@ -97,8 +96,8 @@ def check_loss_options(
     z_loss: float = 0.0,
     prefix: str = "",
 ) -> LossOptions:
-    """Returns what makes logits of products, and a loss of them, if all are in range; `prefix` begins the names of
-    logits' arguments."""
+    """Returns the options of logits and loss if all are in range; `prefix` begins the names of the logits' options in
+    errors."""
     return LossOptions(
         check_number(op, f"{prefix or 'logit_'}scale", logit_scale, -math.inf),
         0.0 if softcap is None else check_number(op, f"{prefix}softcap", softcap, 0, above=True),
@@ -146,5 +145,5 @@ def check_number(op: str, name: str, value: float, low: float, high: float = mat
 
 
 def values_known(tensor: torch.Tensor) -> bool:
-    """Tells if a tensor holds numbers: not in a simulation, nor while torch.compile traces."""
+    """Returns whether a tensor holds numbers, which it does not in a simulation or while torch.compile traces."""
     return not torch.compiler.is_compiling() and not isinstance(tensor, FakeTensor)

@@ -96,8 +96,8 @@ class WeightGrad:
         self._empty = False
 
     def result(self) -> torch.Tensor | None:
-        """Returns the sum, rounded once to the parameter's dtype, and lets go of the buffer. Zeros if nothing was
-        added; None for a `main_grad`, which holds it already."""
+        """Returns the sum, rounded once to the parameter's dtype, and releases the buffer. Zeros if nothing was added;
+        None if a `main_grad` holds the sum."""
         total, self._buffer = self.total(), None
         return None if self._main_grad is not None else total.to(self._dtype)
 
@@ -161,7 +161,7 @@ class LowRank(NamedTuple):
     b: torch.Tensor
     """[out, r]"""
     scale: float
-    """The factor of what the adapter adds, such as alpha / r."""
+    """The factor of the adapter's output, such as alpha / r."""
 
 
 class QuantizedWeight:
@@ -264,7 +264,7 @@ class Projection(NamedTuple):
 
 
 def tensors_of(parts: Iterable[Any]) -> list[Any]:
-    """Returns the tensors of all parts in their order, None where a part has none; or what replaces them."""
+    """Returns the tensors of all parts in order, None where a part has none; or their replacements."""
     return [tensor for part in parts if part is not None for tensor in part[: part.TENSORS]]
 
 

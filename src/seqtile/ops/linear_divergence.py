@@ -1,5 +1,5 @@
-"""Divergences between the next tokens of a student's head and a teacher's, with one chunk of logits of each alive at a
-time; see `logit_chunks.py`."""
+"""Divergences between the next-token distributions of a student and a teacher, with one chunk of logits of each alive
+at a time; see `logit_chunks.py`."""
 
 from functools import partial
 
@@ -37,41 +37,41 @@ def linear_divergence(
     return_entropy: bool = False,
     chunk_tokens: int | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, torch.Tensor]:
-    """Computes the divergence between a student's and a teacher's next token over the whole vocabulary, without the
-    logits of either.
+    """Computes the divergence between a student's and a teacher's next-token distributions over the whole vocabulary,
+    without storing the logits of either.
 
-    With p = softmax(student's logits / temperature) and q of the teacher's: KL(q, p), the forward divergence, for
-    beta = 0; KL(p, q), the reverse one, for beta = 1; between them beta KL(q, m) + (1 - beta) KL(p, m), where
-    m = beta q + (1 - beta) p, the generalised Jensen-Shannon divergence (On-Policy Distillation, arXiv:2306.13649).
-    Logits are scale * hidden @ weight.T + bias, soft-capped, each head's by its own.
+    Let p = softmax(student logits / temperature), and q the same of the teacher. The divergence is KL(q, p), the
+    forward one, for beta = 0; KL(p, q), the reverse one, for beta = 1; and in between the generalised Jensen-Shannon
+    divergence beta KL(q, m) + (1 - beta) KL(p, m), where m = beta q + (1 - beta) p (On-Policy Distillation,
+    arXiv:2306.13649). Each head's logits are scale * hidden @ weight.T + bias, then soft-capped.
 
     Args:
-        student_hidden, teacher_hidden: [..., D] each, of widths of their own; float32, bfloat16 or float16.
-        student_weight, teacher_weight: [V, D], one vocabulary, the dtype of the head's hidden states (any of the three
-            under autocast).
+        student_hidden, teacher_hidden: [..., D], where D may differ; float32, bfloat16 or float16.
+        student_weight, teacher_weight: [V, D] with the same V, in the dtype of the head's hidden states (any of the
+            three under autocast).
         mask: [...] bool, True where a token counts; others cost nothing. None: all count.
         reduction, num_items: as in `linear_cross_entropy`.
-        return_entropy: return (divergence, entropies): entropies of the student's softmax, float32 of the tokens'
-            shape, without gradient, 0 where a token does not count.
+        return_entropy: return (divergence, entropies). The entropies are those of the student's softmax: float32 of the
+            tokens' shape, without gradient, 0 where a token does not count.
         chunk_tokens: tokens of a chunk; None for max(2048, the larger D).
 
     Returns:
         A float32 scalar, or with "none" float32 of the tokens' shape. If no token counts it is 0 with zero gradients
         for "sum" and `num_items`, NaN with zero gradients for a plain "mean".
 
-    Gradients: of everything in both heads that requires one, usually of the student only. Gradients of weights and
-    biases add up over chunks in float32 and are rounded once; a `main_grad` takes them as in `linear_cross_entropy`.
+    Gradients: of every tensor of both heads that requires one, usually only the student's. Gradients of weights and
+    biases add up over chunks in float32. They are rounded once, or added unrounded to the parameter's `main_grad`.
 
-    FLOPs, with u = 2 n D V of each head for n tokens that count: student 3 u, teacher 1 u (3 u if it is trained). With
-    "none", whose upstream gradients differ from token to token, student 4 u, teacher 2 u (4 u). Without gradients 1 u.
+    FLOPs for n tokens that count, with u = 2 n D V of each head: student 3 u, teacher 1 u (3 u if it is trained). With
+    "none", where upstream gradients differ between tokens, student 4 u, teacher 2 u (4 u). Without gradients 1 u.
 
-    Memory: a chunk of logits of each head, d_hidden, d_weight in float32 and its rounding (of one chunk, as in
-    `linear_cross_entropy`); if some tokens do not count also a chunk of each head's hidden states. Apart from a few
-    numbers a token nothing else grows with T. The operands are kept until the backward has run. It breaks the graph of
-    torch.compile and runs eagerly.
+    Memory: one chunk of logits of each head, d_hidden, d_weight in float32 and its rounded copy (if there is only one
+    chunk, as in `linear_cross_entropy`). If some tokens do not count, also one chunk of each head's hidden states. Only
+    a few numbers a token besides grow with T. The operands are kept until the backward has run. The function breaks the
+    graph of torch.compile and runs eagerly.
 
     Raises:
-        TypeError, ValueError: types, dtypes, devices, shapes or numbers that do not fit, such as a teacher of another
+        TypeError, ValueError: types, dtypes, devices, shapes or numbers that do not fit, such as a teacher with another
             vocabulary; an empty sequence; a transform of torch.func.
         RuntimeError: in a backward with `create_graph=True`.
     """
@@ -97,7 +97,7 @@ def linear_divergence(
 
 
 def _divergences(beta: float, options: tuple[LossOptions, LossOptions], chunk: LogitChunk) -> None:
-    """The row function: computes the divergences, and the student's entropies."""
+    """The row function: computes the divergences and the student's entropies."""
     (losses, entropy), (row_scale,), write = chunk.values, chunk.scales, chunk.write_grads
     vectors = {"biases": chunk.biases, "entropy": entropy, "row_scale": row_scale}
     divergence_(*chunk.logits, losses, beta, options, write=write, **vectors)
@@ -110,8 +110,8 @@ def _check(student: Head, teacher: Head, mask: torch.Tensor | None) -> None:
     words = student.weight.shape[0], teacher.weight.shape[0]
     if words[0] != words[1]:
         raise ValueError(
-            f"{_OP}: the student has a vocabulary of {words[0]} tokens and the teacher one of {words[1]}, expected one "
-            "and the same; cut off the rows that only pad the longer weight"
+            f"{_OP}: the student has a vocabulary of {words[0]} tokens and the teacher one of {words[1]}, expected "
+            "the same; cut off the rows that only pad the longer weight"
         )
     shape = tuple(student.hidden.shape[:-1])
     if tuple(teacher.hidden.shape[:-1]) != shape:

@@ -17,16 +17,16 @@ _VALUES = {"entropy": "entropy", "is_largest": "predicted", "mean_logit": "mean"
 
 
 class TokenValues(NamedTuple):
-    """More values of every token, from the same pass over the logits as its log-probability; None if not asked for.
+    """Further values of each token, from the same pass over the logits as its log-probability; None if not requested.
 
-    They have target's shape, 0 (False) for ignored tokens, and are float32 unless said otherwise. The distribution is
-    softmax(logits / temperature). `entropy` is differentiable, the others are not.
+    They have target's shape, are 0 (False) for ignored tokens, and float32 if not stated otherwise. The distribution is
+    softmax(logits / temperature). Only `entropy` is differentiable.
     """
 
     entropy: torch.Tensor | None = None
     """The entropy of the distribution, in nats."""
     is_largest: torch.Tensor | None = None
-    """bool: the target has the largest logit (the first, of several)."""
+    """bool: the target has the largest logit (of equal ones, it is the first)."""
     mean_logit: torch.Tensor | None = None
     """The mean of logits / temperature over the vocabulary."""
     sum_squared_probs: torch.Tensor | None = None
@@ -49,31 +49,31 @@ def linear_log_probs(
     accumulate_dtype: torch.dtype | None = torch.float32,
     chunk_tokens: int | None = None,
 ) -> torch.Tensor | tuple[torch.Tensor, TokenValues]:
-    """Computes log softmax(logits / temperature)[target] of every token without the logits: for RL and distillation.
+    """Computes each token's log softmax(logits / temperature)[target] without the logits, for RL and distillation.
 
     The logits are logit_scale * hidden @ weight.T + bias, soft-capped. Arguments, dtypes, errors, autocast and
-    torch.compile as in `linear_cross_entropy`, and:
+    torch.compile are as in `linear_cross_entropy`. In addition:
 
     Args:
-        temperature: divides the logits after the cap, as sampling does; more than 0.
-        outputs: names of fields of `TokenValues`; then it returns (log_probs, TokenValues) with these.
+        temperature: divides the logits after the soft cap, as in sampling; more than 0.
+        outputs: names of fields of `TokenValues`; with any, the function returns (log_probs, TokenValues).
         to_be_summed: True if you will sum or average the log-probabilities, so that all have the same upstream
-            gradient: the forward then computes the gradients. If the upstream gradients differ after all, the backward
-            computes the gradients again, which takes time and is just as exact.
+            gradient. The forward then computes the gradients. If the upstream gradients differ after all, the backward
+            computes the gradients again: slower, and as exact.
 
     Returns:
         float32 of target's shape, 0 for ignored tokens.
 
-    FLOPs: 4 u, where u = 2 n D V for n labelled tokens: 1 in the forward and 3 in the backward, which recomputes the
-    chunks, since each token's upstream gradient is known only then. With `to_be_summed` 3 u, all in the forward, or 6 u
-    if the upstream gradients differ or entropies have one (in a compiled graph always 4 u).
+    FLOPs for n labelled tokens, with u = 2 n D V: 4 u, 1 in the forward and 3 in the backward. The backward recomputes
+    the chunks, since each token's upstream gradient is known only then. With `to_be_summed` 3 u, all in the forward;
+    6 u if the upstream gradients differ or entropies have one (in a compiled graph always 4 u).
 
-    Memory: forward one chunk of logits [chunk_tokens, V]; backward the chunk, d_hidden (the size of `hidden`), d_weight
-    in float32 and its rounding; if some tokens are ignored also a chunk [chunk_tokens, D]. Apart from a few numbers a
-    token nothing else grows with T. The operands are kept until the backward has run. With `to_be_summed` the forward
-    allocates all of it, as in `linear_cross_entropy`.
+    Memory: in the forward one chunk of logits [chunk_tokens, V]; in the backward that chunk, d_hidden (the size of
+    `hidden`), d_weight in float32 and its rounded copy. If some tokens are ignored, also a chunk [chunk_tokens, D].
+    Only a few numbers a token besides grow with T. The operands are kept until the backward has run. With
+    `to_be_summed` the forward allocates all of it, as in `linear_cross_entropy`.
 
-    Raises TypeError, ValueError as `linear_cross_entropy`; RuntimeError in a backward with `create_graph=True`.
+    Raises TypeError and ValueError as `linear_cross_entropy` does; RuntimeError in a backward with `create_graph=True`.
     """
     if isinstance(outputs, str) or not set(outputs) <= set(_VALUES):
         raise ValueError(f"{_OP}: outputs is {outputs!r}, expected some of {', '.join(_VALUES)}")

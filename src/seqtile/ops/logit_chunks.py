@@ -43,7 +43,7 @@ class Head(NamedTuple):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of its matrix products: that of the operands, or autocast's."""
+        """The dtype of its matrix products: the operands', or autocast's."""
         return autocast_dtype(self.hidden) or self.hidden.dtype
 
     def check(self, op: str, name: str = "") -> None:
@@ -86,26 +86,26 @@ class LogitChunk(NamedTuple):
     """`ChunkedHeads.inputs` of these tokens."""
     class_weight: torch.Tensor | None
     values: list[torch.Tensor | None]
-    """[C] each, **written**: the losses, and what `RowLossSpec.values` says besides."""
+    """[C] each, **written**: the losses, and the values of `RowLossSpec.values`."""
     scales: list[torch.Tensor | None]
     """[C] float32 of each differentiable value; None for ones of the losses, for zeros of others."""
     write_grads: tuple[bool, ...]
 
 
 class RowLossSpec(NamedTuple):
-    """What is computed of a row of logits of each head, and of how many rows at once."""
+    """What to compute from each row of the heads' logits, and for how many rows at a time."""
 
     op: str
     row_function: Callable[[Sequence[LossOptions], LogitChunk], None]
     options: tuple[LossOptions, ...]
-    """Of each head; of one temperature."""
+    """One for each head, with the same temperature."""
     dtypes: tuple[torch.dtype, ...]
-    """Of each head, see `Head.dtype`."""
+    """One for each head, see `Head.dtype`."""
     chunk_tokens: int
     values: tuple[torch.dtype | None, ...] = ()
     """The dtypes of the values besides the losses; None where one is not wanted."""
     differentiable: int = 1
-    """How many of the values have a gradient; the first are the losses."""
+    """The number of values that have a gradient, the losses first."""
     accumulate_dtype: torch.dtype = torch.float32
     """The dtype of the sums of the gradients of weight and bias."""
 
@@ -150,7 +150,7 @@ def _over_words(d_logits: torch.Tensor, matrix: torch.Tensor, out: torch.Tensor)
 
 
 class ChunkedHeads(NamedTuple):
-    """Heads over the same T tokens, what is computed of their logits, and what that needs besides."""
+    """Heads over the same T tokens, with the spec and the further inputs of their losses."""
 
     spec: RowLossSpec
     heads: tuple[Head, ...]
@@ -167,7 +167,7 @@ class ChunkedHeads(NamedTuple):
 
     @classmethod
     def of(cls, spec: RowLossSpec, tensors: Sequence[torch.Tensor | None]) -> "ChunkedHeads":
-        """Returns what has these `tensors`."""
+        """Returns a copy with these `tensors`."""
         end = 3 * len(spec.dtypes)
         rows, class_weight, *inputs = tensors[end:]
         return cls(spec, tuple(Head(*tensors[i : i + 3]) for i in range(0, end, 3)), tuple(inputs), rows, class_weight)
@@ -235,7 +235,7 @@ class ChunkedHeads(NamedTuple):
         return gradients
 
     def _no_gradients(self, i: int, needs: Sequence[bool], main_grad: torch.Tensor | None) -> HeadGradients:
-        """Returns what the gradients of a head are added to."""
+        """Returns the sums of a head's gradients, still empty."""
         (hidden, weight, bias), spec = self.heads[i], self.spec
         make, dtype = to_be_filled if self.rows is None else torch.zeros_like, spec.accumulate_dtype
         one_product = needs[1] and main_grad is None and 0 < self.labelled <= spec.chunk_tokens

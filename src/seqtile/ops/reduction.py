@@ -1,4 +1,4 @@
-"""Which tokens count, and what loss is made of theirs."""
+"""Reduces the losses of the tokens that count."""
 
 import math
 
@@ -13,8 +13,8 @@ from seqtile.ops.logit_chunks import ChunkedHeads
 def masked_loss(
     chunked: ChunkedHeads, mask: torch.Tensor | None, reduction: str, num_items: int | float | torch.Tensor | None
 ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-    """Returns the losses of heads over the tokens of one shape, of which `mask` may leave some out, reduced as asked
-    for, and the other values of every token."""
+    """Returns the losses of heads for the same tokens, without those that `mask` leaves out, reduced as `reduction`
+    says; and the other values of each token."""
     check_no_transform(chunked.spec.op)
     shape = chunked.heads[0].hidden.shape[:-1]
     chunked = chunked._replace(
@@ -35,7 +35,7 @@ def reduced(
     reduction: str,
     num_items: int | float | torch.Tensor | None,
 ) -> torch.Tensor:
-    """Returns the losses [n] of the tokens that count as "none", "sum" or "mean" has it; a mean is `total` divided by
+    """Returns the losses [n] of the tokens that count, reduced by "none", "sum" or "mean". A mean is `total` divided by
     `num_items`, or by n."""
     if reduction == "none":
         return scatter_to_tokens(losses, chunked.rows, shape)
@@ -64,7 +64,8 @@ def labelled_rows(labels: torch.Tensor, ignored: int) -> torch.Tensor | None:
 def scatter_to_tokens(
     values: torch.Tensor, rows: torch.Tensor | None, shape: torch.Size, fill: float = 0
 ) -> torch.Tensor:
-    """Returns `values` [n] of the tokens that count as `shape`, that of all; `fill` for the others. Differentiable."""
+    """Returns `values` [n] of the tokens that count in the `shape` of all tokens, with `fill` for the others.
+    Differentiable."""
     if rows is not None:
         values = values.new_full((shape.numel(),), fill).index_copy(0, rows, values)
     return values.view(shape)

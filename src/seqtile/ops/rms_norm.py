@@ -1,4 +1,4 @@
-"""RMSNorm that keeps its input and nothing else, for the norm behind the last layer."""
+"""RMSNorm that keeps only its input, for the norm after the last layer."""
 
 import torch
 
@@ -42,6 +42,6 @@ class RMSNormFunction(torch.autograd.Function):
 
 
 def _rows(x: torch.Tensor) -> torch.Tensor:
-    """Returns x [..., D] as the rows [T, D] that the kernels take: a view where that is possible."""
+    """Returns x [..., D] as rows [T, D] for the kernels; a view if possible."""
     rows = x.reshape(-1, x.shape[-1])
     return rows if rows.stride(-1) == 1 else rows.contiguous()

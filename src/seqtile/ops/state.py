@@ -132,8 +132,8 @@ class WatchedTensor:
 
 
 def equal(now: Any, before: torch.Tensor, rounded: bool = False) -> bool:
-    """Tells whether `now` is a tensor of the same shape, dtype and values; NaN is NaN. Values that are `rounded` may
-    differ by rounding, which depends on how many tokens a product has."""
+    """Returns whether `now` is a tensor of the same shape, dtype and values; NaN equals NaN. `rounded` values may
+    differ by rounding, which depends on the number of tokens in a product."""
     if not isinstance(now, torch.Tensor) or now.shape != before.shape or now.dtype != before.dtype:
         return False
     tolerance = torch.finfo(now.dtype).eps ** 0.5 if rounded and now.is_floating_point() else 0.0
@@ -164,12 +164,12 @@ class WatchedState:
                 room -= each.tensor.nbytes
 
     def guarded(self, pieces: Tensors) -> list[WatchedTensor]:
-        """Returns a chunk's inputs with copies to be given instead: changes of those reach nothing of the caller's."""
+        """Returns a chunk's inputs as copies, so that changes do not reach the caller's tensors."""
         with torch.inference_mode(False):  # where tensors count versions
             return [WatchedTensor(f"input {i}", piece.clone(), copy=piece) for i, piece in enumerate(pieces)]
 
     def check(self, guarded: Sequence[WatchedTensor] = ()) -> None:
-        """Raises `error` if anything has changed, having put back what was copied."""
+        """Restores what was copied, and raises `error` if anything has changed."""
         changed = [each for each in (*guarded, *self.tensors) if each.changed]
         drawn = ", ".join(generator.name for generator in self.generators if generator.drawn)
         if changed:
@@ -209,7 +209,7 @@ def found_in(roots: Sequence[Found]) -> Iterator[Found]:
 
 
 def _is_kept(thing: Any) -> bool:
-    """Tells whether it is a tensor or a generator of torch, Python or numpy."""
+    """Returns whether it is a tensor or a generator of torch, Python or numpy."""
     kind = type(thing)  # isinstance is slow with torch.Generator
     return not _KEPT.isdisjoint(kind.__mro__) or hasattr(kind, "_bit_generator")
 
@@ -219,8 +219,8 @@ def _is_module(thing: Any) -> bool:
 
 
 def _inside(name: str, thing: Any) -> Iterable[tuple[str, Any]]:
-    """Returns what a function, a bound one, a container or a module is made of; of any other object those attributes
-    that are tensors, generators or modules."""
+    """Returns the contents of a function, bound method, container or module; of any other object its attributes that
+    are tensors, generators or modules."""
     if isinstance(thing, partial):
         return (name, thing.func), ("args", thing.args), ("keywords", thing.keywords)
     if isinstance(thing, MethodType | BuiltinMethodType):
@@ -257,7 +257,7 @@ def _named_by(function: FunctionType) -> dict[str, Any]:
 
 
 def _names_in(code: CodeType) -> set[str]:
-    """Returns the names that code uses, that of functions and comprehensions within it included."""
+    """Returns the names that code uses, including functions and comprehensions inside it."""
     inner = (_names_in(constant) for constant in code.co_consts if isinstance(constant, CodeType))
     return set(code.co_names).union(*inner)
 

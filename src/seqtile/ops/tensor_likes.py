@@ -1,4 +1,4 @@
-"""Lets tensors of other classes compute the functions of this package as they do torch's."""
+"""Lets tensor subclasses override the functions of this package, as they override torch's."""
 
 from collections.abc import Callable
 from functools import wraps

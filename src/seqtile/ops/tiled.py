@@ -104,11 +104,12 @@ def tiled_part(
     always: bool = False,
     used_alone: bool = False,
 ) -> Outputs:
-    """As `tiled`, for a caller who sees to it that sharded parameters are whole in the forward and in the backward.
+    """Does the same as `tiled`, for a caller that gathers sharded parameters in the forward and in the backward.
 
     Args:
-        always: one chunk is computed as several are, so that gradients come in the same order on ranks of all lengths.
-        used_alone: of `params` those that the first chunk uses; others then do not wait for this backward.
+        always: compute a single chunk like several, so that gradients come in the same order on ranks of all lengths.
+        used_alone: leave out those of `params` that the first chunk does not use, which then do not wait for this
+            backward.
     """
     params, shared = _listed("params", params), _listed("shared", shared)
     _check_inputs(inputs, shared, params, dim)
@@ -160,7 +161,7 @@ class Call(NamedTuple):
     inputs: int
     params: Tensors
     versions: tuple[int, ...]
-    """Those of parameters that no node saves, since which of them are used is known only behind the first chunk."""
+    """Versions of the parameters. No node saves these, since only the first chunk shows which are used."""
     step: int
     """The positions of a chunk."""
     dim: int
@@ -190,7 +191,7 @@ class Call(NamedTuple):
         return [result.detach() for result in results], _leaves_behind(results)
 
     def run(self, held: WatchedState, given: Tensors, chunk: slice, guarded: bool = False) -> tuple[Tensors, Tensors]:
-        """Returns leaves that stand for the chunk's inputs and the shared tensors, and what fn makes of them."""
+        """Returns leaves for the chunk's inputs and the shared tensors, and the outputs of fn for them."""
         pieces = (*(self.cut(tensor, chunk) for tensor in given[: self.inputs]), *given[self.inputs :])
         leaves = [piece.detach().requires_grad_(piece.requires_grad) for piece in pieces]
         guarded_pieces = held.guarded(leaves[: self.inputs]) if guarded else []
@@ -278,7 +279,7 @@ class TiledFunction(torch.autograd.Function):
 
 
 def _listed(name: str, tensors: Iterable[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-    """Returns the tensors of an iterable; raises TypeError for what is none, or one tensor by itself."""
+    """Returns the tensors of an iterable. Raises TypeError for other elements, and for a single tensor."""
     if isinstance(tensors, torch.Tensor) or not isinstance(tensors, Iterable):
         raise TypeError(f"tiled: {name} is a {type(tensors).__name__}, expected a list of tensors")
     return tuple(tensors)
@@ -303,7 +304,7 @@ def _check_inputs(inputs: Tensors, shared: Tensors, params: Tensors, dim: int) -
 
 
 def _check_whole(params: Tensors) -> None:
-    """Raises ValueError for a parameter of which ranks hold parts."""
+    """Raises ValueError for a parameter that is sharded over ranks."""
     for i, param in enumerate(params):
         if hasattr(param, "ds_id") or is_traceable_wrapper_subclass(param):
             how = "by ZeRO-3" if hasattr(param, "ds_id") else f"as a {type(param).__name__}"

@@ -68,7 +68,7 @@ class Job:
     local_rank: int | None = option(None, "Set by torchrun.", envvar="LOCAL_RANK", hidden=True)
 
     def check(self) -> None:
-        """Raises ValueError for what cannot work anywhere, or not with the files that are here."""
+        """Raises ValueError for options that cannot work, or not with the existing files."""
         groups, save_every = number_or_name(self.head_groups), self.save_every
         for name, right, expected in (
             ("seq_len", self.seq_len >= 2, "at least 2: a token and the one that follows it"),
@@ -92,8 +92,8 @@ class Job:
             (groups is not None and not self.layer, "--head-groups is for layers tiled as a whole; pass --layer too"),
             (chosen, "--fit chooses --layer, --head-groups and --offload: leave these out, or --fit"),
             (alone and shared_by != 1, f"--sequence-parallel is {shared_by}, but this is one process; {start}"),
-            (self.compare and not alone, "--compare is for one process: leave it out, or torchrun"),
-            (both, "--compare is of two whole runs, and --resume goes on with one: leave one out"),
+            (self.compare and not alone, "--compare needs a single process: leave it out, or start without torchrun"),
+            (both, "--compare does two whole runs, and --resume continues one: leave one out"),
             (missing, f"--resume: expected a checkpoint in {self.output}, got none; {begin}"),
             (absent, f"--data: {absent and absent[0]} does not exist; pass text files or directories of them"),
         ):
@@ -104,21 +104,21 @@ class Job:
 
 @dataclass(frozen=True)
 class CheckOptions:
-    """What `seqtile check` is asked."""
+    """The options of `seqtile check`."""
 
     model: str = argument("A config.json, a directory with one, a name on the hub, or a model type.")
     full: bool = option(False, "Use the model's own weights and sizes: needs memory for four float32 copies.")
     trust_remote_code: bool = option(False, "Run the code that comes with the model.")
     variants: bool = option(True, "Also try other config values, and packed, padded and other batches; takes seconds.")
-    as_json: bool = option(False, "The same as JSON.", "--json")
+    as_json: bool = option(False, "Print JSON.", "--json")
 
 
 @dataclass(frozen=True)
 class EvaluateOptions:
-    """What `seqtile evaluate` is asked."""
+    """The options of `seqtile evaluate`."""
 
     model: str = argument(f"A local path, a hub name, or {DEFAULT_MODEL}.")
-    text: list[Path] = argument("Text files, each a document, as the model's tokenizer takes it.")
+    text: list[Path] = argument("Text files; the model's tokenizer encodes each as one document.")
     adapter: Path | None = option(None, "A directory with a PEFT adapter for the model.")
     context: int | None = option(None, "The most tokens that the model gets at once (default: a whole document).")
     stride: int | None = option(None, "Tokens from one window of --context to the next (default: half of it).")

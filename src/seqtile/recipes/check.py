@@ -23,11 +23,11 @@ from seqtile.models.small import WORDS, small_model
 from seqtile.models.sweep import DIFFERS, FAILS, Row, sweep
 from seqtile.recipes import CheckOptions
 
-TOKENS, CHUNK = (2048, 192, 96), 64  # of the step whose work and memory are measured: the most that the model takes
+TOKENS, CHUNK = (2048, 192, 96), 64  # of the measured step: the most that the model takes
 
 
 class Line(NamedTuple):
-    """What came of the modules of one class."""
+    """The result for the modules of one class."""
 
     part: str
     """loss, mlp, experts or layer."""
@@ -43,9 +43,9 @@ class Line(NamedTuple):
     """The largest error of the loss or a gradient against float64, relative."""
     untiled_error: float
     flops: float | None
-    """Work of a training step, over that of the untiled model; None of what is refused."""
+    """FLOP of a training step over the untiled model's; None if refused."""
     peak: float | None
-    """The same for the bytes alive at most."""
+    """Peak of live bytes over the untiled model's; None if refused."""
 
 
 @dataclass(frozen=True)
@@ -55,11 +55,11 @@ class Report:
     model: str
     lines: list[Line]
     untiled: list[str]
-    """Layers that are left untiled by their kind, and why."""
+    """Layers that stay untiled because of their kind, and why."""
     tokens: int
-    """Of the training step whose work and memory were measured."""
+    """The tokens of the training step whose work and memory were measured."""
     variants: list[Row]
-    """What came of other values of the config and of other batches, all parts tiled together."""
+    """The results for other config values and batches, with all parts tiled together."""
 
     @property
     def differs(self) -> bool:
@@ -72,9 +72,9 @@ class Report:
 
 
 def check(asked: CheckOptions) -> Report:
-    """Builds the model small, tiles it part by part, and compares. ValueError for what cannot be tried: no config, no
-    head over a vocabulary, an encoder, remote code without consent, a model that is not built or does not run on text
-    alone."""
+    """Builds the model small, tiles it part by part, and compares. Raises ValueError if it cannot: no
+    config, no head over a vocabulary, an encoder, remote code without consent, a model that cannot be built or does not
+    run on text alone."""
     config = config_of(asked.model, asked.trust_remote_code)
     model_class = class_of(asked.model, config, asked.trust_remote_code)
     what = "cannot be built small"
@@ -98,7 +98,7 @@ def check(asked: CheckOptions) -> Report:
 
 
 def config_of(model: str, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """Returns the config that is meant. ValueError if there is none."""
+    """Returns the config of a path, hub name or model type. Raises ValueError if there is none."""
     try:
         if not Path(model).exists() and model in model_types():
             return AutoConfig.for_model(model)
@@ -113,7 +113,7 @@ def config_of(model: str, trust_remote_code: bool = False) -> PreTrainedConfig:
 
 
 def class_of(model: str, config: PreTrainedConfig, trust_remote_code: bool = False) -> type[PreTrainedModel]:
-    """Returns the class with a head that the config's model is of. ValueError if it has none, or is an encoder."""
+    """Returns the config's model class with a head. Raises ValueError if there is none, or it is an encoder."""
     remote = getattr(config, "auto_map", {}).get("AutoModelForCausalLM")
     if remote and config.model_type not in model_types():
         if not trust_remote_code:

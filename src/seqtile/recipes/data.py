@@ -35,7 +35,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def device_of(asked: str | None) -> str:
-    """Returns the device that --device asks for, by default a GPU if there is one. ValueError if it is not there."""
+    """Returns the device of --device, by default a GPU if there is one. Raises ValueError if it does not exist."""
     if asked == "cuda" and not torch.cuda.is_available():
         raise ValueError("--device is cuda, but torch sees no GPU; use --device cpu")
     return asked or ("cuda" if torch.cuda.is_available() else "cpu")

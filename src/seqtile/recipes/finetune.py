@@ -69,7 +69,7 @@ def finetune(job: Job, console: Console) -> dict[str, Any]:
 
 
 def fitted(job: Job, console: Console) -> Job:
-    """Returns the job with the cheapest features that fit, see `seqtile.fit`. ValueError if none do."""
+    """Returns the job with the cheapest features that fit, see `seqtile.fit`. Raises ValueError if none do."""
     on_gpu, memory = job.device == "cuda", host_memory_at_hand()
     setup = Setup(
         dtype=job.dtype,

@@ -95,9 +95,9 @@ class RunResult:
     peak_mib: float = 0.0
     status: str = ""
     again: float | None = None
-    """The first step's loss once more at the end, where runs are compared; one number, of the same sequences."""
+    """If runs are compared: the loss of the first step's sequences, computed again at the end."""
     saved: str | None = None
-    """Where the model is, of a run that saved it."""
+    """The directory of the saved model."""
     note: str | None = None
     """A remark, None if there is none."""
 

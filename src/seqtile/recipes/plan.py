@@ -12,41 +12,41 @@ from seqtile.memory.features import FEATURES, apply_options, simulation_refusal,
 from seqtile.memory.setup import GIB, NoFormula, setup_of
 from seqtile.recipes import argument, number_or_name, option
 
-ONLY = ("loss", "MLP", "layer", "host", "Liger")  # as the columns of the table of lengths
-MIN_SHARED = 256  # tokens: what `share_prefixes` takes for its min_tokens, if it is not told
+ONLY = ("loss", "MLP", "layer", "host", "Liger")  # the columns of the table of lengths
+MIN_SHARED = 256  # tokens: the default min_tokens of `share_prefixes`
 
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """What `seqtile plan` is asked; the options of a name that `memory.Setup` has are its fields."""
+    """The options of `seqtile plan`. One that is named as a field of `memory.Setup` sets that field."""
 
     model: str = argument(f"A config.json, its directory, or {', '.join(KNOWN)}.")
-    seq_len: int | None = option(None, "Tokens of a sequence (default: the longest that fits).")
-    batch_size: int = option(1, "Sequences at a time.")
-    shared_tokens: int = option(0, "Tokens that all of these begin with, computed once; they have no labels.")
+    seq_len: int | None = option(None, "Sequence length in tokens (default: the longest that fits).")
+    batch_size: int = option(1, "Sequences in a batch.")
+    shared_tokens: int = option(0, "Tokens of a prefix that the sequences share, computed once; it has no labels.")
     gpus: int = option(1, "GPUs in total.")
     sequence_parallel: int | None = option(None, "GPUs that share a sequence (default: all).")
-    gpu_memory_gib: float = option(80, "GiB of a GPU; leave a fifth free: 64 for 80.", "--gpu-memory")
-    host_memory_gib: float = option(1900, "GiB of host memory of a node.", "--host-memory")
-    gpus_per_node: int = option(8, "GPUs of a node.")
-    zero_stage: int = option(3, "What is sharded over all GPUs: 1 optimizer, 2 gradients too, 3 weights too.")
+    gpu_memory_gib: float = option(80, "GiB of each GPU; leave a fifth free: 64 for 80.", "--gpu-memory")
+    host_memory_gib: float = option(1900, "GiB of host memory per node.", "--host-memory")
+    gpus_per_node: int = option(8, "GPUs per node.")
+    zero_stage: int = option(3, "Shards over all GPUs: 1 the optimizer, 2 also gradients, 3 also weights.")
     optimizer: str = option(
         "adamw", "adamw (16 bytes a parameter, with a float32 copy of the weights), adamw_8bit or sgd."
     )
     dtype: str = option("bfloat16", "Dtype of weights and activations: bfloat16, float16 or float32.")
     autocast: bool = option(False, "Float32 weights and residual stream, under torch.autocast to --dtype.")
     lora_rank: int | None = option(None, "Rank of LoRA adapters on every projection; all else is frozen.")
-    load_in_4bit: bool = option(False, "Projections in bitsandbytes' 4 bits under adapters: QLoRA.")
-    accumulate: bool = option(False, "Steps of several batches: the gradients of those before wait.")
-    offload: list[str] | None = option(None, "Always in host memory: optimizer or weights; repeat the option for both.")
-    layer: bool = option(False, "Plan with whole layers tiled, even if less would do.")
-    head_groups: str | None = option(None, "Plan with this many groups of kv heads in whole layers: a number, or auto.")
-    only: str | None = option(None, f"Plan with just these, with commas: nothing, or some of {', '.join(ONLY)}.")
-    as_json: bool = option(False, "The same as JSON.", "--json")
+    load_in_4bit: bool = option(False, "QLoRA: projections in bitsandbytes' 4 bits under the adapters.")
+    accumulate: bool = option(False, "Gradient accumulation: the gradients of earlier batches stay in memory.")
+    offload: list[str] | None = option(None, "Keep optimizer or weights in host memory; repeat the option for both.")
+    layer: bool = option(False, "Tile whole layers, even if the sequence fits without.")
+    head_groups: str | None = option(None, "Groups of kv heads in tiled layers: a number, or auto.")
+    only: str | None = option(None, f"Turn on only these, with commas: nothing, or some of {', '.join(ONLY)}.")
+    as_json: bool = option(False, "Print JSON.", "--json")
 
     def setup(self) -> dict[str, Any]:
-        """Returns the fields of `memory.Setup` that the options give. Raises ValueError for parts that are not
-        offloaded."""
+        """Returns the fields of `memory.Setup` that the options set. Raises ValueError if `offload` names a part that
+        cannot be offloaded."""
         setup = {field.name: getattr(self, field.name) for field in fields(Setup) if hasattr(self, field.name)}
         offload = tuple(self.offload or ())
         if unknown := [part for part in offload if part not in OFFLOAD]:
@@ -60,30 +60,30 @@ class PlanOptions:
 
 @dataclass(frozen=True)
 class PlanResult:
-    """The answer: what fits on the machines that were asked for."""
+    """The longest sequences that fit on the given GPUs, and one planned step."""
 
     model: str
     notes: list[str]
     simulated: dict[str, int]
-    """For a model type without a formula: what is tiled, and the longest sequence on one GPU with it, simulated."""
+    """For a model type without a formula: the simulated longest sequence on one GPU, by what is tiled."""
     lengths: list[tuple[Setup, Longest]] = field(default_factory=list)
-    """With more and more turned on."""
+    """The longest sequence with more and more features on."""
     plan: Plan | None = None
     """None for a model type that is only simulated."""
     turn_on: list[str] = field(default_factory=list)
-    """Lines of Python, where the plan fits."""
+    """Lines of Python that turn the features on, if the plan fits."""
     remedies: dict[str, int] = field(default_factory=dict)
-    """Where the plan does not fit: options, and the longest sequence with them."""
+    """If the plan does not fit: further options, and the longest sequence with each."""
 
     def fits(self, seq_len: int) -> bool:
-        """Says if a sequence of the length that was asked for fits."""
+        """Returns whether a sequence of `seq_len` tokens fits."""
         return self.plan.fits if self.plan else max(self.simulated.values(), default=0) >= seq_len
 
 
 def forecast(asked: PlanOptions, each: Callable[[str], None] = lambda step: None) -> PlanResult:
-    """Answers a question, and calls `each` with the name of every step of a simulation before it is run; with `layer`
-    or `head_groups` the plan has them, even where less would do. Raises ValueError as `seqtile.memory` does, with the
-    names of options instead of its own."""
+    """Returns the forecast for some options. Calls `each` with the name of each step of a simulation before it runs.
+    With `layer` or `head_groups` the planned step has them, even if the sequence fits without. Raises the ValueErrors
+    of `seqtile.memory`, with the names of options instead of fields."""
     try:
         return _forecast(asked, each)
     except ValueError as error:
@@ -103,7 +103,7 @@ def _forecast(asked: PlanOptions, each: Callable[[str], None]) -> PlanResult:
             raise ValueError(f"{error}; and {notes[-1]}") from error
         return PlanResult(asked.model, [f"{error}, so it is only simulated", *notes], simulated)
     in_groups = setup["head_groups"] is not None
-    if asked.layer or in_groups:  # what cannot be is said, rather than left out
+    if asked.layer or in_groups:  # raises if this model cannot have them
         plan(shape, seq_len=asked.shared_tokens + 1, tiles=TILES, **sizes, **setup)
     if asked.only is not None:
         chosen = just(asked.only, setup, asked.layer)
@@ -127,7 +127,7 @@ def _forecast(asked: PlanOptions, each: Callable[[str], None]) -> PlanResult:
 
 
 def just(words: str, given: dict[str, Any], layer: bool) -> Setup:
-    """Returns the setup with the features of these words and no others. Raises ValueError for an unknown word."""
+    """Returns the setup with only the features that `words` name. Raises ValueError for an unknown word."""
     named = {word.strip().lower() for word in words.split(",")} - {"nothing"}
     if unknown := named - {word.lower() for word in ONLY}:
         raise ValueError(f"only: expected nothing, or some of {', '.join(ONLY)}, got {', '.join(sorted(unknown))}")
@@ -137,7 +137,7 @@ def just(words: str, given: dict[str, Any], layer: bool) -> Setup:
 
 
 def _simulated(asked: PlanOptions, each: Callable[[str], None]) -> tuple[dict[str, int], list[str]]:
-    """Returns the longest sequences of a model without a formula, by running its code without data, and notes."""
+    """Runs the code of a model without a formula on tensors without data. Returns its longest sequences, and notes."""
     setup = setup_of(asked.setup())
     if (refusal := simulation_refusal(setup)) is not None:
         return {}, [refusal]
@@ -151,14 +151,13 @@ def _simulated(asked: PlanOptions, each: Callable[[str], None]) -> tuple[dict[st
         for name in FEATURES:
             if predictor.refusal(name, setup) is None:
                 found[name] = predictor.longest(with_features(setup, name), asked.batch_size).tokens
-    except Exception as error:  # of the model's own code, which may raise anything on tensors without data
+    except Exception as error:  # the model's own code may raise anything on tensors without data
         return found, [f"it cannot be simulated: {' '.join(str(error).split())[:200]}"]
     return found, predictor.notes
 
 
 def remedies(lengths: list[tuple[Setup, Longest]], plan: Plan) -> dict[str, int]:
-    """Returns the longest sequence with more on the host, and with so many GPUs that `plan` fits, as far as each is
-    longer."""
+    """Returns the longest sequence with more offloaded, and with enough GPUs for `plan` to fit, if it is longer."""
     setup, best = lengths[-1][0], max(found.tokens for _, found in lengths)
     more = (("optimizer",), ("optimizer", "weights"))
     tried: list[dict[str, Any]] = [{"offload": tuple(dict.fromkeys((*setup.offload, *parts)))} for parts in more]
@@ -168,7 +167,7 @@ def remedies(lengths: list[tuple[Setup, Longest]], plan: Plan) -> dict[str, int]
     for changes in tried:
         try:
             tokens = longest(plan.shape, batch_size=plan.batch_size, **asdict(setup) | changes).tokens
-        except ValueError:  # which this setup cannot have
+        except ValueError:  # this setup cannot have it
             continue
         moved = [f"--offload {part}" for part in changes.get("offload", ()) if part != "activations"]
         if tokens > best and (moved or tokens >= plan.seq_len):
@@ -179,11 +178,11 @@ def remedies(lengths: list[tuple[Setup, Longest]], plan: Plan) -> dict[str, int]
 
 
 def to_turn_on(plan: Plan) -> list[str]:
-    """Returns lines of Python in their order."""
+    """Returns the lines of Python that turn the features of a plan on, in order."""
     setup, lines, quantised = plan.setup, [], ""
     moved = [part for part in setup.offload if part != "activations"]
     if setup.liger:
-        before = "of liger_kernel.transformers, before the model is built"
+        before = "from liger_kernel.transformers, before the model is built"
         lines.append(f"apply_liger_kernel_to_{plan.shape.model_type}()  # {before}")
     if setup.load_in_4bit:
         options = f'load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.{setup.dtype}'
@@ -218,7 +217,7 @@ def to_turn_on(plan: Plan) -> list[str]:
 
 
 def figures(forecast: PlanResult) -> dict[str, Any]:
-    """Returns all of it, for `--json`; sizes in GiB."""
+    """Returns the forecast for `--json`; sizes in GiB."""
     found = {name: getattr(forecast, name) for name in ("model", "notes", "turn_on", "remedies", "simulated")}
     if (plan := forecast.plan) is not None:
         found["parameters"] = plan.shape.parameters
@@ -231,7 +230,7 @@ def figures(forecast: PlanResult) -> dict[str, Any]:
 
 
 def features(setup: Setup) -> dict[str, Any]:
-    """Returns what is turned on."""
+    """Returns the features and their values in a setup."""
     return {
         "tiled_loss": "loss" in setup.tiles,
         "sequence_parallel": setup.sequence_parallel,
@@ -248,7 +247,7 @@ def in_gib(parts: dict[str, int]) -> dict[str, float]:
 
 
 def print_forecast(forecast: PlanResult, console: Console) -> None:
-    """Prints it as tables, and what to turn on, or what does not fit."""
+    """Prints the forecast as tables, then what to turn on, or what would help if it does not fit."""
     title, plan = forecast.model, forecast.plan
     if plan is not None:
         setup, count = plan.setup, plan.shape.parameters
@@ -278,7 +277,7 @@ def lengths_table(lengths: list[tuple[Setup, Longest]]) -> Table:
     columns = [Column(name, justify="center") for name in ("loss", "share", "MLP", "host", "Liger", "layer", "groups")]
     columns += [Column("tokens", justify="right"), Column("bound by")]
     table = Table(*columns, title="Longest sequence, every layer checkpointed")
-    table.caption = "loss, MLP, layer: tiled; groups: of heads. share: GPUs that share it. host: layer inputs there."
+    table.caption = "loss, MLP, layer: tiled; groups: of heads; share: GPUs per sequence; host: layer inputs offloaded;"
     table.caption += " Liger: its norms."
     for setup, found in lengths:
         cells = ["x" if value is True else f"{value or ''}" for value in features(setup).values()]

@@ -1,5 +1,5 @@
 """The state of a training run: model and optimizer, in this process or sharded over the ranks by FSDP2 or ZeRO-3; and
-its checkpoint, complete or not there, and refused where the run that goes on is another one."""
+its checkpoint, which is either complete or absent, and from which only the same run can resume."""
 
 import io
 import json
@@ -35,12 +35,12 @@ RUN = "run.json"
 MUST_MATCH = ("seq_len", "dtype", "learning_rate", "seed", "device", "sequence_parallel")
 RESTART_HINT = "leave out --resume to start over"
 REMEDY = "train with a smaller --learning-rate"
-ADAMW_BYTES = 12  # of a parameter: itself and its two moments, in float32
+ADAMW_BYTES = 12  # per parameter: itself and its two moments, in float32
 
 
 @dataclass(frozen=True)
 class Run:
-    """A training run, as it is handed to the process that does it."""
+    """A training run, as passed to the process that does it."""
 
     job: Job
     config: PreTrainedConfig
@@ -61,8 +61,8 @@ def rank() -> int:
 
 
 def model_of(name: str, config: PreTrainedConfig) -> PreTrainedModel:
-    """Returns the model with its weights in float32; on ranks other than the first what they are to be received in, of
-    which nothing is in memory until it is written to. Raises what `load_model` raises, on all ranks."""
+    """Returns the model with float32 weights. On ranks other than the first they are uninitialised, and take no memory
+    until they are written to. Raises the errors of `load_model`, on all ranks."""
     failed: list[Exception | None] = [None]
     if rank() == 0:
         try:
@@ -82,7 +82,7 @@ def model_of(name: str, config: PreTrainedConfig) -> PreTrainedModel:
 
 
 def receive(tensors: Iterable[torch.Tensor]) -> None:
-    """Has every rank hold what the first rank's tensors do."""
+    """Copies the first rank's tensors to all ranks."""
     for tensor in tensors:
         dist.broadcast(tensor.detach(), src=0)
 
@@ -90,14 +90,14 @@ def receive(tensors: Iterable[torch.Tensor]) -> None:
 class Training:
     """A model and its AdamW, whole in this process or sharded layer by layer over all ranks (torch's FSDP2).
 
-    Not by Accelerate, which does neither on CPU ranks: there its FSDP2 is DDP, and its DeepSpeed takes each rank for
-    the only one.
+    It does not use Accelerate, whose FSDP2 on CPU ranks is DDP, and whose DeepSpeed there takes each rank for the
+    only one.
     """
 
     def __init__(self, model: PreTrainedModel, job: Job):
         if ranks() > 1:
             mesh = init_device_mesh(job.device, (ranks(),))
-            for module in (*layers_of(model), model):  # whole in a rank's memory one after the other
+            for module in (*layers_of(model), model):  # a rank holds one of them whole at a time
                 module.to(job.device)
                 receive(parameter for parameter in module.parameters() if not isinstance(parameter, DTensor))
                 fully_shard(module, mesh=mesh)
@@ -112,7 +112,7 @@ class Training:
         self.optimizer.zero_grad()
 
     def weights(self) -> dict[str, torch.Tensor]:
-        """Returns all of them on the main process's host, and none elsewhere. Raises ValueError unless they are
+        """Returns all weights on the CPU of the main process, none on other ranks. Raises ValueError unless they are
         finite."""
         weights = {}
         for name, parameter in self.unwrapped.named_parameters():
@@ -124,11 +124,11 @@ class Training:
         return weights
 
     def gathered(self, parameter: torch.nn.Parameter) -> torch.Tensor:
-        """Returns all of a parameter, on every rank."""
+        """Returns the whole parameter, on every rank."""
         return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
     def shards(self) -> list[torch.Tensor]:
-        """Returns what this rank holds of the parameters."""
+        """Returns this rank's part of each parameter."""
         parameters = self.unwrapped.parameters()
         return [parameter.to_local() if isinstance(parameter, DTensor) else parameter for parameter in parameters]
 
@@ -137,7 +137,7 @@ class Training:
         checkpoint.save({"training": self}, checkpoint_id=directory)
 
     def load(self, directory: Path) -> None:
-        """Puts them back in place."""
+        """Restores what `save` saved."""
         checkpoint.load({"training": self}, checkpoint_id=directory)
 
     def state_dict(self) -> dict[str, Any]:
@@ -164,7 +164,7 @@ class Zero3(Training):
             "gradient_clipping": 0.0,  # DeepSpeed clips to a norm of 1 unless told not to
             "torch_autocast": {"enabled": job.dtype == "bfloat16", "dtype": "bfloat16"},
         }
-        deepspeed.zero.Init(module=model, config_dict_or_path=config)  # receives one parameter after the other
+        deepspeed.zero.Init(module=model, config_dict_or_path=config)  # receives one parameter at a time
         self.unwrapped = model
         self.model, *_ = deepspeed.initialize(model=model, optimizer=adamw(model, job), config=config)
         receive(model.buffers())
@@ -194,7 +194,7 @@ class Zero3(Training):
 
 
 def random_states() -> list[torch.Tensor]:
-    """Returns those of torch's generators, on the host and on the GPU that is used."""
+    """Returns the states of torch's random generators, of the CPU and of the GPU in use."""
     return [torch.get_rng_state(), *([torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else [])]
 
 
@@ -209,7 +209,7 @@ def adamw(model: PreTrainedModel, job: Job) -> torch.optim.AdamW:
 
 
 def loaded(run: Run, ctx: sp.SequenceParallel | None) -> Training:
-    """Returns the model and its optimizer, ready to be trained."""
+    """Returns the model and its optimizer, ready for training."""
     job = run.job
     with redirect_stderr(io.StringIO()):
         model = model_of(job.model, run.config).train()
@@ -226,10 +226,10 @@ def loaded(run: Run, ctx: sp.SequenceParallel | None) -> Training:
 
 
 def save_checkpoint(training: Training, run: Run, done: RunResult, console: Console) -> None:
-    """Replaces the checkpoint in --output by one of this moment, once that is complete. All ranks call this.
+    """Saves a checkpoint in --output, which replaces the earlier one once it is complete. All ranks call this.
 
-    Where the disk has no room for it the earlier one stays, and that is said. Raises ValueError, and saves nothing, if
-    a weight is not finite.
+    If the disk has no room, the earlier one stays, and a note says so. Raises ValueError, and saves nothing, if a
+    weight is not finite.
     """
     path, after = run.job.output / "checkpoint", f"after step {len(done.losses)} of {run.job.steps}"
     shards = training.shards()
@@ -244,12 +244,12 @@ def save_checkpoint(training: Training, run: Run, done: RunResult, console: Cons
         try:
             with written_beside(path, keep=False) if rank() == 0 else nullcontext(places(path)[1]) as new:
                 if dist.is_initialized():
-                    dist.barrier()  # what another run left there is gone
+                    dist.barrier()  # the first rank has removed what an earlier run left there
                 training.save(new)
                 if rank() == 0:
                     saved = {"job": resume_key(run), "steps": run.job.steps, "done": asdict(done)}
                     (new / RUN).write_text(json.dumps(saved, indent=2) + "\n", encoding="utf-8")
-        except CheckpointException as error:  # which all ranks raise alike
+        except CheckpointException as error:  # all ranks raise it
             failed = in_brief(cause_of(error))
     if failed is None:
         console.print(f"checkpoint {after} saved in {path}")
@@ -259,9 +259,9 @@ def save_checkpoint(training: Training, run: Run, done: RunResult, console: Cons
 
 
 def load_checkpoint(training: Training, run: Run) -> RunResult:
-    """Puts weights, optimizer and random states of the checkpoint in --output in place, and returns what was done.
+    """Loads weights, optimizer and random states from the checkpoint in --output, and returns its results so far.
 
-    Raises OSError, not on all ranks alike, if that cannot be.
+    Raises OSError if that fails, which may be on some ranks alone.
     """
     path = checkpoint_in(run.job.output)
     try:
@@ -274,7 +274,7 @@ def load_checkpoint(training: Training, run: Run) -> RunResult:
 
 
 def cause_of(error: BaseException) -> BaseException:
-    """Returns the first that a rank raised, of an exception of torch's checkpoints; of another one itself."""
+    """Returns the first error that a rank raised inside a CheckpointException of torch's; any other error itself."""
     return next(iter(error.failures.values()))[0] if isinstance(error, CheckpointException) else error
 
 
@@ -284,7 +284,7 @@ def run_saved_in(path: Path) -> dict[str, Any]:
 
 
 def check_same(run: Run) -> None:
-    """Raises ValueError unless the checkpoint in --output is of the same job, on as many ranks, with no more steps."""
+    """Raises ValueError unless the checkpoint in --output is of this job, on as many ranks, with no more --steps."""
     path = checkpoint_in(run.job.output)
     saved = run_saved_in(path)
     key, steps = resume_key(run, saved["steps"]), run.job.steps
@@ -293,13 +293,13 @@ def check_same(run: Run) -> None:
         wrong.insert(0, ("--steps of at least", saved["steps"], steps))
     for name, expected, got in wrong:
         raise ValueError(
-            f"--resume: expected {name} {expected}, as {path} has it, got {got}; repeat the command that saved it, "
+            f"--resume: expected {name} {expected}, as in {path}, got {got}; repeat the command that saved it, "
             "with --resume, or choose another --output to start over"
         )
 
 
 def resume_key(run: Run, steps: int | None = None) -> dict[str, Any]:
-    """Returns what has to stay the same, as an error names it; of the data the digest of the first `steps`."""
+    """Returns what must be the same to resume, by the names that errors use; of the data a digest of `steps` steps."""
     job, model = run.job, Path(run.job.model)
     key = {"ranks": ranks(), "--model": str(model.resolve()) if model.exists() else job.model}
     key |= {f"--{name.replace('_', '-')}": getattr(job, name) for name in MUST_MATCH}

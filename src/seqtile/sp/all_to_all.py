@@ -44,14 +44,14 @@ class RankHeads(NamedTuple):
     kv: slice
     """The kv heads that these query heads read."""
     kv_of_q: tuple[int, ...]
-    """For each of these query heads its place among these kv heads."""
+    """For each of these query heads the index of its kv head among these."""
     rows: Rows
     """The queries: all of them unless ranks share a head."""
 
     @property
     def groups(self) -> list[tuple[slice, slice]]:
-        """The query heads and kv heads to compute together, as places among these: all if each kv head is read by as
-        many, as kernels expect; or those of each kv head."""
+        """The query heads and kv heads to compute together, as indices among these: all if equally many query heads
+        read each kv head, as kernels expect; else those of one kv head at a time."""
         read = list(Counter(self.kv_of_q).values())
         if len(set(read)) == 1:
             return [(slice(None), slice(None))]
@@ -60,7 +60,7 @@ class RankHeads(NamedTuple):
 
 
 def rank_heads(rank: int, size: int, q_heads: int, kv_heads: int, length: int) -> RankHeads:
-    """Returns what `rank` of `size` computes of a sequence of `length` tokens. `kv_heads` divides `q_heads`."""
+    """Returns the part of `rank` of `size` in a sequence of `length` tokens. `kv_heads` divides `q_heads`."""
     heads, kv = heads_of_rank(rank, size, q_heads, kv_heads)
     sharers = [other for other in range(size) if other * q_heads // size == heads.start]
     part, parts = sharers.index(rank), len(sharers)
@@ -73,30 +73,30 @@ def rank_heads(rank: int, size: int, q_heads: int, kv_heads: int, length: int) -
 
 
 def width(heads: slice) -> int:
-    """Returns how many heads these are."""
+    """Returns the number of heads."""
     return heads.stop - heads.start
 
 
 def within(rows: Rows, start: int, stop: int) -> Rows:
-    """Returns what of `rows` lies in [start, stop)."""
+    """Returns the part of `rows` in [start, stop)."""
     cut = ((max(first, start), min(last, stop)) for first, last in rows)
     return tuple((first, last) for first, last in cut if first < last)
 
 
 def count(rows: Rows) -> int:
-    """Returns how many tokens these are."""
+    """Returns the number of tokens."""
     return sum(last - first for first, last in rows)
 
 
 Piece = tuple[int, slice, slice]
-"""A part of a tensor that goes from one rank to another: of which tensor, its tokens and its heads."""
+"""A part of a tensor that one rank sends to another: the tensor's index, its tokens and its heads."""
 
 
 class AllToAll:
     """The all-to-alls of tensors [B, heads, tokens, K]: from shards of `local` tokens to each rank's heads, and back.
 
-    Of each tensor `by_kv` says if its heads are the kv heads, of which a rank is sent all tokens, or the query heads,
-    of which it is sent the queries that it computes.
+    For each tensor `by_kv` says whether its heads are kv heads, of which a rank gets all tokens, or query heads, of
+    which it gets the queries that it computes.
     """
 
     def __init__(self, sp_group: SequenceParallel, q_heads: int, kv_heads: int, by_kv: Sequence[bool], local: int):
@@ -105,10 +105,10 @@ class AllToAll:
         self.sp_group, self._totals = sp_group, [kv_heads if is_kv else q_heads for is_kv in by_kv]
         self._is_even = q_heads % size == 0 and (kv_heads % size == 0 or size % kv_heads == 0)
         self.heads = mine = ranks[rank]
-        """Those of this rank."""
+        """This rank's heads."""
 
         def pieces(holder: int, heads: RankHeads, by_heads: bool) -> list[Piece]:
-            """Returns what goes from the rank that holds the tokens to that with the heads, as it lies with either."""
+            """Returns what the holder of the tokens sends to the rank with the heads, as indices on either side."""
             start, found = holder * local, []
             for i, is_kv in enumerate(by_kv):
                 rows, own = (((0, length),), heads.kv) if is_kv else (heads.rows, heads.q)
@@ -117,22 +117,22 @@ class AllToAll:
                     found.append((i, slice(at, at + last - first), slice(0, width(own)) if by_heads else own))
             return found
 
-        # Both by tokens and by heads: the pieces of each rank, and of each tensor how many tokens and heads are here.
+        # Both by tokens and by heads: the pieces of each rank, and the tokens and heads of each tensor on this rank.
         by_tokens = [pieces(rank, heads, False) for heads in ranks]
         self._pieces = by_tokens, [pieces(holder, mine, True) for holder in range(size)]
         by_heads = [(length, width(mine.kv)) if is_kv else (count(mine.rows), width(mine.q)) for is_kv in by_kv]
         self._sizes = [(local, total) for total in self._totals], by_heads
         is_shared = sum(width(heads.kv) for heads in ranks) > kv_heads
         self._summed = [i for i, is_kv in enumerate(by_kv) if is_kv and is_shared]
-        """The tensors of which several ranks send the same place, on the way back."""
+        """The tensors of which several ranks send the same elements on the way back."""
 
     def start(self, tensors: Sequence[Tensor], *, to_heads: bool) -> PendingTensors:
-        """Starts one, and returns what waits for its results, to be called once. Those are contiguous as [B, tokens,
-        heads, K]; what several ranks send for one place is added in float32. Without gradients. Tensors of a wider
-        dtype than others travel as several elements of theirs.
+        """Starts an all-to-all. Returns a function, to be called once, that waits for the results, which are contiguous
+        as [B, tokens, heads, K]. Elements that several ranks send are added in float32. Not differentiable. A tensor of
+        a wider dtype is sent as several elements of the narrowest.
 
-        Allocates what is sent, then what is received, then the results; never all three. Raises ValueError, before
-        anything is sent and alike on every rank, for dtypes that could not go this way or could not come back.
+        Allocates the send buffer, then the receive buffer, then the results; never all three at once. Raises
+        ValueError, on every rank and before anything is sent, for dtypes that cannot be sent or cannot come back.
         """
         dtypes = [x.dtype for x in tensors]
         wire = _wire_dtype(dtypes, self._summed)
@@ -156,16 +156,16 @@ class AllToAll:
         return wait
 
     def _counts(self, batch: int, widths: Sequence[int], by_heads: bool) -> list[int]:
-        """Returns how many elements the pieces of each rank have."""
+        """Returns the number of elements in each rank's pieces."""
         each = [batch * k for k in widths]
         return [sum(each[i] * width(tokens) * width(heads) for i, tokens, heads in of) for of in self._pieces[by_heads]]
 
     def _places(
         self, tensors: Sequence[Tensor], buffer: Tensor, by_heads: bool
     ) -> Iterator[tuple[int, Tensor, Tensor]]:
-        """Yields the pieces of tensors [B, tokens, heads, K] with their places in a buffer, and of which tensor they
-        are. Where all ranks have as many heads, a tensor's are one view [ranks / n, n, B, tokens, heads, K], n the
-        ranks that read the same kv heads; by tokens it has the size 1 there."""
+        """Yields the pieces of tensors [B, tokens, heads, K], each with its tensor's index and its place in a buffer.
+        If all ranks have equally many heads, a tensor's pieces are one view [ranks / n, n, B, tokens, heads, K], where
+        n ranks read the same kv heads; by tokens that dimension is 1."""
         if not self._is_even:
             parts = [(i, tensors[i][:, tokens, heads]) for of in self._pieces[by_heads] for i, tokens, heads in of]
             places = buffer.split([part.numel() for _, part in parts])
@@ -182,7 +182,7 @@ class AllToAll:
             yield i, part, place.view(len(part), -1, *part.shape[2:])
 
     def _unpacked(self, arrived: Tensor, shapes: Sequence[tuple[int, ...]], by_heads: bool) -> list[Tensor]:
-        """Returns the tensors whose pieces a buffer has."""
+        """Returns the tensors whose pieces a buffer holds."""
         summed, wide = [] if by_heads else self._summed, torch.promote_types(arrived.dtype, torch.float32)
         added = [] if self._is_even else summed  # a rank at a time, so not in a narrow dtype
         results = [
@@ -200,7 +200,7 @@ class AllToAll:
 
 
 def _wire_dtype(dtypes: Sequence[torch.dtype], summed: Sequence[int]) -> torch.dtype:
-    """Returns the dtype that all travel as. ValueError for what has to be added in another, here or on the way back."""
+    """Returns the dtype in which all are sent. Raises ValueError if a sum, here or in the backward, needs another."""
     wire = min(dtypes, key=lambda dtype: dtype.itemsize)
     if any(dtypes[i] != wire for i in summed):
         found = ", ".join(map(str, dtypes))
@@ -230,5 +230,5 @@ class AllToAllFunction(torch.autograd.Function):
 
 
 def exchanged(all_to_all: AllToAll, to_heads: bool, *tensors: Tensor) -> Sequence[Tensor]:
-    """Returns these tensors after an all-to-all, with gradients; in a single process unchanged."""
+    """Returns these tensors after an all-to-all, differentiably; unchanged in a single process."""
     return tensors if all_to_all.sp_group is ALONE else AllToAllFunction.apply(all_to_all, to_heads, *tensors)

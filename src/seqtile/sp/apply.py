@@ -46,7 +46,7 @@ def apply_ulysses(model: PreTrainedModel, ctx: SequenceParallel, *, batches: str
     applied = getattr(model, SHARDED, None)
     if applied is not None and applied.sp_group is ALONE:
         if batches == "cut":
-            raise ValueError('this model shares beginnings of rows, which needs whole batches: pass batches="whole"')
+            raise ValueError('this model shares prefixes of rows, which needs whole batches: pass batches="whole"')
         min_tokens = applied.min_tokens
         applied.stop_sharing_prefixes()
     elif applied is not None:
@@ -61,11 +61,11 @@ def apply_ulysses(model: PreTrainedModel, ctx: SequenceParallel, *, batches: str
 
 
 def share_prefixes(model: PreTrainedModel, min_tokens: int = 256) -> None:
-    """Makes this model, which may be in PEFT's wrapper, compute a beginning that rows of a batch share only once, such
-    as the prompt of several completions. Losses, logits and gradients are those of the batch as it is.
+    """Makes a model compute a prefix that rows of a batch share only once, such as the prompt of several completions.
+    Losses, logits and gradients stay the same. The model may be in PEFT's wrapper.
 
-    Rows share a beginning of at least `min_tokens` tokens if these have the same ids or embeddings, at the same
-    positions. Every forward of more than one row looks for them, with one wait for the device. A forward with a cache,
+    Rows share a prefix of at least `min_tokens` tokens if these have the same ids or embeddings, at the same positions.
+    Every forward of more than one row looks for prefixes, with one wait for the device. A forward with a cache,
     with a mask over two dimensions of tokens, or with holes in its mask runs row by row. Random numbers, such as
     dropout's, are drawn once for shared tokens.
 
@@ -85,7 +85,7 @@ def share_prefixes(model: PreTrainedModel, min_tokens: int = 256) -> None:
     name = text_model_of(model).config._attn_implementation if applied is None else applied.implementation
     if not has_masks(name):
         raise ValueError(
-            f"{name!r} has no mask function, which queries behind a shared beginning need; "
+            f"{name!r} has no mask function, which queries after a shared prefix need; "
             'register one in AttentionMaskInterface, or model.set_attn_implementation("sdpa")'
         )
     if applied is None:
@@ -128,7 +128,7 @@ def _without_adapter(model: nn.Module) -> nn.Module:
 
 
 def is_recurrent(model: PreTrainedModel) -> bool:
-    """Says if something besides attention mixes tokens."""
+    """Returns whether something besides attention mixes tokens."""
     kinds = set(getattr(model.config.get_text_config(), "layer_types", None) or ())
     stateful = bool(kinds & _RECURRENCES) or getattr(model, "_is_stateful", False)
     return stateful or any(map(is_recurrence, model.modules()))

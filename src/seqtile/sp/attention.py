@@ -101,8 +101,8 @@ def _as_computed(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
 class UlyssesFunction(SequenceParallelFunction):
     """The attention that is registered with Hugging Face.
 
-    `otherwise` is the name of the attention that computes what comes without a layout: batches of a model that shares
-    beginnings of rows, where there are none, in a checkpoint's recomputation. Without it that is an error.
+    `otherwise` is the name of the attention that computes calls without a layout: in a model that shares prefixes, a
+    checkpoint's recomputation for a batch without any. Without `otherwise` such a call is an error.
     """
 
     def __init__(self, otherwise: str | None = None):
@@ -140,8 +140,8 @@ class UlyssesFunction(SequenceParallelFunction):
     def _steps(
         self, module: nn.Module, attention_mask: Any, heads: tuple[int, int], **options: Any
     ) -> UlyssesAttention:
-        """Returns the steps of what Hugging Face's code asks of attention. ValueError for what is not causal attention
-        within documents."""
+        """Returns the steps of a call of attention by Hugging Face's code. Raises ValueError unless it is causal
+        attention within documents."""
         layout, window, causal = layout_in(options, module), options.get("sliding_window"), options.get("is_causal")
         wrong = []
         if attention_mask is not None:

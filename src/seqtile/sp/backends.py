@@ -1,11 +1,11 @@
-"""Calls the attentions that Hugging Face registers, each in its own form, for some queries of a sequence.
+"""Calls the attention functions that Hugging Face registers, each with its kind of mask, for some queries of a
+sequence.
 
-An attention's form is that of the masks Hugging Face makes for it: booleans or addends (sdpa, eager), cumulative
-lengths of documents (flash attention), a BlockMask (flex attention). One that is registered without masks is asked for
-causal squares only. In every form a query sees its own document, up to itself, no further back than the window, and no
-padding.
+The kinds are boolean and additive masks (sdpa, eager), cumulative lengths of documents (flash attention), and a
+BlockMask (flex attention). An attention without a mask function computes causal squares only. With each kind a query
+sees its own document up to itself, no further back than the window, and no padding.
 
-All forms are made from segments, see segments.py. No mask of length x length is ever made.
+All kinds are made from segments, see segments.py. No mask of length x length is ever made.
 """
 
 import sys
@@ -27,7 +27,7 @@ from seqtile.sp.layout import Layout
 from seqtile.sp.recompute import Call, call_again_in_backward, gathered
 from seqtile.sp.segments import Block, blocks, family, segments
 
-SINKS = "s_aux"  # as Hugging Face passes an attention's sinks [H], logits that take a part of every softmax
+SINKS = "s_aux"  # Hugging Face's argument for sinks [H], logits that take a part of every softmax
 SIDE = 128  # tokens a side of a BlockMask's blocks, torch's default
 
 
@@ -39,11 +39,11 @@ class LocalAttention(NamedTuple):
     heads: RankHeads
     window: int | None
     options: dict[str, Any]
-    """scaling, dropout and, if there are, softcap and sinks, as Hugging Face passes them."""
+    """scaling, dropout and, if the model has them, softcap and sinks, as Hugging Face passes them."""
 
     @property
     def reach(self) -> int:
-        """How many keys a query sees at most, its own and those before it."""
+        """The most keys that a query sees, its own included."""
         return self.layout.length if self.window is None else self.window
 
     @property
@@ -52,7 +52,7 @@ class LocalAttention(NamedTuple):
         return self.layout.spans[self.window is not None]
 
     def of_heads(self, heads: slice) -> "LocalAttention":
-        """Returns the same with the sinks of some heads."""
+        """Returns this attention with the sinks of some heads only."""
         if SINKS not in self.options:
             return self
         return self._replace(options=self.options | {SINKS: self.options[SINKS][heads]})
@@ -63,14 +63,14 @@ class LocalAttention(NamedTuple):
 
     @property
     def draws(self) -> bool:
-        """Whether it draws random numbers."""
+        """True if it draws random numbers."""
         return bool(self.options.get("dropout"))
 
     def with_sinks(self, sinks: Tensor | None) -> "LocalAttention":
         return self if sinks is None else self._replace(options=self.options | {SINKS: sinks})
 
     def compute(self, q: Tensor, k: Tensor, v: Tensor, mask: Any = None, **others: Any) -> Tensor:
-        """Calls it as Hugging Face does. q [B, h, n, K], k and v [B, kv, m, K] to [B, n, h, K]."""
+        """Calls the attention as Hugging Face does: from q [B, h, n, K], k and v [B, kv, m, K] to [B, n, h, K]."""
         name = self.layout.implementation
         function = self.eager if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
         config = Overridden(self.module.config, _attn_implementation=name)
@@ -81,7 +81,7 @@ class LocalAttention(NamedTuple):
 
     @property
     def eager(self) -> Callable[..., Any]:
-        """The eager attention, which is in no registry: Gemma 2's has all options but sinks; with sinks the model's."""
+        """The eager attention, which no registry has: the model's own if it has sinks, else Gemma 2's."""
         modeling = sys.modules[type(self.module).__module__] if SINKS in self.options else modeling_gemma2
         return modeling.eager_attention_forward
 
@@ -97,35 +97,35 @@ class Overridden:
 
 
 def attend(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Computes this rank's queries q [B, h, rows, K] against k and v [B, kv, length, K], to [B, rows, h, K].
+    """Computes attention of this rank's queries q [B, h, rows, K] to k and v [B, kv, length, K]: [B, rows, h, K].
 
-    Queries of padding get zeros.
+    Outputs of padding are zeros.
     """
     compute = _form_of(attention.layout.implementation) or by_masks
     groups = attention.heads.groups
     out = joined([compute(attention.of_heads(heads), q[:, heads], k[:, kv], v[:, kv]) for heads, kv in groups], 2)
-    if q.requires_grad and not out.requires_grad:  # nothing but padding here; the backward's collectives must still run
+    if q.requires_grad and not out.requires_grad:  # only padding here; the collectives of the backward must still run
         out = torch.cat([out, q.transpose(1, 2)[:, :0].expand(-1, -1, -1, v.shape[3])], 1)
     return out
 
 
 def joined(parts: list[Tensor], dim: int) -> Tensor:
-    """Returns the parts as one; one alone is not copied."""
+    """Returns the concatenated parts; a single one is not copied."""
     return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
 
 
 def in_parts(tensors: Sequence[Tensor], sizes: list[int], dim: int) -> list[Sequence[Tensor]]:
-    """Returns the parts of all tensors; one alone is not split, whose gradient would be copied."""
+    """Splits each tensor into parts; a single part is not split, which would copy its gradient."""
     return [tensors] if len(sizes) == 1 else list(zip(*(x.split(sizes, dim) for x in tensors), strict=True))
 
 
 def _zeros(q: Tensor, v: Tensor) -> Tensor:
-    """Returns the outputs [B, n, h, K] of queries of padding q [B, h, n, K]."""
+    """Returns zeros [B, n, h, K], the outputs of padding's queries q [B, h, n, K]."""
     return q.new_zeros(len(q), q.shape[2], q.shape[1], v.shape[3])
 
 
 def by_masks(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor, additive: bool = False) -> Tensor:
-    """Computes block after block, with booleans or addends; rows with the same documents together."""
+    """Computes attention block by block, with boolean or additive masks; rows with the same documents together."""
     found, rows, reach = [], attention.heads.rows, attention.reach
     parted = segments(attention.layout, rows, reach, attention.spans)
 
@@ -164,13 +164,13 @@ def by_masks(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor, additiv
 
 
 def is_causal_from_the_end(q: Tensor, block: Block, reach: int) -> bool:
-    """Says if sdpa has a kernel for a block with more keys than queries: on a GPU, without a mask."""
+    """Returns whether sdpa has a kernel for this causal block without a mask: on a GPU."""
     return q.is_cuda and block.is_causal(reach)
 
 
 def _visible(attention: LocalAttention, batch: int) -> Iterator[tuple[int, int, Block]]:
-    """Yields every segment of every row of the batch but padding's: the row, the place of its first query among this
-    rank's, and the segment."""
+    """Yields each segment of each row of the batch, except padding: the row, the index of the segment's first query
+    among this rank's, and the segment."""
     found = segments(attention.layout, attention.heads.rows, attention.reach, attention.spans)
     for row in range(batch):
         at = 0
@@ -181,8 +181,8 @@ def _visible(attention: LocalAttention, batch: int) -> Iterator[tuple[int, int, 
 
 
 def by_lengths(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Asks flash attention for all segments of all rows in one call, as sequences of their own, causal from their ends:
-    documents one behind the other, told apart by their cumulative lengths."""
+    """Calls flash attention once for all segments of all rows, as packed sequences with cumulative lengths, each causal
+    from its end."""
     batch, heads, rows, _ = q.shape
     flat = [x.transpose(1, 2).flatten(0, 1).transpose(0, 1)[None] for x in (q, k, v)]
     if attention.layout.parents:
@@ -198,8 +198,8 @@ def by_lengths(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor) -> Te
 
 
 def _lengths(attention: LocalAttention, batch: int, device: torch.device) -> tuple[Any, Any, dict[str, Any]]:
-    """Returns which of the flattened queries, and which keys, to take one behind the other, None for all in order; and
-    how Hugging Face's flash attention is told where documents begin."""
+    """Returns the indices of the flattened queries, and of the keys, that the call gets, None for all in order; and the
+    arguments that tell Hugging Face's flash attention where sequences begin."""
     rows, length = count(attention.heads.rows), attention.layout.length
     queries, keys = [torch.arange(0)], [torch.arange(0)]
     for row, at, segment in _visible(attention, batch):
@@ -212,7 +212,7 @@ def _lengths(attention: LocalAttention, batch: int, device: torch.device) -> tup
 
 
 def _told(queries: list[int], keys: list[int], device: torch.device) -> dict[str, Any]:
-    """Returns how Hugging Face's flash attention is told of sequences with so many queries and keys each."""
+    """Returns the arguments of Hugging Face's flash attention for sequences of these numbers of queries and keys."""
     found: dict[str, Any] = {}
     for name, sizes in (("q", queries), ("k", keys)):
         lengths = torch.tensor([0, *sizes])
@@ -222,8 +222,8 @@ def _told(queries: list[int], keys: list[int], device: torch.device) -> dict[str
 
 
 def _in_several_calls(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Asks flash attention for the segments of one row whose documents share keys, in as many calls as it takes for
-    none to be given more keys than the row has. Their queries follow each other; behind them is padding alone."""
+    """Calls flash attention for the segments of one row whose documents share keys, as often as it takes for no call to
+    get more keys than the row has. The queries of the calls are consecutive, and only padding follows them."""
     key = ("several lengths", attention.reach, attention.heads.rows)
     calls = attention.layout.once(key, lambda: list(_calls(attention, q.device)))
     sizes = [queries for queries, _, _ in calls]
@@ -240,7 +240,7 @@ def _in_several_calls(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor
 
 
 def _calls(attention: LocalAttention, device: torch.device) -> Iterator[tuple[int, Rows, dict[str, Any]]]:
-    """Yields of each call how many queries it has, its keys, and how flash attention is told of its segments."""
+    """Yields for each call its number of queries, its keys, and the arguments that describe its segments."""
     waiting: list[Block] = []
 
     def call() -> tuple[int, Rows, dict[str, Any]]:
@@ -258,20 +258,20 @@ def _calls(attention: LocalAttention, device: torch.device) -> Iterator[tuple[in
 
 
 def by_block_mask(attention: LocalAttention, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Asks flex attention, with a mask of what each query sees."""
+    """Calls flex attention with a BlockMask."""
     key = ("block mask", attention.reach, attention.heads.rows, bool(attention.spans))
     return attention.compute(q, k, v, attention.layout.once(key, lambda: block_mask(attention, len(q), q.device)))
 
 
 def block_mask(attention: LocalAttention, batch: int, device: torch.device) -> BlockMask:
-    """Returns the BlockMask of this rank's queries, from no tensor larger than queries x keys / 128^2.
+    """Returns the BlockMask of this rank's queries; no tensor is larger than queries x keys / 128^2.
 
-    A query sees a key that is not behind it and less than the window away, if it is in the key's document or in one
-    that goes on from there; these follow each other, so that each key has an end.
+    A query sees a key that is not after it and is less than the window away, if the query is in the key's document or
+    in one that continues it. These documents are consecutive, so each key is visible up to one end.
     """
     queries, layout, reach = count(attention.heads.rows), attention.layout, attention.reach
     keys = -(-layout.length // SIDE) * SIDE
-    last = torch.full((batch, -(-queries // SIDE) * SIDE), -1)  # the last key that a query sees; none
+    last = torch.full((batch, -(-queries // SIDE) * SIDE), -1)  # the last key that a query sees; -1: none
     for row, at, (q0, q1, seen, two_ways) in _visible(attention, batch):
         last[row, at : at + q1 - q0] = seen[-1][1] - 1 if two_ways else torch.arange(q0, q1)
     place = F.pad(torch.cat([torch.arange(*piece) for piece in attention.heads.rows]), (0, last.shape[1] - queries))
@@ -302,7 +302,7 @@ def block_mask(attention: LocalAttention, batch: int, device: torch.device) -> B
 
 
 def _listed(chosen: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns for each row of [B, queries / 128, keys / 128] how many are chosen, and which, those first."""
+    """Returns for each row of [B, queries / 128, keys / 128] how many are chosen, and all indices, the chosen first."""
     order = chosen.to(torch.int32).argsort(dim=2, descending=True, stable=True)
     return chosen.sum(2, dtype=torch.int32)[:, None], order.to(torch.int32)[:, None]
 
@@ -320,17 +320,17 @@ def _form_of(implementation: str) -> Callable[..., Tensor] | None:
 
 
 def has_masks(implementation: str) -> bool:
-    """Says if an attention can compute more than causal squares."""
+    """Returns whether an attention can compute more than causal squares."""
     return _form_of(implementation) is not None
 
 
 def check(attention: LocalAttention, ranks: int, q_heads: int) -> None:
-    """Raises ValueError, alike on every rank, for what the wrapped attention cannot express."""
+    """Raises ValueError, the same on every rank, for what the wrapped attention cannot compute."""
     name, window = attention.layout.implementation, attention.window
     longest = max((stop - start for row in attention.layout.documents for start, stop in row), default=0)
     for option, what in (("softcap", "soft cap of scores"), (SINKS, "sinks")):
         if option in attention.options and name == "sdpa":
-            raise ValueError(f'sdpa has no {what}, which this model has; model.set_attn_implementation("eager")')
+            raise ValueError(f'sdpa has no {what}, which this model needs; model.set_attn_implementation("eager")')
     if SINKS in attention.options and name == "eager" and "sinks" not in attention.eager.__code__.co_names:
         raise ValueError(
             f"the eager attention of {type(attention.module).__name__} has no sinks; leave this model whole"

@@ -2,7 +2,7 @@
 
 Hugging Face computes it from the router logits of all layers: with f the share of tokens that an expert is chosen for
 and p its mean probability, experts * sum(f p) (Switch Transformer, arXiv:2101.03961, 2.2). Both are means over tokens,
-so ranks add up sums of theirs, [experts] each, and no rank has the others' logits.
+so ranks exchange only sums over their tokens, [experts] each, and no logits.
 """
 
 import inspect
@@ -18,14 +18,14 @@ _NAMES = {"load_balancing_loss_func", "router_aux_loss_coef"}  # in a forward th
 
 
 class Balance(NamedTuple):
-    """What a model adds to its loss."""
+    """The factor and the experts per token of a model's balancing loss."""
 
     factor: float
     top_k: int
 
     @classmethod
     def of(cls, model: nn.Module) -> "Balance | None":
-        """Returns it of a model whose class adds it as Hugging Face's do; None of any other."""
+        """Returns these for a model whose class adds the loss as Hugging Face's do; None for any other."""
         forwards = [inspect.unwrap(vars(kind)["forward"]) for kind in type(model).__mro__ if "forward" in vars(kind)]
         codes = [forward.__code__ for forward in forwards if hasattr(forward, "__code__")]
         if not any(set(code.co_names) >= _NAMES for code in codes):
@@ -36,8 +36,8 @@ class Balance(NamedTuple):
         return None if factor is None or top_k is None else cls(factor, top_k)
 
     def over_ranks(self, output: Any, counted: Tensor, sp_group: SequenceParallel) -> None:
-        """Replaces this rank's balancing loss in a model's output by that of all ranks' tokens: `aux_loss` whole, in
-        `loss` this rank's part of it. `counted` [B S] is False where a token is padding. One all-reduce."""
+        """Replaces this rank's balancing loss in a model's output by that of all ranks' tokens: the whole in
+        `aux_loss`, this rank's part in `loss`. `counted` [B S] is False for padding. One all-reduce."""
         own, whole = output["aux_loss"], self._whole(output["router_logits"], counted, sp_group)
         if output.get("loss") is not None:
             # In value 1 / size of it; the gradient is that of this rank's tokens.

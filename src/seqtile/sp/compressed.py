@@ -19,7 +19,7 @@ _PARTS = ("kv_b_proj", "kv_lora_rank", "qk_rope_head_dim", "qk_nope_head_dim", "
 
 
 def is_latent(module: nn.Module) -> bool:
-    """Says if a module is an attention of Hugging Face's that expands latents as above."""
+    """Returns whether a module is an attention of Hugging Face's that expands latents as above."""
     known = type(module).__module__.startswith("transformers.models.") and "expand_kv" not in vars(module)
     method = getattr(type(module), "expand_kv", None)
     if not known or method is None or not all(hasattr(module, part) for part in _PARTS):

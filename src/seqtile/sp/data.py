@@ -67,8 +67,8 @@ def count_items(batches: list[dict[str, Tensor]], ctx: SequenceParallel) -> Tens
 def parts_of(
     batch: dict[str, Any], ranks: Sequence[int], size: int, batch_hash: Tensor | None = None
 ) -> list[dict[str, Any]]:
-    """Returns what each of these ranks of `size` keeps of a whole batch, with what every shard of it needs.
-    `batch_hash`: if the batch is hashed already."""
+    """Returns the shards of a whole batch for these ranks of `size`, with what a shard needs besides. `batch_hash`: the
+    batch's hash, if it is known already."""
     if not isinstance(batch, Mapping):
         raise TypeError(f"expected a dict of tensors as batch, got a {type(batch).__name__}")
     if BATCH_HASH in batch:
@@ -102,7 +102,7 @@ def parts_of(
 
 
 def sequence_dim(name: str, value: Any, batch: int, length: int) -> int | None:
-    """Returns the dimension along which a value has the sequence; None if it has none."""
+    """Returns a value's dimension of the sequence; None if it has none."""
     if not isinstance(value, Tensor) or value.ndim < 2:
         return None
     if name == "position_ids":
@@ -111,8 +111,8 @@ def sequence_dim(name: str, value: Any, batch: int, length: int) -> int | None:
 
 
 def _padded(name: str, value: Tensor, padding: range) -> Tensor:
-    """Returns `value` [..., tokens, ...] with the padding tokens `padding` (their indices in all of the batch's
-    padding) behind it. In `position_ids` they are a document of their own, so no other token attends to them."""
+    """Returns `value` [..., tokens, ...] with the padding tokens `padding` (their indices in the batch's padding)
+    appended. In `position_ids` they are a document of their own, so no other token attends to them."""
     if name == "position_ids":
         tail = torch.arange(padding.start, padding.stop, device=value.device, dtype=value.dtype)
         return torch.cat([value, tail.expand(*value.shape[:-1], -1)], -1)
@@ -141,7 +141,7 @@ class ShardedDataLoader:
     ):
         self.dataloader, self.sp_group, self.device = dataloader, ctx, device or device_of(ctx)
         self.epoch = self.steps = 0
-        """The epoch that runs or comes next, and how many of its steps are done."""
+        """The current or next epoch, and how many of its steps are done."""
         self._generator: torch.Generator | None = getattr(dataloader, "generator", None)
         self._start: dict[str, Any] | None = None
         self._resume = False
@@ -152,7 +152,7 @@ class ShardedDataLoader:
         self._lengths = torch.stack(gather(torch.tensor(length, device=device_of(ctx)), ctx)).tolist()
 
     def __len__(self) -> int:
-        """Returns the steps of an epoch, of dataloaders as long as they were when this was made."""
+        """Returns the steps of an epoch, by the lengths of the dataloaders when this was made."""
         if _NO_LENGTH in self._lengths:
             rank = self._lengths.index(_NO_LENGTH)
             raise TypeError(
@@ -162,7 +162,7 @@ class ShardedDataLoader:
         return sum(self._lengths)
 
     def set_epoch(self, epoch: int) -> None:
-        """Sets the epoch that comes next, from its beginning unless a state of it has been loaded."""
+        """Sets the next epoch. It starts from its first step, unless a state of it was loaded."""
         if epoch != self.epoch:
             self.epoch, self.steps, self._resume = epoch, 0, False
         sampler = getattr(self.dataloader, "batch_sampler", None)
@@ -189,7 +189,7 @@ class ShardedDataLoader:
         return {"torch": torch.get_rng_state(), "loader": self._generator and self._generator.get_state()}
 
     def _batches(self) -> Iterator[dict[str, Any]]:
-        """Yields the loader's, drawn from the random state that this epoch began with."""
+        """Yields the loader's batches, drawn with the random state at the start of this epoch."""
         resume, self._resume = self._resume, False
         self._start = self._start if resume else self._random_state()
         with torch.random.fork_rng(devices=(), enabled=resume):
@@ -197,15 +197,15 @@ class ShardedDataLoader:
             if self._generator is not None:
                 self._generator.set_state(self._start["loader"])
             batches = iter(self.dataloader)
-            first = list(islice(batches, 1))  # samplers draw their order when they are asked for the first batch
+            first = list(islice(batches, 1))  # samplers draw their order with the first batch
         yield from chain(first, batches)
 
 
 def rounds(
     batches: Iterator[dict[str, Any]], sp_group: SequenceParallel, device: torch.device | str, skip: int = 0
 ) -> Iterator[dict[str, Tensor]]:
-    """Yields this rank's shards of what the ranks of the group draw, round by round, rank by rank; the first `skip`
-    left out. Raises ValueError on every rank if one of them has no batch that can be cut."""
+    """Yields this rank's shards of the batches that the group's ranks draw, round by round, rank by rank, without the
+    first `skip`. Raises ValueError on every rank if one of them fails to draw or to cut its batch."""
     while True:
         parcels, error = _parcels(batches, sp_group.size)
         sizes = [len(parcel) for parcel in parcels] or [_FAILED] * sp_group.size
@@ -230,8 +230,8 @@ def rounds(
 
 
 def _parcels(batches: Iterator[dict[str, Any]], size: int) -> tuple[list[Tensor], Exception | None]:
-    """Returns for each rank of the group its shard of the next batch, as bytes; of none at the end. Or why there are
-    none."""
+    """Returns for each rank of the group its shard of the next batch, as bytes, empty at the end; or no shards and the
+    error."""
     try:
         if (batch := next(batches, None)) is None:
             return [torch.empty(_NOTHING, dtype=torch.uint8)] * size, None

@@ -1,8 +1,8 @@
-"""What the ranks of a group know of the batch that they compute together, one `Layout` a forward: which tokens may
-attend to which, told by position_ids and attention_mask alone, and what layers derive from that.
+"""What the ranks of a group know of their common batch, one `Layout` per forward: which tokens may attend to which,
+decided by position_ids and attention_mask alone, and what layers derive from that.
 
-Before that the ranks compare what they hold, so that none computes with the shards of another batch: where a batch is
-cut, a hash of all of it goes with every shard, and every forward compares the ranks' hashes.
+First the ranks compare what they hold, so that none computes with shards of another batch: each shard carries a hash of
+the whole batch, and every forward compares the ranks' hashes.
 Source: Arctic Long Sequence Training, 3.4.
 """
 
@@ -39,15 +39,15 @@ class Layout:
         """For each row of the batch the [start, stop) of its documents; padding is in none. One entry if all are
         alike."""
         self.parents: tuple[int | None, ...] = ()
-        """Of a batch whose rows share beginnings, for each document of its one row the one that it goes on from, which
-        comes before it; see prefixes.py."""
+        """If rows of the batch share prefixes: for each document of its one row the one that it continues, which comes
+        before it; see prefixes.py."""
         self.spans: tuple[tuple[Rows, ...], tuple[Rows, ...]] = ((), ())
-        """Of layers without a window and with one, for each entry of documents the [start, stop) of spans whose
-        tokens see each other both ways, if any are."""
+        """For layers without and with a window, for each entry of documents: the [start, stop) of spans whose tokens
+        see each other both ways, if there are any."""
         self.is_masked_outside = False
-        """Whether a mask was made outside of the text model, which is causal but for the spans."""
+        """True if a mask was made outside the text model; it is causal except in the spans."""
         self.implementation = implementation
-        """The attention that the model had, which computes this rank's heads."""
+        """The model's original attention, which computes this rank's heads."""
         self.attended: set[int] = set()
         """The modules that have attended, by id."""
         self.convolution: Any = None

@@ -1,4 +1,4 @@
-"""The loss of a group from its ranks' partial losses, and the guard of a backward that would leave it out.
+"""Makes a group's loss from its ranks' partial losses, and guards against a backward without that.
 
 Source: Arctic Long Sequence Training, 4.2.
 """
@@ -11,8 +11,8 @@ from seqtile.sp.groups import SequenceParallel
 
 
 class PartialLossFunction(torch.autograd.Function):
-    """The loss of a shard, as it is. Its backward raises RuntimeError, unless the gradient comes from a loss that
-    `allow_backward` was given."""
+    """Returns the loss of a shard unchanged. Its backward raises RuntimeError unless the gradient comes from a loss
+    that went through `allow_backward`."""
 
     @staticmethod
     def forward(node, loss: Tensor, size: int) -> Tensor:
@@ -26,13 +26,13 @@ class PartialLossFunction(torch.autograd.Function):
                 f"a rank's partial loss leaves 1/{node.size} of the gradients once ranks average them; expected "
                 "loss = sp.reduce_loss(loss, ctx) before loss.backward(), or sp.SequenceParallelTrainerMixin"
             )
-        node.is_reduced = False  # the next backward of this graph has to come the same way
+        node.is_reduced = False  # so that the next backward of this graph is checked too
         return d_loss, None
 
 
 def allow_backward(loss: Tensor, sp_group: SequenceParallel) -> Tensor:
-    """Returns `loss`, whose gradient may go to the partial losses that it was computed from: it is scaled by the size
-    of the group."""
+    """Returns `loss`, which must be scaled by the size of the group, and lets its backward pass through the partial
+    losses from which it was computed."""
     if sp_group.size == 1 or not loss.requires_grad:
         return loss
     seen, nodes = set(), [loss.grad_fn]
@@ -59,8 +59,8 @@ def reduce_loss(loss: Tensor, ctx: SequenceParallel) -> Tensor:
     so that a reducer that averages over all ranks (DDP, FSDP2, ZeRO) ends with the gradient of one process: the average
     of the data-parallel groups' gradients. With DeepSpeed call `engine.backward(loss, scale_wrt_gas=False)`. Do not
     call it with Hugging Face's Trainer and the mixin, which scale by themselves. The backward of a partial loss that a
-    model returned raises RuntimeError if this was not called; for one that you compute from logits nothing can check
-    it.
+    model returned raises RuntimeError if this was not called. Nothing can check this for a loss that you compute from
+    logits.
     """
     if loss is None:
         raise ValueError("the model returned no loss: the batch has no labels")

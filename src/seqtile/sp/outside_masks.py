@@ -1,8 +1,7 @@
-"""Masks that a model makes outside of its text model, taken down as what they are made of: no rank makes one of
-length x length.
+"""Records the masks that a model makes outside its text model as recipes, so that no rank makes one of length x length.
 
-Gemma 3 and others let the tokens of an image see each other both ways. Hugging Face asks the mask function that is
-registered for an attention: here one that returns a `MaskRecipe`, which the model hands on to its text model.
+Gemma 3 and others let the tokens of an image see each other both ways. Hugging Face calls the mask function that is
+registered for an attention. Here it returns a `MaskRecipe`, which the model passes on to its text model.
 """
 
 from collections.abc import Callable, Iterator
@@ -18,7 +17,7 @@ from seqtile.sp.all_to_all import Rows
 from seqtile.sp.layout import documents_of
 
 OUTSIDE = "seqtile_masks_outside"
-"""The attention's name while code outside of the text model runs."""
+"""The attention's name while code outside the text model runs."""
 _CAUSAL = {"causal_mask_function", "and_masks", "or_masks", "sliding_window_overlay", "padding_mask_function"}
 _CAUSAL |= {"packed_sequence_mask_function", "remap_positions_for_packed_sequence", "add_offsets_to_mask_function"}
 _CAUSAL |= {"packed_sequence_compatibility_function"}
@@ -26,14 +25,14 @@ _TWO_WAYS = "blockwise_overlay"
 
 
 class MaskRecipe(NamedTuple):
-    """What a mask is made of besides causality, documents and a window, which layers are told."""
+    """The contents of a mask besides causality, documents and a window, which layers know."""
 
     padding: Tensor | None
-    """[B, S], True where a token is none."""
+    """[B, S], True for tokens, False for padding."""
     spans: Tensor | None
-    """[B, S], the number of the span of a token whose tokens see each other both ways; -1 in none."""
+    """[B, S], for each token the number of its span, whose tokens see each other both ways; -1 in no span."""
     function: Callable[..., Tensor]
-    """Says whether in row b, head h a query sees a key: function(b, h, query, key)."""
+    """function(b, h, query, key) returns whether a query sees a key in row b and head h."""
 
 
 def register_recipes() -> None:
@@ -44,7 +43,7 @@ def _recipe(*, mask_function: Callable, attention_mask: Tensor | None = None, **
     """Replaces Hugging Face's functions that make masks. Raises ValueError for an unknown mask."""
     spans, functions = None, list(_functions_in(mask_function))
     if causal_mask_function not in functions:
-        raise ValueError("a mask that is not causal is made outside of the text model; leave this model whole")
+        raise ValueError("expected causal masks, got another one from outside the text model; leave this model whole")
     for function in functions:
         name = function.__qualname__.partition(".")[0]
         known = function.__module__ == "transformers.masking_utils" and (name in _CAUSAL or name == _TWO_WAYS)
@@ -59,7 +58,7 @@ def _recipe(*, mask_function: Callable, attention_mask: Tensor | None = None, **
 
 
 def _functions_in(function: FunctionType) -> Iterator[FunctionType]:
-    """Yields a function, and those that it has in its closure."""
+    """Yields a function and those in its closure, recursively."""
     yield function
     for cell in function.__closure__ or ():
         held = cell.cell_contents
@@ -69,10 +68,9 @@ def _functions_in(function: FunctionType) -> Iterator[FunctionType]:
 
 
 def spans_of(recipe: MaskRecipe, window: int | None) -> tuple[Rows, ...]:
-    """Returns for each row of the batch the [start, stop) of its spans, nothing if there are none. One wait for the
-    device.
+    """Returns for each row of the batch the [start, stop) of its spans, () without spans. One wait for the device.
 
-    Raises ValueError where a span has a hole, or is seen further back than the window of the layers.
+    Raises ValueError if a span has a hole, or reaches further back than the window of the layers.
     """
     if (numbers := recipe.spans) is None:
         return ()

@@ -1,4 +1,4 @@
-"""Which rank of a group holds which tokens, and the collectives that give each rank the values of all."""
+"""Which rank of a group holds which tokens, and the collectives that give every rank the values of all tokens."""
 
 from collections.abc import Callable
 
@@ -13,10 +13,10 @@ from seqtile.tensor_like import View
 
 
 class Owners:
-    """For each of some tokens [...] the rank that holds its values, and which of that rank's rows [n, ...] they are:
-    the same on every rank of the group, on the CPU.
+    """For each token of a tensor [...]: the rank that holds its values, and in which of that rank's rows [n, ...].
+    Equal on all ranks of the group; on the CPU.
 
-    Without `rows` each rank holds a row of each of its tokens, in their order. With them tokens may share rows.
+    Without `rows` each rank holds one row per token, in order. With `rows` tokens may share a row.
     """
 
     def __init__(self, ranks: Tensor, sp_group: SequenceParallel, rows: Tensor | None = None):
@@ -27,22 +27,22 @@ class Owners:
 
     @classmethod
     def of_sequences(cls, rows: int, length: int, local: int, sp_group: SequenceParallel) -> "Owners":
-        """Returns those of [rows, length] tokens, of which each rank holds `local` neighbours in every row."""
+        """Returns the owners of [rows, length] tokens, of which each rank holds `local` consecutive ones per row."""
         return cls((torch.arange(length) // local).to(torch.int16).expand(rows, -1), sp_group)
 
     def by_token(self) -> "Owners":
-        """Returns the owners of values that each rank has a row of for each of its tokens."""
+        """Returns the owners of values with one row per token."""
         if self.rows is None:
             return self
         self._by_token = self._by_token or Owners(self.ranks, self.sp_group)
         return self._by_token
 
     def flat(self) -> "Owners":
-        """Returns those of the same tokens in one dimension."""
+        """Returns the owners of the same tokens in one dimension."""
         return Owners(self.ranks.flatten(), self.sp_group, None if self.rows is None else self.rows.flatten())
 
     def places(self, device: torch.device) -> list[Tensor]:
-        """Returns for each rank where its tokens are among all tokens, made flat."""
+        """Returns for each rank the indices of its tokens among all tokens, flattened."""
         if device not in self._places:
             ranks = self.ranks.flatten()
             found = [(ranks == rank).nonzero().squeeze(1) for rank in range(self.sp_group.size)]
@@ -50,7 +50,7 @@ class Owners:
         return self._places[device]
 
     def own_rows(self, device: torch.device) -> Tensor | None:
-        """Returns for each of this rank's tokens which of its rows has the values; None if they follow each other."""
+        """Returns for each of this rank's tokens the index of its row; None if each has its own, in order."""
         return None if self.rows is None else self._rows_of(self.sp_group.rank, device)
 
     def _rows_of(self, rank: int, device: torch.device) -> Tensor:
@@ -60,15 +60,15 @@ class Owners:
         return self._rows[rank, device]
 
     def own(self, values: Tensor) -> Tensor:
-        """Returns of values [..., *] of all tokens those of this rank's tokens, [n, *]. With gradients."""
+        """Returns this rank's part [n, *] of the values [..., *] of all tokens. Differentiable."""
         if values.shape[: len(self.shape)] != self.shape:
             raise ValueError(f"expected values of the tokens {list(self.shape)}, got {list(values.shape)}")
         flat = values.reshape(self.shape.numel(), *values.shape[len(self.shape) :])
         return flat[self.places(values.device)[self.sp_group.rank]]
 
     def summed(self, gradients: Tensor, rows: int) -> Tensor:
-        """Returns the gradients of this rank's rows from those of its tokens [n, *]; where tokens share a row, their
-        sum, in float32."""
+        """Returns the gradients of this rank's rows, given those of its tokens [n, *]. Gradients of tokens that share a
+        row are summed in float32."""
         if (index := self.own_rows(gradients.device)) is None:
             return gradients
         dtype = torch.promote_types(gradients.dtype, torch.float32)
@@ -76,25 +76,25 @@ class Owners:
         return total.index_add_(0, index, gradients.to(dtype)).to(gradients.dtype)
 
     def whole(self, rows: Tensor) -> Tensor:
-        """Returns the values [..., *] of all tokens from each rank's rows. One all-gather; without gradients."""
+        """Returns the values [..., *] of all tokens, given each rank's rows. One all-gather; not differentiable."""
         places, device = self.places(rows.device), rows.device
         rows, size = rows.detach(), self.sp_group.size
         if self.rows is not None and size == 1:
             return rows[self.own_rows(device)].view(*self.shape, *rows.shape[1:])
-        most = max(map(len, places)) if self.rows is None else len(rows)  # shared rows are as many on every rank
+        most = max(map(len, places)) if self.rows is None else len(rows)  # with shared rows all ranks have as many
         own = F.pad(rows, [0, 0] * (rows.dim() - 1) + [0, most - len(rows)]).contiguous()
         parts = gather(own, self.sp_group)
-        found = own.new_empty((*self.shape, *own.shape[1:]))  # no view, which could not be changed in place
+        found = own.new_empty((*self.shape, *own.shape[1:]))  # not a view, which could not be changed in place
         for rank, (where, part) in enumerate(zip(places, parts, strict=True)):
             taken = slice(len(where)) if self.rows is None else self._rows_of(rank, device)
             found.view(-1, *own.shape[1:])[where] = part[taken]
         return found
 
     def viewed(self, view: View, device: torch.device | None = None) -> tuple["Owners", Tensor | None]:
-        """Returns the owners of a view of the tokens, and which of this rank's rows it then has, in which order; None
-        if all, in theirs."""
+        """Returns the owners of a view of the tokens, and the indices of this rank's rows in the view; None for all in
+        order."""
         tokens = torch.arange(self.shape.numel(), device=device).view(*self.shape, 1)
-        tokens = view(tokens).squeeze(-1).cpu()  # waits for the device where an index is there
+        tokens = view(tokens).squeeze(-1).cpu()  # waits for the device if an index is on it
         ranks = self.ranks.flatten()
         if self.rows is not None:
             return Owners(ranks[tokens], self.sp_group, self.rows.flatten()[tokens]), None
@@ -113,8 +113,8 @@ class Owners:
 
 
 class _Gathered(torch.autograd.Function):
-    """The values of all tokens, on every rank. All ranks compute the same from them, and reducers average gradients:
-    so that of a rank's rows is multiplied by the size of the group."""
+    """Gathers the values of all tokens on every rank. All ranks compute the same from them, and reducers average
+    gradients, so the backward multiplies the gradient of a rank's rows by the size of the group."""
 
     seqtile_of_all_ranks = True
 
@@ -134,7 +134,7 @@ class _Gathered(torch.autograd.Function):
 
 
 class _OfTokens(torch.autograd.Function):
-    """From the rows that tokens share to a row of each token."""
+    """From rows that tokens share to one row per token."""
 
     @staticmethod
     def forward(node, rows: Tensor, owners: Owners) -> Tensor:
@@ -147,12 +147,12 @@ class _OfTokens(torch.autograd.Function):
 
 
 def of_tokens(rows: Tensor, owners: Owners) -> Tensor:
-    """Returns the values [n, *] of this rank's tokens. Copies them where tokens share rows; with gradients."""
+    """Returns the values [n, *] of this rank's tokens, copied if tokens share rows. Differentiable."""
     return rows if owners.rows is None else _OfTokens.apply(rows, owners)
 
 
 class _Summed(torch.autograd.Function):
-    """The sum of each rank's tensor, on every rank; gradients as in `_Gathered`. One all-reduce."""
+    """The sum of the ranks' tensors, on every rank; gradients as in `_Gathered`. One all-reduce."""
 
     seqtile_of_all_ranks = True
 
@@ -168,7 +168,7 @@ class _Summed(torch.autograd.Function):
 
 
 class _WholeGradient(torch.autograd.Function):
-    """The tensor itself, whose gradient is the mean of what ranks have for it. One all-reduce in the backward."""
+    """The tensor itself; its gradient is the mean of the ranks' gradients. One all-reduce in the backward."""
 
     @staticmethod
     def forward(node, whole: Tensor, sp_group: SequenceParallel) -> Tensor:
@@ -186,8 +186,8 @@ summed: Callable[[Tensor, SequenceParallel], Tensor] = _Summed.apply
 
 
 def depends_on_all_ranks(tensor: Tensor) -> bool:
-    """Says if a tensor was computed from values of all ranks' tokens. Its gradient has to be the same on every rank, so
-    it is no operand where each rank computes its own rows."""
+    """Returns whether a tensor was computed from values of all ranks' tokens. Its gradient must be the same on every
+    rank, so it cannot be an operand where each rank computes its own rows."""
     waiting, seen = [tensor.grad_fn], set()
     while waiting:
         node = waiting.pop()

@@ -1,12 +1,12 @@
-"""Rows of a batch that begin alike, as one row in which each beginning stands once.
+"""Puts rows of a batch that share prefixes into one row, which holds each prefix once.
 
     rows [B, S]    P P P P a a .      one row [1, T]    P P P P | a a | b b b | c c
                    P P P P b b b      documents         0         1    2        3
-                   c c . . . . .      go on from        -         0    0        -
+                   c c . . . . .      continues         -         0    0        -
 
-A document goes on from the one that it has in common with other rows. Its tokens keep their positions. Only attention
-and recurrences have to know of it, see segments.py; all else computes a token by itself. Tokens of several rows are
-the same if everything that the text model is told of them, and of all tokens before them, is.
+A document continues the one that its row shares with other rows. Its tokens keep their positions. Only attention and
+recurrences need to know of this, see segments.py; all else computes each token by itself. Tokens of several rows are
+the same if all inputs of the text model for them, and for all tokens before them, are the same.
 """
 
 from collections.abc import Mapping
@@ -25,18 +25,18 @@ _COMPARED = 2**24  # pairs of tokens that are compared at once
 
 
 class PrefixTree(NamedTuple):
-    """A batch's tokens in one row, each beginning once."""
+    """A batch's tokens in one row, each prefix once."""
 
     documents: Rows
-    """[start, stop) of each in the one row, those that go on from it right behind it."""
+    """[start, stop) of each in the one row; those that continue it follow it."""
     parents: tuple[int | None, ...]
-    """For each document the one that it goes on from."""
+    """For each document the one that it continues."""
     taken: Tensor
-    """[T]: for each token of the one row its place in the batch, made flat; on the CPU."""
+    """[T]: for each token of the one row its index in the flattened batch; on the CPU."""
     places: Tensor
-    """[B, S]: for each token of the batch its place in the one row; for padding 0; on the CPU."""
+    """[B, S]: for each token of the batch its index in the one row, 0 for padding; on the CPU."""
     saved: int
-    """Tokens that are not computed once more."""
+    """The number of tokens saved."""
     last_position: int
     """The largest position of the batch, padding included."""
 
@@ -89,14 +89,14 @@ def prefix_tree(given: Mapping[str, Any], rows: int, length: int, min_tokens: in
 
 
 def _is_known(name: str, value: Any, rows: int, length: int) -> bool:
-    """Says if an argument tells of tokens one by one, or of none."""
+    """Returns whether an argument has values of tokens in a known dimension, or holds no tensor."""
     if sequence_dim(name, value, rows, length) is not None:
         return name != "attention_mask" or value.shape == (rows, length)
     return not any(isinstance(each, Tensor) for each in tree_leaves(value))
 
 
 def _keys(name: str, value: Tensor, rows: int) -> list[Tensor]:
-    """Returns integers [B, S] that are alike where what an argument tells of tokens is."""
+    """Returns integers [B, S] that are equal for tokens for which an argument has equal values."""
     if name == "position_ids" and value.dim() == 3:
         return [axis.expand(rows, -1) for axis in value]
     if value.is_floating_point():

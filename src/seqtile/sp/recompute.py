@@ -1,7 +1,7 @@
-"""Attention in parts, whose keys and masks are made again in the backward instead of being kept.
+"""Computes attention in several calls, which gather keys and masks again in the backward instead of keeping them.
 
-Each call has some of the queries, and the keys that they see: parts of the sequence, which calls may share. Kept for
-the backward are q, k and v alone, once.
+Each call gets some of the queries, and the keys that they see: parts of the sequence, which calls may share. Only q, k
+and v are kept for the backward, once.
 """
 
 from collections.abc import Callable, Sequence
@@ -19,14 +19,14 @@ class Call(NamedTuple):
     """One call of attention."""
 
     function: Callable[[Tensor, Tensor, Tensor, Tensor | None], Tensor]
-    """From q [B, h, n, K], k and v [B, kv, m, K], and sinks [h] if there are, to [B, n, h, K]."""
+    """From q [B, h, n, K], k and v [B, kv, m, K], and sinks [h] if there are any, to [B, n, h, K]."""
     keys: Rows
-    """Which of the sequence's keys and values it is given: parts [start, stop)."""
+    """The parts [start, stop) of the sequence's keys and values that it gets."""
 
 
 def gathered(x: Tensor, keys: Rows | Tensor | None) -> Tensor:
-    """Returns some of [B, h, S, K] as [B, h, m, K]: parts, of which one alone is a view, an index [m],
-    or None for all."""
+    """Returns some of x [B, h, S, K] as [B, h, m, K]. `keys`: parts (a single one gives a view), an index [m], or None
+    for all."""
     if keys is None:
         return x
     if isinstance(keys, Tensor):
@@ -38,10 +38,10 @@ def gathered(x: Tensor, keys: Rows | Tensor | None) -> Tensor:
 def call_again_in_backward(
     calls: Sequence[Call], queries: Sequence[Tensor], k: Tensor, v: Tensor, sinks: Tensor | None, draws: bool
 ) -> tuple[Tensor, ...]:
-    """Returns what each call makes of its queries. The gradients of keys, values and sinks add up in float32.
+    """Returns the output of each call for its queries. The gradients of keys, values and sinks add up in float32.
 
     Allocates the keys and values of one call at a time, in forward and backward, and in the backward the float32
-    gradients. `draws`: the calls draw random numbers, the same in both.
+    gradients. `draws`: the calls draw random numbers, equal in both.
     """
     if not calls:
         return ()
@@ -84,7 +84,7 @@ class _Calls(torch.autograd.Function):
 
 
 def _add(total: Tensor, part: Tensor, keys: Rows | None) -> None:
-    """Adds a gradient to those of the keys that it is of."""
+    """Adds a gradient of some keys to the total of all keys."""
     if keys is None:
         total += part
     else:

@@ -5,13 +5,13 @@ of channels, then a rule (gated delta rule, Kimi's delta attention, Mamba-2's sc
 these channels. Everything else in such a layer is token by token. So its own forward runs on this rank's tokens, with
 these functions replaced:
 
-    convolution   nothing yet: it returns its input
-    rule          all-to-all: of the whole sequence what this rank's heads read
-                  the convolution of their channels and the rule, document by document
-                  all-to-all: of this rank's tokens what all heads return
+    convolution   returns its input
+    rule          all-to-all: gets the operands of this rank's heads, for the whole sequence
+                  the convolution of their channels, and the rule, document by document
+                  all-to-all: gets the results of all heads, for this rank's tokens
 
-Channels and heads are computed by themselves, so no rank needs a neighbour's tokens besides. A layer that has only the
-convolution (LFM2's) does all of it there, channels in the place of heads.
+Channels and heads are independent, so no rank needs more tokens of its neighbours. A layer that has only the
+convolution (LFM2's) does all of this there, with channels instead of heads.
 """
 
 import copy
@@ -40,17 +40,17 @@ class Rule(NamedTuple):
     """The operands of a rule, by the names of its parameters."""
 
     convolved: tuple[str, ...]
-    """Those that are channels of the convolution, in their order there."""
+    """Operands that are channels of the convolution, in its order."""
     own: tuple[str, ...]
-    """Of every head: [B, S, H, K] or [B, S, H]. What is returned is like the first."""
+    """Operands with every head: [B, S, H, K] or [B, S, H]. The result has the first one's shape."""
     shared: tuple[str, ...]
-    """Read by a group of heads: [B, S, G, K], G a divisor of H."""
+    """Operands that groups of heads share: [B, S, G, K], G a divisor of H."""
     of_heads: tuple[str, ...] = ()
     """Parameters [H]."""
     state: str | None = None
-    """The state that it begins with."""
+    """The initial state."""
     wants_state: str | None = None
-    """Whether it is to return the state that it ends with, too."""
+    """The parameter that asks for the final state as well."""
 
 
 _DELTA = Rule(
@@ -68,12 +68,12 @@ RULES = {
         "return_final_states",
     ),
 }
-_ALONE = Rule(("x",), ("x",), ())  # a convolution without a rule: its channels in the place of heads
+_ALONE = Rule(("x",), ("x",), ())  # a convolution without a rule: its channels count as heads
 Operands = dict[str, Tensor]
 Compute = Callable[..., tuple[Tensor, list[Any]]]
-"""A rule of some operands, or the convolution where it is alone: what it returns, and of each group of heads the state
-that it ends with, if that is asked for."""
-BY_TOKEN = {"mlp", "moe"}  # kinds of layers in which no tokens meet
+"""Computes a rule, or a convolution without one. Returns its output, and if asked the final state of each group of
+heads."""
+BY_TOKEN = {"mlp", "moe"}  # kinds of layers that do not mix tokens
 _EMPTY = ("initial_state", "initial_states", "z", "seq_idx", "cu_seqlens", "cu_seq_lens_q")
 
 
@@ -84,23 +84,23 @@ def names_in_forward(module: nn.Module) -> tuple[str, ...]:
 
 
 def is_recurrence(module: nn.Module) -> bool:
-    """Says if a module is a layer of Hugging Face's that is spread as above."""
+    """Returns whether a module is a layer of Hugging Face's that is spread as above."""
     names, kind = names_in_forward(module), type(module)
     if not kind.__module__.startswith("transformers.models.") or _CONVOLUTION not in names:
         return False
     function = inspect.unwrap(kind.forward)
     if function.__module__ != kind.__module__ or "forward" in vars(module):
         return False
-    if not function.__code__.co_flags & inspect.CO_VARKEYWORDS:  # it is not given the layout
+    if not function.__code__.co_flags & inspect.CO_VARKEYWORDS:  # it does not get the layout
         return False
     return len(RULES.keys() & set(names)) == 1 or kind.__name__ in _CONVOLUTION_ALONE
 
 
 def mixers(model: nn.Module) -> list[nn.Module]:
-    """Returns the modules of a model in which tokens meet: the innermost of those that are given a cache."""
+    """Returns the modules of a model that mix tokens: the innermost ones that get a cache."""
     given = []
     for module in model.modules():
-        if getattr(module, "block_type", None) in BY_TOKEN:  # is given a cache all the same
+        if getattr(module, "block_type", None) in BY_TOKEN:  # gets a cache, but does not use it
             continue
         parameters = inspect.signature(inspect.unwrap(type(module).forward)).parameters
         if parameters.keys() & {"past_key_values", "past_key_value", "cache_params"}:
@@ -110,12 +110,12 @@ def mixers(model: nn.Module) -> list[nn.Module]:
 
 
 def is_known(mixer: nn.Module) -> bool:
-    """Says if a module in which tokens meet is spread over ranks: by `Recurrence`, or by its attention's interface."""
+    """Returns whether a module that mixes tokens is spread over ranks: by `Recurrence` or attention's interface."""
     return is_recurrence(mixer) or "ALL_ATTENTION_FUNCTIONS" in names_in_forward(mixer)
 
 
 class Recurrence:
-    """The forward of a layer over ranks: that of its class, with others in the place of the functions that it calls."""
+    """The forward of a layer over ranks: that of its class, with some of the functions that it calls replaced."""
 
     def __init__(self, module: nn.Module, is_alone: bool = False):
         self.module, self.is_alone = module, is_alone
@@ -131,7 +131,7 @@ class Recurrence:
         self._forward = FunctionType(original.__code__, original.__globals__ | places, *rest)
         self._forward.__kwdefaults__ = original.__kwdefaults__
         self.is_whole = False
-        """Every rank is given whole sequences, of which this one computes all tokens."""
+        """True while every rank computes all tokens of whole sequences."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
         is_whole = self.is_whole or (self.is_alone and LAYOUT not in kwargs)
@@ -185,7 +185,7 @@ class Recurrence:
         return (out, None) if rule is _DELTA else out
 
     def _spread(self, layout: Layout, rule: Rule, operands: Operands, compute: Compute, in_one_call: bool) -> Tensor:
-        """Returns what the rule does of this rank's tokens, [B, S, H, K]."""
+        """Returns the rule's output for this rank's tokens, [B, S, H, K]."""
         convolution, layout.convolution = layout.convolution, None
         heads = operands[rule.own[0]].shape[2]
         groups = operands[rule.shared[0]].shape[2] if rule.shared else heads
@@ -226,8 +226,8 @@ def _as_it_is(own: RankHeads, operands: Operands, *states: Any, **options: Any) 
 
 
 def _takes_cu_seqlens(rule: Callable[..., Any]) -> bool:
-    """Says if a kernel of flash-linear-attention's stands in the place of Hugging Face's code, which can be told where
-    documents begin."""
+    """Returns whether a kernel of flash-linear-attention's replaces Hugging Face's code; it takes the starts of
+    documents."""
     known = inspect.getclosurevars(rule).nonlocals
     return bool(known.get("is_new_implementation")) and "cu_seqlens" in known.get("applicable_params", ())
 
@@ -245,7 +245,7 @@ class Convolution(NamedTuple):
     activation: Any
 
     def __call__(self, operands: Sequence[Tensor], channels: Sequence[slice]) -> list[Tensor]:
-        """Convolves operands [B, S, h, K], whose heads are these channels; returns them likewise."""
+        """Convolves operands [B, S, h, K], whose heads are these channels, and returns the same shapes."""
         x = torch.cat([operand.flatten(2) for operand in operands], 2).transpose(1, 2)
         weight = torch.cat([self.weight[chosen] for chosen in channels])
         bias = None if self.bias is None else torch.cat([self.bias[chosen] for chosen in channels])
@@ -254,8 +254,8 @@ class Convolution(NamedTuple):
         return [part.unflatten(2, operand.shape[2:]) for part, operand in zip(parts, operands, strict=True)]
 
     def channels_of(self, operands: Sequence[tuple[Tensor, slice]]) -> list[slice] | None:
-        """Returns the channels that are some heads of each of these operands [B, S, H, K]; None unless these are views
-        of all channels, in their order."""
+        """Returns the channels of some heads of each operand [B, S, H, K]; None unless the operands are views of all
+        channels, in order."""
         found, x, start = [], self.hidden_states, 0
         if sum(operand.shape[2:].numel() for operand, _ in operands) != x.shape[1]:
             return None
@@ -303,8 +303,8 @@ def by_documents(
 def by_tree(
     layout: Layout, convolve: Callable[..., Operands], compute: Compute, arrived: Sequence[Tensor], before: int
 ) -> Tensor:
-    """Returns [1, S, h, K] as `by_documents`, of documents that go on from each other: each begins with the state that
-    the one before it ends with, and its convolution with that one's last `before` tokens."""
+    """Returns [1, S, h, K], as `by_documents` does, for documents that continue others. Each begins with the final
+    state of the document that it continues, and its convolution with that one's last `before` tokens."""
     documents, parents, found = layout.documents[0], layout.parents, []
     ends: list[tuple[Sequence[Tensor], list[Any]]] = []  # of each document the last tokens, and the state
     for i, ((start, stop), parent) in enumerate(zip(documents, parents, strict=True)):

@@ -1,5 +1,5 @@
-"""Losses and log-probabilities of tokens that are over ranks: each rank computes its own rows, with the head's weights
-that it has, and one all-reduce makes the loss, or one all-gather of a number a token makes the values."""
+"""Losses and log-probabilities of tokens that are spread over ranks. Each rank computes its own rows with its head's
+weights. Then one all-reduce makes the loss, or one all-gather of a number a token makes the values."""
 
 from collections.abc import Callable
 from typing import Any
@@ -18,8 +18,8 @@ _IGNORED = -100
 
 
 def _only_labelled(loss: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a loss that is given labelled tokens alone where tokens share hidden states: rows are copied then, and
-    those of a prompt are of no use."""
+    """Makes a loss get only labelled tokens if tokens share hidden states: rows are copied then, and those of a prompt
+    are not needed."""
 
     def of_labelled(
         hidden: Any, weight: Tensor, target: Tensor, *, ignore_index: int | None = _IGNORED, **options: Any
@@ -35,7 +35,7 @@ def _only_labelled(loss: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _among(chosen: Tensor, values: Tensor) -> Tensor:
-    """Returns values [n] of chosen tokens [...] as those of all, zero for others; a number as it is."""
+    """Returns the values [n] of chosen tokens as values of all tokens [...], zero for others; a scalar as it is."""
     return values if values.dim() == 0 else values.new_zeros(chosen.shape).masked_scatter(chosen, values)
 
 
@@ -43,7 +43,7 @@ def _among(chosen: Tensor, values: Tensor) -> Tensor:
 def _cross_entropy(
     hidden: Any, weight: Tensor, target: Tensor, *, ignore_index: int | None = _IGNORED, **options: Any
 ) -> Any:
-    """`linear_cross_entropy`; of metrics, sums over ranks make the means."""
+    """Computes `linear_cross_entropy`; means of metrics are made from sums over ranks."""
     owners, metrics = hidden.owners.by_token(), options.pop("return_metrics", False)
     counted = torch.ones_like(target, dtype=torch.bool) if ignore_index is None else target != ignore_index
     if options.get("reduction", "mean") == "mean" and options.get("num_items") is None:
@@ -63,13 +63,13 @@ def _cross_entropy(
 
 
 def _divisor(target: Tensor, counted: Tensor, weight: Tensor | None) -> Tensor:
-    """Returns what the mean over all ranks' tokens divides by."""
+    """Returns the divisor of the mean over all ranks' tokens."""
     return counted.sum() if weight is None else weight.float()[target.long().where(counted, 0)].where(counted, 0).sum()
 
 
 def _never_empty(rows: Tensor, labels: Tensor, ignored: int) -> tuple[Tensor, Tensor, slice]:
-    """Returns rows and their labels, of a rank that has none one that is ignored; and which of these are its own. So
-    the head's weights get a gradient on every rank."""
+    """Returns rows, their labels, and which of these are the rank's own. A rank without rows gets one ignored row, so
+    that the head's weights have a gradient on every rank."""
     if len(rows):
         return rows, labels, slice(None)
     return F.pad(rows, (0, 0, 0, 1)), labels.new_full((1, *labels.shape[1:]), ignored), slice(0, 0)
@@ -111,7 +111,7 @@ def _topk_divergence(hidden: Any, weight: Tensor, ids: Tensor, log_probs: Tensor
 
 
 def _masked(of_rows: Callable[..., Any], hidden: Any, along: tuple[Tensor, ...], **options: Any) -> Any:
-    """Returns a loss of heads over tokens of which a mask may leave some out."""
+    """Returns a loss of heads over tokens, some of which a mask may leave out."""
     owners, mask = hidden.owners.by_token(), options.pop("mask", None)
     if mask is not None and hidden.owners.rows is not None:  # rows that tokens share are copied: those that count alone
         found = _masked(of_rows, hidden[mask], tuple(each[mask] for each in along), **options)
@@ -152,7 +152,7 @@ def _cross_entropy_of_logits(
 
 
 def _over_ranks(input: Any, target: Tensor, reduction: str, **options: Any) -> Tensor:
-    """torch's cross_entropy of logits [n, V] whose tokens are over ranks, or share rows."""
+    """torch's cross_entropy of logits [n, V] whose tokens are spread over ranks, or share rows."""
     how, owners = "none" if reduction == "none" else "sum", input.owners.by_token()
     losses = F.cross_entropy(input.connected_rows(), owners.own(target), reduction=how, **options)
     if reduction == "none":
@@ -169,4 +169,4 @@ LOSSES: dict[Callable, Callable] = {
     linear_topk_divergence: _topk_divergence,
     F.cross_entropy: _cross_entropy_of_logits,
 }
-"""What each of these is for hidden states, or logits, that are over ranks."""
+"""The versions of these functions for hidden states or logits that are spread over ranks."""

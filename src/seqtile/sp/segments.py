@@ -1,15 +1,15 @@
-"""Which keys the queries of a sequence see, without a mask of length x length: segments, the queries of one document
-with the keys that they may see. Of two documents and padding, and a rank that has the queries marked on the left:
+"""Which keys the queries of a sequence see, without a mask of length x length. A segment is the queries of one document
+with the keys that they may see. Two documents and padding, on a rank that holds the queries marked q:
 
             keys   0 ---------- 9 ---- 14   padding
     queries 0 .    |
-              q      segment 1: a mask, since some queries of the square are another rank's
+              q      segment 1: a mask, since another rank holds some queries of the square
               q    |
             9 q           segment 2: a causal square, no mask
               q                   segment 3: no keys, zeros
 
-A document may go on from another, as completions do from their prompt: then its queries see that one's keys, too, and
-those of all before it.
+A document may continue another, as completions continue their prompt: then its queries also see the keys of that
+document and of those that it continues.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -21,39 +21,38 @@ from torch import Tensor
 from seqtile.sp.all_to_all import Rows, count
 from seqtile.sp.layout import Layout
 
-MASK_ELEMENTS = 2**24  # of the largest mask: 16 MiB of bools
+MASK_ELEMENTS = 2**24  # of the largest mask, 16 MiB of bools
 
 
 class Block(NamedTuple):
-    """Queries [q0, q1) and the keys that one of them may see; no keys for queries of padding."""
+    """Queries [q0, q1) and the keys that at least one of them may see; no keys for padding."""
 
     q0: int
     q1: int
     keys: Rows
-    """In the order of their positions: up to q1, or beyond it where `two_ways`."""
+    """In the order of positions: up to q1, or beyond it if `two_ways`."""
     two_ways: bool = False
-    """Each query sees all keys behind itself, too, of a span whose tokens see each other both ways."""
+    """True for a span whose tokens see each other both ways: each query also sees all keys after itself."""
 
     def is_causal(self, reach: int) -> bool:
-        """Returns whether each query sees all keys up to its own place, which has to be counted from the end."""
+        """Returns whether each query sees all keys up to its own; the last query sees the last key."""
         return bool(self.keys) and not self.two_ways and count(self.keys) <= reach
 
     def is_square(self, reach: int) -> bool:
-        """Returns whether it is a causal square, for which no mask is needed."""
+        """Returns whether it is a causal square, which needs no mask."""
         return self.is_causal(reach) and self.keys == ((self.q0, self.q1),)
 
     def mask(self, reach: int, device: torch.device) -> Tensor:
-        """Returns [queries, keys], True where a query sees a key."""
+        """Returns bool [queries, keys], True where a query sees a key."""
         keys = torch.arange(count(self.keys), device=device)
-        first = len(keys) - (self.keys[-1][1] - self.q0) if self.keys else 0  # where the first query is among the keys
+        first = len(keys) - (self.keys[-1][1] - self.q0) if self.keys else 0  # the first query's index among the keys
         queries = torch.arange(first, first + self.q1 - self.q0, device=device)
         distance = queries[:, None] - keys
         return (distance < reach) if self.two_ways else (distance >= 0) & (distance < reach)
 
 
 def segments(layout: Layout, rows: Rows, reach: int, spans: tuple[Rows, ...] = ()) -> list[list[Block]]:
-    """Returns for each entry of the layout's documents all queries in `rows`, document by document, with the keys that
-    they see."""
+    """Returns for each entry of the layout's documents the queries in `rows` as segments, document by document."""
     key = ("segments", rows, reach, bool(spans))
     of_rows = list(zip(layout.documents, spans or ((),) * len(layout.documents), strict=True))
     return layout.once(
@@ -87,8 +86,8 @@ def segments_of(
 
 
 def family(documents: Rows, parents: Sequence[int | None]) -> tuple[list[Rows], list[int]]:
-    """Returns for each document the parts of the sequence that come before it: none, or those of its parent and the
-    parent itself; and where the last of those ends that go on from it."""
+    """Returns for each document the documents that it continues, first to last; and where the last document that
+    continues it ends."""
     before: list[Rows] = []
     ends = [stop for _, stop in documents]
     parents = parents or (None,) * len(documents)
@@ -101,7 +100,7 @@ def family(documents: Rows, parents: Sequence[int | None]) -> tuple[list[Rows], 
 
 
 def _seen(keys: Rows, q0: int, reach: int) -> Rows:
-    """Returns which of these keys queries from q0 on see, q0 being in the last of their parts."""
+    """Returns those of `keys` that queries from q0 on see; q0 is in the last part of `keys`."""
     wanted, found = keys[-1][1] - q0 + reach - 1, []
     for start, stop in reversed(keys):
         if wanted > 0:
@@ -111,8 +110,8 @@ def _seen(keys: Rows, q0: int, reach: int) -> Rows:
 
 
 def blocks(found: Iterable[Block], reach: int, is_uncut: Callable[[Block], bool]) -> Iterator[Block]:
-    """Yields segments cut so that a mask is small: of as many queries at most as a query sees keys.
-    `is_uncut` says for which no mask is needed, however large it is."""
+    """Yields the segments, cut into blocks with small masks: a block has at most as many queries as a query sees keys.
+    A segment is left uncut if `is_uncut` returns True: it needs no mask, however large it is."""
     for segment in found:
         q0, q1, keys, two_ways = segment
         if not keys or is_uncut(segment):

@@ -1,14 +1,14 @@
-"""The hooks that tell a model's layers of a batch whose tokens are over ranks, in the order of a forward:
+"""The hooks that inform a model's layers about a batch whose tokens are spread over ranks, in the order of a forward:
 
     model      check_batch        finds the batch's `Layout`, from what the ranks hold
      base      add_layout         the `Layout` joins the keyword arguments, which Hugging Face passes to every
                                   attention, also in a checkpoint's recomputation
       rotary   add, drop_last_position    tell embeddings that depend on the length what it is
-     base      check_layers       every layer has attended
-    model      finish             the loss is to be reduced over the ranks before its backward
-               forget_layout      the hooks let go of the `Layout`, also where the forward failed
+     base      check_layers       checks that every layer has attended
+    model      finish             marks the loss, which must be reduced over the ranks before its backward
+               forget_layout      drops the `Layout`, also if the forward failed
 
-A base model that is called by itself finds the layout in add_layout.
+If the base model is called by itself, add_layout finds the layout.
 """
 
 from collections.abc import Iterator
@@ -29,7 +29,7 @@ from seqtile.sp.recurrence import Recurrence, is_recurrence
 
 
 class ShardingHooks:
-    """The hooks that are put on a model, its base model and their rotary embeddings, for batches that were cut."""
+    """The hooks on a model, its base model and their rotary embeddings, for batches that were cut."""
 
     takes_whole = False
     """See `seqtile.protocols.ShardedSequences`."""
@@ -38,21 +38,21 @@ class ShardingHooks:
         "ctx.data_parallel_rank of ctx.data_parallel_size), except with sp.ShardedDataLoader; for whole sequences on "
         "every rank call sp.restore(model) first"
     )
-    """What a batch that is refused should have been."""
+    """The expected batch, for errors."""
 
     def __init__(self, given: PreTrainedModel, model: PreTrainedModel, sp_group: SequenceParallel, layers: int):
         self.model, self.sp_group = model, sp_group
         """The model whose forward is computed over ranks: the given one, or a part of it."""
         self.layers = layers
-        """How many modules tokens meet in."""
+        """The number of modules that mix tokens."""
         self.implementation = model.config._attn_implementation
-        """The attention that was there."""
+        """The model's original attention."""
         self.layout: Layout | None = None
-        """Of the model's forward that runs; None between two, also after one that failed."""
+        """The layout of the running forward; None between forwards, also after one that failed."""
         self.last_position = 0
-        """Of whole sequences, in the base model's forward that runs."""
+        """The last position of whole sequences, in the running forward of the base model."""
         self.replaced: list[Recurrence | CompressedKeys] = []
-        """What stands in for functions of layers."""
+        """The replacements of functions of layers."""
         base = model.base_model
         self.handles = [
             model.register_forward_pre_hook(self.check_batch, with_kwargs=True),
@@ -113,7 +113,7 @@ class ShardingHooks:
         return add_up(gradient, self.sp_group) / self.sp_group.size
 
     def check_batch(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """Finds the layout, and refuses labels of which a shard's loss cannot be computed."""
+        """Finds the layout. Raises ValueError for labels without what a shard's loss needs."""
         missing = [name for name in ("shift_labels", "num_items_in_batch") if kwargs.get(name) is None]
         if missing and self.sp_group.size > 1 and _labelled(kwargs):
             names = " and ".join(missing)
@@ -122,8 +122,8 @@ class ShardingHooks:
         return args, kwargs
 
     def _layout(self, args: tuple, kwargs: dict[str, Any]) -> Layout:
-        """Returns the layout of the batch that a forward is called with, and takes what it tells of the shards out of
-        the keyword arguments. Raises ValueError, on every rank, for what is no shard, or of another batch."""
+        """Returns the layout of a forward's batch, and removes facts about shards from the keyword arguments. Raises
+        ValueError, on every rank, if the batch is no shard, or a shard of another batch."""
         batch_hash, whole_length = (kwargs.pop(name, None) for name in (BATCH_HASH, WHOLE_LENGTH))
         ids = kwargs.get("input_ids", args[0] if args else None)
         tokens = ids if ids is not None else kwargs.get("inputs_embeds")
@@ -159,7 +159,7 @@ class ShardingHooks:
         return args, kwargs | {"attention_mask": None, "use_cache": False, LAYOUT: layout}
 
     def balance(self) -> Balance | None:
-        """Returns the loss that balances experts, if it is made of what ranks have. ValueError if it is not known."""
+        """Returns the loss that balances experts, if ranks can compute it. Raises ValueError if it is unknown."""
         if (found := Balance.of(self.model)) is None:
             raise ValueError(
                 "the router's balancing loss of this model is not known; expected output_router_logits=False over ranks"
@@ -202,7 +202,7 @@ class ShardingHooks:
         return output
 
     def forget_layout(self, module: nn.Module, args: tuple, output: Any) -> None:
-        """Lets go of the layout that was found for the model's forward."""
+        """Forgets the layout of the forward that ends."""
         self.layout = None
 
 

@@ -1,9 +1,9 @@
-"""Hidden states and logits of whole sequences, as a tensor of which each rank holds the rows of its own tokens.
+"""Hidden states and logits of whole sequences as one tensor, of which each rank holds the rows of its tokens.
 
     text model ── rows [n, K] ── TokenShard [B, S, K] ── slices, casts, projections ── TokenShard [..., V]
-                                          └─ any other function reads it: one all-gather, [B, S, K] on every rank
+                                          └─ any other function: one all-gather, [B, S, K] on every rank
 
-What computes each token by itself computes a rank's own rows; losses over tokens are in row_losses.py.
+Functions that treat each token by itself run on a rank's own rows. Losses over tokens are in row_losses.py.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from seqtile.sp.row_losses import LOSSES
 from seqtile.tensor_like import ABOUT, VIEWS, is_in_place, view_of
 
 logger = logging.get_logger(__name__)
-_UNCHANGED = "values whose tokens are over ranks are not changed in place; use a copy"
+_UNCHANGED = "values whose tokens are spread over ranks cannot be changed in place; use a copy"
 _ELEMENTWISE = "add sub rsub mul multiply div true_divide neg pow square rsqrt exp tanh sigmoid relu gelu silu dropout"
 _ELEMENTWISE += " to float half bfloat16 double contiguous clone detach __add__ __radd__ __sub__ __rsub__ __mul__"
 _ELEMENTWISE += " __rmul__ __truediv__ __pow__ __neg__"
@@ -34,9 +34,9 @@ _WITH_WEIGHTS = (F.linear, F.layer_norm, F.rms_norm)
 
 
 class TokenShard(Tensor):
-    """Values [..., K] of tokens, of which this rank holds `rows` [n, K], those of its own tokens, see `Owners`.
+    """Values [..., K] of tokens, of which this rank holds the `rows` [n, K] of its own, see `Owners`.
 
-    As a gradient its rows are what this rank adds to the sum over ranks, times their number: reducers average.
+    The rows of a gradient are this rank's part of the sum over ranks, times their number, since reducers average.
     """
 
     @staticmethod
@@ -48,23 +48,22 @@ class TokenShard(Tensor):
         self.rows, self.owners, self.is_gradient = rows.detach(), owners, is_gradient
 
     def _held(self) -> Tensor:
-        """Returns this rank's rows, with the graph of the whole where gradients are recorded."""
+        """Returns this rank's rows, connected to the graph if gradients are recorded."""
         return _Rows.apply(self) if torch.is_grad_enabled() and self.requires_grad else self.rows
 
     def connected_rows(self) -> Tensor:
-        """Returns a row [n, K] of each of this rank's tokens, with the graph of the whole where gradients are
-        recorded."""
+        """Returns one row for each of this rank's tokens [n, K], connected to the graph if gradients are recorded."""
         return of_tokens(self._held(), self.owners)
 
     def each(self, function: Callable[..., Tensor], *along: Tensor) -> "TokenShard":
-        """Returns function(rows, ...), which computes each row by itself, as values of the same tokens. Of `along`,
-        [..., *], it is given this rank's rows, too."""
+        """Returns function(rows, ...) as values of the same tokens. The function treats each row by itself; it also
+        gets this rank's rows of each tensor [..., *] in `along`."""
         if not along and not self._shows_few():
             return shared(function(self._held()), self.owners)
         return shared(function(self.connected_rows(), *map(self.own, along)), self.owners.by_token())
 
     def _shows_few(self) -> bool:
-        """Says if there are fewer tokens than rows, as in a view of some tokens that share rows."""
+        """Returns whether there are fewer tokens than rows, as in a view of some tokens that share rows."""
         index = self.owners.own_rows(self.device)
         return index is not None and len(index) < len(self.rows)
 
@@ -76,26 +75,26 @@ class TokenShard(Tensor):
         return values.connected_rows() if is_own else self.owners.own(values.whole())
 
     def whole(self) -> Tensor:
-        """Returns the values of all tokens, on every rank. One all-gather. RuntimeError for a gradient of tokens that
-        share rows, which is known as their sum."""
+        """Returns the values of all tokens, on every rank. One all-gather. Raises RuntimeError for a gradient of tokens
+        that share rows, of which only the sum is known."""
         if not self.is_gradient:
             return gathered(self._held(), self.owners)
         if self.owners.rows is not None:
             raise RuntimeError(
-                "the gradient of hidden states that rows of a batch share is known as the sum over these rows alone; "
+                "of the gradient of hidden states that rows of a batch share only the sum over these rows is known; "
                 "to read that of each, seqtile.restore(model), then seqtile.apply_seqtile(model) again to tile it alone"
             )
         return self.owners.whole(self.rows) / self.owners.sp_group.size
 
     def gradient(self, of_whole: Tensor) -> "TokenShard":
-        """Returns a gradient of these values, given whole on every rank or by its rows, as one of shards: a row for
-        each token."""
+        """Returns a gradient of these values as a TokenShard with a row for each token. It may be given whole on every
+        rank, or as a TokenShard."""
         by_token = TokenShard(self.rows, self.owners.by_token())
         rows = of_whole.rows if isinstance(of_whole, TokenShard) else _rows_of_gradient(of_whole, by_token)
         return TokenShard(rows, by_token.owners, is_gradient=True)
 
     def as_value(self) -> "TokenShard":
-        """Returns a gradient as the values that it has on one process."""
+        """Returns a gradient with the values that it has in one process; other values as they are."""
         if not self.is_gradient:
             return self
         if self.owners.rows is not None:
@@ -111,9 +110,9 @@ class TokenShard(Tensor):
     def __torch_function__(cls, function: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs, name = kwargs or {}, getattr(function, "__name__", "")
         if torch.compiler.is_compiling():
-            raise RuntimeError("values whose tokens are over ranks are not compiled; give compiled code their .whole()")
+            raise RuntimeError("values whose tokens are spread over ranks cannot be compiled; pass their .whole()")
         first = args[0] if args else None
-        if function in ABOUT or isinstance(function, torch._ops.OpOverload):  # that a dispatch mode calls
+        if function in ABOUT or isinstance(function, torch._ops.OpOverload):  # a dispatch mode calls the latter
             with torch._C.DisableTorchFunctionSubclass():
                 return function(*args, **kwargs)
         changed = first if is_in_place(name, kwargs) or name == "data_ptr" else kwargs.get("out")
@@ -144,14 +143,14 @@ class TokenShard(Tensor):
         name = getattr(function, "__name__", "a function")
         shards = [each for each in tree_flatten((args, kwargs))[0] if isinstance(each, cls)]
         over_ranks = any(each.owners.sp_group.size > 1 for each in shards)
-        how = "gathered on every rank" if over_ranks else "written out, once for each row"
+        how = "gathered on every rank" if over_ranks else "copied for each row"
         logger.warning_once(f"{name} reads the values of all tokens, so they are {how}")
         args, kwargs = tree_map_only(cls, TokenShard.whole, (args, kwargs))
         return function(*args, **kwargs)
 
     @classmethod
     def __torch_dispatch__(cls, function: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
-        """What autograd and code in C++ ask for, beneath all graphs."""
+        """Handles the operations that autograd and C++ code call, below the graph."""
         name, first = function.overloadpacket.__name__, args[0]
         if name in ("detach", "alias", "clone") or (name == "view" and tuple(args[1]) == tuple(first.shape)):
             rows = first.rows.clone() if name == "clone" else first.rows
@@ -179,13 +178,13 @@ class TokenShard(Tensor):
 
 
 def shared(rows: Tensor, owners: Owners) -> TokenShard:
-    """Returns the values of all tokens, of which each rank has its own rows [n, *]."""
+    """Returns the values of all tokens as a TokenShard of this rank's rows [n, *]."""
     is_recorded = torch.is_grad_enabled() and rows.requires_grad
     return _Shared.apply(rows, owners) if is_recorded else TokenShard(rows, owners)
 
 
 def _of_gradients(name: str, *operands: Any) -> TokenShard | None:
-    """Returns the sum, product or quotient of a gradient of shards and another gradient or a number; None of others."""
+    """Returns the sum, product or quotient of a TokenShard gradient and a gradient or number; None for others."""
     shards = [each for each in operands if isinstance(each, TokenShard)]
     gradient = next((each for each in shards if each.owners.rows is not None), shards[0])
     tensors = [each for each in operands if isinstance(each, Tensor) and each.dim()]
@@ -198,7 +197,7 @@ def _of_gradients(name: str, *operands: Any) -> TokenShard | None:
 
 
 def _is_by_token(function: Callable, name: str, args: tuple, kwargs: dict) -> bool:
-    """Says if a function computes each token's values [K] by themselves, given these arguments."""
+    """Returns whether a function, given these arguments, computes each token's values [K] by themselves."""
     shards = [each for each in args if isinstance(each, TokenShard)]
     if not shards or any(each.owners != shards[0].owners for each in shards):
         return False
@@ -219,20 +218,18 @@ def _dim_of(args: tuple, kwargs: dict) -> Any:
 
 
 def _by_token(function: Callable, name: str, args: tuple, kwargs: dict) -> Tensor:
-    """Computes this rank's rows of what the function makes of all tokens."""
+    """Computes this rank's rows of the function's result for all tokens."""
     like = next(each for each in args if isinstance(each, TokenShard))
     if name in _OVER_LAST:  # rows [n, K] may have other dimensions than the tokens' values
         args, kwargs = (args[0], *args[2:]), kwargs | {"dim": -1}
     mapped = args[:1] if function in _WITH_WEIGHTS else args
     along = any(isinstance(each, Tensor) and each.dim() == like.dim() for each in mapped if each.__class__ is Tensor)
     own, owners = like.own, like.owners.by_token()
-    if (
-        like.owners.rows is not None and not along and not like._shows_few()
-    ):  # each row once, however many tokens show it
+    if like.owners.rows is not None and not along and not like._shows_few():  # compute rows that tokens share once
         own, owners = TokenShard._held, like.owners
     of_tokens = lambda each: own(each) if each.dim() == like.dim() else each  # noqa: E731
     rows = [*tree_map_only(Tensor, of_tokens, mapped), *args[len(mapped) :]]
-    if name == "dropout" and owners.rows is None:  # as many random numbers on every rank
+    if name == "dropout" and owners.rows is None:  # so that every rank draws as many random numbers
         missing = max(map(len, owners.places(like.device))) - len(rows[0])
         found = function(F.pad(rows[0], (0, 0, 0, missing)), *rows[1:], **kwargs)[: len(rows[0])]
         return shared(found, owners)
@@ -245,7 +242,7 @@ def _is_written(argument: Any) -> bool:
 
 
 def _along_last(values: Tensor, dim: int, index: Tensor, **kwargs: Any) -> Tensor | None:
-    """Returns torch.gather along K, on every rank; None for what else is asked for."""
+    """Returns the result of torch.gather along K, on every rank; None for any other gather."""
     is_last = isinstance(values, TokenShard) and dim in (-1, values.dim() - 1)
     if not is_last or kwargs or index.shape[:-1] != values.owners.shape:
         return None
@@ -253,7 +250,7 @@ def _along_last(values: Tensor, dim: int, index: Tensor, **kwargs: Any) -> Tenso
 
 
 def _rows_of_gradient(gradient: Tensor, like: Any) -> Tensor:
-    """Returns the rows of a gradient of `like`, a TokenShard, or what has its `owners` and number of `rows`."""
+    """Returns the rows of a gradient of `like`: a TokenShard, or an object with its `owners` and as many `rows`."""
     owners = like.owners
     if isinstance(gradient, TokenShard) and gradient.is_gradient:
         return gradient.rows if gradient.owners.rows is not None else owners.summed(gradient.rows, len(like.rows))
@@ -262,7 +259,7 @@ def _rows_of_gradient(gradient: Tensor, like: Any) -> Tensor:
 
 
 class _Shared(torch.autograd.Function):
-    """From this rank's rows to the whole."""
+    """From this rank's rows to the TokenShard."""
 
     seqtile_of_all_ranks = True
 
@@ -278,7 +275,7 @@ class _Shared(torch.autograd.Function):
 
 
 class _Rows(torch.autograd.Function):
-    """From the whole to this rank's rows."""
+    """From the TokenShard to this rank's rows."""
 
     @staticmethod
     def forward(node, shard: TokenShard) -> Tensor:

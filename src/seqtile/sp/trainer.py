@@ -23,7 +23,7 @@ from seqtile.sp.groups import SequenceParallel
 MODELS = ("model", "ref_model", "teacher_model")
 """The attributes of trainers that hold models."""
 _sharing: ContextVar["_Groups | None"] = ContextVar("sharing", default=None)
-"""The groups whose trainer takes a step."""
+"""The groups of the trainer whose step is running."""
 
 
 class SequenceParallelTrainerMixin:
@@ -31,11 +31,11 @@ class SequenceParallelTrainerMixin:
     trainer, `class MyTrainer(SequenceParallelTrainerMixin, Trainer)`; then `MyTrainer(..., sequence_parallel=ctx)`.
 
     It shards the trainer's models, also its reference model and teacher, by `apply_ulysses(batches="whole")`. Samples
-    a step, epochs, losses, metrics, logs and updates are those of `size` times fewer ranks. All ranks of a group use
+    per step, epochs, losses, metrics, logs and updates are those of `size` times fewer ranks. All ranks of a group use
     the completions that its first rank samples.
 
-    Raises ValueError for what would give another result: NEFTune's noise, whose size depends on a shard's length; a
-    loader that dispatches batches; and a batch of generations that groups cannot share.
+    Raises ValueError for what would change the result: NEFTune's noise, whose size depends on the length of a shard; a
+    loader that dispatches batches; and a generation batch that does not divide among the groups.
     """
 
     def __init__(self, *args: Any, sequence_parallel: SequenceParallel, **kwargs: Any):
@@ -46,7 +46,9 @@ class SequenceParallelTrainerMixin:
             "dispatch_batches=True": self.accelerator.dispatch_batches,
         }
         if found := [name for name, is_given in refused.items() if is_given]:
-            raise ValueError(f"{', '.join(found)}: not the same over ranks that share sequences, expected none of it")
+            raise ValueError(
+                f"{', '.join(found)}: expected none over ranks that share sequences, where it would change the result"
+            )
         for model in (getattr(self, name, None) for name in MODELS):
             if isinstance(model, nn.Module):
                 apply_ulysses(self.accelerator.unwrap_model(model), sequence_parallel, batches="whole")
@@ -71,14 +73,14 @@ class SequenceParallelTrainerMixin:
 
     @contextmanager
     def _generations_of_groups(self) -> Iterator[None]:
-        """Lets TRL's sampler see how many completions groups generate at a time."""
+        """Shows TRL's sampler how many completions the groups generate at a time."""
         of_ranks, size = getattr(self.args, "generation_batch_size", None), self.sequence_parallel.size
         if of_ranks is None:
             yield
             return
         if of_ranks % (size * self.num_generations):
             raise ValueError(
-                f"generation_batch_size is {of_ranks} over all ranks, expected a multiple of {size} ranks a sequence "
+                f"generation_batch_size is {of_ranks} over all ranks, expected a multiple of {size} ranks per sequence "
                 f"times {self.num_generations} generations; set steps_per_generation or per_device_train_batch_size"
             )
         self.args.generation_batch_size = of_ranks // size
@@ -99,7 +101,7 @@ class SequenceParallelTrainerMixin:
             return super().prediction_step(*args, **kwargs)
 
     def _generate(self, *args: Any, **kwargs: Any) -> Any:
-        """TRL's: returns what the first rank of the group has sampled."""
+        """Overrides TRL's: returns what the first rank of the group has sampled."""
         found = [super()._generate(*args, **kwargs)]
         dist.broadcast_object_list(
             found, group=self.sequence_parallel.group, group_src=0, device=self.accelerator.device
@@ -115,7 +117,7 @@ class _Groups:
         places: list = [None] * dist.get_world_size()
         dist.all_gather_object(places, (sp_group.data_parallel_rank, sp_group.rank))
         self.first_ranks = [places.index((group, 0)) for group in range(sp_group.data_parallel_size)]
-        """The first of each group."""
+        """The first rank of each group."""
 
     @contextmanager
     def sharing(self) -> Iterator[None]:
@@ -126,24 +128,24 @@ class _Groups:
             _sharing.reset(token)
 
     def once_a_group(self, gathered: Any) -> Any:
-        """Returns, from gathered tensors [ranks * n, ...], the part of each group's first rank."""
+        """Returns the parts of the groups' first ranks, out of gathered tensors [ranks * n, ...]."""
         ranks = dist.get_world_size()
         return tree_map_only(Tensor, lambda x: x.unflatten(0, (ranks, -1))[self.first_ranks].flatten(0, 1), gathered)
 
     def take(self, accelerator: Any) -> None:
-        """Makes an Accelerator count groups instead of processes. ValueError if it does not see all processes, since
-        then nothing averages gradients."""
+        """Makes an Accelerator count groups instead of processes. Raises ValueError if it does not see all processes,
+        since then nothing averages gradients."""
         seen, ranks = accelerator.num_processes, dist.get_world_size()
         if seen != ranks:
             raise ValueError(
-                f"the trainer sees {seen} of {ranks} ranks, expected all, whose gradients it averages; start it by "
+                f"the trainer sees {seen} of {ranks} ranks, expected all, whose gradients it averages; start it with "
                 'torchrun or accelerate launch, on CPUs with ddp_backend="gloo" or ACCELERATE_USE_CPU=true'
             )
         groups = self
 
         class OfGroups(type(accelerator)):
             counts_ranks = False
-            """As DeepSpeed's configuration wants it."""
+            """True while DeepSpeed is configured, which counts ranks."""
 
             @property
             def num_processes(self) -> int:
@@ -180,8 +182,8 @@ class _Groups:
 
 
 def _gather_by_groups(module: Any) -> None:
-    """Makes Accelerate's gathering functions take values once from each group, in a step of a trainer whose ranks share
-    sequences; outside of one they are unchanged."""
+    """Makes Accelerate's gathering functions, as `module` imports them, take values once from each group while a step
+    of such a trainer runs."""
     from accelerate import utils
 
     for name, by_groups in (("gather", _gather), ("gather_object", _gather_object)):

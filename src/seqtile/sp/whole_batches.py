@@ -1,11 +1,11 @@
-"""Whole batches, cut at the text model: code before and behind it need not know of ranks.
+"""Cuts whole batches at the text model, so that code before and after it need not know of ranks.
 
     any trainer ── model(whole batch) ── embeddings, images merged ── WholeBatches ── head, any loss, on every rank
                                                                       │        ▲
                                                this rank's tokens ────┘        └──── `TokenShard` of hidden states
                                                                text model over ranks
 
-A forward that is given a cache, as `generate` does, runs whole on every rank.
+A forward with a cache, as in `generate`, runs whole on every rank.
 """
 
 from collections.abc import Iterator
@@ -29,16 +29,16 @@ from seqtile.sp.prefixes import PrefixTree, prefix_tree
 from seqtile.sp.sharding_hooks import ShardingHooks
 from seqtile.sp.token_shard import shared
 
-_OF_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch")  # which some models hand on to their text model
+_OF_THE_LOSS = ("labels", "shift_labels", "num_items_in_batch")  # some models pass them on to their text model
 _TOKENS = ("input_ids", "inputs_embeds")
 _KINDS = ("full_attention", "sliding_attention")
-"""Hugging Face's names of layers without a window and with one."""
+"""Hugging Face's names for layers without and with a window."""
 
 
 def text_model_of(model: PreTrainedModel) -> PreTrainedModel:
-    """Returns the part of a model that computes its tokens' hidden states. ValueError if that is not known."""
+    """Returns the part of a model that computes its tokens' hidden states. Raises ValueError if none is found."""
     if model.config.is_encoder_decoder:
-        raise ValueError(f"{type(model).__name__} has an encoder, expected a decoder alone; leave this model whole")
+        raise ValueError(f"{type(model).__name__} has an encoder, expected only a decoder; leave this model whole")
     found = model.get_decoder()
     if not isinstance(found, PreTrainedModel) or all(found is not module for module in model.modules()):
         raise ValueError(f"the text model of {type(model).__name__} is not found; expected one as its get_decoder()")
@@ -46,7 +46,7 @@ def text_model_of(model: PreTrainedModel) -> PreTrainedModel:
 
 
 class WholeBatches(ShardingHooks):
-    """The hooks that cut a batch in front of the text model and hand on its hidden states."""
+    """The hooks that cut a batch before the text model and return the hidden states of all its tokens."""
 
     takes_whole = True
     expected = (
@@ -65,23 +65,23 @@ class WholeBatches(ShardingHooks):
         self.is_alone, self.given = sp_group is ALONE, given
         super().__init__(given, model, sp_group, layers)
         self.min_tokens = min_tokens
-        """How long beginnings of rows have to be to be computed once; None if each row is computed by itself."""
+        """The shortest prefix that rows share and that is computed once; None: each row is computed by itself."""
         self.tree: PrefixTree | None = None
-        """Of the batch in the text model."""
+        """The prefix tree of the batch in the text model."""
         self.last_batch: tuple[int, int, str | None] = 0, 0, None
-        """Of the last batch its tokens, how many of them were not computed again, and why none."""
+        """Of the last batch: its tokens, how many of them were saved by sharing, and why none was."""
         self.has_gradient = False
-        """The given model's forward was called with tensors that want a gradient, each row one of its own."""
+        """True if the given model's forward got tensors that require a gradient: no prefix is shared."""
         self.batch_hash: Tensor | None = None
-        """Of all that the given model's forward was called with."""
+        """The hash of all tensors that the given model's forward got."""
         self.position_ids: Tensor | None = None
-        """Those that the given model's forward was called with, which not every one hands on."""
+        """Those that the given model's forward got; not every model passes them on."""
         self.calls = 0
-        """Of the text model, in the given model's forward that runs."""
+        """How often the running forward of the given model has called the text model."""
         self.owners: Owners | None = None
-        """Of the batch in the text model."""
+        """The owners of the tokens of the batch in the text model."""
         self.is_whole = False
-        """The forward that runs is not cut: it is given a cache, or there is nothing to be shared."""
+        """True if the running forward is not cut: it has a cache, or no prefix is shared."""
         register_recipes()
         if model is not given:
             self.handles.append(given.register_forward_pre_hook(self.begin, with_kwargs=True))
@@ -101,18 +101,16 @@ class WholeBatches(ShardingHooks):
     def other_batch(self) -> Iterator[None]:
         held = self.batch_hash, self.position_ids, self.calls, self.owners
         self.batch_hash = self.position_ids = None
-        asked = (
-            self.model.config._attn_implementation
-        )  # of a forward of the given model that may be about to make its masks
+        implementation = self.model.config._attn_implementation  # a forward may be about to make its masks with it
         try:
             with super().other_batch():
                 yield
         finally:
             self.batch_hash, self.position_ids, self.calls, self.owners = held
-            self.model.config._attn_implementation = asked
+            self.model.config._attn_implementation = implementation
 
     def begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
-        """Hashes the given model's batch; masks that it makes from now on are taken down as recipes."""
+        """Hashes the given model's batch. From now on masks are recorded as recipes instead of made."""
         tensors = [each for each in tree_flatten((args, sorted(kwargs.items())))[0] if isinstance(each, Tensor)]
         self.has_gradient = any(tensor.requires_grad for tensor in tensors)
         if kwargs.get("past_key_values") is not None:
@@ -160,7 +158,7 @@ class WholeBatches(ShardingHooks):
         return args, kwargs
 
     def _tree(self, given: dict[str, Any], tokens: Tensor, recipes: list[MaskRecipe | None]) -> PrefixTree | None:
-        """Returns the tree of a batch of which beginnings of rows are to be computed once."""
+        """Returns the prefix tree of a batch; None if each row is computed by itself."""
         if self.min_tokens is None:
             return None
         if any(recipe and recipe.spans is not None for recipe in recipes):
@@ -186,8 +184,8 @@ class WholeBatches(ShardingHooks):
         return layout
 
     def _take_recipes(self, kwargs: dict[str, Any]) -> list[MaskRecipe | None]:
-        """Puts the padding mask in the place of masks made outside of the text model, and returns these, of layers
-        without a window and of those with one."""
+        """Replaces masks that were made outside the text model by the padding mask. Returns their recipes, for layers
+        without a window and with one."""
         mask = kwargs.get("attention_mask")
         of_kinds = mask if isinstance(mask, dict) else dict.fromkeys(_KINDS, mask)
         if of_kinds.keys() - set(_KINDS) or not any(isinstance(each, MaskRecipe) for each in of_kinds.values()):
@@ -197,8 +195,8 @@ class WholeBatches(ShardingHooks):
         return found
 
     def _use_attention(self) -> None:
-        """Sets the model's attention to `NAME`; in a single process to a name that uses it for calls with a layout, and
-        the original attention for others."""
+        """Sets the model's attention to `NAME`. In a single process sets it to a name that uses `NAME` for calls with a
+        layout and the original attention for others."""
         if not self.is_alone:
             super()._use_attention()
             return
@@ -222,22 +220,20 @@ class WholeBatches(ShardingHooks):
             each.is_whole = is_whole
 
     def _given(self, args: tuple, kwargs: dict[str, Any]) -> dict[str, Any]:
-        """Returns what the text model is called with, by name."""
+        """Returns the text model's arguments by name."""
         if len(args) > 1:
-            raise ValueError("over ranks pass input_ids or inputs_embeds, and the rest by keyword")
+            raise ValueError("over ranks: expected input_ids or inputs_embeds first, and the rest by keyword")
         kwargs = kwargs | ({"input_ids": args[0]} if args else {})
         if kwargs.get("position_ids") is None:
             kwargs["position_ids"] = self.position_ids
         given = {name: value for name, value in kwargs.items() if value is not None and name not in _OF_THE_LOSS}
         if "input_ids" not in given and "inputs_embeds" not in given:
-            raise ValueError(f"{type(self.model).__name__} was given neither input_ids nor inputs_embeds")
+            raise ValueError(f"{type(self.model).__name__}: expected input_ids or inputs_embeds, got neither")
         return given
 
     def _cut(self, given: dict[str, Any], tokens: Tensor) -> dict[str, Any]:
-        """Returns this rank's part of what the text model is called with. Raises ValueError for what cannot be cut."""
-        if tokens.requires_grad and (
-            tokens.is_leaf or depends_on_all_ranks(tokens)
-        ):  # all of its gradient is wanted on each rank
+        """Returns this rank's part of the text model's arguments. Raises ValueError if one cannot be cut."""
+        if tokens.requires_grad and (tokens.is_leaf or depends_on_all_ranks(tokens)):  # each rank needs its gradient
             given["inputs_embeds"] = with_whole_gradient(tokens, self.sp_group)
         rows, length = tokens.shape[:2]
         if self.tree is not None:
@@ -250,8 +246,8 @@ class WholeBatches(ShardingHooks):
             elif _has_tokens(name, value, rows, length):
                 shapes = [list(each.shape) for each in tree_flatten(value)[0] if isinstance(each, Tensor)]
                 raise ValueError(
-                    f"{name} of {type(self.model).__name__} has tokens in a way that is not known, {shapes} for "
-                    f"{rows} x {length}; leave it whole: sp.restore(model)"
+                    f"{name} of {type(self.model).__name__} has its tokens in an unknown place: {shapes} for {rows} x "
+                    f"{length} tokens; leave the model whole: sp.restore(model)"
                 )
         if self.tree is not None:
             places = self.tree.places
@@ -259,8 +255,8 @@ class WholeBatches(ShardingHooks):
         return parts_of(given, [self.sp_group.rank], self.sp_group.size, self.batch_hash)[0]
 
     def _features(self, value: Any, given: dict[str, Any]) -> list[Tensor] | None:
-        """Returns of features of masked tokens, [n, K] for each of some layers, those of this rank's tokens; None for
-        anything else."""
+        """Returns this rank's part of features of masked tokens, a list of [n, K] by layer; None for any other
+        value."""
         are_tensors = isinstance(value, list | tuple) and all(isinstance(each, Tensor) for each in value)
         if not are_tensors or any(each.dim() != 2 for each in value):
             return None
@@ -276,7 +272,7 @@ class WholeBatches(ShardingHooks):
         return (args, kwargs) if self.is_whole else super().add_layout(module, args, kwargs)
 
     def balance(self) -> None:
-        """The model around the text model makes that loss, of the router logits of all tokens."""
+        """Does nothing: the model around the text model computes that loss from the router logits of all tokens."""
 
     def add_last_position(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         return (args, kwargs) if self.is_whole else super().add_last_position(module, args, kwargs)
@@ -289,7 +285,7 @@ class WholeBatches(ShardingHooks):
             super().check_layers(module, args, kwargs, output)
 
     def finish(self, module: nn.Module, args: tuple, kwargs: dict[str, Any], output: Any) -> Any:
-        """Returns the output with the hidden states of all tokens, each rank with its own."""
+        """Returns the output with hidden states of all tokens, of which each rank holds its own."""
         if self.is_whole:
             return output
         if isinstance(output, tuple):
@@ -299,7 +295,7 @@ class WholeBatches(ShardingHooks):
         return output
 
     def _of_all(self, value: Any) -> Any:
-        """Returns what a text model returns of a batch, of all tokens where it is of this rank's."""
+        """Returns a value of the text model's output; if it is of this rank's tokens, as one of all tokens."""
         if isinstance(value, tuple):
             return tuple(map(self._of_all, value))
         (rows, length), local, owners = self.owners.shape, self.layout.local, self.owners
@@ -323,14 +319,14 @@ class WholeBatches(ShardingHooks):
             self._run_whole(False)
 
     def _rest(self) -> None:
-        """Leaves the model as a checkpoint's recomputation has to find it, whatever its forward was."""
+        """Leaves the model as a checkpoint's recomputation needs it, whichever way its forward went."""
         self._run_whole(False)
         self.model.config._attn_implementation = self.at_rest
 
 
 def _row_by_row(kwargs: dict[str, Any], is_alone: bool) -> str | None:
-    """Returns by which argument a text model is to run as it is; in a single process also one that asks for what it
-    has of each row by itself alone. None if by none."""
+    """Returns the argument that makes a text model run as it is: a cache, and in a single process also a request for
+    outputs that it has only row by row. None if there is no such argument."""
     if kwargs.get("past_key_values") is not None:
         return "a cache was given as past_key_values"
     return next((f"{name}=True" for name in ("use_cache", "output_attentions") if is_alone and kwargs.get(name)), None)
@@ -344,7 +340,7 @@ def _bits(tensor: Tensor) -> Tensor:
 
 
 def _has_tokens(name: str, value: Any, rows: int, length: int) -> bool:
-    """Says if an argument has a dimension of tokens that is not known to be cut."""
+    """Returns whether an argument has a dimension of tokens that is not known, and so cannot be cut."""
     tensors = [each for each in tree_flatten(value)[0] if isinstance(each, Tensor)]
     unknown = [each for each in tensors if sequence_dim(name, each, rows, length) is None]
     return any(length in each.shape or name == "attention_mask" for each in unknown)

@@ -60,7 +60,7 @@ class AttentionCall:
         return (self.attend if self.sp_attention is None else self.sp_attention.attend)(q, k, v)
 
     def own_tokens(self, attn_output: torch.Tensor) -> torch.Tensor:
-        """Returns this rank's tokens [T, h K] of what attention returned."""
+        """Returns attention's output for this rank's tokens, [T, h K]."""
         own = attn_output if self.sp_attention is None else self.sp_attention.to_tokens(attn_output)
         return own.reshape(self.sizes.tokens, -1)
 
@@ -83,7 +83,7 @@ def attend_by_groups(
     sin: torch.Tensor | None,
     params: AttentionParams,
 ) -> tuple[torch.Tensor, ...]:
-    """Returns x [T, D] handed through, and what attention returned for each group, [T, h K]."""
+    """Returns x [T, D] unchanged, and attention's output for each group, [T, h K]."""
     views, leaves = views_of(params), []
     if call.sp_attention is None:
         leaves += [tensor for tensor in call.extra_tensors if tensor.is_leaf and tensor.requires_grad]
@@ -142,7 +142,7 @@ class AttentionFunction(torch.autograd.Function):
 def _attend(
     call: AttentionCall, qkv: QKV, leaves: Sequence[torch.Tensor], *, repeats: bool, first: bool
 ) -> tuple[torch.Tensor, GroupAttention, list[torch.Tensor]]:
-    """Returns what attention returned for a group, how its backward goes, and what is to be saved for that."""
+    """Returns attention's output for a group, its recorded graph, and what its backward needs saved."""
     repeatable = call.differentiate and call.grouped and call.allow_recompute
     state = ForwardState.now(qkv.views[0].device) if repeatable else None
     if repeats or not call.differentiate:

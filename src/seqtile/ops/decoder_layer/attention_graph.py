@@ -19,7 +19,7 @@ from seqtile.ops.leaf_gradients import gradients_of
 from seqtile.ops.state import nodes_behind
 
 Attend = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""Queries [B, h, S, K], keys and values [B, kv, S, K] to what attention makes of them."""
+"""From queries [B, h, S, K], keys and values [B, kv, S, K] to attention's output."""
 
 LARGE = 4
 """Tensors saved besides the output may have this fraction of its bytes: a log-sum-exp, the lengths of documents."""
@@ -99,7 +99,7 @@ class SavedTensors:
         return self.saved[place]
 
     def finish(self) -> list[torch.Tensor]:
-        """Lets go of all tensors, and notes which were changed since; returns those that are to be saved elsewhere."""
+        """Releases all tensors, and notes which were changed in place. Returns those that must be saved elsewhere."""
         self._qkv_changed = any(base._version != version for base, version in self._bases)
         self._changed = {i for i, (tensor, version) in enumerate(self._saved) if tensor._version != version}
         saved, self._saved, self._bases = self._saved, [], ()
@@ -107,12 +107,12 @@ class SavedTensors:
 
 
 class AttentionGraph(NamedTuple):
-    """The graph from queries, keys and values to what attention returned; holds no tensor of any size."""
+    """The graph from queries, keys and values to attention's output, without large tensors."""
 
     output_edge: GradientEdge | None
-    """None if what attention returned depends on nothing."""
+    """None if attention's output has no graph."""
     out: torch.Tensor
-    """One number that has the shape of what attention returned."""
+    """One element, expanded to the shape of attention's output."""
     input_edges: list[GradientEdge]
     """The edges of queries, keys and values."""
     shapes: list[tuple[torch.Size, torch.dtype]]
@@ -146,7 +146,7 @@ class RecordedAttention(NamedTuple):
     """An attention that has run."""
 
     local_output: torch.Tensor
-    """What finish made of what attention returned: that of this rank's tokens."""
+    """Attention's output for this rank's tokens, made by `finish` from `raw_output`."""
     raw_output: torch.Tensor
     """The tensor that attention itself returned."""
     graph: AttentionGraph

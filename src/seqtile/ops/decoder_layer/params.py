@@ -67,7 +67,7 @@ class LayerSizes:
     chunk_tokens: int
     activation: str
     scale: float
-    """Multiplies what attention and MLP add to the residual stream."""
+    """The factor of what attention and MLP add to the residual stream."""
     dtype: torch.dtype
     """The dtype of the products."""
 
@@ -81,7 +81,7 @@ class LayerSizes:
         return self.heads // self.groups, self.kv_heads // self.groups
 
     def group_columns(self, group: int) -> list[tuple[slice, slice]]:
-        """Returns where a group's queries, keys and values lie: among the outputs of q, k and v, and side by side."""
+        """Returns the slices of a group's queries, keys and values: in the outputs of q, k and v, and side by side."""
         heads, kv_heads = self.group_heads
         starts = (0, heads, heads + kv_heads, heads + 2 * kv_heads)
         side_by_side = [slice(start * self.head_dim, stop * self.head_dim) for start, stop in pairwise(starts)]

@@ -43,7 +43,7 @@ class Inputs(NamedTuple):
 
     @property
     def head_norms(self) -> list[tuple[Norm, slice]]:
-        """The norms of queries and keys, with their heads among those of a group; empty if there are none."""
+        """The norms of queries and keys, each with its heads in a group; empty without norms."""
         heads, kv_heads = self.sizes.group_heads
         if self.params.q_norm is None:
             return []

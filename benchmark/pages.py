@@ -10,7 +10,7 @@ from benchmark.results import RESULTS, Results, Row, load, newest
 from benchmark.terminal import figure, in_host_memory, longest, print_tables, sent
 
 ROOT = Path(__file__).parent.parent
-PAGES = {"gpu": "docs/benchmarks.md", "loss curves": "docs/benchmarks.md", "ulysses": "docs/ulysses.md"}  # of each block
+PAGES = {"gpu": "docs/benchmarks.md", "loss curves": "docs/benchmarks.md", "ulysses": "docs/ulysses.md"}  # blocks
 UNMEASURED = "Not yet measured on a GPU."
 TITLES = {
     "linear_cross_entropy": "The loss",

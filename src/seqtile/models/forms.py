@@ -38,8 +38,8 @@ def _source_of(code: CodeType) -> str | None:
 
 
 def source_in_file(module: str, name: str) -> str:
-    """Returns the same of what a module's file says, whatever stands in the module by now; `name` is that of a function
-    or Class.method."""
+    """Like `source_of`, but reads the module's file, so that later replacements do not matter. `name` is a function or
+    Class.method."""
     *owner, function = name.split(".")
     body = _file(module).body
     if owner:
@@ -93,8 +93,8 @@ def names_in(code: CodeType, pattern: str) -> dict[str, str] | None:
 
 @cache
 def _patterns(pattern: str) -> list[re.Pattern[str]]:
-    """Returns expressions for the text of a form, as the pattern has it, and with the factors of a product exchanged:
-    self.down(x) as self.(?P<down>\\w+)(x), where it stands again as self.(?P=down)(x)."""
+    """Returns regular expressions for the text of a form: the pattern, and the pattern with the factors of a product
+    exchanged. self.down(x) becomes self.(?P<down>\\w+)(x), and where it appears again self.(?P=down)(x)."""
     tree, found = ast.parse(pattern, mode="eval"), []
     products = [node for node in ast.walk(tree) if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Mult)]
     for product in (None, *products):

@@ -1,7 +1,7 @@
 """Modules that cannot be fused run their own forward, once a chunk.
 
-They run again in the backward, and there as in the forward: under the same TorchFunctionModes, and only if nothing else
-has changed that decides what they compute.
+The backward runs them again under the same TorchFunctionModes. It raises an error if anything else has changed that
+decides what they compute.
 """
 
 from collections.abc import Callable, Sequence

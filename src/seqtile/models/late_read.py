@@ -1,7 +1,7 @@
 """Logits that are read after the forward: as they would have been in it, or an error.
 
-Recorded are autocast, what decides what the head computes (training mode, hooks, adapters), the versions of its weights
-and of the hidden states, and some of the weights' numbers, since ZeRO and FSDP2 write past versions.
+`AtForward` records autocast, random state, training mode, hooks, adapters, and the versions of the head's weights and
+of the hidden states. It copies some values of the weights, because ZeRO and FSDP2 write without changing versions.
 """
 
 from collections.abc import Callable, Iterator
@@ -64,8 +64,8 @@ class AtForward:
     def compute(
         self, recipe: LogitsRecipe, function: Callable[..., torch.Tensor] | None = None, *along: torch.Tensor
     ) -> torch.Tensor:
-        """Returns the recipe's logits [..., V]; given a function, what it makes of them [n, V] and of rows of `along`
-        [..., *], chunk by chunk, each row by itself.
+        """Returns the recipe's logits [..., V]. With `function`, returns function(logits [n, V], rows of `along`
+        [..., *]), chunk by chunk; rows are independent.
 
         Raises RuntimeError if something has changed since the forward, or if other ranks, with which the head's weights
         are to be gathered, do not read them.
@@ -122,8 +122,8 @@ class AtForward:
 
 
 def in_rows(function: Callable[..., torch.Tensor], hidden: torch.Tensor, *along: torch.Tensor) -> torch.Tensor:
-    """Returns function(hidden [n, D], ...) of tensors [..., *], chunk by chunk of all dimensions of hidden but its
-    last; of hidden states that are over ranks, each rank its own."""
+    """Returns function(hidden [n, D], rows of `along`), chunk by chunk over all dimensions of `hidden` but its last.
+    If ranks share a sequence, each computes its own tokens."""
     if isinstance(hidden, ShardedTokens):
         return hidden.each(partial(in_rows, function), *along)
     leading = hidden.shape[:-1]
@@ -144,7 +144,8 @@ def gathers(head: nn.Module) -> bool:
 
 
 def head_alone(head: nn.Module) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Returns what computes a head's logits inside its own call, see `call_inside`: without hooks that gather."""
+    """Returns a function that computes the head's logits inside the head's own call (`call_inside`), without hooks that
+    gather weights."""
     return (lambda hidden: head.forward(hidden)) if gathers(head) else head
 
 

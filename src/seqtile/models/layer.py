@@ -49,9 +49,9 @@ _FORWARD_CHECKPOINTS = "__init_subclass__" in vars(GradientCheckpointingLayer)  
 def tiled_layer_forward(options: Options, original: Callable) -> Callable:
     """Returns a tiled forward in place of `original`, a decoder layer's forward (a plain function).
 
-    `original` itself where the sequence fits in a chunk, and where attentions are asked for. With a cache, which holds
-    all keys and values, heads are not computed in groups; where gradients may flow through it, modules run in chunks.
-    None is made in training, see `uncached_forward`.
+    It calls `original` if the sequence fits in a chunk or attentions are asked for. With a cache, all heads are
+    computed at once; if gradients may flow through it, the modules of a Llama-shaped layer run in chunks. In training
+    no cache is made, see base_model.py.
     """
     inner = original.__wrapped__ if _FORWARD_CHECKPOINTS else original
     parameters = positional_of(inner)
@@ -106,7 +106,7 @@ def tiled_layer_forward(options: Options, original: Callable) -> Callable:
 
 
 def _check_not_checkpointed(layer: nn.Module) -> None:
-    """Raises ValueError where a layer runs untiled, and when it is recomputed, where nothing is recorded, tiled."""
+    """Raises ValueError if a layer would run untiled in the forward, but tiled in its recomputation."""
     if layer.gradient_checkpointing and layer.training and torch.is_grad_enabled():
         raise ValueError(
             "output_attentions=True reaches a tiled layer under checkpointing, but not its recomputation: "

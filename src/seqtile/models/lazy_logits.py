@@ -4,7 +4,8 @@
     backward   gradients ─ Edge ─────────────── LazyGradient, which keeps what was read ──────────────────── Read
 
 Reducers put hooks on outputs; FSDP2 and ZeRO gather weights in them before the backward. These hooks therefore run
-before Edge, where the gradients of hidden states and head are computed: chunk by chunk, from the logits once more.
+before Edge's backward. Edge computes the logits again, chunk by chunk, and from them the gradients of hidden states and
+head.
 """
 
 import copy
@@ -118,8 +119,8 @@ class LazyLogits(torch.Tensor):
         return derived
 
     def _share(self, base: "LazyLogits", view: Callable) -> None:
-        """Remembers that these are a view of `base`, or a copy where plain logits would be one. A change of either in
-        place then computes both first."""
+        """Remembers that these logits are a view of `base`, or a copy where plain logits would be a view. Before either
+        is changed in place, both are computed."""
         self._viewed = base
         base._views.append((ref(self), view))
         with suppress(RuntimeError):  # of a mask, which has values, and copies
@@ -323,8 +324,8 @@ Reading = tuple[LogitsRecipe, Rowwise | None, tuple[torch.Tensor, ...], torch.Te
 
 
 class LazyGradient(torch.Tensor):
-    """The gradient of logits, kept as what was read of them and the gradient of that. `_Edge` computes with it; as a
-    tensor it is computed where a hook, or anybody else, reads it.
+    """The gradient of logits, represented by readings: each a function of the logits, and the gradient of its result.
+    `_Edge` computes with these; the tensor itself is computed only if a hook, or other code, reads it.
 
     `recipe` is that of the logits; that of a reading starts with the same views and steps.
     """

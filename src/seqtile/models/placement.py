@@ -3,7 +3,7 @@
 A tiled forward always stands on a class, of which it is the forward. A single module is tiled by changing its class to
 a new subclass of the old one. All such modules of one class share the subclass:
 
-    a class    Llama.forward = tiled                               tiled.seqtile_placement: what it stands in for
+    a class    LlamaMLP.forward = tiled                            tiled.seqtile_placement: what it stands in for
     a module   mlp.__class__ = a class derived from type(mlp), whose forward is tiled
 
 A copy of a module is of the same class, so it is tiled, computes with what is its own, and can be restored by itself;
@@ -149,8 +149,7 @@ def original_forward(owner: Owner) -> Callable:
 
 
 def computed_forward(owner: Owner) -> Callable:
-    """Returns the forward that calling `owner` computes: what ours stands in for, if ours is what runs; another
-    library's wrapper around ours is that wrapper."""
+    """Returns the original forward if our tiled forward runs. If another library wraps ours, returns that wrapper."""
     forward = current_forward(owner)
     placement = placement_of(forward)
     return placement.original if placement else forward
@@ -181,8 +180,8 @@ def inwards(owner: Owner, forward: Callable | None = None) -> Iterator[Callable]
 
 
 def own_forward(owner: Owner) -> Any:
-    """Returns what another library has put under `forward` in the owner's own namespace, unbound if it is a method of
-    it; None if nothing. On a class that may be a tiled forward."""
+    """Returns the `forward` that another library has put in the owner's own namespace, unbound if it is the owner's
+    method; None if there is none. On a class it may be a tiled forward."""
     forward = vars(owner).get("forward")
     if isinstance(owner, type) or not isinstance(forward, MethodType) or forward.__self__ is not owner:
         return forward
@@ -225,8 +224,8 @@ def check_place(owner: Owner, options: Options) -> None:
 def place(
     owner: Owner, wrap: Callable[[Callable], Callable], options: Options, classes: dict[tuple, type], part: str = ""
 ) -> None:
-    """Gives `owner` the tiled forward that `wrap` makes of its forward (a plain function), unless the same one is there
-    already. `part` is what it tiles. Modules of one class share one derived class in `classes`, which is extended.
+    """Gives `owner` the tiled forward that `wrap` makes of its forward (a plain function), unless it has the same one.
+    `part` is what it tiles. Modules of one class share one derived class, which is added to `classes`.
 
     A tiled forward on the module's class does not count as one on the module, so restoring the class leaves the module
     tiled.
@@ -293,8 +292,8 @@ def _placed_at(owner: Owner) -> Placement | None:
 def package_of(forward: Callable) -> str:
     """Returns the package whose code a forward is.
 
-    A wrapper is its own author's, whatever name functools.wraps gave it. Only those that Hugging Face's decorators
-    make, and which stand around anyone's forwards, are those of what they wrap.
+    A wrapper belongs to its own author, whatever name functools.wraps gave it. Only a wrapper made by a Hugging Face
+    decorator belongs to the package of the function that it wraps.
     """
     forward = decorated(forward)
     return package_of(forward.func) if isinstance(forward, partial) else home_of(forward).split(".")[0]

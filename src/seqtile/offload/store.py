@@ -57,8 +57,8 @@ class Pool:
     def take(self, size: int) -> torch.Tensor:
         """Returns a block of at least this many bytes, uint8. Raises HostMemoryFull.
 
-        The smallest free one that is large enough; or a new one, in the place of a free one that is too small, so that
-        sequences that grow do not leave a trail of blocks. Where that is not room enough, in the place of more.
+        The smallest free one that is large enough. Else frees a block that is too small and allocates a new one, so
+        that growing sequences leave no trail of blocks; if room is still short, frees more of them.
         """
         with self._lock:
             large = [i for i, block in enumerate(self._free) if len(block) >= size]

@@ -9,7 +9,7 @@ A tiled function runs once a chunk, and once more in the backward.
   place (its version), so that asking costs one int a tensor and waits for no device; small tensors are copied, to be
   put back.
 
-    WatchedState(fn, given)  ->  fn(chunk)  ->  check()  ->  fn(chunk)  ->  check()  -> ...
+    WatchedState(holds, given, error)  ->  fn(chunk)  ->  check()  ->  fn(chunk)  ->  check()  -> ...
     versions, copies                    as before? else put back what was copied, and raise
 
 What a function holds is looked for in its closure, its defaults, the arguments that were bound to it and the globals
@@ -144,8 +144,7 @@ def equal(now: Any, before: torch.Tensor, rounded: bool = False) -> bool:
 class WatchedState:
     """The tensors and generators that a function must leave as they are: those it is `given`, by kind, and holds.
 
-    Copies the smallest tensors, `room` bytes in all at most; unless there is room for all, none that requires a
-    gradient.
+    Copies the smallest tensors, up to `room` bytes in all. If `room` is finite, copies none that requires a gradient.
     """
 
     def __init__(self, holds: Sequence[Found], given: dict[str, Tensors], error: type[Exception], room: float = inf):
@@ -192,8 +191,8 @@ class WatchedState:
 
 
 def found_in(roots: Sequence[Found]) -> Iterator[Found]:
-    """Yields every tensor and generator among the named roots or held by one, each once, of a module's parameters
-    none: its name, itself, and the module whose attribute it is, or None."""
+    """Yields (name, object, owning module or None) once for each tensor or generator that is a root or is held by one.
+    Skips the parameters of modules."""
     seen: dict[int, Any] = {}  # holds what it has seen, so that no other object gets its id
     pending = list(reversed(roots))
     while pending:

@@ -67,8 +67,8 @@ def tiled(
     Random numbers of torch's default generators: a chunk draws the same in the backward as in the forward, but not the
     same as an untiled fn. The backward has the forward's autocast; casts are not cached between chunks.
 
-    FLOPs: one forward of `fn` more than untiled. Under non-reentrant checkpointing, whose recomputation stops before
-    `fn`, only the products at the end of `fn` that an untiled recomputation leaves out.
+    FLOPs: one forward of `fn` more than untiled. Non-reentrant checkpointing recomputes `fn` anyway; there only the
+    products at the end of `fn` are added, which an untiled recomputation leaves out.
 
     Memory: saves the inputs and nothing inside. Allocates the outputs; in the backward the gradients of the inputs and
     a float32 sum for each of `params` and `shared`; what `fn` needs for one chunk; a copy of the first chunk's inputs,
@@ -145,7 +145,8 @@ def _tiled(
 
 
 class Holding(NamedTuple):
-    """A function for `tiled`, and what it holds, where that is known, or where to look for it, see `found_in`."""
+    """A function for `tiled`, and the tensors and generators that it holds, or objects to search for them, see
+    `found_in`."""
 
     fn: Callable[..., Outputs]
     holds: Sequence[Found]
@@ -181,9 +182,9 @@ class Call(NamedTuple):
         return WatchedState(self.fn.holds, kinds, error, room=first.nbytes)
 
     def run_first(self, held: WatchedState, given: Tensors) -> tuple[list[torch.Tensor], dict[int, tuple[int, int]]]:
-        """Returns what fn makes of the first chunk, without a graph, and when it used leaves first, see
-        `_leaves_behind`: in the reverse order an untiled backward has their gradients, and under ZeRO ranks whose
-        sequence fits in a chunk must have them in the same."""
+        """Returns fn's detached outputs for the first chunk, and the order in which fn first used each leaf, see
+        `_leaves_behind`. An untiled backward produces gradients in the reverse order; under ZeRO, ranks whose sequence
+        fits in a chunk must do so too."""
         first = chunks(given[0].shape[self.dim], self.step)[0]
         hidden = saved_tensors_hooks(torch.Tensor.detach, torch.Tensor.detach)  # from a checkpoint around
         with torch.set_grad_enabled(self.differentiate), hidden:  # most functions use the same leaves in every chunk

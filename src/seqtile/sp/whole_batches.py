@@ -319,7 +319,7 @@ class WholeBatches(ShardingHooks):
             self._run_whole(False)
 
     def _rest(self) -> None:
-        """Leaves the model as a checkpoint's recomputation needs it, whichever way its forward went."""
+        """Puts the model into the state that a checkpoint's recomputation needs."""
         self._run_whole(False)
         self.model.config._attn_implementation = self.at_rest
 

@@ -1,9 +1,9 @@
 """Attention and its projections as one node: norm, queries, keys, values, attention by groups, output projection's
 gradient.
 
-From x [T, D] to x and what attention returned for each group, [T, h K]. The backward is given the gradient of
-h = x + scale o(attn_output), and computes from it, group by group, the gradient of what attention returned, that of
-queries, keys and values, and that of x; likewise all gradients of norm, q, k, v and o:
+From x [T, D] to x and attention's output for each group, [T, h K]. The backward receives the gradient of
+h = x + scale o(attn_output). It computes, group by group, the gradients of attention's output and of o's columns, then
+those of queries, keys and values and of their projections; last those of norm and x:
 
     for each group   q, k, v again ─┐
                      d_attn_output = d_h o'[its columns] ─> attention's own backward ─> d_q, d_k, d_v ─> sums, d_normed
@@ -231,8 +231,8 @@ class _Backward:
         return found[:3], None if qkv is None else qkv.pre_norm_qk
 
     def _grad_attn_output(self, group: int) -> torch.Tensor:
-        """Returns the gradient of attention's output of a group. The output itself is let go of here: under
-        checkpointing its memory is free then, else when the node's backward ends."""
+        """Returns the gradient of a group's attention output. Drops the output itself: under checkpointing this frees
+        its memory, else the end of the node's backward does."""
         sizes, out = self.sizes, self.outs[group]
         self.outs[group] = None
         projection = self.params.o.slice_in(sizes.group_columns(group)[0][0]).to(sizes.dtype)

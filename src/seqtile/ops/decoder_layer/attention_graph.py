@@ -51,7 +51,7 @@ class LazyGradientFunction(torch.autograd.Function):
 
 
 class UntrackedLeaves(Exception):
-    """An attention used leaves that require a gradient and that it was not known to use: its only argument."""
+    """Raised if attention used leaves that require a gradient and that nobody declared; its argument lists them."""
 
 
 class QKVView(NamedTuple):

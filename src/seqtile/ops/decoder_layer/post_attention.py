@@ -1,12 +1,12 @@
 """The part of a layer behind attention, chunk by chunk: output projection, residual, norm, MLP, residual.
 
-h = x + scale o(attn_output), y = h + scale mlp(norm(h)). The node owns norm and MLP, and returns their gradients. The
-output projection is the attention's node's, which computes its gradient, and that of what attention returned, from the
-gradient of h alone; this node returns that as the gradient of x:
+h = x + scale o(attn_output), y = h + scale mlp(norm(h)). The node owns norm and MLP, and returns their gradients.
+`AttentionFunction` owns the output projection. It computes the gradients of that projection and of attention's output
+from the gradient of h alone. This node returns the gradient of h as the gradient of x:
 
     forward    attn_output ─ o ─(+ x)─ h ─ norm ─ mlp ─(+ h)─ y
-    backward   d_y -> d_h, returned as the gradient of x; what would be the gradient of `attn_output` is a placeholder
-               of its shape without memory, since `AttentionFunction` computes it group by group, when it needs it
+    backward   d_y -> d_h, returned as the gradient of x; in place of the gradient of `attn_output` a placeholder of its
+               shape without memory, since `AttentionFunction` computes it group by group
 
 So this node reads the output projection before its gradient leaves the other node.
 """

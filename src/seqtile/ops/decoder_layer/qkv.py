@@ -107,7 +107,7 @@ class QKVByGroup:
 class NormedInput:
     """norm(x) of x [T, D], computed chunk by chunk; with `whole` once, and kept for the groups that follow.
 
-    What is kept allows larger chunks: a group's product is then as large as that of all heads is without groups.
+    If it is kept, chunks are longer: a group's matrix product is then as large as that of all heads without groups.
     """
 
     def __init__(self, inputs: Inputs, whole: bool = False):

@@ -22,6 +22,7 @@ from seqtile.protocols import SHARDED
 from seqtile.sp.attention import NAME, UlyssesFunction
 from seqtile.sp.data import parts_of, sequence_dim
 from seqtile.sp.groups import ALONE, SequenceParallel
+from seqtile.sp.images import DealtImages
 from seqtile.sp.layout import BATCH_HASH, LAYOUT, WHOLE_LENGTH, Layout, check_same_batch, hash_of
 from seqtile.sp.outside_masks import OUTSIDE, MaskRecipe, register_recipes, spans_of
 from seqtile.sp.owners import Owners, depends_on_all_ranks, with_whole_gradient
@@ -79,16 +80,27 @@ class WholeBatches(ShardingHooks):
         """Of the text model, in the given model's forward that runs."""
         self.owners: Owners | None = None
         """Of the batch in the text model."""
+        self.is_compared = False
+        """The ranks of the group have the same batch in the given model's forward that runs."""
+        self.last_of_batch: int | Tensor = 0
+        """The largest position of the batch in the text model."""
         self.is_whole = False
         """The forward that runs is not cut: it is given a cache, or there is nothing to be shared."""
+        self.images: DealtImages | None = None
         register_recipes()
         if model is not given:
             self.handles.append(given.register_forward_pre_hook(self.begin, with_kwargs=True))
             self.handles.append(given.register_forward_hook(self.end, always_call=True))
+            self.images = None if self.is_alone else DealtImages(given, self)
 
     @property
     def shared_prefixes(self) -> tuple[int, int, int] | None:
         return None if self.min_tokens is None else (self.min_tokens, *self.last_batch)
+
+    def remove(self) -> None:
+        super().remove()
+        if self.images is not None:
+            self.images.remove()
 
     def stop_sharing_prefixes(self) -> None:
         self.min_tokens = None
@@ -98,8 +110,8 @@ class WholeBatches(ShardingHooks):
 
     @contextmanager
     def other_batch(self) -> Iterator[None]:
-        held = self.batch_hash, self.position_ids, self.calls, self.owners
-        self.batch_hash = self.position_ids = None
+        held = self.batch_hash, self.position_ids, self.calls, self.owners, self.is_compared, self.last_of_batch
+        self.batch_hash, self.position_ids, self.is_compared = None, None, False
         asked = (
             self.model.config._attn_implementation
         )  # of a forward of the given model that may be about to make its masks
@@ -107,7 +119,7 @@ class WholeBatches(ShardingHooks):
             with super().other_batch():
                 yield
         finally:
-            self.batch_hash, self.position_ids, self.calls, self.owners = held
+            self.batch_hash, self.position_ids, self.calls, self.owners, self.is_compared, self.last_of_batch = held
             self.model.config._attn_implementation = asked
 
     def begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -125,7 +137,7 @@ class WholeBatches(ShardingHooks):
         self.model.config._attn_implementation = OUTSIDE
 
     def end(self, module: nn.Module, args: tuple, output: Any) -> None:
-        self.batch_hash = self.position_ids = None
+        self.batch_hash, self.position_ids, self.is_compared = None, None, False
         self.has_gradient = False
         if self.is_alone:
             self._rest()
@@ -143,6 +155,8 @@ class WholeBatches(ShardingHooks):
         recipes = self._take_recipes(kwargs)
         given = self._given(args, kwargs)
         tokens = given.get("input_ids", given.get("inputs_embeds"))
+        if self.is_compared:
+            self.last_of_batch = given["position_ids"].max() if "position_ids" in given else tokens.shape[1] - 1
         self.tree = (
             None if any(recipe and recipe.spans is not None for recipe in recipes) else self._tree(given, tokens)
         )
@@ -174,11 +188,22 @@ class WholeBatches(ShardingHooks):
         batch_hash, whole_length = (kwargs.pop(name, None) for name in (BATCH_HASH, WHOLE_LENGTH))
         tokens = kwargs["input_ids"] if "input_ids" in kwargs else kwargs["inputs_embeds"]
         if not self.is_alone:
-            check_same_batch(tokens, kwargs, batch_hash, self.sp_group, self.expected)
+            self._same_batch(tokens, kwargs, batch_hash)
         layout = Layout(self.sp_group, tokens.shape[1], (self.tree.documents,), self.implementation)
         layout.parents, layout.last_position = self.tree.parents, self.tree.last_position
         layout.position_ids, layout.whole_length = kwargs["position_ids"], whole_length
         return layout
+
+    def compare_batch(self) -> None:
+        """Raises ValueError on every rank if the ranks of the group have different batches; in front of what is sent
+        in a forward before its text model. Once a forward: one small collective and one wait for the device."""
+        if not self.is_compared:
+            none = torch.zeros(1, 1, dtype=torch.int64, device=self.batch_hash.device)
+            super()._same_batch(none, {"position_ids": none}, self.batch_hash)
+            self.is_compared = True
+
+    def _same_batch(self, tokens: Tensor, kwargs: dict[str, Any], batch_hash: Tensor | None) -> int:
+        return self.last_of_batch if self.is_compared else super()._same_batch(tokens, kwargs, batch_hash)
 
     def _take_recipes(self, kwargs: dict[str, Any]) -> list[MaskRecipe | None]:
         """Puts the padding mask in the place of masks made outside of the text model, and returns these, of layers

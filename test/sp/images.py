@@ -359,8 +359,8 @@ def counting(module: nn.Module, args: tuple, output: Any) -> None:
 
 
 def not_dealt() -> None:
-    """Towers whose images depend on each other, draw random numbers or keep statistics; fewer images than ranks. Batches
-    that are not the same are refused before anything is sent by their sizes."""
+    """Towers whose images depend on each other, that draw random numbers or keep statistics; fewer images than ranks.
+    Batches that are not the same are refused before anything is sent by their sizes."""
     ctx, (one, batch) = context(), made("qwen2_5_vl")
     for changed in (each_with_all, with_noise, counting):
         many = copy.deepcopy(one)

@@ -23,7 +23,7 @@ from seqtile.sp.attention import NAME, UlyssesFunction
 from seqtile.sp.data import parts_of, sequence_dim
 from seqtile.sp.groups import ALONE, SequenceParallel
 from seqtile.sp.images import DealtImages
-from seqtile.sp.layout import BATCH_HASH, LAYOUT, WHOLE_LENGTH, Layout, check_same_batch, hash_of
+from seqtile.sp.layout import BATCH_HASH, LAYOUT, WHOLE_LENGTH, Layout, hash_of
 from seqtile.sp.outside_masks import OUTSIDE, MaskRecipe, register_recipes, spans_of
 from seqtile.sp.owners import Owners, depends_on_all_ranks, with_whole_gradient
 from seqtile.sp.prefixes import PrefixTree, prefix_tree

@@ -242,7 +242,10 @@ def _of_all(output: Any, images: Images, known: dict[str, Features]) -> Any:
     for name, leaves in flat.items():
         for i, (leaf, share) in enumerate(zip(leaves, known[name].shares, strict=True)):
             if _share(leaf, images.own_sizes) != share:
-                raise ValueError(f"{name} of images has another number of rows than in batches before")
+                raise ValueError(
+                    f"{name} of {len(images.own_sizes)} images has {len(_rows(leaf))} rows, expected {share} for each "
+                    f"of their {sum(images.own_sizes)}, as in batches before; leave this model whole: sp.restore(model)"
+                )
             if not share:
                 continue
             if name in _SELDOM_READ and isinstance(leaf, Tensor):

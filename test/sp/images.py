@@ -345,6 +345,38 @@ def dealt(model_type: str) -> None:
     assert sizes[0] == most or ctx.rank, f"{sizes[0]} of {sizes[1]}"
 
 
+def reads_hidden(model: nn.Module) -> None:
+    """Makes a model of features what is seldom read, too."""
+    encode = model.model.get_image_features
+
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        output = encode(*args, **kwargs)
+        common = output.last_hidden_state.square().cumsum(0).mean()
+        output.pooler_output = [each * common for each in output.pooler_output]
+        return output
+
+    model.model.get_image_features = changed
+
+
+def seldom_read() -> None:
+    """A model that reads the tower's last hidden states: of all images, with gradients."""
+    ctx, (one, batch) = context(), made("qwen2_5_vl", 2)
+    batch["pixel_values"] = batch["pixel_values"].double()
+    sp.apply_ulysses(many := copy.deepcopy(one.double()), ctx, batches="whole")
+    reads_hidden(one)
+    reads_hidden(many)
+    expected = by_first_rank(loss_and_gradients, one, **batch)
+    for _ in range(2):
+        many.zero_grad()
+        loss = many(**batch).loss
+        loss.backward()
+        assert relative_error(loss.detach(), expected[0]) <= 1e-6
+        for name, gradient in averaged(many).items():
+            if expected[1][name] is not None and expected[1][name].norm() > 1e-12:
+                assert relative_error(gradient, expected[1][name]) <= 1e-6, name
+    assert is_dealt(many)
+
+
 def each_with_all(module: nn.Module, args: tuple, output: Any) -> None:
     """A tower whose images have something in common."""
     output.pooler_output = output.pooler_output + 0.01 * output.pooler_output.mean()
@@ -387,7 +419,7 @@ def not_dealt() -> None:
     for features in next(iter(known.values())).values():
         features.shares[:] = [Fraction(1, 2)]
     with pytest.raises(
-        ValueError, match="expected 1/2 for each of their .*, as in batches before; leave this model whole"
+        ValueError, match=r"expected 1/2 for each of their \d+, as in batches before; leave this model whole"
     ):
         one(**batch)
     sp.restore(one)

@@ -93,6 +93,7 @@ def test_images(pool: Pool, model_type: str, options: dict | None, frozen: bool)
     pool.run(images.compared, model_type, options, frozen)
 
 
+@pytest.mark.full("of a product, each value every day", but=every_value)
 @pytest.mark.parametrize("pool", [2, 4], indirect=True)
 @pytest.mark.parametrize("model_type", images.MODELS)
 def test_images_are_dealt(pool: Pool, model_type: str) -> None:
@@ -104,6 +105,11 @@ def test_images_are_dealt(pool: Pool, model_type: str) -> None:
 def test_balance_with_images(pool: Pool) -> None:
     """A mixture's router logits, of a model of images and text."""
     pool.run(images.balanced)
+
+
+@OF_TWO
+def test_what_is_seldom_read_of_dealt_images(pool: Pool) -> None:
+    pool.run(images.seldom_read)
 
 
 @OF_TWO

@@ -3,6 +3,7 @@
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from fractions import Fraction
 from typing import Any
 
 import pytest
@@ -15,13 +16,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import seqtile
 from distributed.worker import STRATEGIES, full
 from seqtile import sp
+from seqtile.protocols import SHARDED
 from seqtile.sp import segments
-from sp.over_ranks import assert_same_gradients, by_first_rank, context
+from sp.over_ranks import assert_same_gradients, averaged, by_first_rank, context
+from sp.whole import COLLECTIVES, counted
 from support.assertions import relative_error
 from support.tiny import loss_and_gradients
 from support.training import update
 
-IMAGE, LENGTH, WORDS = 5, 45, 211
+IMAGE, VIDEO, LENGTH, WORDS = 5, 6, 45, 211
 _TEXT = dict(vocab_size=WORDS, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
 _TEXT |= dict(num_key_value_heads=2, max_position_embeddings=512, pad_token_id=0)
 _HEADS = _TEXT | {"head_dim": 12}
@@ -29,7 +32,7 @@ _AXES = {"rope_parameters": dict(rope_type="default", rope_theta=1e4, mrope_sect
 _VIT = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=2, num_attention_heads=2)
 _MERGED = dict(hidden_size=32, intermediate_size=32, num_heads=2, out_hidden_size=48, patch_size=2)
 _MERGED |= dict(spatial_merge_size=2, temporal_patch_size=1)
-_TOKENS = dict(image_token_id=IMAGE, video_token_id=6, vision_start_token_id=7, vision_end_token_id=8)
+_TOKENS = dict(image_token_id=IMAGE, video_token_id=VIDEO, vision_start_token_id=7, vision_end_token_id=8)
 _OF_GLM = dict(image_start_token_id=7, image_end_token_id=8, video_start_token_id=9, video_end_token_id=4)
 _DEEPSTACK = _MERGED | dict(depth=3, deepstack_visual_indexes=[0, 1], num_position_embeddings=16)
 _QWEN35 = _TEXT | dict(head_dim=16, layer_types=["linear_attention", "full_attention"], linear_num_key_heads=2)
@@ -40,6 +43,9 @@ _GEMMA4 = dict(global_head_dim=12, use_bidirectional_attention="vision", hidden_
 _GEMMA4 |= dict(vocab_size_per_layer_input=WORDS, num_kv_shared_layers=0, sliding_window=16)
 _GEMMA4["layer_types"] = ["sliding_attention", "full_attention"]
 _GEMMA4_VIT = _VIT | dict(num_key_value_heads=2, head_dim=16, patch_size=4, pooling_kernel_size=2)
+DEALT = {"qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "glm4v", "llava", "internvl", "gemma3", "paligemma"}
+"""Types whose images are dealt over ranks."""
+NONE_MORE = dict.fromkeys((*COLLECTIVES, "gathered bytes", "reduced bytes"), 0)
 Inputs = dict[str, Tensor]
 
 
@@ -85,6 +91,30 @@ def with_places(ids: Tensor) -> Inputs:
     places = torch.stack(torch.meshgrid(torch.arange(4), torch.arange(4), indexing="ij"), -1).view(1, 16, 2)
     inputs = {"pixel_values": torch.randn(3, 16, 48), "image_position_ids": places.repeat(3, 1, 1)}
     return inputs | {"mm_token_type_ids": (ids == IMAGE).long()}
+
+
+def _of_videos(ids: Tensor, are_apart: bool) -> Inputs:
+    """Videos of 2, 2 and 1 frames, two of them in the first row, and an image in the last; frames follow each other, or
+    have a token between them."""
+    for row, start, size, frames in ((0, 3, 4, 2), (0, 18, 8, 2), (1, 11, 4, 1)):
+        ids[row, start - 1] = 7
+        for first in range(start, start + frames * (size + are_apart), size + are_apart):
+            ids[row, first : first + size] = VIDEO
+            if are_apart:
+                ids[row, first - 1] = 7
+    ids[2, 4], ids[2, 5:9] = 7, IMAGE
+    inputs = {"pixel_values": torch.randn(16, 12), "image_grid_thw": torch.tensor([[1, 4, 4]])}
+    inputs |= {"pixel_values_videos": torch.randn(112, 12)}
+    inputs |= {"video_grid_thw": torch.tensor([[2, 4, 4], [2, 4, 8], [1, 4, 4]])}
+    return inputs | {"mm_token_type_ids": (ids == IMAGE).long() + 2 * (ids == VIDEO).long()}
+
+
+def of_videos(ids: Tensor) -> Inputs:
+    return _of_videos(ids, False)
+
+
+def of_frames(ids: Tensor) -> Inputs:
+    return _of_videos(ids, True)
 
 
 def _parts(text: dict, vision: dict, **others: Any) -> dict:
@@ -158,18 +188,26 @@ MODELS: dict[str, tuple[dict, Callable[[Tensor], Inputs]]] = {  # model type: co
 }
 
 
-def made(model_type: str) -> tuple[nn.Module, Inputs]:
-    """A small model, and a batch of three rows with labels, the last without images where a model takes such."""
-    fields, images = MODELS[model_type]
-    config = transformers.CONFIG_MAPPING[model_type](**copy.deepcopy(fields))
+VIDEOS = {f"{name} videos": (MODELS[name][0], of) for name, of in (("qwen2_5_vl", of_videos), ("qwen3_vl", of_frames))}
+"""The same of types that are given videos."""
+
+
+def made(model_type: str, times: int = 1) -> tuple[nn.Module, Inputs]:
+    """A small model, and a batch of three rows with labels, the last without images where a model takes such; or so
+    many times these rows."""
+    fields, images = (MODELS | VIDEOS)[model_type]
+    config = transformers.CONFIG_MAPPING[model_type.split()[0]](**copy.deepcopy(fields))
     model = transformers.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)](config).train()
     with torch.no_grad():
         for parameter in model.parameters():
             many = parameter.dim() > 1 and parameter.any()  # a projector may begin with zeros
             parameter.mul_(3) if many else parameter.add_(torch.randn_like(parameter) * 0.1)
-    ids = torch.randint(10, WORDS, (3, LENGTH))
-    batch = {"input_ids": ids} | images(ids)
-    return model, batch | {"labels": ids.masked_fill(ids < 10, -100)}
+    batches = []
+    for _ in range(times):
+        ids = torch.randint(10, WORDS, (3, LENGTH))
+        batches.append({"input_ids": ids} | images(ids))
+        batches[-1]["labels"] = ids.masked_fill(ids < 10, -100)
+    return model, {name: torch.cat([batch[name] for batch in batches]) for name in batches[0]}
 
 
 class Shapes(TorchDispatchMode):
@@ -197,10 +235,11 @@ def small_masks() -> Iterator[None]:
         segments.MASK_ELEMENTS = before
 
 
-def compared(model_type: str, options: dict | None, frozen: bool) -> None:
-    """A step with images: loss and gradients, in the vision tower, the projector, the embeddings and the text model."""
+def compared(model_type: str, options: dict | None, frozen: bool, times: int = 1) -> bool:
+    """A step with images: loss and gradients, in the vision tower, the projector, the embeddings and the text model.
+    Whether images were dealt."""
     ctx = context()
-    one, batch = made(model_type)
+    one, batch = made(model_type, times)
     if frozen:
         for name, parameter in one.named_parameters():
             parameter.requires_grad_("language_model" in name or "lm_head" in name)
@@ -213,14 +252,178 @@ def compared(model_type: str, options: dict | None, frozen: bool) -> None:
     sp.apply_ulysses(many, ctx, batches="whole")
     if options is not None:
         seqtile.apply_seqtile(many, chunk_tokens=11, **options)
-    with small_masks(), Shapes() as shapes:
-        loss = many(**batch).loss
-    assert (LENGTH, LENGTH) not in shapes.seen, "a mask of length x length"
+    for _ in range(2):  # on the second time images are dealt
+        with small_masks(), Shapes() as shapes:
+            loss = many(**batch).loss
+        assert (LENGTH, LENGTH) not in shapes.seen, "a mask of length x length"
+        assert relative_error(loss.detach(), expected[0]) <= 1e-5
     loss.backward()
-    assert relative_error(loss.detach(), expected[0]) <= 1e-5
     assert_same_gradients(many, told, lambda model: loss_and_gradients(model, **batch), one, model_type)
     assert frozen or any("vis" in name for name in told)
     without_images(one, many)
+    return is_dealt(many)
+
+
+def is_right(model_type: str) -> tuple[bool, bool]:
+    """Whether a step equals one process's, and whether images were dealt."""
+    try:
+        return True, compared(model_type, None, False, times=2)
+    except AssertionError:
+        return False, False
+
+
+def balanced() -> None:
+    """The loss that balances experts, over all ranks' tokens but padding."""
+    ctx, (one, batch) = context(), made("qwen3_vl_moe")
+    one.double().set_experts_implementation("eager")
+    one.config.text_config.router_aux_loss_coef = 0.5
+    batch["pixel_values"] = batch["pixel_values"].double()
+    batch["attention_mask"] = torch.ones_like(batch["input_ids"])
+    batch["attention_mask"][2, :5], batch["labels"][2, :5] = 0, -100
+    batch["output_router_logits"] = True
+    expected = by_first_rank(loss_and_gradients, one, **batch)
+    balance = one(**batch).aux_loss.detach()
+    one.zero_grad()
+    sp.apply_ulysses(many := copy.deepcopy(one), ctx, batches="whole")
+    output = many(**batch)
+    output.loss.backward()
+    assert relative_error(output.aux_loss.detach(), balance) <= 1e-6
+    assert relative_error(output.loss.detach(), expected[0]) <= 1e-6
+    gradients = averaged(many)
+    gates = [name for name in gradients if name.endswith("gate.weight")]
+    assert gates
+    for name in gates:
+        assert relative_error(gradients[name], expected[1][name]) <= 1e-6, name
+    assert [each.shape for each in output.router_logits] == [(3 * LENGTH, 4)] * 2
+
+
+def is_dealt(model: nn.Module) -> bool:
+    """Whether images of the batches so far are dealt."""
+    return any(known is not None for known in getattr(model, SHARDED).images.known.values())
+
+
+def dealt(model_type: str) -> None:
+    """Six images: each rank encodes some of them, for one all-gather more, and one all-reduce in the backward; loss and
+    gradients in float64."""
+    ctx, (one, batch) = context(), made(model_type, 2)
+    one.double().set_experts_implementation("eager")  # whose rotary embeddings and norms stay in float32
+    batch = {name: each.double() if each.is_floating_point() else each for name, each in batch.items()}
+    expected = by_first_rank(loss_and_gradients, one, **batch)
+    sp.apply_ulysses(many := copy.deepcopy(one), ctx, batches="whole")
+    images, encoded, counts, sizes = getattr(many, SHARDED).images, [], [], []
+    [tower] = [module for name, module in many.named_modules() if name.endswith((".visual", ".vision_tower"))]
+    tower.register_forward_pre_hook(
+        lambda module, args, kwargs: encoded.append(len([*args, *kwargs.values()][0])), with_kwargs=True
+    )
+    assert relative_error(many(**batch).loss.detach(), expected[0]) <= 1e-6
+    assert is_dealt(many) == (model_type in DEALT)
+    if model_type not in DEALT:
+        return
+    for how in ("dealt", "whole"):
+        many.zero_grad()
+        encoded.clear()
+        with counted() as forward:
+            loss = many(**batch).loss
+        with counted() as backward:
+            loss.backward()
+        counts.append((forward, backward))
+        sizes.append(sum(encoded))
+        assert relative_error(loss.detach(), expected[0]) <= 1e-6
+        for name, gradient in averaged(many).items():
+            if expected[1][name] is not None and expected[1][name].norm() > 1e-12:
+                error = relative_error(gradient, expected[1][name])
+                assert error <= 1e-6, f"{name}, {how}, is {error:.1e} off"
+        images.known = dict.fromkeys(images.known)
+    (forward, backward), (forward_whole, backward_whole) = counts
+    most = {2: (80, 3), 4: (48, 2)}[ctx.size]["grid" not in " ".join(batch)]  # patches, or images, of the first rank
+    layers = 1 + len(getattr(many.config.vision_config, "deepstack_visual_indexes", ()))
+    width, tokens = layers * 48 * 8, int((batch["input_ids"] == IMAGE).sum())
+    more = NONE_MORE | {"all_gather": 1, "gathered bytes": tokens * most // sizes[1] * width}
+    assert {name: forward[name] - forward_whole[name] for name in forward} == more
+    more = NONE_MORE | {"all_reduce": 1, "reduced bytes": tokens * width}
+    assert {name: backward[name] - backward_whole[name] for name in backward} == more
+    assert sizes[0] == most or ctx.rank, f"{sizes[0]} of {sizes[1]}"
+
+
+def reads_hidden(model: nn.Module) -> None:
+    """Makes a model of features what is seldom read, too."""
+    encode = model.model.get_image_features
+
+    def changed(*args: Any, **kwargs: Any) -> Any:
+        output = encode(*args, **kwargs)
+        common = output.last_hidden_state.square().cumsum(0).mean()
+        output.pooler_output = [each * common for each in output.pooler_output]
+        return output
+
+    model.model.get_image_features = changed
+
+
+def seldom_read() -> None:
+    """A model that reads the tower's last hidden states: of all images, with gradients."""
+    ctx, (one, batch) = context(), made("qwen2_5_vl", 2)
+    batch["pixel_values"] = batch["pixel_values"].double()
+    sp.apply_ulysses(many := copy.deepcopy(one.double()), ctx, batches="whole")
+    reads_hidden(one)
+    reads_hidden(many)
+    expected = by_first_rank(loss_and_gradients, one, **batch)
+    for _ in range(2):
+        many.zero_grad()
+        loss = many(**batch).loss
+        loss.backward()
+        assert relative_error(loss.detach(), expected[0]) <= 1e-6
+        for name, gradient in averaged(many).items():
+            if expected[1][name] is not None and expected[1][name].norm() > 1e-12:
+                assert relative_error(gradient, expected[1][name]) <= 1e-6, name
+    assert is_dealt(many)
+
+
+def each_with_all(module: nn.Module, args: tuple, output: Any) -> None:
+    """A tower whose images have something in common."""
+    output.pooler_output = output.pooler_output + 0.01 * output.pooler_output.mean()
+
+
+def with_noise(module: nn.Module, args: tuple, output: Any) -> None:
+    output.pooler_output = nn.functional.dropout(output.pooler_output, 0.1)
+
+
+def counting(module: nn.Module, args: tuple, output: Any) -> None:
+    module.get_buffer("batches").add_(1)
+
+
+def not_dealt() -> None:
+    """Towers whose images depend on each other, that draw random numbers or keep statistics; fewer images than ranks.
+    Batches that are not the same are refused before anything is sent by their sizes."""
+    ctx, (one, batch) = context(), made("qwen2_5_vl")
+    for changed in (each_with_all, with_noise, counting):
+        many = copy.deepcopy(one)
+        many.model.visual.register_buffer("batches", torch.zeros(()))
+        many.model.visual.register_forward_hook(changed)
+        torch.manual_seed(0)
+        expected = many(**batch).loss
+        sp.apply_ulysses(many, ctx, batches="whole")
+        for seed in (0, 0):
+            torch.manual_seed(seed)
+            assert relative_error(many(**batch).loss, expected) <= 1e-5, changed.__name__
+        assert not is_dealt(many), changed.__name__
+    sp.apply_ulysses(one, ctx, batches="whole")
+    known = getattr(one, SHARDED).images.known
+    row = {name: batch[name][1:2] for name in ("input_ids", "labels", "mm_token_type_ids")}
+    row |= {"pixel_values": batch["pixel_values"][-16:], "image_grid_thw": batch["image_grid_thw"][-1:]}
+    assert one(**row).loss.isfinite() and not known, "one image"
+    loss = one(**batch).loss
+    assert is_dealt(one)
+    for other in (row, {name: batch[name][2:] for name in ("input_ids", "labels", "mm_token_type_ids")}):
+        with pytest.raises(ValueError, match="expected the same whole batch on every rank of a group"):
+            one(**(other if ctx.rank else batch))
+    assert relative_error(one(**batch).loss, loss) <= 1e-6, "after a failure"
+    for features in next(iter(known.values())).values():
+        features.shares[:] = [Fraction(1, 2)]
+    with pytest.raises(
+        ValueError, match=r"expected 1/2 for each of their \d+, as in batches before; leave this model whole"
+    ):
+        one(**batch)
+    sp.restore(one)
+    assert "get_image_features" not in vars(one.model)
 
 
 def without_images(one: nn.Module, many: nn.Module) -> None:
@@ -278,6 +481,9 @@ def reduced(model_type: str, strategy: str, frozen: bool) -> None:
     sp.apply_ulysses(many, ctx, batches="whole")
     seqtile.apply_seqtile(many, chunk_tokens=11)
     wrapped, optimizer = STRATEGIES[strategy](many)
+    with torch.no_grad():
+        wrapped(**batch_of_group(model_type, ctx.data_parallel_rank))  # from the second time on images are dealt
+    assert is_dealt(many)
     ours = wrapped(**batch_of_group(model_type, ctx.data_parallel_rank)).loss
     update(wrapped, optimizer, ours)
     total = ours.detach().clone()

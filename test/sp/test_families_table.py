@@ -3,7 +3,10 @@
 import re
 from pathlib import Path
 
-from sp.images import MODELS
+import pytest
+
+from sp import image_types
+from sp.images import DEALT, MODELS
 from sp.recurrences import FAMILIES
 from sp.steps import NOT_SPREAD
 
@@ -26,4 +29,13 @@ def test_families() -> None:
 
 
 def test_images() -> None:
-    assert section("Images")[1] == sorted(MODELS)
+    text, listed = section("Images")
+    dealt = re.findall(r"^\| `(\w+)`.* yes \|$", text, re.MULTILINE)
+    assert listed == sorted(MODELS) and set(dealt) == DEALT
+
+
+@pytest.mark.dist
+@pytest.mark.full("two minutes: a step of every type on 1, 2 and 4 ranks")
+def test_images_over_ranks() -> None:
+    """The table of image types is what running them gives."""
+    assert image_types.table() in section("Images")[0]

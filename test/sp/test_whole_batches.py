@@ -33,7 +33,7 @@ def test_losses_of_ones_own(pool: Pool, loss: Callable, options: dict | None) ->
 
 
 @pytest.mark.parametrize("pool", [2, 4], indirect=True)
-@pytest.mark.parametrize("case", [whole.classification, whole.short, whole.read, whole.live_bytes])
+@pytest.mark.parametrize("case", [whole.classification, whole.short, whole.read, whole.sent_bytes, whole.live_bytes])
 def test_batches(pool: Pool, case: Callable[[], None]) -> None:
     pool.run(case)
 
@@ -88,10 +88,34 @@ def test_trl(pool: Pool, size: int, name: str, how: str, one_process: Callable) 
 @pytest.mark.parametrize("pool", [2, 4], indirect=True)
 @pytest.mark.parametrize("frozen", [False, True], ids=["trained", "frozen"])
 @pytest.mark.parametrize("options", [None, {}, {"layer": True}], ids=["untiled", "tiled", "layers"])
-@pytest.mark.parametrize("model_type", images.MODELS)
+@pytest.mark.parametrize("model_type", [*images.MODELS, *images.VIDEOS])
 def test_images(pool: Pool, model_type: str, options: dict | None, frozen: bool) -> None:
     """Several images, of unequal size, in rows of unequal number."""
     pool.run(images.compared, model_type, options, frozen)
+
+
+@pytest.mark.full("of a product, each value every day", but=every_value)
+@pytest.mark.parametrize("pool", [2, 4], indirect=True)
+@pytest.mark.parametrize("model_type", images.MODELS)
+def test_images_are_dealt(pool: Pool, model_type: str) -> None:
+    """Each rank encodes some of a batch's images."""
+    pool.run(images.dealt, model_type)
+
+
+@pytest.mark.parametrize("pool", [2, 4], indirect=True)
+def test_balance_with_images(pool: Pool) -> None:
+    """A mixture's router logits, of a model of images and text."""
+    pool.run(images.balanced)
+
+
+@OF_TWO
+def test_what_is_seldom_read_of_dealt_images(pool: Pool) -> None:
+    pool.run(images.seldom_read)
+
+
+@OF_TWO
+def test_images_that_are_not_dealt(pool: Pool) -> None:
+    pool.run(images.not_dealt)
 
 
 IMAGE_REDUCERS = [("torch", "ddp"), ("torch", "fsdp2"), ("zero", "zero1"), ("zero", "zero2"), ("zero3", "zero3")]

@@ -30,15 +30,17 @@ Batch = dict[str, Tensor]
 
 @contextmanager
 def counted() -> Iterator[dict[str, int]]:
-    """The collectives inside, but all-to-alls: how many of each, and the bytes of all-gathers."""
+    """The collectives inside, but all-to-alls: how many of each, and the bytes of all-gathers and all-reduces."""
     found, functions = dict.fromkeys(COLLECTIVES, 0), {name: getattr(dist, name) for name in COLLECTIVES}
-    found["gathered bytes"] = 0
+    found["gathered bytes"] = found["reduced bytes"] = 0
 
     def counting(name: str) -> Callable:
         def call(*args: Any, **kwargs: Any) -> Any:
             found[name] += 1
             if name == "all_gather":
                 found["gathered bytes"] += args[1].numel() * args[1].itemsize
+            if name == "all_reduce":
+                found["reduced bytes"] += args[0].nbytes
             return functions[name](*args, **kwargs)
 
         return call
@@ -311,6 +313,35 @@ def read() -> None:
         with pytest.raises(ValueError, match=r"expected values of the tokens \[2, 37\], got \[37, 2\]"):
             seqtile.linear_cross_entropy(hidden, model.lm_head.weight, batch["labels"].T)
     assert len(logits.tolist()) == 2
+
+
+def sent_bytes() -> None:
+    """What a step sends: by formula, with the model's loss and with log-probabilities."""
+    ctx, model, (rows, length) = context(), build("llama", num_key_value_heads=4), (2, 37)
+    ids = torch.randint(3, 200, (rows, length))
+    local = -(-length // ctx.size)
+    sp.apply_ulysses(model, ctx, batches="whole")
+    seqtile.apply_seqtile(model, chunk_tokens=11, check=False)
+    of_batch = 8 * 8 + 8 * rows * local  # what ranks compare, and positions
+    of_heads = (4 + 2 * 4 + 4) * 12 * 4 * (ctx.size - 1) // ctx.size  # q, k and v there, the output back; to others
+    nothing, layers = dict.fromkeys((*COLLECTIVES, "gathered bytes", "reduced bytes"), 0), 2
+
+    def log_probs() -> Tensor:
+        hidden = model.model(input_ids=ids, use_cache=False).last_hidden_state
+        return seqtile.linear_log_probs(hidden, model.lm_head.weight, ids, chunk_tokens=7).mean()
+
+    for loss_of, expected in (
+        (lambda: model(input_ids=ids, labels=ids).loss, {"all_reduce": 1, "reduced bytes": 4}),
+        (log_probs, {"all_gather": 3, "gathered bytes": of_batch + 4 * rows * local}),
+    ):
+        with Traffic() as traffic, counted() as forward:
+            loss = loss_of()
+        assert forward == nothing | {"all_gather": 2, "gathered bytes": of_batch} | expected
+        assert sum(traffic.sent) == layers * rows * local * of_heads
+        with Traffic() as traffic, counted() as backward:
+            loss.backward()
+        assert backward == nothing
+        assert sum(traffic.sent) == layers * rows * local * of_heads
 
 
 def live_bytes() -> None:

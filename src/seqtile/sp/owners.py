@@ -186,14 +186,15 @@ summed: Callable[[Tensor, SequenceParallel], Tensor] = _Summed.apply
 
 
 def depends_on_all_ranks(tensor: Tensor) -> bool:
-    """Returns whether a tensor was computed from values of all ranks' tokens. Its gradient must be the same on every
-    rank, so it cannot be an operand where each rank computes its own rows."""
+    """Returns whether a tensor was computed from values of all ranks' tokens, other than by `with_whole_gradient`. Its
+    gradient must be the same on every rank, so it cannot be an operand where each rank computes its own rows."""
     waiting, seen = [tensor.grad_fn], set()
     while waiting:
         node = waiting.pop()
-        if getattr(getattr(node, "_forward_cls", None), OF_ALL_RANKS, False):
+        function = getattr(node, "_forward_cls", None)
+        if getattr(function, OF_ALL_RANKS, False):
             return True
-        if node is not None and node not in seen:
+        if node is not None and node not in seen and function is not _WholeGradient:
             seen.add(node)
             waiting += [before for before, _ in node.next_functions]
     return False

@@ -134,7 +134,7 @@ class ShardingHooks:
             positions = torch.arange(tokens.shape[1], device=tokens.device)[None]
         _check_shard(kwargs, *tokens.shape[:2])
         given = kwargs | {"position_ids": positions}
-        last_position = check_same_batch(tokens, given, batch_hash, self.sp_group, self.expected)
+        last_position = self._same_batch(tokens, given, batch_hash)
         layout = layout_of(tokens.shape[1], positions, mask, self.sp_group, self.implementation)
         layout.position_ids, layout.mask = positions, mask
         layout.whole_length, layout.last_position = whole_length, last_position
@@ -143,6 +143,9 @@ class ShardingHooks:
             if lengths != [0, *(stop for start, stop in layout.documents[0] if start < lengths[-1])]:
                 raise ValueError("cu_seq_lens_q tells other documents than position_ids, which have to tell them here")
         return layout
+
+    def _same_batch(self, tokens: Tensor, kwargs: dict[str, Any], batch_hash: Tensor | None) -> int:
+        return check_same_batch(tokens, kwargs, batch_hash, self.sp_group, self.expected)
 
     def add_layout(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Gives the base model the whole sequences' layout, and global position_ids."""

@@ -22,7 +22,8 @@ from seqtile.protocols import SHARDED
 from seqtile.sp.attention import NAME, UlyssesFunction
 from seqtile.sp.data import parts_of, sequence_dim
 from seqtile.sp.groups import ALONE, SequenceParallel
-from seqtile.sp.layout import BATCH_HASH, LAYOUT, WHOLE_LENGTH, Layout, check_same_batch, hash_of
+from seqtile.sp.images import DealtImages
+from seqtile.sp.layout import BATCH_HASH, LAYOUT, WHOLE_LENGTH, Layout, hash_of
 from seqtile.sp.outside_masks import OUTSIDE, MaskRecipe, register_recipes, spans_of
 from seqtile.sp.owners import Owners, depends_on_all_ranks, with_whole_gradient
 from seqtile.sp.prefixes import PrefixTree, prefix_tree
@@ -80,16 +81,27 @@ class WholeBatches(ShardingHooks):
         """How often the running forward of the given model has called the text model."""
         self.owners: Owners | None = None
         """The owners of the tokens of the batch in the text model."""
+        self.is_compared = False
+        """True if the ranks of the group were found to have the same batch in the running forward of the given model."""
+        self.last_of_batch: int | Tensor = 0
+        """The largest position of the batch in the text model."""
         self.is_whole = False
         """True if the running forward is not cut: it has a cache, or no prefix is shared."""
+        self.images: DealtImages | None = None
         register_recipes()
         if model is not given:
             self.handles.append(given.register_forward_pre_hook(self.begin, with_kwargs=True))
             self.handles.append(given.register_forward_hook(self.end, always_call=True))
+            self.images = None if self.is_alone else DealtImages(given, self)
 
     @property
     def shared_prefixes(self) -> tuple[int, int, int, str | None] | None:
         return None if self.min_tokens is None else (self.min_tokens, *self.last_batch)
+
+    def remove(self) -> None:
+        super().remove()
+        if self.images is not None:
+            self.images.remove()
 
     def stop_sharing_prefixes(self) -> None:
         self.min_tokens = None
@@ -99,14 +111,14 @@ class WholeBatches(ShardingHooks):
 
     @contextmanager
     def other_batch(self) -> Iterator[None]:
-        held = self.batch_hash, self.position_ids, self.calls, self.owners
-        self.batch_hash = self.position_ids = None
+        held = self.batch_hash, self.position_ids, self.calls, self.owners, self.is_compared, self.last_of_batch
+        self.batch_hash, self.position_ids, self.is_compared = None, None, False
         implementation = self.model.config._attn_implementation  # a forward may be about to make its masks with it
         try:
             with super().other_batch():
                 yield
         finally:
-            self.batch_hash, self.position_ids, self.calls, self.owners = held
+            self.batch_hash, self.position_ids, self.calls, self.owners, self.is_compared, self.last_of_batch = held
             self.model.config._attn_implementation = implementation
 
     def begin(self, module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> None:
@@ -124,7 +136,7 @@ class WholeBatches(ShardingHooks):
         self.model.config._attn_implementation = OUTSIDE
 
     def end(self, module: nn.Module, args: tuple, output: Any) -> None:
-        self.batch_hash = self.position_ids = None
+        self.batch_hash, self.position_ids, self.is_compared = None, None, False
         self.has_gradient = False
         if self.is_alone:
             self._rest()
@@ -144,6 +156,8 @@ class WholeBatches(ShardingHooks):
         recipes = self._take_recipes(kwargs)
         given = self._given(args, kwargs)
         tokens = given.get("input_ids", given.get("inputs_embeds"))
+        if self.is_compared:
+            self.last_of_batch = given["position_ids"].max() if "position_ids" in given else tokens.shape[1] - 1
         self.tree = self._tree(given, tokens, recipes)
         if self.is_alone and self.tree is None:
             self._run_whole(True)
@@ -177,11 +191,22 @@ class WholeBatches(ShardingHooks):
         batch_hash, whole_length = (kwargs.pop(name, None) for name in (BATCH_HASH, WHOLE_LENGTH))
         tokens = kwargs["input_ids"] if "input_ids" in kwargs else kwargs["inputs_embeds"]
         if not self.is_alone:
-            check_same_batch(tokens, kwargs, batch_hash, self.sp_group, self.expected)
+            self._same_batch(tokens, kwargs, batch_hash)
         layout = Layout(self.sp_group, tokens.shape[1], (self.tree.documents,), self.implementation)
         layout.parents, layout.last_position = self.tree.parents, self.tree.last_position
         layout.position_ids, layout.whole_length = kwargs["position_ids"], whole_length
         return layout
+
+    def compare_batch(self) -> None:
+        """Raises ValueError on every rank if the ranks of the group have different batches; in front of what is sent
+        in a forward before its text model. Once a forward: one small collective and one wait for the device."""
+        if not self.is_compared:
+            none = torch.zeros(1, 1, dtype=torch.int64, device=self.batch_hash.device)
+            super()._same_batch(none, {"position_ids": none}, self.batch_hash)
+            self.is_compared = True
+
+    def _same_batch(self, tokens: Tensor, kwargs: dict[str, Any], batch_hash: Tensor | None) -> int:
+        return self.last_of_batch if self.is_compared else super()._same_batch(tokens, kwargs, batch_hash)
 
     def _take_recipes(self, kwargs: dict[str, Any]) -> list[MaskRecipe | None]:
         """Replaces masks that were made outside the text model by the padding mask. Returns their recipes, for layers

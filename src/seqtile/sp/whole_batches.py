@@ -82,7 +82,7 @@ class WholeBatches(ShardingHooks):
         self.owners: Owners | None = None
         """The owners of the tokens of the batch in the text model."""
         self.is_compared = False
-        """True if the ranks of the group were found to have the same batch in the running forward of the given model."""
+        """True if the running forward has found that the ranks of the group have the same batch."""
         self.last_of_batch: int | Tensor = 0
         """The largest position of the batch in the text model."""
         self.is_whole = False

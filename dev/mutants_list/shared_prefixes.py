@@ -24,8 +24,8 @@ MUTANTS = (
     Shared(
         "prefixes: a hole in a mask is not seen",
         "_compared",
-        "is_unknown = ((tokens > 0) & (length - valid.flip(1).int().argmax(1) - first != tokens)).any()",
-        "is_unknown = (tokens < 0).any()",
+        "has_hole = ((tokens > 0) & (length - valid.flip(1).int().argmax(1) - first != tokens)).any()",
+        "has_hole = (tokens < 0).any()",
         select="what_is_told",
     ),
     Shared(
@@ -80,8 +80,8 @@ MUTANTS = (
     Shared(
         "prefixes: rows that want a gradient each are shared",
         "WholeBatches._tree",
-        "not self.has_gradient and (",
-        "(",
+        "elif self.has_gradient or (",
+        "elif (",
         select="want_a_gradient",
     ),
     Shared(

@@ -89,6 +89,7 @@ def curve(run: str, dtype: str, steps: int = STEPS, tokens: int = TOKENS) -> lis
 
 
 def measured(dtype: str) -> dict[str, list[float]]:
+    """Returns the curve of each run."""
     curves = {}
     for run in RUNS:
         curves[run] = curve(run, dtype)
@@ -96,19 +97,25 @@ def measured(dtype: str) -> dict[str, list[float]]:
     return curves
 
 
-def apart(curves: dict[str, list[float]], run: str) -> tuple[float, float]:
-    """The mean and the largest distance of a run's loss from the untiled one's, over all steps."""
-    distances = [abs(a - b) for a, b in zip(curves[run], curves["untiled"], strict=True)]
-    return sum(distances) / len(distances), max(distances)
+def differences(curves: dict[str, list[float]], run: str) -> list[float]:
+    """Returns a run's loss minus the untiled one's, step by step."""
+    return [a - b for a, b in zip(curves[run], curves["untiled"], strict=True)]
+
+
+def apart(curves: dict[str, list[float]], run: str) -> tuple[float, float, float]:
+    """Returns the mean and the largest distance of a run's loss from the untiled one's, and the mean difference."""
+    found = differences(curves, run)
+    distances = [abs(each) for each in found]
+    return sum(distances) / len(found), max(distances), sum(found) / len(found)
 
 
 def block() -> str:
     """What docs/benchmarks.md shows."""
     found = json.loads(FILE.read_text())
-    rows = [["dtype", "run", "loss, step 1", f"step {STEPS}", "mean distance", "largest"]]
+    rows = [["dtype", "run", "loss, step 1", f"step {STEPS}", "mean distance", "largest", "mean difference"]]
     for dtype, curves in found["curves"].items():
         for run, losses in curves.items():
-            distances = ["", ""] if run == "untiled" else [f"{distance:.1e}" for distance in apart(curves, run)]
+            distances = [""] * 3 if run == "untiled" else [f"{distance:.1e}" for distance in apart(curves, run)]
             rows.append([dtype, run, f"{losses[0]:.5f}", f"{losses[-1]:.5f}", *distances])
     return f"torch {found['torch']}, Python {found['python']}, on a CPU:\n\n{table(rows, 2)}"
 
@@ -121,7 +128,7 @@ def draw(results: dict[str, dict[str, list[float]]], file: Path) -> None:
         for run, (color, line, width) in styles.items():
             above.plot(curves[run], color=color, linestyle=line, linewidth=width, label=run)
             if run != "untiled":
-                distances = [abs(a - b) for a, b in zip(curves[run], curves["untiled"], strict=True)]
+                distances = [abs(each) for each in differences(curves, run)]
                 below.plot(distances, color=color, linestyle=line, linewidth=width, label=f"{run} - untiled")
         above.set(title=dtype, ylabel="loss")
         below.set(yscale="log", xlabel="step", ylabel="distance from untiled")

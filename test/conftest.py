@@ -41,7 +41,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def draw_examples(number: int) -> None:
-    """Of a test that hypothesis draws inputs for: how many, new ones in every run."""
+    """Sets how many inputs hypothesis draws for a test, new ones in every run."""
     from hypothesis import HealthCheck, settings
 
     ignored = [HealthCheck.function_scoped_fixture, HealthCheck.too_slow]

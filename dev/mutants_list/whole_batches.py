@@ -86,6 +86,27 @@ MUTANTS = (
         select="images and qwen3_vl",
     ),
     OverRanks(
+        "images: a tower that mixes images is dealt",
+        "_is_independent",
+        "equal(again, expected) and _is_close(part, expected)",
+        "_is_close(part, expected)",
+        select="not_dealt",
+    ),
+    OverRanks(
+        "images: the gradient of dealt features is of a rank's tokens",
+        "_of_all",
+        "with_whole_gradient(gathered(rows, images.owners(share)), images.sp_group)",
+        "gathered(rows, images.owners(share))",
+        select="images_are_dealt",
+    ),
+    OverRanks(
+        "images: features of different batches are gathered",
+        "DealtImages.__call__",
+        "self.batches.compare_batch()",
+        "pass",
+        select="images",
+    ),
+    OverRanks(
         "spans: tokens of an image see each other one way",
         "Block.mask",
         "(distance < reach) if self.two_ways else",

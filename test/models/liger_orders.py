@@ -1,4 +1,4 @@
-"""Orders in which Liger and seqtile are applied, and who computes the parts of a model then.
+"""The orders in which Liger and seqtile can be applied, and the package that then computes each part of a model.
 
 python -m models.liger_orders, in test/, prints the table of them in docs/compatibility.md.
 """

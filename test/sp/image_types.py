@@ -1,5 +1,5 @@
-"""Which types of models of images and text are right over ranks: python -m sp.image_types, in test/, prints the table
-of them in docs/sequence-parallelism.md."""
+"""Tests each type of image model on 1, 2 and 4 ranks. `python -m sp.image_types` in test/ prints the table in
+docs/sequence-parallelism.md."""
 
 from sp.images import MODELS, VIDEOS, is_right
 from support.pool import Pool

@@ -2,10 +2,10 @@
 
     arguments of all images ── those of this rank's ── vision tower ── its features ── all-gather ── features of all
 
-Two kinds of arguments are known: images of one size [N, ...], and patches [P, K] of images (or videos) of any sizes,
-one behind the other, with a grid [N, 3] whose product is how many of them each has. Nothing else is taken for granted:
-the first batch is encoded whole on every rank, and then this rank's images once more by themselves, and once more among
-others. Where that is not the same, and with fewer images than ranks, every rank encodes all.
+Two kinds of arguments are known: images of one size [N, ...], and the patches [P, K] of images (or videos) of any sizes
+with a grid [N, 3], whose row products count each image's patches. Nothing else is taken for granted: every rank encodes
+the first batch whole, then its own images alone, then its own among changed ones. If the features differ, or if there
+are fewer images than ranks, every rank encodes all images.
 """
 
 from collections.abc import Callable, Mapping
@@ -27,7 +27,7 @@ _SELDOM_READ = ("last_hidden_state", "hidden_states")  # of what these return: g
 
 
 class Batches(Protocol):
-    """What knows of the forward that runs."""
+    """The sharding hooks, as far as images need them."""
 
     sp_group: SequenceParallel
     batch_hash: Tensor | None
@@ -37,11 +37,11 @@ class Batches(Protocol):
 
 
 class Images:
-    """The images in a function's arguments, and which rank encodes which."""
+    """The images in a function's arguments, and the rank that encodes each."""
 
     def __init__(self, arguments: tuple[tuple, dict], sizes: list[int], sp_group: SequenceParallel):
         self.arguments, self.sizes, self.sp_group = arguments, sizes, sp_group
-        """`sizes`: of each image its rows in the largest argument."""
+        """`sizes`: the number of rows of each image in the pixels' argument."""
         loads, ranks = [0] * sp_group.size, [0] * len(sizes)
         for i in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
             ranks[i] = min(range(sp_group.size), key=loads.__getitem__)
@@ -51,7 +51,7 @@ class Images:
 
     @classmethod
     def of(cls, arguments: tuple[tuple, dict], sp_group: SequenceParallel) -> "Images | None":
-        """Returns them if they are known, and enough to be dealt."""
+        """Returns the images in a function's arguments; None if these are of an unknown kind, or fewer than ranks."""
         tensors = [each for each in tree_flatten(arguments)[0] if isinstance(each, Tensor) and each.dim()]
         pixels = [each for each in tensors if each.is_floating_point() and not each.requires_grad]
         grids = [each for each in tensors if not each.is_floating_point() and each.dim() == 2 and each.shape[1] == 3]
@@ -63,7 +63,7 @@ class Images:
         return cls(arguments, sizes, sp_group)
 
     def owners(self, share: Fraction) -> Owners:
-        """Returns those of values of which an image has `share` times its rows."""
+        """Returns the owners of features that have `share` rows for each row of an image."""
         return Owners(self.of_images.ranks.repeat_interleave(torch.tensor(self.counts(share))), self.sp_group)
 
     def counts(self, share: Fraction) -> list[int]:
@@ -80,7 +80,7 @@ class Images:
         return tree_map_only(Tensor, part, self.arguments)
 
     def with_others_changed(self) -> tuple[tuple, dict]:
-        """Returns arguments of the same images on this rank, and other images on other ranks."""
+        """Returns arguments with the images of this rank, and with changed values of all others."""
         mine = self.owners(Fraction(1)).ranks == self.sp_group.rank
 
         def changed(values: Tensor) -> Tensor:
@@ -92,24 +92,24 @@ class Images:
 
 
 class Features(NamedTuple):
-    """What is known of one of the values that a function returns of images."""
+    """The structure of one of the values that a function returns for images."""
 
     spec: TreeSpec
-    """How the value is made of tensors [n, ...] of all images, and lists of such tensors of one image each."""
+    """The tree of the value. Its leaves are tensors [n, ...] of all images, or lists with a tensor for each image."""
     shares: list[Fraction]
-    """How many rows each of these has for each of an image's in the largest argument; 0 of None."""
+    """For each leaf its rows per row of an image in the pixels' argument; 0 for None."""
 
     def leaves(self, value: Any) -> list[Tensor | list[Tensor]]:
         return self.spec.flatten_up_to(value)
 
 
 class DealtImages:
-    """Stands in for the functions of a model that encode images. It deals those of forwards that are cut over ranks."""
+    """Replaces the functions of a model that encode images. In a forward that is cut over ranks it deals the images."""
 
     def __init__(self, model: nn.Module, batches: Batches):
         self.model, self.batches = model, batches
         self.known: dict[str, dict[str, Features] | None] = {}
-        """For each kind of call what is known of the features that it returns; None where every rank encodes all."""
+        """The features of each kind of call, see `_kind`; None if every rank encodes all images."""
         self.is_encoding = False
         for module in model.modules():
             for name in _FUNCTIONS:
@@ -144,7 +144,7 @@ class DealtImages:
 
 
 def _kind(module: nn.Module, name: str, images: Images) -> str:
-    """Returns what calls have in common whose images are independent if those of one of them are."""
+    """Returns the kind of a call: calls of one kind share the result of the proof."""
     leaves, spec = tree_flatten(images.arguments)
     about = [(each.shape[1:], each.dtype) if isinstance(each, Tensor) else _setting(each) for each in leaves]
     return repr((type(module), name, module.training, spec, about))
@@ -155,14 +155,14 @@ def _setting(value: Any) -> Any:
 
 
 def _is_list(value: Any, count: int) -> bool:
-    """Says if these are features of so many images, [n, ...] each."""
+    """Returns whether a value is a list with the features [n, ...] of each of `count` images."""
     are_tensors = isinstance(value, list | tuple) and all(isinstance(each, Tensor) and each.dim() for each in value)
     return are_tensors and len(value) == count and len({each.shape[1:] for each in value}) == 1
 
 
 def _features(output: Any, sizes: list[int]) -> dict[str, Features] | None:
-    """Returns what is known of each of the tensors in what a function returns of images of these sizes; None if
-    anything else is there."""
+    """Returns the features in a function's output, by name, for images of these sizes; None if the output contains
+    anything else."""
     if not isinstance(output, Mapping):
         return None
     found: dict[str, Features] = {}
@@ -176,7 +176,7 @@ def _features(output: Any, sizes: list[int]) -> dict[str, Features] | None:
 
 
 def _share(leaf: Any, sizes: list[int]) -> Fraction | None:
-    """Returns how many rows features have for each row of an image, 0 of none; None where that is not one number."""
+    """Returns a leaf's rows per row of an image, 0 for None; None if that is not the same for every image."""
     if leaf is None:
         return Fraction(0)
     if not isinstance(leaf, Tensor) and not _is_list(leaf, len(sizes)):
@@ -193,10 +193,12 @@ def _rows(leaf: Tensor | list[Tensor]) -> Tensor:
 
 
 def _proven(encode: Callable, images: Images, module: nn.Module) -> tuple[Any, dict[str, Features] | None]:
-    """Returns what a function returns of all images, and what is known of that if images are independent, on every
-    rank: if this rank's have the same features to the last bit when the others change, and the same but for rounding by
-    themselves. One small all-reduce, unless random numbers are drawn or buffers are changed, as by statistics of a
-    batch."""
+    """Returns a function's output for all images, and its features if images are independent on every rank, else None.
+
+    A rank's images are independent if their features stay the same to the last bit when all others change, and up to
+    rounding when they are encoded alone. A function that draws random numbers or changes buffers, such as the
+    statistics of a batch, is not tested. One small all-reduce.
+    """
     (args, kwargs), device = images.arguments, next(module.parameters()).device
     generators, buffers = default_generators(device), [WatchedTensor(*each) for each in module.named_buffers()]
     found = encode(*args, **kwargs)
@@ -205,7 +207,7 @@ def _proven(encode: Callable, images: Images, module: nn.Module) -> tuple[Any, d
         return found, None
     try:
         is_same = _is_independent(encode, images, found, known)
-    except Exception:  # of what cannot encode some images by themselves
+    except Exception:  # it may not be able to encode some of the images alone
         is_same = False
     wrong = add_up(torch.tensor(int(not is_same), device=device_of(images.sp_group)), images.sp_group)
     return found, None if wrong else known
@@ -213,7 +215,7 @@ def _proven(encode: Callable, images: Images, module: nn.Module) -> tuple[Any, d
 
 @torch.no_grad()
 def _is_independent(encode: Callable, images: Images, found: Any, known: dict[str, Features]) -> bool:
-    """Says if what was `found` for this rank's images is so whatever the others are, and without them."""
+    """Returns whether the features `found` for this rank's images depend on no other image."""
     own, others = (encode(*args, **kwargs) for args, kwargs in (images.own(), images.with_others_changed()))
     is_same = own.keys() == known.keys()
     for name, features in known.items():
@@ -228,15 +230,15 @@ def _is_independent(encode: Callable, images: Images, found: Any, known: dict[st
 
 
 def _is_close(found: Tensor, expected: Tensor) -> bool:
-    """Says if features are the same but for rounding."""
+    """Returns whether features are equal up to rounding."""
     _, dtype, is_enabled = autocast_on(expected.device)
     dtype = dtype if is_enabled else expected.dtype
     return equal(found.to(dtype), expected.to(dtype), rounded=True)
 
 
 def _of_all(output: Any, images: Images, known: dict[str, Features]) -> Any:
-    """Returns an output whose features are of this rank's images with those of all. One all-gather, in the backward one
-    all-reduce."""
+    """Returns the output for this rank's images with its features replaced by those of all images. One all-gather, and
+    one all-reduce in the backward."""
     flat = {name: features.leaves(output[name]) for name, features in known.items()}
     together: dict[tuple, list[tuple[list, int]]] = {}
     for name, leaves in flat.items():

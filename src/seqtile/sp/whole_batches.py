@@ -198,8 +198,8 @@ class WholeBatches(ShardingHooks):
         return layout
 
     def compare_batch(self) -> None:
-        """Raises ValueError on every rank if the ranks of the group have different batches; in front of what is sent
-        in a forward before its text model. Once a forward: one small collective and one wait for the device."""
+        """Raises ValueError on every rank if the ranks of the group have different batches. Called before the first
+        collective of a forward, once: one small collective and one wait for the device."""
         if not self.is_compared:
             none = torch.zeros(1, 1, dtype=torch.int64, device=self.batch_hash.device)
             super()._same_batch(none, {"position_ids": none}, self.batch_hash)

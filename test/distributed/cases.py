@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from seqtile.arch import ARCHS
-from support.choice import covering, together
+from support.choice import covering
 
 STRATEGIES = ("ddp", "fsdp2", "zero1", "zero2", "zero3")
 ADAPTERS = ("full", "lora", "generic")
@@ -96,16 +96,22 @@ def families() -> list[Case]:
     return found + [Case(name, "zero3", "full", "plain", "none", "segments") for name in FAMILIES]
 
 
+RARE = ("fsdp2_keep", "fsdp2_mixed", "fsdp2_projection", "zero2_offload", "zero3_offload")
+"""Variants of a parallelism that do not run every day."""
+
+
 def cases() -> Iterator[tuple[Case, bool]]:
-    """All, and whether each runs every day: of the matrix as few as have every architecture, every two of parallelism,
-    adapter and checkpointing, and every order of Liger in every family of parallelisms, few with Liger, whose kernels
-    are interpreted; of whole layers one way of each parallelism; of the families one under each."""
+    """All, and whether each runs every day: of the matrix as few without Liger as have every parallelism, and each of
+    its families with every adapter and checkpointing; each order of Liger once, in the interpreter; of whole layers one
+    way of each parallelism; of the families one under each."""
     found = sorted(matrix(), key=lambda case: case.liger != "none")
-    pairs = [{"strategy": case.strategy, "adapter": case.adapter, "ckpt": case.checkpointing} for case in found]
-    parts = [{case.arch, (case.tree, case.liger)} | together(pair, 2) for case, pair in zip(found, pairs, strict=True)]
-    every_day = set(covering(parts))
-    yield from ((case, i in every_day) for i, case in enumerate(found))
-    yield from ((case, case.strategy not in ("fsdp2_keep", "fsdp2_mixed", "zero2_offload")) for case in variants())
+    plain = [case for case in found if case.liger == "none"]
+    every_day = covering(
+        [{case.strategy, (case.tree, case.adapter), (case.tree, case.checkpointing)} for case in plain]
+    )
+    with_liger = covering([{case.liger} - {"none"} for case in found])
+    yield from ((case, i in every_day or i in with_liger) for i, case in enumerate(found))
+    yield from ((case, case.strategy not in RARE) for case in variants())
     yield from ((case, i % 4 in (0, 3)) for i, case in enumerate(layers()))
     yield from ((case, i % 18 == 0) for i, case in enumerate(families()))
 

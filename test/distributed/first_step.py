@@ -122,8 +122,7 @@ ZERO = {
 }
 CASES = TORCH | ZERO
 TOGETHER = ("fsdp2", "fsdp2 wrapper", "fsdp2 parts", "zero3")
-EVERY_DAY = ("ddp", "fsdp2 hook", "fsdp2 mixed parts", "fsdp2 sp peft", "fsdp1 parts", "zero2", "zero3 peft")
-EVERY_DAY += ("zero3 tied", "zero3 weights of another", "zero3 sp")
+EVERY_DAY = ("ddp", "fsdp2 mixed parts", "fsdp2 sp peft", "fsdp1 parts", "zero2", "zero3 weights of another")
 """Beside those above."""
 
 

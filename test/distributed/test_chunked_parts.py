@@ -55,7 +55,7 @@ STEPS = [((2, kind), strategy) for kind, strategy in STEPS]
 
 
 @pytest.mark.dist
-@pytest.mark.full("4 s each", but=every_value)
+@pytest.mark.full("4 s each", but=("*-fsdp2-True-False", "*-parts-False-None"))
 @pytest.mark.parametrize("reentrant", [None, False, True])
 @pytest.mark.parametrize("layer", [False, True])
 @pytest.mark.parametrize(("pool", "strategy"), STEPS, indirect=["pool"])

@@ -11,13 +11,16 @@ from seqtile.arch import ARCHS
 from support.pool import Pool
 from support.tiny import interpreted
 
-FULL = pytest.mark.full("of a matrix, of which every day has each value and most pairs of them")
+FULL = pytest.mark.full("of a matrix, of which every day has each parallelism, with few of the rest")
 CASES = [
     pytest.param((2, case.tree), case, marks=() if every_day else FULL, id=str(case)) for case, every_day in cases()
 ]
 
 
 @pytest.mark.dist
+@pytest.mark.in_interpreter(
+    "three of the matrix, with Liger", only=[str(c) for c, daily in cases() if daily and c.liger != "none"]
+)
 @pytest.mark.parametrize(("pool", "case"), CASES, indirect=["pool"])
 def test_same_training_as_untiled(pool: Pool, case: Case) -> None:
     if interpreted() != (case.liger != "none"):

@@ -19,7 +19,7 @@ def test_compared_and_trained_the_same(pool: Pool, name: str) -> None:
     pool.run(compared, name)
 
 
-@pytest.mark.full("10 s each", but=("fsdp2", "zero3"))
+@pytest.mark.full("10 s each", but=("fsdp2",))
 @on_two_ranks(*TOGETHER)
 def test_one_rank_stops_all(pool: Pool, name: str) -> None:
     """Of these the other test compares nothing again."""

@@ -12,8 +12,7 @@ REFUSED = (
     "zero3",
 )  # with an adapter: a head that runs in chunks would be gathered for each
 CASES = [(each, of, adapter) for each in STRATEGIES for of in logits.OF for adapter in (False, each not in REFUSED)]
-EVERY_DAY = ("ddp_unused-alone-True", "ddp-beside-False", "fsdp2-alone-False", "fsdp2_head-alone-False")
-EVERY_DAY += ("zero2-not trained on-False", "zero3-alone-False", "zero3-beside-False")
+EVERY_DAY = ("ddp_unused-alone-True", "fsdp2_head-alone-False", "zero2-not trained on-False", "zero3-beside-False")
 SHARDED = ("fsdp2_group", "fsdp2_head", "zero3")
 
 
@@ -52,7 +51,7 @@ def test_one_rank_alone(pool: Pool, strategy: str) -> None:
 
 
 @pytest.mark.dist
-@pytest.mark.full("2 s each", but=("fsdp2_head", "zero3"))
+@pytest.mark.full("2 s each", but=("zero3",))
 @each_sharded
 def test_logits_that_are_not_read_cost_no_collective(pool: Pool, strategy: str) -> None:
     pool.run(logits.gathers_of_a_step, strategy)

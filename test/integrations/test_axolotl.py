@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from filelock import FileLock
 
 from support.tiny import VOCAB, build
 
@@ -71,12 +72,22 @@ BAD = {  # a plugin stays registered, so those with others come last
 SHARED = {"over ranks": RUN + PLUGIN + "seqtile_sequence_parallel: 2\n"}
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a model and documents."""
+    """A folder with a model, documents and `results.json`. The first worker of pytest-xdist makes it for all."""
+    root = tmp_path_factory.getbasetemp()
+    place = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "axolotl"
+    with FileLock(f"{place}.lock"):
+        if not (place / "results.json").exists():
+            place.mkdir(exist_ok=True)
+            write_inputs(place)
+            (place / "results.json").write_text(json.dumps(ran(place, GOOD | BAD)))
+    return place
+
+
+def write_inputs(place: Path) -> None:
     from support.trl_trainers import tokenizer
 
-    place = tmp_path_factory.mktemp("axolotl")
     torch.manual_seed(0)
     build("llama").save_pretrained(place / "model")
     tokenizer().save_pretrained(place / "model")
@@ -85,12 +96,11 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for name, rows in {"data.jsonl": words, "alike.jsonl": alike}.items():
         texts = (" ".join(f"w{i}" for i in row) for row in rows)
         (place / name).write_text("\n".join(json.dumps({"text": text}) for text in texts))
-    return place
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def results(place: Path) -> dict[str, dict]:
-    return ran(place, GOOD | BAD)
+    return json.loads((place / "results.json").read_text())
 
 
 def ran(place: Path, cases: dict[str, str], *launcher: str) -> dict[str, dict]:

@@ -66,7 +66,7 @@ CASES = {
 }
 
 
-EVERY_DAY = ("grpo-adapter", "grpo-plain", "rloo-plain", "dpo-plain", "kto-adapter")
+EVERY_DAY = ("grpo-adapter", "dpo-plain")
 
 
 class Forward(NamedTuple):

@@ -163,9 +163,13 @@ LAUNCHES: dict[str, Launch] = {
 }
 
 
+DAILY = ("loss_llama", "loss_everything", "log_probs_backward", "divergence_mixed", "divergence_everything")
+DAILY += ("gated_silu", "gated_backward_silu", "norm_4096", "norm_backward_4096", "norm_heads", "rotary_backward")
+
+
 @pytest.mark.full(
     "the GPU that is measured on, in the dtype that is trained in; make test-all compiles for three others too",
-    but=("sm_90-*-bf16", *(f"sm_90-{name}-fp*" for name in ("loss_llama", "gated_silu", "norm_4096", "rotary"))),
+    but=[f"sm_90-{name}-bf16" for name in DAILY],
 )
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", LAUNCHES)
@@ -191,6 +195,7 @@ def test_loops_of_the_loss(name: str) -> None:
     assert kernel.resident == 2048 // (32 * cross_entropy.NUM_WARPS)
 
 
+@pytest.mark.full("a second each", but=("loss_everything", "log_probs_b*", "divergence_everything"))
 @pytest.mark.parametrize("name", [name for name in LAUNCHES if name.startswith(("loss", "log_probs", "divergence"))])
 def test_no_thread_waits_inside_a_loop(name: str) -> None:
     assert all(loop.count("BAR") == 0 for loop in of_loss(name).loops)

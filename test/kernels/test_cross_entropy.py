@@ -4,7 +4,7 @@ import torch
 from seqtile.kernels import LossOptions
 from seqtile.kernels.dispatch import cross_entropy_
 from support.assertions import assert_all_as_exact, assert_as_exact, poisoned, relative_error
-from support.choice import every_pair
+from support.choice import every_pair, every_value
 from support.head_reference import entropies_of, logits_of, losses_of
 
 PLAIN = LossOptions()
@@ -69,7 +69,7 @@ def values_of(ours: dict[str, torch.Tensor], products: torch.Tensor) -> list[tor
 
 @pytest.mark.full("of 180 cases of one kernel's twin", but=every_pair)
 @pytest.mark.on_gpu("every case of a kernel")
-@pytest.mark.in_interpreter("of 396 cases of two kernels", only=every_pair)
+@pytest.mark.in_interpreter("of 396 cases of two kernels", only=every_value)
 @pytest.mark.parametrize(
     "given", [(), ("bias", "class_weight"), ("row_scale", "entropy_scale"), ("lse_scale",), VECTORS], ids=str
 )

@@ -4,7 +4,7 @@ import torch
 from seqtile.kernels import LossOptions
 from seqtile.kernels.dispatch import divergence_
 from support.assertions import assert_all_as_exact, assert_as_exact, poisoned
-from support.choice import every_pair
+from support.choice import every_pair, every_value
 from support.head_reference import entropies_of, logits_of
 
 Options = tuple[float, tuple[LossOptions, LossOptions]]
@@ -50,7 +50,7 @@ def reference(
 
 @pytest.mark.full("of 216 cases of one kernel's twin", but=every_pair)
 @pytest.mark.on_gpu("every case of a kernel")
-@pytest.mark.in_interpreter("of 396 cases of two kernels", only=every_pair)
+@pytest.mark.in_interpreter("of 396 cases of two kernels", only=every_value)
 @pytest.mark.parametrize("write", [(True, True), (True, False), (False, True)], ids=str)
 @pytest.mark.parametrize("given", [False, True], ids=["plain", "biases and row scale"])
 @pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)

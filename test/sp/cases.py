@@ -43,8 +43,8 @@ def reducer_cases(family: str) -> Iterator[tuple[str, str, dict, bool]]:
     layers = {name: groups for name, groups in LAYER_REDUCERS.items() if name in REDUCERS[family]}
     found += [(name, {"layer": True, "head_groups": groups}) for name, groups in layers.items()]
     for strategy, options in found:
-        yield "llama", strategy, options, strategy == "zero3" or (strategy in ("ddp", "fsdp2", "zero2") and not options)
-    for model, every_day in (("qwen3_5", "ddp"), ("gpt_oss", "fsdp2")):
+        yield "llama", strategy, options, strategy == "zero3" or (strategy == "fsdp2" and not options)
+    for model, every_day in (("qwen3_5", "ddp"), ("gpt_oss", "")):
         for strategy in REDUCERS[family]:
             if strategy not in ("zero0", "zero3_all_reduce"):
                 yield model, strategy, {}, strategy == every_day
@@ -88,12 +88,12 @@ def layer_cases() -> list[tuple[str, str, str, dict, int | str | None, bool]]:
 
 
 def on_ranks(count: int, cases: list[tuple]) -> list[tuple]:
-    """Which cases so many ranks run every day: a few one alone; of the product of heads and kinds an eighth two ranks
-    and half as many four, so that each head and each kind of sequence meets two; of the others each a quarter."""
+    """Which cases so many ranks run every day: a few one alone; of the product of heads and kinds a sixteenth two ranks
+    and half as many four; of the others an eighth each."""
     if count == 1:
-        return cases[:: 2 * len(HEADS) - 3]
+        return cases[:: 4 * len(HEADS) - 3]
     times = Counter(heads for heads, *_ in cases)
-    periods = [len(KINDS) * count // 2 if times[heads] > 1 else 4 for heads, *_ in cases]
+    periods = [len(KINDS) * count if times[heads] > 1 else 8 for heads, *_ in cases]
     found = [(i + i // len(KINDS)) % period == (count > 2) * 13 % period for i, period in enumerate(periods)]
     return [case for case, is_run in zip(cases, found, strict=True) if is_run]
 

@@ -78,11 +78,11 @@ class Case(NamedTuple):
 
 
 def every_day(count: int, case: Case) -> bool:
-    """Whether a case is one of those of every day: each family on two ranks or four, and every fifth on one; there with
-    one kind of sequence, each kind and each way of checkpointing in turn."""
+    """Whether a case is one of those of every day: each family on two ranks, of which every fourth on four instead, and
+    every fifth on one, too; with one kind of sequence, each kind and each way of checkpointing in turn."""
     i = list(FAMILIES).index(case.family)
     turn = case.kind == SEQUENCES[(i + count) % 4] and case.reentrant == CHECKPOINTING[(i + count) % 3]
-    return turn and (i % 5 == 0 if count == 1 else count == (2, 4)[i % 2] or case.family == "lfm2")
+    return turn and (i % 5 == 0 if count == 1 else count == (4 if i % 4 == 1 else 2) or case.family == "lfm2")
 
 
 def build(family: str, **changes: Any) -> nn.Module:

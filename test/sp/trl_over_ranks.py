@@ -29,7 +29,7 @@ from support.training import with_lora
 STEPS = 3
 KINDS = ("plain", "adapter", "tiled")
 EVERY_DAY = [(2, "adapter", "dpo"), (4, "plain", "grpo")]
-EVERY_DAY += [(2, "tiled", name) for name in ("sft-packed", "kto", "rloo", "distillation")]
+EVERY_DAY += [(2, "tiled", name) for name in ("sft-packed", "distillation")]
 CASES = TRL_CASES | {"dpo": (*TRL_CASES["dpo"][:2], {})}  # its other loss is a mean over a process's tokens
 Log = list[dict[str, float]]
 Run = tuple[Log, torch.Tensor, torch.Tensor]

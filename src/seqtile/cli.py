@@ -6,6 +6,7 @@ import logging
 import os
 import platform
 import re
+import signal
 import sys
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -187,6 +188,7 @@ def probe(
     Exits with 1 if seqtile itself is wrong.
     """
     console = Console(soft_wrap=True, highlight=False)
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # raises, so that the probe's processes are ended
     with errors_printed(console), Console(stderr=True).status("") as status:
         rows = rows_of_probes(only or tuple(PROBES), progress=status.update)
     if as_json:

@@ -1,7 +1,9 @@
 """seqtile probe: seqtile is right, a planted defect is found, and a peer that cannot run is shown as such."""
 
 import json
+import os
 import re
+import signal
 from collections.abc import Callable
 from functools import cache, partial
 from pathlib import Path
@@ -141,6 +143,17 @@ def test_the_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     result = CliRunner().invoke(cli.app, ["probe", "--only", "leaks"])
     assert result.exit_code == 1 and "expected probes of leak, window" in result.output and "got leaks" in result.output
+
+
+def test_sigterm_interrupts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the processes of the probes are ended, too."""
+    before = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr(cli, "rows_of_probes", lambda *_, **__: os.kill(os.getpid(), signal.SIGTERM))
+    try:
+        result = CliRunner().invoke(cli.app, ["probe"])
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert result.exit_code == 130 and "interrupted" in result.output
 
 
 def test_by_contract(monkeypatch: pytest.MonkeyPatch) -> None:

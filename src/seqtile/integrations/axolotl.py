@@ -118,7 +118,8 @@ class SeqtilePlugin(BasePlugin):
             return
         if cfg.seqtile_fit:
             optimizer = _OPTIMIZERS.get(str(cfg.optimizer), "adamw")
-            setup = {"dtype": "bfloat16"} if cfg.bf16 else {}
+            setup: dict[str, Any] = {"dtype": "bfloat16"} if cfg.bf16 else {}
+            setup["accumulate"] = (cfg.gradient_accumulation_steps or 1) > 1
             fit(model, seq_len=cfg.sequence_len, batch_size=cfg.micro_batch_size, optimizer=optimizer, **setup)
             return
         groups = cfg.seqtile_head_groups

@@ -120,3 +120,12 @@ class SequenceParallelFunction(Protocol):
         """Returns the steps of a call with these numbers of query heads and kv heads; `options` are those of a call.
         None if it is not over ranks."""
         ...
+
+
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")
+"""What forwards call a cache of keys and values, or of states: the first from transformers 5.24 on."""
+
+
+def cache_in(given: dict[str, Any]) -> Any:
+    """Returns the cache among a forward's arguments, by whatever name it has; None if there is none."""
+    return next((given[name] for name in CACHE_NAMES if given.get(name) is not None), None)

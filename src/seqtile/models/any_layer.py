@@ -25,6 +25,7 @@ from seqtile.models.further_outputs import call_with_further_outputs, recording
 from seqtile.models.in_chunks import InChunks, call_in_chunks
 from seqtile.models.layer_arguments import ChunkArguments, LayerArguments
 from seqtile.models.placement import computed_forward
+from seqtile.protocols import CACHE_NAMES, cache_in
 
 _ASKS = "ALL_ATTENTION_FUNCTIONS.get_interface("
 _HEADS = ("query", "key", "value")
@@ -92,10 +93,10 @@ def call_layer_in_chunks(
     """Returns forward(layer, hidden, **given), chunk by chunk around its attention. `hidden` is [B, S, D], or of
     several streams [B, S, N, D] or [N, B, S, D]. Given a cache it is called without gradients."""
     _install_look_up()
-    if isinstance(cache := given.get("past_key_values"), Cache):
+    if isinstance(cache := cache_in(given), Cache):
         of_chunks = _CacheOfChunks(cache)
         try:
-            cached = given | {"past_key_values": of_chunks}
+            cached = given | {name: of_chunks for name in CACHE_NAMES if given.get(name) is cache}
             return call_layer_in_chunks(layer, modules, forward, hidden, cached, chunk_tokens)
         except (_CacheIsRead, ValueError) as error:
             if of_chunks.is_filled:  # another run would add keys and values once more

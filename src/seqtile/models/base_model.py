@@ -1,7 +1,7 @@
 """The forward of a model without its head where its layers are tiled as a whole: it makes no cache in training."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 
 import torch
 from torch import nn
@@ -9,6 +9,7 @@ from transformers.utils import logging
 
 from seqtile.models.find import layers_of, positional_of
 from seqtile.models.placement import Options
+from seqtile.protocols import CACHE_NAMES, cache_in
 
 logger = logging.get_logger(__name__)
 
@@ -17,12 +18,12 @@ def base_models_of(model: nn.Module) -> list[nn.Module]:
     """Returns the models inside `model` that hold its layers and can make a cache, such as the one without its head."""
     layers = set(layers_of(model))
     inside = [module for module in model.modules() if module is not model and module not in layers]
-    able = [module for module in inside if {"past_key_values", "use_cache"} <= _arguments(module)]
+    able = [module for module in inside if _can_cache(inspect.signature(type(module).forward).parameters)]
     return [module for module in able if not layers.isdisjoint(module.modules())]
 
 
-def _arguments(module: nn.Module) -> set[str]:
-    return set(inspect.signature(type(module).forward).parameters)
+def _can_cache(arguments: Collection[str]) -> bool:
+    return "use_cache" in arguments and any(name in arguments for name in CACHE_NAMES)
 
 
 def uncached_forward(options: Options, original: Callable) -> Callable:
@@ -36,7 +37,7 @@ def uncached_forward(options: Options, original: Callable) -> Callable:
     def forward(self, *args, **kwargs):
         given = dict(zip(names, args, strict=False)) | kwargs
         in_training = self.training and torch.is_grad_enabled()
-        if not in_training or given.get("past_key_values") is not None:
+        if not in_training or cache_in(given) is not None:
             return original(self, *args, **kwargs)
         if (wanted := given.get("use_cache")) is None:
             wanted = getattr(self.config, "use_cache", False)

@@ -28,6 +28,7 @@ from seqtile.models.trial_batch import TrialBatch, trial_batch
 from seqtile.models.trial_pass import Pass, Placed, tiled_modules
 from seqtile.models.trial_ranks import Ranks, run_together
 from seqtile.ops.chunks import is_trial
+from seqtile.protocols import cache_in
 
 logger = logging.get_logger(__name__)
 CHUNKS = (5, 11, 9, 13)  # tokens of a row in a chunk, the first that is no size of the model
@@ -176,7 +177,7 @@ def _not_comparable(model: nn.Module, tensors: list[torch.Tensor], kwargs: dict)
         return "its tensors hold no values"
     if torch._C._are_functorch_transforms_active():
         return "it is inside a transform of torch.func"
-    if kwargs.get("past_key_values") is not None:
+    if cache_in(kwargs) is not None:
         return "it was given a cache"
     for module in model.modules():
         if module._compiled_call_impl is not None:

@@ -19,6 +19,13 @@ from types import CodeType, FunctionType
 from typing import Any
 
 
+def behind_renaming(function: Any) -> Any:
+    """Returns the function behind Hugging Face's decorator that renames an argument, which computes the same."""
+    while getattr(function, "__globals__", {}).get("__name__") == "transformers.utils.deprecation":
+        function = function.__wrapped__
+    return function
+
+
 def code_of(function: Any) -> CodeType | None:
     """Returns the code that a plain function or a method runs; None of anything else."""
     function = getattr(function, "__func__", function)

@@ -39,7 +39,7 @@ from seqtile.ops.checks import autocast_dtype
 from seqtile.ops.chunks import is_trial, resolve_chunk_tokens
 from seqtile.ops.decoder_layer import decoder_layer
 from seqtile.ops.decoder_layer.params import AttentionParams, LayerParams, MLPParams
-from seqtile.protocols import SequenceParallelAttention, SequenceParallelFunction
+from seqtile.protocols import CACHE_NAMES, SequenceParallelAttention, SequenceParallelFunction, cache_in
 from seqtile.rules import number_of_groups
 
 logger = logging.get_logger(__name__)
@@ -69,7 +69,8 @@ def tiled_layer_forward(options: Options, original: Callable) -> Callable:
         return not of_layer(layer, autocast_dtype(hidden) or hidden.dtype).sharded
 
     def tiled(records_attentions: bool, self, *args, **kwargs):
-        given = defaults | dict(zip(names, args, strict=False)) | kwargs
+        given = dict(zip(names, args, strict=False)) | kwargs
+        given = {name: value for name, value in defaults.items() if name not in CACHE_NAMES} | given
         hidden = given.pop(names[0])
         of = of_layer_apart if torch.compiler.is_compiling() else of_layer
         verdict = of(self, autocast_dtype(hidden) or hidden.dtype)
@@ -79,7 +80,7 @@ def tiled_layer_forward(options: Options, original: Callable) -> Callable:
             if verdict.sharded and verdict.how == "fused":
                 _params_of(verdict.form, self)  # as tiled: from its first forward ZeRO-3 knows what a layer reads
             return inner(self, hidden, **given)
-        if (cached := given.get("past_key_values") is not None) and verdict.form is None and torch.is_grad_enabled():
+        if (cached := cache_in(given) is not None) and verdict.form is None and torch.is_grad_enabled():
             return inner(self, hidden, **given)  # through which gradients may flow
         if not verdict.sharded or verdict.how == "untiled":
             return _compute(verdict, inner, options, self, hidden, given)
@@ -96,9 +97,11 @@ def tiled_layer_forward(options: Options, original: Callable) -> Callable:
         function = inner if whole else partial(tiled, records_attentions())
         outermost = type(self).forward is forward
         if _FORWARD_CHECKPOINTS and outermost and self.gradient_checkpointing and self.training:
-            if kwargs.get("use_cache") or kwargs.get("past_key_values") is not None:
+            if kwargs.get("use_cache") or cache_in(kwargs) is not None:
                 logger.warning_once("checkpointed layers have no cache, which recomputation would fill once more")
-                kwargs |= {"use_cache": False, "past_key_values": None}
+                kwargs = {name: value for name, value in kwargs.items() if name not in CACHE_NAMES} | {
+                    "use_cache": False
+                }
             return self._gradient_checkpointing_func(partial(function, self, **kwargs), *args)
         return function(self, *args, **kwargs)
 
@@ -119,7 +122,7 @@ def _compute(
 ) -> Any:
     """Returns what a layer makes of `hidden` and of what else it is `given`, by the way that its verdict says; `inner`
     is its original forward. Raises ValueError where there is none."""
-    cache = given.get("past_key_values")
+    cache = cache_in(given)
     if verdict.error is None and not verdict.tileable:
         return inner(layer, hidden, **given)
     check_untransformed()
@@ -132,8 +135,8 @@ def _compute(
     if not layer.gradient_checkpointing:
         _note_that_all_is_kept(layer, verdict, options, hidden)
     if verdict.form is not None:
-        given.pop("past_key_values", None)
-        return _llama_layer(verdict, options, layer, hidden, cache, **given)
+        others = {name: value for name, value in given.items() if name not in CACHE_NAMES}
+        return _llama_layer(verdict, options, layer, hidden, cache, **others)
     chunk_tokens = resolve_chunk_tokens(options.chunk_tokens, hidden.shape[-1], verdict.sparsity)
     return call_layer_in_chunks(layer, verdict.in_chunks[0], inner, hidden, given, chunk_tokens)
 

@@ -13,7 +13,9 @@ import torch
 from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
-_WHOLE = ("attention_mask", "past_key_values")  # what is not of a chunk's tokens alone
+from seqtile.protocols import CACHE_NAMES
+
+_WHOLE = ("attention_mask", *CACHE_NAMES)  # what is not of a chunk's tokens alone
 
 
 class LayerArguments:

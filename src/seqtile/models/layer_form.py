@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import nn
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from seqtile.models.forms import source_in_file, source_of
+from seqtile.models.forms import behind_renaming, source_in_file, source_of
 from seqtile.models.placement import computed_forward, original_forward
 from seqtile.models.weights import defining_path, named
 
@@ -82,7 +82,7 @@ def is_llamas_norm(forward: Any) -> bool:
 def _unwrapped(forward: Any) -> Any:
     """Returns a layer's forward inside Hugging Face's wrapper for checkpointing."""
     wrapper = defining_path(forward).startswith("transformers.modeling_layers.")
-    return forward.__wrapped__ if wrapper and hasattr(forward, "__wrapped__") else forward
+    return behind_renaming(forward.__wrapped__ if wrapper and hasattr(forward, "__wrapped__") else forward)
 
 
 @cache

@@ -40,6 +40,7 @@ from seqtile.models.weights import (
     read_projection,
 )
 from seqtile.ops.linear_cross_entropy import linear_cross_entropy
+from seqtile.protocols import cache_in
 
 _CROSS_ENTROPIES = (  # where one of these was written
     "torch.nn.functional.cross_entropy",
@@ -81,7 +82,7 @@ def tiled_loss_forward(options: Options, original: Callable) -> Callable:
             )
         if takes_skip_logits:  # Liger's forward, whose own loss is not asked for
             inputs["skip_logits"] = False
-        given_cache = inputs.get("past_key_values") is not None
+        given_cache = cache_in(inputs) is not None
         # What transforms, compiles or traces a forward without a loss gets logits that it can follow.
         followed = torch.compiler.is_compiling() or torch.jit.is_tracing() or is_transformed()
         if skip_logits is False or not (has_labels or (keeps_all and not given_cache and not followed)):

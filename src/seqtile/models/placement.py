@@ -22,6 +22,7 @@ from typing import Any
 
 from torch import nn
 
+from seqtile.models.forms import behind_renaming
 from seqtile.ops.chunks import resolve_chunk_tokens
 
 Owner = type | nn.Module
@@ -152,7 +153,7 @@ def computed_forward(owner: Owner) -> Callable:
     """Returns the original forward if our tiled forward runs. If another library wraps ours, returns that wrapper."""
     forward = current_forward(owner)
     placement = placement_of(forward)
-    return placement.original if placement else forward
+    return behind_renaming(placement.original if placement else forward)
 
 
 def wrappers_at(owner: Owner) -> list[Callable]:

@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from seqtile.protocols import CACHE_NAMES
 from seqtile.sp.all_to_all import RankHeads, exchanged
 from seqtile.sp.backends import in_parts, joined
 from seqtile.sp.layout import LAYOUT, Layout, layout_in
@@ -103,7 +104,7 @@ def mixers(model: nn.Module) -> list[nn.Module]:
         if getattr(module, "block_type", None) in BY_TOKEN:  # gets a cache, but does not use it
             continue
         parameters = inspect.signature(inspect.unwrap(type(module).forward)).parameters
-        if parameters.keys() & {"past_key_values", "past_key_value", "cache_params"}:
+        if parameters.keys() & {*CACHE_NAMES}:
             given.append(module)
     chosen = set(map(id, given))
     return [module for module in given if sum(id(part) in chosen for part in module.modules()) == 1]

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from seqtile.protocols import cache_in
 from seqtile.sp.attention import NAME
 from seqtile.sp.balance import Balance
 from seqtile.sp.compressed import CompressedKeys, is_latent
@@ -215,7 +216,7 @@ def _labelled(kwargs: dict[str, Any]) -> bool:
 
 def _check_shard(kwargs: dict[str, Any], batch: int, local: int) -> None:
     """Raises ValueError for arguments that are not of a shard [batch, local]."""
-    if kwargs.get("past_key_values") is not None or kwargs.get("use_cache"):
+    if cache_in(kwargs) is not None or kwargs.get("use_cache"):
         raise ValueError("a cache is not sharded over ranks: use_cache=False, or sp.restore(model) before generating")
     positions, mask = kwargs.get("position_ids"), kwargs.get("attention_mask")
     expected = "expected this rank's shard of it"

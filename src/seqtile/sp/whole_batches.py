@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_flatten
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 
-from seqtile.protocols import SHARDED
+from seqtile.protocols import SHARDED, cache_in
 from seqtile.sp.attention import NAME, UlyssesFunction
 from seqtile.sp.data import parts_of, sequence_dim
 from seqtile.sp.groups import ALONE, SequenceParallel
@@ -125,7 +125,7 @@ class WholeBatches(ShardingHooks):
         """Hashes the given model's batch. From now on masks are recorded as recipes instead of made."""
         tensors = [each for each in tree_flatten((args, sorted(kwargs.items())))[0] if isinstance(each, Tensor)]
         self.has_gradient = any(tensor.requires_grad for tensor in tensors)
-        if kwargs.get("past_key_values") is not None:
+        if cache_in(kwargs) is not None:
             self._run_whole(True)
             return
         if self.is_alone:
@@ -352,8 +352,8 @@ class WholeBatches(ShardingHooks):
 def _row_by_row(kwargs: dict[str, Any], is_alone: bool) -> str | None:
     """Returns the argument that makes a text model run as it is: a cache, and in a single process also a request for
     outputs that it has only row by row. None if there is no such argument."""
-    if kwargs.get("past_key_values") is not None:
-        return "a cache was given as past_key_values"
+    if cache_in(kwargs) is not None:
+        return "a cache was given"
     return next((f"{name}=True" for name in ("use_cache", "output_attentions") if is_alone and kwargs.get(name)), None)
 
 

@@ -210,7 +210,7 @@ def _is_by_token(function: Callable, name: str, args: tuple, kwargs: dict) -> bo
         return False
     if name in _OVER_LAST:
         return not plain and _dim_of(args, kwargs) in (-1, shards[0].dim() - 1, [-1], (-1,))
-    along = [each.dim() <= 1 or each.shape[:-1] == shards[0].owners.shape for each in plain]  # values [K], or one per token
+    along = [each.dim() <= 1 or each.shape[:-1] == shards[0].owners.shape for each in plain]  # [K], or one per token
     return name in _ELEMENTWISE and all(along) and (name != "to" or isinstance(args[0], TokenShard))
 
 

@@ -75,7 +75,7 @@ ENDS += tuple(f"{name}_weights" for name in ENDS)
 
 
 def planned(name: str, gibibytes: float) -> int:
-    """Returns the longest planned length. Liger has no plan of its own; plans of tiled loss, or both parts, replace it."""
+    """Returns the longest planned length. Liger has none, so a plan with the same tiled parts replaces it."""
     left = {"liger": {"tiles": ("loss",), "liger": True}}
     left["liger_deepspeed_mlp"] = {"tiles": ("loss", "mlp"), "liger": True}
     setup = {"zero_stage": 0, "optimizer": "sgd", **(METHODS[name].setup or left[name])}

@@ -63,7 +63,7 @@ def test_gradients(upstream: float, dtype: torch.dtype, parts: str, reduction: s
 
 @pytest.mark.parametrize("reduction", ["mean", "none"])
 def test_z_loss_by_hand_beside_class_weights_beyond_float16(reduction: str, device: str) -> None:
-    """Weights of a billion with a z-loss as large, and with a z-loss of 1, which must not underflow in float16."""
+    """Weights of a billion with a z-loss as large, and with a z-loss alone, which must stay in float16's range."""
     operands = make(190, torch.float16, device)
     class_weight = torch.rand(V, device=device) * 1e9
     for parts, upstream in (("loss z", 64e-9 if reduction == "none" else 64.0), ("z", 2.0**14)):

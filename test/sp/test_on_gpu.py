@@ -19,7 +19,7 @@ pytestmark = pytest.mark.gpu
 LENGTH = 1000
 SEQUENCES = {  # documents, and the ones that they continue
     "documents": (((0, 300), (300, 910)), (None, None)),
-    "shared beginning": (((0, 300), (300, 500), (500, 910)), (None, 0, 0)),
+    "shared prefix": (((0, 300), (300, 500), (500, 910)), (None, 0, 0)),
 }
 
 

@@ -94,7 +94,7 @@ def test_a_tree(batch: dict[str, Tensor]) -> None:
 
 
 @given(batches(), st.integers(2, 6))
-def test_beginnings_that_are_too_short(batch: dict[str, Tensor], min_tokens: int) -> None:
+def test_prefixes_that_are_too_short(batch: dict[str, Tensor], min_tokens: int) -> None:
     tree = prefix_tree(batch, *batch["input_ids"].shape, min_tokens)
     if not isinstance(tree, str):
         parents = {parent for parent in tree.parents if parent is not None}

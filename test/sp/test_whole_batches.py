@@ -154,7 +154,7 @@ def test_refusals(pool: Pool) -> None:
 @pytest.mark.parametrize("sp_first", [False, True], ids=["shared first", "cut first"])
 @pytest.mark.parametrize("implementation", [None, "eager", "flash_attention_3", "flex_attention"])
 @pytest.mark.parametrize("options", [None, {}, {"layer": True}], ids=["untiled", "tiled", "layers"])
-def test_shared_beginnings(pool: Pool, options: dict | None, implementation: str | None, sp_first: bool) -> None:
+def test_shared_prefixes(pool: Pool, options: dict | None, implementation: str | None, sp_first: bool) -> None:
     """Rows that share prefixes: the one merged row is cut."""
     pool.run(prefixes.over_ranks, "llama", options, implementation, sp_first)
 
@@ -162,18 +162,18 @@ def test_shared_beginnings(pool: Pool, options: dict | None, implementation: str
 @pytest.mark.full("the mechanism is one", but=("4-qwen3_next", "2-kimi_linear", "2-mamba2"))
 @pytest.mark.parametrize("family", recurrences.FAMILIES)
 @pytest.mark.parametrize("pool", [2, 4], indirect=True)
-def test_shared_beginnings_of_families(pool: Pool, family: str) -> None:
+def test_shared_prefixes_of_families(pool: Pool, family: str) -> None:
     pool.run(prefixes.over_ranks, family, None, None, True)
 
 
 @OF_TWO
-def test_shared_beginnings_of_other_batches(pool: Pool) -> None:
+def test_shared_prefixes_of_other_batches(pool: Pool) -> None:
     pool.run(prefixes.other_batches)
 
 
 @pytest.mark.full("4 s each", but=("llama-zero3-alone", "llama-fsdp2-whole", "llama-fsdp2-alone"))
 @pytest.mark.parametrize("batches", ["alone", "whole"])
 @pytest.mark.parametrize(("pool", "case"), list(reducers()), indirect=["pool"])
-def test_shared_beginnings_under_reducers(pool: Pool, case: tuple, batches: str) -> None:
+def test_shared_prefixes_under_reducers(pool: Pool, case: tuple, batches: str) -> None:
     """Under every gradient reducer, with and without ranks that share sequences."""
     pool.run(steps.reducers, *case, batches, 3)

@@ -67,8 +67,8 @@ class AtForward:
     def compute(
         self, recipe: LogitsRecipe, function: Callable[..., torch.Tensor] | None = None, *along: torch.Tensor
     ) -> torch.Tensor:
-        """Returns the recipe's logits [..., V]. With `function`, returns function(logits [n, V], rows of `along` [...,
-        *]), computed chunk by chunk; `function` must treat each row by itself.
+        """Returns the recipe's logits [..., V]. With `function`, returns function(logits [n, V], rows of `along`
+        [..., *]), computed chunk by chunk; `function` must treat each row by itself.
 
         Raises RuntimeError if something has changed since the forward, or if a rank that holds a shard of the head's
         weights does not read the logits.

@@ -112,10 +112,10 @@ def linear_cross_entropy(
         as in torch.
 
     Gradients: of `hidden` in its dtype; of `weight` and `bias` summed over chunks in float32 and rounded once. The
-    backward multiplies them by the upstream gradient once, in float32. If all labelled tokens fit in one chunk (except
-    in float16), it multiplies d_weight already rounded, as the product of bfloat16 operands. With "none" the upstream
-    gradient differs between tokens, so the backward recomputes the chunks. A second backward (`retain_graph=True`) and
-    one in which metrics have a gradient do so too.
+    backward multiplies them by the upstream gradient once, in float32. If all labelled tokens fit in one chunk (and the
+    dtype is not float16), d_weight is one product in the operands' dtype, rounded before that multiplication. With
+    "none" the upstream gradient differs between tokens, so the backward recomputes the chunks. A second backward
+    (`retain_graph=True`) and one in which metrics have a gradient do so too.
 
     FLOPs: n labelled tokens cost 3 u, where u = 2 n D V; 4 u with "none"; 1 u less for a frozen hidden or weight;
     1 u without gradients. Metrics cost nothing, but a backward in which they have a gradient costs 3 u more (with

@@ -165,7 +165,7 @@ class AllToAll:
     ) -> Iterator[tuple[int, Tensor, Tensor]]:
         """Yields the pieces of tensors [B, tokens, heads, K], each with its tensor's index and its place in a buffer.
         If all ranks have equally many heads, a tensor's pieces are one view [ranks / n, n, B, tokens, heads, K], where
-        n ranks read the same kv heads; by tokens, n is 1."""
+        n ranks read the same kv heads; by tokens the second dimension is 1."""
         if not self._is_even:
             parts = [(i, tensors[i][:, tokens, heads]) for of in self._pieces[by_heads] for i, tokens, heads in of]
             places = buffer.split([part.numel() for _, part in parts])

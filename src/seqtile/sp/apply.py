@@ -135,7 +135,7 @@ def is_recurrent(model: PreTrainedModel) -> bool:
 
 def _check(model: PreTrainedModel, recurrent: list[nn.Module], is_masked_outside: bool) -> None:
     """Raises ValueError for a model that cannot be sharded over ranks. `recurrent` are the modules that mix tokens in a
-    model with recurrences. `is_masked_outside`: an outer model makes the masks, which need not be causal."""
+    model with recurrences. `is_masked_outside`: the masks of an outer model decide whether attention is causal."""
     name, config, modules = type(model).__name__, model.config.get_text_config(), list(model.modules())
     known = ("eager", *(name for name in ALL_ATTENTION_FUNCTIONS if not name.startswith("paged|")))
     if (implementation := model.config._attn_implementation) not in known:

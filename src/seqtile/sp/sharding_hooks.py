@@ -139,7 +139,7 @@ class ShardingHooks:
         layout.position_ids, layout.mask = positions, mask
         layout.whole_length, layout.last_position = whole_length, last_position
         if (lengths := kwargs.get("cu_seq_lens_q")) is not None:
-            lengths = lengths.tolist()  # callers pad to a multiple of the ranks
+            lengths = lengths.tolist()  # documents after the last length are padding
             if lengths != [0, *(stop for start, stop in layout.documents[0] if start < lengths[-1])]:
                 raise ValueError("cu_seq_lens_q tells other documents than position_ids, which have to tell them here")
         return layout

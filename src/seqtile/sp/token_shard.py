@@ -221,7 +221,7 @@ def _dim_of(args: tuple, kwargs: dict) -> Any:
 def _by_token(function: Callable, name: str, args: tuple, kwargs: dict) -> Tensor:
     """Computes this rank's rows of the function's result for all tokens."""
     like = next(each for each in args if isinstance(each, TokenShard))
-    if name in _OVER_LAST:  # rows [n, K] may have fewer dimensions than the values
+    if name in _OVER_LAST:  # rows [n, K] may have another number of dimensions
         args, kwargs = (args[0], *args[2:]), kwargs | {"dim": -1}
     mapped = args[:1] if function in _WITH_WEIGHTS else args
     along = any(isinstance(each, Tensor) and each.dim() == like.dim() for each in mapped if each.__class__ is Tensor)

@@ -79,7 +79,7 @@ def test_steps_inside_the_backward(what: str, mode: str, reentrant: bool | None,
     theirs, ours = trained(untiled, make_step, batches), trained(tiled, make_step, batches)
     for name, parameter in theirs.items():
         assert relative_error(parameter, before[name]) > 1e-4, f"{name} was not trained"
-        error = relative_error(ours[name], parameter)  # AdamW divides what rounding left of small gradients by itself
+        error = relative_error(ours[name], parameter)  # AdamW divides rounding errors of small gradients by themselves
         assert error <= 1e-4, f"{name}: relative error {error:.1e}"
 
 

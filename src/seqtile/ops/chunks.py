@@ -1,6 +1,6 @@
 """Decides how many tokens a chunk has, for the loss and the MLP alike.
 
-    chunk_tokens = max(2048, D), in a mixture of experts max(2048 * experts / experts a token, D)
+    chunk_tokens = max(2048, D), in a mixture of experts max(2048 * experts / experts per token, D)
 
 The rule depends on the model alone: the chunk size is constant in the number of tokens, equal on all ranks, and
 independent of free memory.
@@ -46,8 +46,8 @@ def is_trial() -> bool:
 def resolve_chunk_tokens(chunk_tokens: int | None, hidden_size: int, sparsity: float = 1) -> int:
     """Returns the number of tokens per chunk: `chunk_tokens` if given, else the rule above.
 
-    `sparsity` is experts / experts a token in a mixture of experts, 1 elsewhere. All experts share a chunk's tokens, so
-    a chunk has at least 2048 * sparsity of them, on average 2048 per expert.
+    `sparsity` is experts / experts per token in a mixture of experts, 1 elsewhere. All experts share a chunk's tokens,
+    so a chunk has at least 2048 * sparsity of them, on average 2048 per expert.
 
     Raises TypeError or ValueError if `chunk_tokens` is not a positive int.
     """

@@ -200,8 +200,7 @@ def _cross_entropy_kernel(
         entropy_ptr is not None or entropy_scale_ptr is not None, squares_ptr is not None, predicted_ptr is not None,
         THREADS, COLUMNS,
     )  # fmt: skip
-    # Keep row_max and log_sum apart where precision matters: x - row_max is nearly exact, but x - lse loses the digits
-    # below those of lse.
+    # Keep row_max and log_sum apart: x - row_max is nearly exact, x - lse loses the digits below those of lse.
     row_sum = tl.where(in_range, row_sum, float("nan"))
     log_sum = tl.log(row_sum)
     lse = row_max + log_sum
